@@ -1,0 +1,86 @@
+"""Which attention runs, and the hook that brings transformers' models to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from engine.attention import reference, sdpa
+from engine.batch import RaggedBatch
+from engine.kv import KVArena
+
+log = logging.getLogger(__name__)
+
+# Under this name transformers finds us. It must NOT be registered with its mask interface: then no mask is built.
+ATTENTION_NAME = "pilotfish_ragged"
+
+
+class Attend(Protocol):
+    """Attention of a ragged batch over one layer of an arena; shapes as in `reference.attend`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: RaggedBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """`[T, heads, head_dim]`, in the type of `query`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """The one keyword that a forward pass carries down to the attention function."""
+
+    batch: RaggedBatch
+    arena: KVArena
+    attend: Attend
+
+
+def choose(name: Literal["auto", "sdpa", "reference"], *, contiguous: bool) -> Attend:
+    """Pick an implementation; `contiguous` says that one page holds a whole sequence.
+
+    Raises:
+        ValueError: `sdpa` was asked for and pages are smaller than a sequence.
+    """
+    if name == "sdpa" and not contiguous:
+        raise ValueError("attention is sdpa, which needs page_size to be max_model_len (the default)")
+    found: Callable[..., Tensor] = sdpa.attend if name != "reference" and contiguous else reference.attend
+    log.info("attention: %s", found.__module__.rpartition(".")[2])
+    return found
+
+
+def _hook(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, T, head_dim]
+    key: Tensor,  # [1, kv_heads, T, head_dim]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    ragged: Ragged,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Write the new K/V in place, then attend. Called by every layer of a transformers model."""
+    assert attention_mask is None, "transformers built a mask, which knows nothing of ragged batches"
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    ragged.arena.write(layer, ragged.batch.kv_rows, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    k, v = ragged.arena.k[layer], ragged.arena.v[layer]
+    out = ragged.attend(query[0].transpose(0, 1), k, v, ragged.batch, scale, sliding_window, softcap)
+    return out[None], None  # [1, T, heads, head_dim]
+
+
+AttentionInterface.register(ATTENTION_NAME, _hook)

@@ -1,0 +1,79 @@
+"""A ragged batch: sequences of different lengths, laid end to end without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """One sequence's share of a forward pass: `tokens` at positions `start`, `start + 1`, ...
+
+    The last `num_logits` of them want logits: K + 1 when drafts are verified, 0 inside a prompt.
+    """
+
+    tokens: Seq[int]
+    start: int
+    page_table: Seq[int]
+    num_logits: int = 1
+
+    @property
+    def kv_len(self) -> int:
+        """Valid K/V rows once this pass has written its own."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedBatch:
+    """What one forward pass needs to know. T tokens, R rows of logits, B sequences.
+
+    Three sequences in pages of 4: A verifies two drafts at positions 5..7, B is fed a new prompt of four
+    tokens, C decodes one token at position 9:
+
+        cu_seqlens [0, 3, 7, 8]           A is rows 0..2, B rows 3..6, C row 7
+        positions  [5 6 7 | 0 1 2 3 | 9]
+        kv_lens    [8, 4, 10]             what each attends to, its own rows included
+        logit_rows [0 1 2 | 6 | 7]        A wants all three, B and C their last
+    """
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    kv_rows: Tensor  # [T] int64, the arena row that each token's K/V is written to
+    logit_rows: Tensor  # [R] int64
+    cu_seqlens: tuple[int, ...]  # [B + 1]
+    kv_lens: tuple[int, ...]  # [B]
+    page_tables: tuple[Seq[int], ...]  # [B]
+    page_size: int
+
+    @classmethod
+    def of(cls, feeds: Seq[Feed], page_size: int, device: torch.device) -> RaggedBatch:
+        """Lay `feeds` end to end."""
+        ids: list[int] = []
+        positions: list[int] = []
+        kv_rows: list[int] = []
+        logit_rows: list[int] = []
+        cu_seqlens = [0]
+        for feed in feeds:
+            ids += feed.tokens
+            span = range(feed.start, feed.kv_len)
+            positions += span
+            kv_rows += [feed.page_table[p // page_size] * page_size + p % page_size for p in span]
+            logit_rows += range(len(ids) - feed.num_logits, len(ids))
+            cu_seqlens.append(len(ids))
+        # One upload for four arrays: on a GPU each small copy costs more than all their bytes.
+        packed = torch.tensor(ids + positions + kv_rows + logit_rows, dtype=torch.int64).to(device)
+        total = len(ids)
+        return cls(
+            input_ids=packed[:total],
+            positions=packed[total : 2 * total],
+            kv_rows=packed[2 * total : 3 * total],
+            logit_rows=packed[3 * total :],
+            cu_seqlens=tuple(cu_seqlens),
+            kv_lens=tuple(feed.kv_len for feed in feeds),
+            page_tables=tuple(feed.page_table for feed in feeds),
+            page_size=page_size,
+        )

@@ -1,0 +1,106 @@
+"""From a config to an engine: loads the models, sizes the arenas, wires the parts. Nothing here runs in a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from engine import attention
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import ModelError
+from engine.intake import Limits
+from engine.kv import BlockPool, KVArena, KVLayout
+from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
+from engine.runner import ModelRunner, end_tokens, kv_layout, load_model, vocab_size
+from engine.scheduler import Scheduler
+
+GIB = 2**30
+
+
+def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Engine:
+    """Load what `config` names and make it ready to step; `progress` is told each stage.
+
+    Raises:
+        ModelError: a checkpoint that cannot be served, or a pair that does not fit together.
+    """
+    device = pick_device(config.device)
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    dtype = getattr(torch, config.dtype)
+    progress(f"loading target {config.target}")
+    target = load_model(config.target, config.revision, dtype, device)
+    draft = None
+    if config.draft is not None:
+        progress(f"loading draft {config.draft}")
+        draft = load_model(config.draft, config.draft_revision, dtype, device)
+    progress("allocating K/V")
+    return assemble(config, target, draft)
+
+
+def assemble(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel | None = None) -> Engine:
+    """An engine of models that are loaded already (with our attention: `runner.load_model`)."""
+    if draft is not None and vocab_size(draft) != vocab_size(target):
+        raise ModelError(
+            f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}: "
+            "a draft must share the target's vocabulary"
+        )
+    limit = max_model_len(config, [m.config for m in (target, draft) if m is not None])
+    layouts = [kv_layout(m.config, m.dtype) for m in (target, draft) if m is not None]
+    page_size = min(config.page_size or limit, limit)
+    num_pages = pages_within(config, layouts, page_size, limit)
+    runners = [_runner(config, m, num_pages, page_size, limit) for m in (target, draft) if m is not None]
+    proposers = _proposers(config, runners[1] if draft is not None else None)
+    scheduler = Scheduler(
+        BlockPool(num_pages, page_size),
+        BlockPool(num_pages, page_size) if draft is not None else None,
+        config.max_batch_size,
+        config.max_batch_tokens,
+        proposers.draft_kv_users,
+    )
+    limits = Limits(runners[0].vocab_size, min(limit, num_pages * page_size), end_tokens(target))
+    return Engine(config, limits, runners[0], proposers, scheduler)
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` -> cuda where there is one, else cpu."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
+    """The least of what is asked and what the models' positions allow."""
+    known = [m.get_text_config().max_position_embeddings for m in models]
+    if config.max_model_len is not None and config.max_model_len > min(known):
+        raise ModelError(f"max_model_len is {config.max_model_len}; the models know positions up to {min(known)}")
+    return config.max_model_len or min(known)
+
+
+def pages_within(config: EngineConfig, layouts: list[KVLayout], page_size: int, max_model_len: int) -> int:
+    """Pages per arena: what the memory holds, but no more than a full batch of longest sequences could use."""
+    page_bytes = page_size * sum(layout.bytes_per_token for layout in layouts)
+    affordable = int(config.kv_memory * GIB) // page_bytes
+    if affordable < 1:
+        raise ModelError(
+            f"kv_memory is {config.kv_memory} GiB; one page of {page_size} tokens takes {page_bytes} bytes"
+        )
+    return min(affordable, config.max_batch_size * -(-max_model_len // page_size))
+
+
+def _runner(
+    config: EngineConfig, model: PreTrainedModel, num_pages: int, page_size: int, max_model_len: int
+) -> ModelRunner:
+    arena = KVArena(kv_layout(model.config, model.dtype), num_pages, page_size, model.device)
+    return ModelRunner(model, arena, attention.choose(config.attention, contiguous=page_size >= max_model_len))
+
+
+def _proposers(config: EngineConfig, draft: ModelRunner | None) -> Proposers:
+    by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer()}
+    if draft is not None:
+        by_name["model"] = ModelProposer(draft, config.max_batch_tokens)
+    if config.proposer is not None and config.proposer not in by_name:
+        raise ModelError(f"proposer is {config.proposer!r}; without a draft model there is {', '.join(by_name)}")
+    return Proposers(by_name)

@@ -1,0 +1,50 @@
+"""Every option of the engine, written once: name, default, limits and help text.
+
+The server's flags, environment variables and file are made from these fields.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from engine.types import MAX_NUM_DRAFT, SpeculationMode, Verification
+
+Device = Literal["auto", "cpu", "cuda", "mps"]
+DType = Literal["float32", "bfloat16"]
+
+
+class EngineConfig(BaseModel):
+    """How to load and run a target and, if there is one, its draft."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    target: str = Field(description="Target model: a local folder or a Hugging Face hub id.")
+    draft: str | None = Field(None, description="Draft model of the same vocabulary; none drafts from the prompt.")
+    revision: str | None = Field(None, description="Hub revision of the target; a commit pins it.")
+    draft_revision: str | None = Field(None, description="Hub revision of the draft; a commit pins it.")
+    device: Device = Field("auto", description="Where to compute; auto takes cuda when there is one, else cpu.")
+    dtype: DType = Field("float32", description="Type of weights, activations and K/V.")
+    proposer: str | None = Field(
+        None, description="Who drafts: model, ngram or none; default model with a draft, else ngram."
+    )
+    num_draft_tokens: int = Field(4, ge=0, le=MAX_NUM_DRAFT, description="Most drafts per sequence and step (K).")
+    speculation: SpeculationMode = Field(SpeculationMode.AUTO, description="How K is chosen: auto, fixed or off.")
+    verification: Verification = Field(Verification.COUPLED, description="Exact rule that keeps or drops drafts.")
+    max_model_len: int | None = Field(None, ge=2, description="Most tokens of prompt and output; default the model's.")
+    max_batch_size: int = Field(64, ge=1, description="Most sequences in one step.")
+    max_batch_tokens: int = Field(512, ge=1, description="Most tokens fed to the target in one step.")
+    kv_memory: float = Field(2.0, gt=0, description="Memory for keys and values of both models, in GiB.")
+    page_size: int | None = Field(None, ge=1, description="Tokens per K/V page; default one page per sequence.")
+    attention: Literal["auto", "sdpa", "reference"] = Field("auto", description="Attention implementation.")
+    threads: int | None = Field(None, ge=1, description="Compute threads; default the cores this process may use.")
+
+    @model_validator(mode="after")
+    def _batch_fits(self) -> Self:
+        if self.max_batch_tokens < self.max_batch_size:
+            raise ValueError(
+                f"max_batch_tokens is {self.max_batch_tokens}; it must be at least max_batch_size "
+                f"({self.max_batch_size}), so that every running sequence can take a step"
+            )
+        return self

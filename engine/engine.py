@@ -1,0 +1,248 @@
+"""Token ids in, token ids out. Knows no text, no network, no clock but the one it is given.
+
+`Engine.step` is the whole of speculative serving; the rest is a request's way in and out.
+Not thread-safe: one task calls `add`, `finish` and `step`, one at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from engine.batch import Feed
+from engine.config import EngineConfig
+from engine.errors import DuplicateRequest
+from engine.intake import Intake, Limits
+from engine.judge import Drafted, Outcome, judge
+from engine.measure import idle, measure
+from engine.proposers import Proposal, Proposers
+from engine.runner import Runner
+from engine.scheduler import Scheduler, StepPlan, Work
+from engine.stats import Clock, StepStats, Stopwatch
+from engine.types import Finished, FinishReason, Request, SamplingParams, Sequence, TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step brought: at most one event per request, and its measurements."""
+
+    events: tuple[TokenEvent, ...]
+    stats: StepStats
+
+
+class Engine:
+    """A target model, its proposers, and the sequences that they serve."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: Limits,
+        target: Runner,
+        proposers: Proposers,
+        scheduler: Scheduler,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.config, self.limits = config, limits
+        self._target, self._proposers, self._scheduler, self._clock = target, proposers, scheduler, clock
+        self._intake = Intake(config, limits, proposers.names)
+        self._live: dict[str, Sequence] = {}
+
+    # ------------------------------------------------------------------------------------------------ the step
+
+    def step(self) -> StepOutput:
+        """admit -> plan -> propose -> forward -> verify -> commit: one target pass serves every sequence at once."""
+        watch, failures = Stopwatch(self._clock), self._proposers.num_failures
+        with watch.phase("plan"):
+            self._scheduler.admit()
+            plan = self._scheduler.plan()
+        if not plan.works:
+            return StepOutput((), idle(self._scheduler))
+        with watch.phase("propose"):
+            proposal = self._proposers.propose(plan.sequences, plan.num_draft_each)
+        with watch.phase("forward"):
+            feeds = [_feed(work, drafts) for work, drafts in zip(plan.works, proposal.tokens, strict=True)]
+            logits = self._target.forward(feeds)
+            for sequence, feed in zip(plan.sequences, feeds, strict=True):
+                sequence.target.advance(feed.kv_len)
+        with watch.phase("verify"):
+            drafted = _drafted(plan, proposal)
+            outcomes = judge(drafted, logits)
+        with watch.phase("commit"):
+            events = tuple(self._commit(d, outcome) for d, outcome in zip(drafted, outcomes, strict=True))
+        failed = self._proposers.num_failures - failures
+        stats = measure(plan, proposal, drafted, outcomes, events, watch.seconds, failed, self._scheduler)
+        return StepOutput(events, stats)
+
+    def _commit(self, drafted: Drafted, outcome: Outcome) -> TokenEvent:
+        """Append the kept drafts and the next token, as far as plain decoding would have gone; move the cursors."""
+        sequence = drafted.sequence
+        fresh = [*drafted.drafts[: outcome.num_accepted], outcome.next_token]
+        fresh = fresh[: self._length_before_stop(sequence, fresh)]
+        num_accepted = min(outcome.num_accepted, len(fresh))
+        if drafted.drafts:
+            sequence.stats = sequence.stats.after(len(drafted.drafts), num_accepted)
+        sequence.tokens += fresh
+        sequence.target.rollback(len(sequence.tokens))  # I3: this is the whole rollback
+        sequence.draft.rollback(len(sequence.tokens))
+        return TokenEvent(
+            request_id=sequence.request_id,
+            token_ids=tuple(fresh),
+            from_draft=tuple(i < num_accepted for i in range(len(fresh))),
+            finished=self._end_if_over(sequence),
+        )
+
+    def _length_before_stop(self, sequence: Sequence, fresh: list[int]) -> int:
+        """How many of `fresh` one-token-at-a-time decoding would have made: up to a stop token, or `max_len`."""
+        room = min(len(fresh), sequence.max_len - len(sequence.tokens))
+        return next((i + 1 for i in range(room) if self._stops(sequence, fresh[i])), room)
+
+    def _stops(self, sequence: Sequence, token: int) -> bool:
+        wanted = sequence.request.sampling
+        return token in wanted.stop_token_ids or (token in self.limits.eos_token_ids and not wanted.ignore_eos)
+
+    # ------------------------------------------------------------------------------- a request's way in and out
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest or Unsupported for what `add` would refuse. Any thread may call this."""
+        self._intake.check(request)
+
+    def add(self, request: Request) -> None:
+        """Take a request; it runs as soon as there is room.
+
+        Raises:
+            InvalidRequest: with every violation at once.
+            Unsupported: a proposer that this server does not have.
+            DuplicateRequest: its id is live.
+        """
+        self.check(request)
+        if request.request_id in self._live:
+            raise DuplicateRequest(f"request_id {request.request_id!r} is live")
+        sequence = self._live[request.request_id] = self._intake.open(request)
+        self._scheduler.add(sequence)
+
+    def finish(
+        self, request_id: str, reason: FinishReason, *, keep: int | None = None, error: str | None = None
+    ) -> TokenEvent | None:
+        """End a live request now and free its pages; its terminal event, or None if it is not live.
+
+        `keep` says how many of its generated tokens count, where text decided (a stop string).
+        """
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return None
+        return TokenEvent(request_id=request_id, finished=self._end(sequence, reason, keep=keep, error=error))
+
+    def finish_all(self, reason: FinishReason, error: str | None = None) -> tuple[TokenEvent, ...]:
+        """End every live request."""
+        events = [self.finish(request_id, reason, error=error) for request_id in list(self._live)]
+        return tuple(event for event in events if event is not None)
+
+    def _end_if_over(self, sequence: Sequence) -> Finished | None:
+        newest = sequence.tokens[-1]
+        if self._stops(sequence, newest):
+            return self._end(sequence, FinishReason.STOP, stop_token_id=newest)
+        if len(sequence.tokens) == sequence.max_len:
+            return self._end(sequence, FinishReason.LENGTH)
+        return None
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        keep: int | None = None,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+    ) -> Finished:
+        del self._live[sequence.request_id]
+        self._scheduler.remove(sequence)
+        return Finished(
+            reason=reason,
+            prompt_tokens=sequence.prompt_len,
+            completion_tokens=sequence.num_generated if keep is None else keep,
+            seed=sequence.seed,
+            speculation=sequence.speculation,
+            stats=sequence.stats,
+            stop_token_id=stop_token_id,
+            error=error,
+        )
+
+    # --------------------------------------------------------------------------------------------- how it stands
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the target's logits; every token id is below it."""
+        return self.limits.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.limits.max_model_len
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The model's own end-of-text tokens."""
+        return self.limits.eos_token_ids
+
+    @property
+    def proposer_names(self) -> tuple[str, ...]:
+        """What a request may ask for as `speculation.proposer`."""
+        return self._proposers.names
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that take part in steps."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no pages: new, or preempted."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is live."""
+        return bool(self._live)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a request added now would start with the next step, as far as can be told."""
+        return self._scheduler.has_room
+
+    @property
+    def total_pages(self) -> int:
+        """Pages of the target's arena."""
+        return self._scheduler.target.num_pages
+
+    @property
+    def free_pages(self) -> int:
+        """Pages of the target's arena that no sequence holds."""
+        return self._scheduler.target.num_free
+
+    def warm_up(self) -> None:
+        """Run one short request through the whole path, so that the first caller does not pay for first times."""
+        assert not self._live, "warm_up is for an idle engine"
+        sampling = SamplingParams(max_tokens=min(8, self.max_model_len - 1), ignore_eos=True)
+        self.add(Request(request_id="warm-up", token_ids=(0,), sampling=sampling))
+        while self.has_work:
+            self.step()
+
+    def check_invariants(self) -> None:
+        """I1 and I5 on every sequence and page, and that nobody is lost between the two."""
+        self._scheduler.check_invariants()
+        scheduled = {s.request_id for s in (*self._scheduler.running, *self._scheduler.waiting)}
+        assert scheduled == set(self._live), "a live sequence is not scheduled, or a dead one is"
+        assert self.has_work or self.free_pages == self.total_pages, "idle, and pages are held"
+
+
+def _feed(work: Work, drafts: tuple[int, ...]) -> Feed:
+    """I2: the planned part of what the target has not seen, and the drafts."""
+    tokens = [*work.sequence.tokens[work.span.start : work.span.stop], *drafts]
+    num_logits = len(drafts) + 1 if work.reaches_end else 0
+    return Feed(tokens, work.span.start, work.sequence.target.page_table, num_logits)
+
+
+def _drafted(plan: StepPlan, proposal: Proposal) -> list[Drafted]:
+    """The sequences whose newest token was fed: they get a next one."""
+    everyone = zip(plan.works, proposal.tokens, proposal.probs, strict=True)
+    return [Drafted(work.sequence, drafts, law) for work, drafts, law in everyone if work.reaches_end]

@@ -1,0 +1,47 @@
+"""What can go wrong, and whose mistake it is. Every class says whether it is expected in a healthy server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class PilotfishError(Exception):
+    """Base of every error that Pilotfish raises on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One thing wrong with a request: `field` as the caller wrote it, `problem` with the offending value."""
+
+    field: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.field} {self.problem}"
+
+
+class InvalidRequest(PilotfishError):
+    """Expected: the caller's mistake. Carries every violation at once; nothing was queued."""
+
+    def __init__(self, violations: Iterable[Violation]) -> None:
+        self.violations = tuple(violations)
+        assert self.violations, "an InvalidRequest without a violation"
+        super().__init__("; ".join(map(str, self.violations)))
+
+    @classmethod
+    def of(cls, field: str, problem: str) -> InvalidRequest:
+        """The common case: one violation."""
+        return cls([Violation(field, problem)])
+
+
+class Unsupported(PilotfishError):
+    """Expected: a sound request for a feature that this server does not have."""
+
+
+class DuplicateRequest(PilotfishError):
+    """Expected: a live request already has this id."""
+
+
+class ModelError(PilotfishError):
+    """Expected: a checkpoint, or a pair of them, that cannot be served; said at load, never later."""

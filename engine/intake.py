@@ -1,0 +1,76 @@
+"""A request's way in: what is refused, and what a request that leaves things open gets."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.errors import Unsupported
+from engine.types import MAX_SEED, Request, Sequence, Speculation, SpeculationMode
+
+DEFAULT_MAX_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the models and the arena allow; fixed at load."""
+
+    vocab_size: int  # width of the target's logits
+    max_model_len: int  # most tokens of prompt and output together
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Turns requests into sequences. Holds nothing that changes, so any thread may ask it."""
+
+    config: EngineConfig
+    limits: Limits
+    proposers: tuple[str, ...]  # names that a request may ask for
+
+    @property
+    def default_proposer(self) -> str:
+        """The proposer of a request that names none."""
+        return self.config.proposer or ("model" if "model" in self.proposers else "ngram")
+
+    def check(self, request: Request) -> None:
+        """Refuse what cannot be served.
+
+        Raises:
+            InvalidRequest: with every violation at once.
+            Unsupported: a proposer that this server does not have.
+        """
+        request.check(self.limits.vocab_size, self.limits.max_model_len)
+        name = request.speculation.proposer
+        if name is not None and name not in self.proposers:
+            raise Unsupported(f"speculation.proposer is {name!r}; this server has {', '.join(self.proposers)}")
+
+    def open(self, request: Request) -> Sequence:
+        """The sequence of a request that `check` let through."""
+        wanted = request.sampling.seed
+        return Sequence(
+            request=request,
+            seed=secrets.randbelow(MAX_SEED + 1) if wanted is None else wanted,
+            speculation=self._speculation(request),
+            max_len=len(request.token_ids) + self._max_tokens(request),
+            tokens=list(request.token_ids),
+        )
+
+    def _max_tokens(self, request: Request) -> int:
+        wanted = request.sampling.max_tokens
+        room = self.limits.max_model_len - len(request.token_ids)
+        return min(room, DEFAULT_MAX_TOKENS) if wanted is None else wanted
+
+    def _speculation(self, request: Request) -> Speculation:
+        """The request's wishes over the server's defaults; the server's limit on drafts holds for all."""
+        asked, config = request.speculation, self.config
+        mode = asked.mode or config.speculation
+        wanted = config.num_draft_tokens if asked.num_draft_tokens is None else asked.num_draft_tokens
+        off = mode is SpeculationMode.OFF
+        return Speculation(
+            mode=mode,
+            num_draft_tokens=0 if off else min(wanted, config.num_draft_tokens),
+            proposer="none" if off else asked.proposer or self.default_proposer,
+            verification=asked.verification or config.verification,
+        )

@@ -1,0 +1,157 @@
+"""Offline use: prompts in, completions out, one call.
+
+>>> from engine import LLM, SamplingParams
+>>> llm = LLM("models/target", draft="models/draft")
+>>> [done] = llm.generate("def add(a, b):", SamplingParams(max_tokens=32))
+>>> print(done.text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from os import PathLike, fspath
+from typing import Any
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import InvalidRequest, PilotfishError
+from engine.text import Codec, OutputText
+from engine.types import Finished, FinishReason, Request, SamplingParams, SpeculationStats, TokenEvent
+
+Prompt = str | Seq[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What came of one prompt. `text` is None where the checkpoint has no tokenizer; logprobs come later."""
+
+    text: str | None
+    token_ids: tuple[int, ...]
+    from_draft: tuple[bool, ...]  # which of `token_ids` were accepted drafts
+    logprobs: None = None
+    finish_reason: FinishReason
+    matched_stop: str | int | None  # the stop string, or the id of the token, that ended it
+    prompt_tokens: int
+    seed: int  # asking again with this seed gives the same tokens
+    stats: SpeculationStats
+
+
+class LLM:
+    """A model to call in a program of one's own; `pilotfish serve` is the same engine behind a network."""
+
+    def __init__(self, target: str | PathLike[str], draft: str | PathLike[str] | None = None, **config: Any) -> None:
+        """Load a target, and a draft if there is one; `config` as in `engine.config.EngineConfig`."""
+        settings = EngineConfig(target=fspath(target), draft=None if draft is None else fspath(draft), **config)
+        self.engine: Engine = build_engine(settings)
+        self.codec = Codec.load(settings.target, settings.revision)
+        self._num_requests = 0
+
+    def generate(
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Continue every prompt, all in one ragged batch; completions in the order of the prompts.
+
+        A prompt is a string or token ids; `params` is one for all, or one for each.
+
+        Raises:
+            InvalidRequest: any prompt or its parameters are wrong; nothing was run.
+            ValueError: as many `params` as prompts, or one, were expected.
+        """
+        outputs = [self._output(p, s) for p, s in _paired(_as_list(prompts), params or SamplingParams())]
+        for output in outputs:
+            self.engine.check(output.request)
+        by_id = {output.request.request_id: output for output in outputs}
+        try:
+            for output in outputs:
+                self.engine.add(output.request)
+            while self.engine.has_work:
+                for event in self.engine.step().events:
+                    by_id[event.request_id].take(event, self.engine)
+        finally:
+            self.engine.finish_all(FinishReason.ABORTED)
+        return [output.completion() for output in outputs]
+
+    def _output(self, prompt: Prompt, params: SamplingParams) -> _Output:
+        self._num_requests += 1
+        request = Request(request_id=f"offline-{self._num_requests}", token_ids=self._encode(prompt), sampling=params)
+        if self.codec is None and params.stop:
+            raise InvalidRequest.of("stopping.stop", "is text; this checkpoint has no tokenizer")
+        return _Output(request, None if self.codec is None else OutputText(self.codec, params.stop))
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(prompt)
+        if self.codec is None:
+            raise InvalidRequest.of("prompt", "is text; this checkpoint has no tokenizer, so it takes token ids")
+        return self.codec.encode(prompt)
+
+
+@dataclass(slots=True)
+class _Output:
+    """One completion as it grows."""
+
+    request: Request
+    text: OutputText | None
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
+    stop: str | None = None
+    finished: Finished | None = None
+
+    def take(self, event: TokenEvent, engine: Engine) -> None:
+        """Take a step's tokens; a stop string ends the request here and now."""
+        assert self.finished is None, "an event after the last"
+        kept, self.finished = len(event.token_ids), event.finished
+        if self.text is not None:
+            hidden = event.finished is not None and event.finished.stop_token_id is not None
+            piece = self.text.push(event.token_ids[: kept - hidden])
+            self.pieces.append(piece.text)
+            if piece.stop is not None:
+                self.stop, kept = piece.stop, piece.num_tokens
+        self.token_ids += event.token_ids[:kept]
+        self.from_draft += event.from_draft[:kept]
+        if self.stop is not None and self.finished is None:
+            ended = engine.finish(event.request_id, FinishReason.STOP, keep=len(self.token_ids))
+            assert ended is not None
+            self.finished = ended.finished
+        if self.finished is not None and self.text is not None:
+            self.pieces.append(self.text.flush())
+
+    def completion(self) -> Completion:
+        """The result, once finished."""
+        ended = self.finished
+        assert ended is not None, "the engine is idle and a request has no end"
+        if ended.reason is FinishReason.ERROR:
+            raise PilotfishError(ended.error or "the request failed")
+        return Completion(
+            text=None if self.text is None else "".join(self.pieces),
+            token_ids=tuple(self.token_ids),
+            from_draft=tuple(self.from_draft),
+            finish_reason=FinishReason.STOP if self.stop is not None else ended.reason,
+            matched_stop=self.stop if self.stop is not None else ended.stop_token_id,
+            prompt_tokens=ended.prompt_tokens,
+            seed=ended.seed,
+            stats=ended.stats,
+        )
+
+
+def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt or many -> many: "a" -> ["a"]; [1, 2] -> [[1, 2]]; ["a", [1, 2]] -> itself."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [[int(token) for token in prompts if isinstance(token, int)]]
+    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+
+
+def _paired(
+    prompts: list[Prompt], params: SamplingParams | Seq[SamplingParams]
+) -> Iterable[tuple[Prompt, SamplingParams]]:
+    if isinstance(params, SamplingParams):
+        return [(prompt, params) for prompt in prompts]
+    if len(params) != len(prompts):
+        raise ValueError(f"there are {len(prompts)} prompts and {len(params)} params; expected as many, or one")
+    return list(zip(prompts, params, strict=True))

@@ -1,0 +1,9 @@
+"""Who guesses the next tokens. A proposer may be wrong; it can never change the output."""
+
+from engine.proposers.base import Proposal, Proposer
+from engine.proposers.model import ModelProposer
+from engine.proposers.ngram import NGramProposer
+from engine.proposers.none import NoProposer
+from engine.proposers.select import Proposers
+
+__all__ = ["ModelProposer", "NGramProposer", "NoProposer", "Proposal", "Proposer", "Proposers"]

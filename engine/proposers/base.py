@@ -1,0 +1,43 @@
+"""What a proposer is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.stats import Forward
+from engine.types import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Ragged drafts: `tokens[i]` are the guesses for sequence i, at most as many as were asked for.
+
+    `probs[i]` is the law that `tokens[i]` were drawn from, float64 `[len(tokens[i]), vocab]`; only sequences under the
+    rejection rule have one. None means certainty: the law that puts everything on the proposed token.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    probs: tuple[Tensor | None, ...]
+    forwards: tuple[Forward, ...] = ()
+
+    @classmethod
+    def certain(cls, tokens: Seq[Seq[int]]) -> Proposal:
+        """Drafts that were looked up, not drawn."""
+        return cls(tuple(tuple(t) for t in tokens), (None,) * len(tokens))
+
+
+class Proposer(Protocol):
+    """Guesses up to `k_each[i]` next tokens of `sequences[i]`, each of which has only its newest token to feed."""
+
+    @property
+    def uses_draft_kv(self) -> bool:
+        """Whether sequences need pages in the draft model's arena."""
+        ...
+
+    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+        """Guess; may advance the draft cursors, may change nothing else."""
+        ...

@@ -1,0 +1,108 @@
+"""A transformers model that is fed ragged batches. Knows token ids and logits; knows no request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from engine.attention.registry import ATTENTION_NAME, Attend, Ragged
+from engine.batch import Feed, RaggedBatch
+from engine.errors import ModelError
+from engine.kv import KVArena, KVLayout
+
+
+class Runner(Protocol):
+    """What a step needs of a model."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of its logits."""
+        ...
+
+    def forward(self, feeds: Seq[Feed]) -> Tensor:
+        """Run all `feeds` in one pass, writing their K/V; float32 logits `[R, vocab]`, R = sum of `num_logits`."""
+        ...
+
+
+class ModelRunner:
+    """One transformers model, its arena, and the one method that the step calls."""
+
+    def __init__(self, model: PreTrainedModel, arena: KVArena, attend: Attend) -> None:
+        self._model, self.arena, self._attend = model.eval(), arena, attend
+        self.vocab_size = vocab_size(model)
+        self.device = model.device
+
+    @torch.inference_mode()
+    def forward(self, feeds: Seq[Feed]) -> Tensor:
+        """One pass of the model's own code over the ragged batch; attention is ours."""
+        batch = RaggedBatch.of(feeds, self.arena.page_size, self.device)
+        output = self._model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.logit_rows,
+            ragged=Ragged(batch, self.arena, self._attend),
+        )
+        logits: Tensor = output.logits[0]
+        return logits.float()
+
+
+def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Load a causal language model from a local folder or the hub; safetensors only, no code of the checkpoint's.
+
+    Raises:
+        ModelError: nothing loadable is there, or it would need code of its own.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        prepare(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            revision=revision,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation=ATTENTION_NAME,
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load model {name!r}: {error}") from error
+    return model.to(device)  # type: ignore[arg-type, no-any-return]  # its decorator loses the signature
+
+
+def prepare(config: PreTrainedConfig) -> None:
+    """Set what a ragged batch needs of any config."""
+    # Some embeddings treat the pad token apart and look at its place on the host; a ragged batch has no padding.
+    config.pad_token_id = None
+
+
+def kv_layout(config: PreTrainedConfig, dtype: torch.dtype) -> KVLayout:
+    """Read the shape of K/V off a transformers config of any family."""
+    text = config.get_text_config()
+    heads: int = text.num_attention_heads
+    kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
+    head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return KVLayout(text.num_hidden_layers, kv_heads, head_dim, dtype)
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Width of the logits: what a token id must stay below, whatever the tokenizer believes."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Module) or not isinstance(head.weight, Tensor):
+        raise ModelError(f"{type(model).__name__} has no output embedding: it is no causal language model")
+    return head.weight.shape[0]
+
+
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Tokens at which the model was taught to stop, from its generation config or its config."""
+    generation: GenerationConfig | None = model.generation_config
+    found = generation.eos_token_id if generation is not None else None
+    if found is None:
+        found = model.config.get_text_config().eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, list) else [found])

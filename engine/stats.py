@@ -1,0 +1,63 @@
+"""What a step measured, for whoever exports it. Knows no exporter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+ForwardKind = Literal["verify", "prefill", "draft"]
+Clock = Callable[[], float]  # seconds, monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One model call as seen by one kind of work: `sequences` of them, feeding `tokens` together.
+
+    A target pass that verifies some sequences and prefills others reports two of these.
+    """
+
+    kind: ForwardKind
+    sequences: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """One step in numbers. Durations in seconds; counters are of this step alone."""
+
+    forwards: tuple[Forward, ...] = ()
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)  # plan, propose, forward, verify, commit
+    rounds: int = 0  # sequences whose drafts were verified
+    drafted: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    generated_tokens: int = 0
+    prompt_tokens: int = 0  # prompt (or recomputed) tokens fed to the target
+    preempted: int = 0
+    draft_failures: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0  # share of the target's pages in use, 0 to 1
+
+    @property
+    def accepted(self) -> int:
+        """Drafts kept in this step."""
+        return sum(self.accepted_per_position)
+
+
+class Stopwatch:
+    """Collects seconds per named phase from an injected clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to `name`."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - start

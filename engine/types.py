@@ -1,0 +1,257 @@
+"""The nouns of the engine. `Sequence` is the only one that changes; all others are frozen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.errors import InvalidRequest, Violation
+
+MAX_SEED = 2**64 - 1
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256  # characters
+MAX_NUM_DRAFT = 16
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. Each admitted request ends exactly once."""
+
+    STOP = "stop"  # end-of-text token, stop token or stop string
+    LENGTH = "length"  # max_tokens reached
+    CANCELLED = "cancelled"  # the caller went away
+    DEADLINE = "deadline"  # the caller's deadline passed
+    ABORTED = "aborted"  # an operator, or a reader that stalled
+    ERROR = "error"  # a fault of the server or of this request alone; `Finished.error` says which
+
+
+class SpeculationMode(StrEnum):
+    """How the number of drafts is chosen."""
+
+    AUTO = "auto"  # the server's choice, 0 up to its limit
+    OFF = "off"  # plain decoding
+    FIXED = "fixed"  # always `num_draft_tokens`, as far as context and max_tokens allow
+
+
+class Verification(StrEnum):
+    """Which exact rule keeps or drops drafts (`engine/verify.py`)."""
+
+    COUPLED = "coupled"
+    REJECTION = "rejection"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """What to sample and when to stop. Field names are those of `pilotfish.v1`.
+
+    Args:
+        temperature: 0 is greedy; otherwise logits are divided by it. At most 100.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches this; in (0, 1], 1 keeps all.
+        top_k: keep this many likeliest tokens; 0 keeps all.
+        min_p: drop tokens less likely than this fraction of the likeliest one; in [0, 1].
+        seed: the request's randomness; None draws one, which the result reports.
+        max_tokens: most tokens to generate; None is 128, or what the context has room for.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: tokens that end the output; they are part of `token_ids`, not of the text.
+        ignore_eos: go on past the model's own end-of-text tokens.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def violations(self) -> Iterator[Violation]:
+        """Everything wrong with these values that can be told without a model."""
+        # `not (a <= x <= b)` rather than `x < a or x > b`: a NaN must fail, and every comparison with it is false.
+        if not (0.0 <= self.temperature <= 100.0):
+            yield Violation("sampling.temperature", f"is {self.temperature}; expected 0 to 100")
+        if not (0.0 < self.top_p <= 1.0):
+            yield Violation("sampling.top_p", f"is {self.top_p}; expected above 0, up to 1")
+        if not (0.0 <= self.min_p <= 1.0):
+            yield Violation("sampling.min_p", f"is {self.min_p}; expected 0 to 1")
+        if self.top_k < 0:
+            yield Violation("sampling.top_k", f"is {self.top_k}; expected 0 (off) or more")
+        if self.seed is not None and not (0 <= self.seed <= MAX_SEED):
+            yield Violation("sampling.seed", f"is {self.seed}; expected 0 to 2**64 - 1")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            yield Violation("stopping.max_tokens", f"is {self.max_tokens}; expected 1 or more")
+        yield from self._stop_violations()
+
+    def _stop_violations(self) -> Iterator[Violation]:
+        if len(self.stop) > MAX_STOPS:
+            yield Violation("stopping.stop", f"has {len(self.stop)} strings; the limit is {MAX_STOPS}")
+        if len(self.stop_token_ids) > MAX_STOPS:
+            yield Violation("stopping.stop_token_ids", f"has {len(self.stop_token_ids)} ids; the limit is {MAX_STOPS}")
+        for i, text in enumerate(self.stop[:MAX_STOPS]):
+            if not 1 <= len(text) <= MAX_STOP_LENGTH:
+                yield Violation(f"stopping.stop[{i}]", f"has {len(text)} characters; expected 1 to {MAX_STOP_LENGTH}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationParams:
+    """What a request asks of speculation; None leaves the choice to the server."""
+
+    mode: SpeculationMode | None = None
+    num_draft_tokens: int | None = None
+    proposer: str | None = None
+    verification: Verification | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """What is done about it: the effective settings, echoed in the result."""
+
+    mode: SpeculationMode
+    num_draft_tokens: int
+    proposer: str
+    verification: Verification
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt to continue. `request_id` is unique among live requests; `token_ids` is the prompt."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+
+    def check(self, vocab_size: int, max_model_len: int) -> None:
+        """Raise InvalidRequest with every violation; `vocab_size` is the width of the logits."""
+        found = [*self.sampling.violations(), *self._prompt_violations(vocab_size, max_model_len)]
+        unknown = [token for token in self.sampling.stop_token_ids if not 0 <= token < vocab_size]
+        if unknown:
+            found.append(Violation("stopping.stop_token_ids", f"has {unknown[0]}; expected 0 to {vocab_size - 1}"))
+        wanted = self.speculation.num_draft_tokens
+        if wanted is not None and not 0 <= wanted <= MAX_NUM_DRAFT:
+            found.append(Violation("speculation.num_draft_tokens", f"is {wanted}; expected 0 to {MAX_NUM_DRAFT}"))
+        if found:
+            raise InvalidRequest(found)
+
+    def _prompt_violations(self, vocab_size: int, max_model_len: int) -> Iterator[Violation]:
+        length, room = len(self.token_ids), max_model_len - len(self.token_ids)
+        if not length:
+            yield Violation("prompt", "is empty: there is nothing to continue")
+        if room < 1:
+            yield Violation("prompt", f"has {length} tokens; the limit is {max_model_len - 1}")
+        elif self.sampling.max_tokens is not None and self.sampling.max_tokens > room:
+            problem = f"is {self.sampling.max_tokens}; after {length} prompt tokens the context has room for {room}"
+            yield Violation("stopping.max_tokens", problem)
+        for i, token in enumerate(self.token_ids):
+            if not 0 <= token < vocab_size:
+                yield Violation(f"token_ids[{i}]", f"is {token}; expected 0 to {vocab_size - 1}")
+                break  # one is enough: a wrong tokenizer gets them all wrong
+
+
+@dataclass(slots=True)
+class KVCursor:
+    """Where one model stands in one sequence: the whole of speculative rollback is `rollback` below.
+
+    `page_table[i]` is the arena page that holds positions `[i * page_size, (i + 1) * page_size)`;
+    the first `kv_len` positions hold valid keys and values. Rows beyond `kv_len` are stale and are
+    overwritten before they are read, so nothing is ever copied, cleared or freed to take tokens back.
+    """
+
+    page_table: list[int] = field(default_factory=list)
+    kv_len: int = 0
+
+    def advance(self, stop: int) -> None:
+        """The model has now been fed every position before `stop`."""
+        assert stop >= self.kv_len, "a forward pass moves forward"
+        self.kv_len = stop
+
+    def rollback(self, num_tokens: int) -> None:
+        """Keep what is true of a sequence of `num_tokens`, whose newest token has never been fed (I1, I3)."""
+        self.kv_len = min(self.kv_len, num_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """What speculation did for one request. `accepted_per_position[i]` counts rounds that kept draft i."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def acceptance_rate(self) -> float:
+        """accepted / proposed; NaN before the first draft."""
+        return self.accepted / self.drafted if self.drafted else math.nan
+
+    @property
+    def acceptance_length(self) -> float:
+        """1 + mean number of drafts kept per round: tokens per target step; NaN before the first round."""
+        return 1 + self.accepted / self.rounds if self.rounds else math.nan
+
+    def after(self, num_draft: int, num_accepted: int) -> SpeculationStats:
+        """These counts and one more verified round."""
+        kept = list(self.accepted_per_position) + [0] * (num_draft - len(self.accepted_per_position))
+        for position in range(num_accepted):
+            kept[position] += 1
+        return SpeculationStats(self.rounds + 1, self.drafted + num_draft, self.accepted + num_accepted, tuple(kept))
+
+
+@dataclass(eq=False)  # compared by identity: two requests may hold the same tokens
+class Sequence:
+    """A request on its way. There is no prefill phase and no decode phase: `kv_len` chases `len(tokens)`."""
+
+    request: Request
+    seed: int
+    speculation: Speculation
+    max_len: int  # prompt plus the most tokens that may be generated
+    tokens: list[int]
+    target: KVCursor = field(default_factory=KVCursor)
+    draft: KVCursor = field(default_factory=KVCursor)
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def request_id(self) -> str:
+        """The id of its request."""
+        return self.request.request_id
+
+    @property
+    def prompt_len(self) -> int:
+        """How many of `tokens` the caller sent."""
+        return len(self.request.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """How many of `tokens` are ours."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def todo(self) -> int:
+        """Tokens that the target has not been fed; 1 when only the newest is left (I1)."""
+        return len(self.tokens) - self.target.kv_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The one terminal event of a request (I6)."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    seed: int
+    speculation: Speculation
+    stats: SpeculationStats
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """What one step brought one request; `from_draft[i]` tells an accepted draft from a target token."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    from_draft: tuple[bool, ...] = ()
+    finished: Finished | None = None

@@ -1,0 +1,65 @@
+"""Which drafts stay. Two exact rules, two functions, never mixed; tensors in, tensors out, nothing else known.
+
+p is the target's law at a position, q the draft's; B sequences, at most K drafts each, ragged by padding:
+a missing draft is `NO_DRAFT` with q = 0 everywhere, which neither rule can accept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NO_DRAFT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Per sequence: the first `num_accepted` drafts stay, then comes `next_token` (recovered or bonus)."""
+
+    num_accepted: Tensor  # [B] int64
+    next_token: Tensor  # [B] int64
+
+
+def coupled(target_tokens: Tensor, drafts: Tensor) -> Verdict:
+    """Keep drafts while they *equal* what the target draws with the same noise (Daliri et al. 2024, arXiv 2408.07978).
+
+    `target_tokens` `[B, K + 1]`: the target's own draw at each position, given the drafts before it.
+    `drafts` `[B, K]`. Each kept token is the target's draw and so is the one after: the output is the target's
+    sequential sample, whatever the drafts were. With p and q drawn under common noise a draft is kept with
+    probability at least (1 - TV(p, q)) / (1 + TV(p, q)).
+    """
+    num_accepted = _leading(target_tokens[:, :-1] == drafts)
+    return Verdict(num_accepted, target_tokens.gather(1, num_accepted[:, None]).squeeze(1))
+
+
+def rejection(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, noise: Tensor) -> Verdict:
+    """Keep a draft with probability min(1, p / q); else draw from max(p - q, 0), normalised.
+
+    Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1); Chen et al. 2023 (arXiv 2302.01318, theorem 1).
+    `p` float64 `[B, K + 1, vocab]`, `q` float64 `[B, K, vocab]`, `drafts` `[B, K]` drawn from q,
+    `accept` `[B, K]` uniform in (0, 1), `noise` Gumbel `[B, K + 1, vocab]`, all independent.
+    After the last draft q is 0, so the residual is p itself: the bonus token needs no case of its own.
+    """
+    at = drafts.clamp(min=0)[..., None]
+    chance_p = p[:, :-1].gather(-1, at).squeeze(-1)
+    chance_q = q.gather(-1, at).squeeze(-1)
+    num_accepted = _leading((accept * chance_q < chance_p) & (drafts != NO_DRAFT))
+    row = num_accepted[:, None, None].expand(-1, 1, p.shape[-1])
+    q_padded = torch.cat([q, torch.zeros_like(p[:, :1])], 1)
+    left = residual(p.gather(1, row), q_padded.gather(1, row)).squeeze(1)
+    next_token = (left.log() + noise.gather(1, row).squeeze(1)).argmax(-1)
+    return Verdict(num_accepted, next_token)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """The law after a rejection, max(p - q, 0) up to normalisation; `[..., vocab]`."""
+    excess = (p - q).clamp(min=0)
+    # Equal laws leave nothing; a rejection is then a matter of rounding, and p is as right.
+    return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
+
+
+def _leading(kept: Tensor) -> Tensor:
+    """Length of the leading run of True in each row: [[1, 1, 0, 1]] -> [2]."""
+    return kept.long().cumprod(1).sum(1)
