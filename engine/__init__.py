@@ -3,10 +3,16 @@
 >>> from engine import LLM, SamplingParams
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest, InvalidRequest, ModelError, PilotfishError, Unsupported
-from engine.llm import LLM, Completion
 from engine.types import FinishReason, Request, SamplingParams, SpeculationParams, TokenEvent
+
+if TYPE_CHECKING:
+    from engine.llm import LLM, Completion
 
 __all__ = [
     "LLM",
@@ -23,3 +29,12 @@ __all__ = [
     "TokenEvent",
     "Unsupported",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`LLM` brings torch and transformers, seconds of start-up that a client or `--help` should not pay."""
+    if name in ("LLM", "Completion"):
+        from engine import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -125,7 +125,8 @@ class Engine:
     ) -> TokenEvent | None:
         """End a live request now and free its pages; its terminal event, or None if it is not live.
 
-        `keep` says how many of its generated tokens count, where text decided (a stop string).
+        `keep` says how many of its generated tokens count, where text decided (a stop string). The statistics
+        then still count the drafts beyond it: they were verified.
         """
         sequence = self._live.get(request_id)
         if sequence is None:
@@ -183,6 +184,11 @@ class Engine:
     def eos_token_ids(self) -> frozenset[int]:
         """The model's own end-of-text tokens."""
         return self.limits.eos_token_ids
+
+    @property
+    def default_proposer(self) -> str:
+        """Who drafts for a request that names nobody."""
+        return self._intake.default_proposer
 
     @property
     def proposer_names(self) -> tuple[str, ...]:

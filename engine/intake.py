@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.errors import Unsupported
-from engine.types import MAX_SEED, Request, Sequence, Speculation, SpeculationMode
-
-DEFAULT_MAX_TOKENS = 128
+from engine.types import DEFAULT_MAX_TOKENS, MAX_SEED, Request, Sequence, Speculation, SpeculationMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from engine.attention.registry import ATTENTION_NAME, Attend, Ragged
 from engine.batch import Feed, RaggedBatch
@@ -57,6 +58,7 @@ def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torc
     Raises:
         ModelError: nothing loadable is there, or it would need code of its own.
     """
+    logging.disable_progress_bar()  # it would write into the log of a server
     try:
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         prepare(config)

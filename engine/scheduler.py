@@ -76,8 +76,9 @@ class Scheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more sequence could start now."""
-        return not self.waiting and len(self.running) < self._max_batch_size and self.target.num_free > 0
+        """Whether one more sequence would start with the next step, those that wait already counted."""
+        promised = sum(self.target.pages_for(len(sequence.tokens)) for sequence in self.waiting)
+        return len(self.running) + len(self.waiting) < self._max_batch_size and self.target.num_free > promised
 
     def add(self, sequence: Sequence) -> None:
         """Wait for a place, first come, first served."""

@@ -10,6 +10,7 @@ from enum import StrEnum
 from engine.errors import InvalidRequest, Violation
 
 MAX_SEED = 2**64 - 1
+DEFAULT_MAX_TOKENS = 128
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters
 MAX_NUM_DRAFT = 16

@@ -1,0 +1,61 @@
+# Every target is one command from a fresh clone: each installs first what it needs into .venv.
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check serve proto train bench clean
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PROTOS := $(patsubst proto/%,%,$(wildcard proto/pilotfish/v1/*.proto))
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Create .venv with everything for use, tests and checks
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: install ## Serve the embedded pair, complete unseen code through gRPC, compare with plain decoding
+	$(BIN)/python examples/demo.py
+
+test: install ## Run all tests
+	$(BIN)/python -m pytest
+
+check: install ## Format, lint, types, layers, fresh stubs
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@rm -rf build/stubs
+	@$(MAKE) --no-print-directory build/stubs
+	diff --recursive --exclude='*.proto' --exclude='__init__.py*' --exclude='py.typed' --exclude='__pycache__' \
+		proto build/stubs
+
+serve: install ## Serve the embedded pair (gRPC on 50051, HTTP on 8000); ARGS="--port ..." adds options
+	$(BIN)/pilotfish serve $(ARGS)
+
+proto: install ## Regenerate the stubs from proto/
+	$(call generate,proto)
+
+build/stubs:
+	$(call generate,$@)
+
+define generate
+	mkdir -p $(1)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=$(1) --grpc_python_out=$(1) \
+		--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
+endef
+
+train: install ## Train the embedded pair again (about 90 minutes on two cores; resumes a stopped run)
+	$(BIN)/python -m models.train $(ARGS)
+
+bench: install ## Measure the embedded pair by number of drafts; writes docs/benchmarks/
+	$(BIN)/python -m benchmarks.embedded --out docs/benchmarks/embedded-cpu $(ARGS)
+
+clean: ## Remove .venv, caches and build outputs; never the models' training state
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	find engine server client models proto examples tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,1 @@
+"""What Pilotfish costs and gains, measured against plain decoding in the same run."""

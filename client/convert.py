@@ -1,0 +1,138 @@
+"""Messages in, results out; the only file here that reads answers of the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from client import results
+from pilotfish.v1 import control_pb2, generation_pb2
+
+
+class _Enum(Protocol):
+    """A protobuf enum, of which only the names matter here."""
+
+    def values(self) -> Sequence[int]: ...
+    def Name(self, number: Any) -> str: ...  # noqa: N802 - protobuf's spelling
+
+
+def completion(message: generation_pb2.GenerateResponse) -> results.Completion:
+    """The one output of a unary answer."""
+    (output,) = message.outputs
+    return results.Completion(
+        request_id=message.request_id,
+        model=message.model,
+        text=output.text,
+        token_ids=tuple(output.token_ids),
+        from_draft=tuple(output.from_draft),
+        finished=finished(output.finished),
+    )
+
+
+def event(message: generation_pb2.GenerateStreamResponse) -> results.Event:
+    """One message of a stream."""
+    if message.WhichOneof("event") == "finished":
+        return finished(message.finished)
+    delta = message.delta
+    return results.Delta(
+        index=delta.index,
+        text=delta.text,
+        token_ids=tuple(delta.token_ids),
+        from_draft=tuple(delta.from_draft),
+        text_lengths=tuple(delta.text_lengths),
+    )
+
+
+def finished(message: generation_pb2.Finished) -> results.Finished:
+    """The end of one output."""
+    return results.Finished(
+        index=message.index,
+        finish_reason=_word(generation_pb2.FinishReason, message.finish_reason, "FINISH_REASON_"),
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        stop_string=message.stop_string if message.HasField("stop_string") else None,
+        usage=_usage(message.usage),
+        speculation_stats=_speculation_stats(message.speculation_stats),
+        timing=_timing(message.timing),
+        seed=message.seed,
+        speculation=_speculation(message.speculation),
+    )
+
+
+def server_info(message: control_pb2.GetServerInfoResponse) -> results.ServerInfo:
+    """Answer of GetServerInfo."""
+    return results.ServerInfo(
+        version=message.version,
+        state=_word(control_pb2.ServerState, message.state, "SERVER_STATE_"),
+        uptime_seconds=message.uptime_seconds,
+        max_queue_requests=message.max_queue_requests,
+        max_queue_tokens=message.max_queue_tokens,
+    )
+
+
+def model_info(message: control_pb2.GetModelInfoResponse) -> results.ModelInfo:
+    """Answer of GetModelInfo."""
+    return results.ModelInfo(
+        model=message.model,
+        draft_model=message.draft_model,
+        device=message.device,
+        dtype=message.dtype,
+        vocab_size=message.vocab_size,
+        max_model_len=message.max_model_len,
+        eos_token_ids=tuple(message.eos_token_ids),
+        has_tokenizer=message.has_tokenizer,
+        proposers=tuple(message.proposers),
+        speculation=_speculation(message.speculation),
+        max_batch_size=message.max_batch_size,
+        max_batch_tokens=message.max_batch_tokens,
+    )
+
+
+def load(message: control_pb2.GetLoadResponse) -> results.Load:
+    """Answer of GetLoad."""
+    return results.Load(
+        running_requests=message.running_requests,
+        waiting_requests=message.waiting_requests,
+        queued_tokens=message.queued_tokens,
+        total_pages=message.total_pages,
+        free_pages=message.free_pages,
+    )
+
+
+def _usage(message: generation_pb2.Usage) -> results.Usage:
+    return results.Usage(
+        prompt_tokens=message.prompt_tokens,
+        completion_tokens=message.completion_tokens,
+        cached_prompt_tokens=message.cached_prompt_tokens,
+    )
+
+
+def _speculation_stats(message: generation_pb2.SpeculationStats) -> results.SpeculationStats:
+    return results.SpeculationStats(
+        rounds=message.rounds,
+        drafted=message.drafted,
+        accepted=message.accepted,
+        accepted_per_position=tuple(message.accepted_per_position),
+        acceptance_length=message.acceptance_length,
+    )
+
+
+def _timing(message: generation_pb2.Timing) -> results.Timing:
+    return results.Timing(
+        queue_seconds=message.queue_seconds,
+        time_to_first_token_seconds=message.time_to_first_token_seconds,
+        total_seconds=message.total_seconds,
+    )
+
+
+def _speculation(message: generation_pb2.SpeculationOptions) -> results.Speculation:
+    return results.Speculation(
+        mode=_word(generation_pb2.SpeculationMode, message.mode, "SPECULATION_MODE_"),
+        num_draft_tokens=message.num_draft_tokens,
+        proposer=message.proposer,
+        verification=_word(generation_pb2.Verification, message.verification, "VERIFICATION_"),
+    )
+
+
+def _word(enum: _Enum, number: int, prefix: str) -> str:
+    """FINISH_REASON_STOP -> "stop"; a value from a newer server than this client keeps its number."""
+    return enum.Name(number).removeprefix(prefix).lower() if number in enum.values() else str(number)

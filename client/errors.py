@@ -1,0 +1,108 @@
+"""What a call can end with instead of an answer: one class per thing a caller may want to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+_DETAILS = "grpc-status-details-bin"  # where gRPC keeps the google.rpc.Status of a failed call
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One thing wrong with a request: the field, named as in the protocol, and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class RequestFailed(Exception):
+    """Base of all errors of this package. `code` is the gRPC status, `message` the server's words."""
+
+    def __init__(self, code: grpc.StatusCode, message: str, violations: tuple[FieldViolation, ...] = ()) -> None:
+        self.code, self.message, self.violations = code, message, violations
+        super().__init__(f"{code.name}: {message}")
+
+
+class InvalidRequest(RequestFailed):
+    """Expected: the request is wrong; `violations` tells every field. Mend it before asking again."""
+
+
+class Unsupported(RequestFailed):
+    """Expected: the request is sound, but this server has no such feature."""
+
+
+class NotFound(RequestFailed):
+    """Expected: no such model, or no live request of that id."""
+
+
+class AlreadyExists(RequestFailed):
+    """Expected: a live request has this id."""
+
+
+class QueueFull(RequestFailed):
+    """Expected: the server has no room now. Ask again later."""
+
+
+class Unavailable(RequestFailed):
+    """Expected: nobody answers, or the server is starting, draining or dead. Ask again later or elsewhere."""
+
+
+class DeadlineExceeded(RequestFailed):
+    """Expected: the deadline passed; the server has stopped working on the request."""
+
+
+class Cancelled(RequestFailed):
+    """Expected: the call was cancelled on its way."""
+
+
+class Aborted(RequestFailed):
+    """Expected: the server gave up the call, for instance because its stream was not read."""
+
+
+class ServerFault(RequestFailed):
+    """Unexpected: a fault of the server's. Worth a report."""
+
+
+_BY_CODE: dict[grpc.StatusCode, type[RequestFailed]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.UNIMPLEMENTED: Unsupported,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: QueueFull,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.ABORTED: Aborted,
+    grpc.StatusCode.INTERNAL: ServerFault,
+    grpc.StatusCode.UNKNOWN: ServerFault,
+}
+
+
+class _Failure(Protocol):
+    """What gRPC's two exceptions, of blocking and of asyncio calls, have in common."""
+
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> object: ...
+
+
+def from_grpc(failure: _Failure) -> RequestFailed:
+    """The error that says what `failure` says."""
+    code = failure.code()
+    return _BY_CODE.get(code, RequestFailed)(code, failure.details() or "", _violations(failure))
+
+
+def _violations(failure: _Failure) -> tuple[FieldViolation, ...]:
+    metadata = failure.trailing_metadata() or ()
+    found: list[FieldViolation] = []
+    for key, value in metadata:  # type: ignore[attr-defined]  # pairs, of one type here and of another there
+        if key == _DETAILS:
+            for detail in status_pb2.Status.FromString(value).details:
+                bad = error_details_pb2.BadRequest()
+                if detail.Unpack(bad):
+                    found += [FieldViolation(v.field, v.description) for v in bad.field_violations]
+    return tuple(found)

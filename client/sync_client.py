@@ -1,0 +1,135 @@
+"""The blocking client, safe to share between threads. Knows the protocol, and no model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from typing import Self, TypeVar, Unpack
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from client import convert, errors
+from client.options import CHANNEL_OPTIONS, Options, Prompt, build_request
+from client.results import Completion, Event, Load, ModelInfo, ServerInfo
+from pilotfish.v1 import control_pb2, generation_pb2
+from pilotfish.v1.control_pb2_grpc import ControlServiceStub
+from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
+
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
+
+
+class Client:
+    """A connection to one server.
+
+    Every method raises `RequestFailed`, or one of its subclasses, where the server has no answer.
+    A `deadline` is in seconds; the server stops working for a call whose deadline has passed.
+
+    Args:
+        address: host and port of the server's gRPC side.
+        control_deadline: for all calls that generate nothing.
+    """
+
+    def __init__(self, address: str = "127.0.0.1:50051", *, control_deadline: float = 10.0) -> None:
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._inference = InferenceServiceStub(self._channel)
+        self._control = ControlServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._control_deadline = control_deadline
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what is under way and disconnect."""
+        self._channel.close()
+
+    def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]) -> Completion:
+        """Continue `prompt`, text or token ids, and return all of it at once."""
+        request = build_request(generation_pb2.GenerateRequest, prompt, options)
+        return convert.completion(_answer(self._inference.Generate, request, deadline))
+
+    def stream(
+        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
+    ) -> Generator[Event, None, None]:
+        """Continue `prompt` and yield tokens as they are accepted, `Finished` last.
+
+        Closing the iterator (`close`, or `contextlib.closing` around it) cancels the request.
+        """
+        request = build_request(generation_pb2.GenerateStreamRequest, prompt, options)
+        call = self._inference.GenerateStream(request, timeout=deadline)
+        try:
+            for message in call:
+                yield convert.event(message)
+        except grpc.RpcError as failure:
+            raise errors.from_grpc(failure) from None
+        finally:
+            call.cancel()  # without effect on a call that has ended
+
+    def server_info(self) -> ServerInfo:
+        """What runs there and in which state it is."""
+        request = control_pb2.GetServerInfoRequest()
+        return convert.server_info(_answer(self._control.GetServerInfo, request, self._control_deadline))
+
+    def model_info(self, model: str | None = None) -> ModelInfo:
+        """The model and the limits it is served with."""
+        request = control_pb2.GetModelInfoRequest(model=model)
+        return convert.model_info(_answer(self._control.GetModelInfo, request, self._control_deadline))
+
+    def load(self) -> Load:
+        """How busy the server is now."""
+        return convert.load(_answer(self._control.GetLoad, control_pb2.GetLoadRequest(), self._control_deadline))
+
+    def abort(self, request_id: str) -> int:
+        """End the live request of this id; its caller gets what there is. Returns how many were ended: 1."""
+        return self._abort(control_pb2.AbortRequest(request_id=request_id))
+
+    def abort_all(self) -> int:
+        """End all live requests; their callers get what there is. Returns how many."""
+        return self._abort(control_pb2.AbortRequest(all=True))
+
+    def tokenize(self, text: str, *, model: str | None = None) -> tuple[int, ...]:
+        """The tokens that `text` is as a prompt."""
+        request = control_pb2.TokenizeRequest(text=text, model=model)
+        return tuple(_answer(self._control.Tokenize, request, self._control_deadline).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
+        """The text of these tokens."""
+        request = control_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
+        return _answer(self._control.Detokenize, request, self._control_deadline).text
+
+    def health(self, service: str = "") -> str:
+        """SERVING or NOT_SERVING, as `grpc.health.v1` says it; without a service: the whole server."""
+        request = health_pb2.HealthCheckRequest(service=service)
+        answer = _answer(self._health.Check, request, self._control_deadline)
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+    def wait_until_serving(self, deadline: float = 120.0) -> None:
+        """Return as soon as the server takes requests; TimeoutError if it does not within `deadline` seconds."""
+        end = time.monotonic() + deadline
+        while not self._serves():
+            if time.monotonic() > end:
+                raise TimeoutError(f"not serving after {deadline:g} s")
+            time.sleep(0.1)
+
+    def _serves(self) -> bool:
+        try:
+            return self.health() == "SERVING"
+        except (errors.Unavailable, errors.DeadlineExceeded):
+            return False
+
+    def _abort(self, request: control_pb2.AbortRequest) -> int:
+        return _answer(self._control.Abort, request, self._control_deadline).aborted_requests
+
+
+def _answer(
+    method: grpc.UnaryUnaryMultiCallable[RequestT, AnswerT], request: RequestT, deadline: float | None
+) -> AnswerT:
+    try:
+        return method(request, timeout=deadline)
+    except grpc.RpcError as failure:
+        raise errors.from_grpc(failure) from None

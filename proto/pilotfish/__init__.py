@@ -1,0 +1,1 @@
+"""Generated from `proto/pilotfish`: the protocol, and nothing else."""

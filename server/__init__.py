@@ -1,0 +1,1 @@
+"""Time, network, text and cancellation around the engine. Knows no tensors."""

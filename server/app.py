@@ -1,0 +1,198 @@
+"""The composition root: makes the parts, knows their order of life, and nothing of what they do.
+
+Signals are caught before anything is loaded. The doors open first and say NOT_SERVING; once the model is loaded
+and warm they say SERVING. SIGTERM drains: nothing new is taken and live streams may finish. A second one cuts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.types import FinishReason
+from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
+from server.boundary import Boundary
+from server.config import ServerConfig
+from server.control_service import ControlService
+from server.driver import Driver
+from server.errors import Unavailable
+from server.grpc_service import InferenceService
+from server.health import Health, add_health
+from server.http_gateway import HttpServer, gateway
+from server.lifecycle import Lifecycle, State
+from server.metrics import Metrics
+from server.model import Progress, ServedModel
+from server.queue import AdmissionQueue
+
+logger = logging.getLogger(__name__)
+
+SERVICES = (
+    generation_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+    control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name,
+)
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LAST_MESSAGES_SECONDS = 2.0  # for what is written but not yet sent when the last stream has ended
+
+Load = Callable[[EngineConfig, Progress], ServedModel]
+
+
+class App:
+    """One server process."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        load: Load = ServedModel.load,
+        on_ready: Callable[[App], None] = lambda _: None,
+    ) -> None:
+        self.config, self.lifecycle = config, Lifecycle()
+        self.metrics = Metrics(CollectorRegistry())
+        self.driver: Driver | None = None
+        self.grpc_port = self.http_port = 0
+        self._load, self._on_ready = load, on_ready
+        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._stop, self._cut = asyncio.Event(), asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until asked to stop; the exit code."""
+        async with asyncio.TaskGroup() as tasks:
+            await self.startup(tasks)
+            await self.main_loop()
+            await self.shutdown()
+        return 1 if self.lifecycle.state is State.FAILED else 0
+
+    def stop(self) -> None:
+        """Drain and return from `run`; called again, cut what is left. SIGTERM and SIGINT call it."""
+        (self._cut if self._stop.is_set() else self._stop).set()
+
+    # --------------------------------------------------------------------------------------------------- startup
+
+    async def startup(self, tasks: asyncio.TaskGroup) -> None:
+        """Catch signals, open the doors, load the model, start the clock."""
+        self._started = time.monotonic()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop)
+        await self._open_grpc()
+        self._http = HttpServer(
+            gateway(self.lifecycle, lambda: self.driver, self.metrics.registry), self.config.host, self.config.http_port
+        )
+        self.http_port = self._http.port
+        tasks.create_task(self._http.run_until_stopped())
+        model = await self._load_model()
+        if model is not None:
+            queue = AdmissionQueue(self.config.max_queue_requests, self.config.max_queue_tokens)
+            self.driver = Driver(model, queue, self.metrics, self.lifecycle, self._compute)
+            tasks.create_task(self.driver.run())
+            await self._open()
+
+    async def _open_grpc(self) -> None:
+        config = self.config
+        self._grpc = grpc.aio.server(
+            interceptors=[Boundary()],
+            options=[
+                ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.so_reuseport", 0),  # else a second server on this port would share it in silence
+            ],
+        )
+        health = Health(SERVICES)
+        self.lifecycle.listen(health.follow)
+        await health.follow(self.lifecycle.state)
+        add_health(health, self._grpc)
+        inference = InferenceService(self._require_driver, self.metrics, config.stall_seconds)
+        generation_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._grpc)
+        control = ControlService(self._require_driver, self.lifecycle, config)
+        control_pb2_grpc.add_ControlServiceServicer_to_server(control, self._grpc)
+        if config.reflection:
+            reflection.enable_server_reflection((*SERVICES, reflection.SERVICE_NAME), self._grpc)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        try:
+            self.grpc_port = self._grpc.add_insecure_port(f"{host}:{config.grpc_port}")
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {host}:{config.grpc_port}: {error}") from error
+        await self._grpc.start()
+
+    async def _load_model(self) -> ServedModel | None:
+        """The model, or None if it cannot be served or a stop was asked for meanwhile."""
+        loop = asyncio.get_running_loop()
+        loading = loop.run_in_executor(self._compute, partial(self._load, self.config.engine(), self._progress))
+        await _first_of(loading, self._stop.wait())
+        if self._stop.is_set():
+            return None
+        try:
+            return loading.result()
+        except ModelError as error:
+            logger.error("cannot serve %s: %s", self.config.target, error)  # noqa: TRY400  # the caller's mistake: no trace
+        except Exception:
+            logger.exception("cannot load %s", self.config.target)
+        await self._fail()
+        return None
+
+    def _progress(self, stage: str) -> None:
+        """Told each stage of loading, on the compute thread."""
+        if self._stop.is_set():
+            raise InterruptedError("a stop was asked for while loading")
+        logger.info("%s", stage)
+        self.lifecycle.progress = stage
+
+    async def _open(self) -> None:
+        self.metrics.engine_up.set(1)
+        self.metrics.model_load.set(time.monotonic() - self._started)
+        await self.lifecycle.move(State.READY)
+        if self.config.host not in LOOPBACK:
+            logger.warning("listening on %s without authentication: anyone who reaches it can use it", self.config.host)
+        self._on_ready(self)
+
+    async def _fail(self) -> None:
+        await self.lifecycle.move(State.FAILED)
+        self._stop.set()
+
+    def _require_driver(self) -> Driver:
+        if self.driver is None:
+            raise Unavailable("STARTING", f"the model is still loading: {self.lifecycle.progress}")
+        return self.driver
+
+    # ------------------------------------------------------------------------------------- main loop and shutdown
+
+    async def main_loop(self) -> None:
+        """The driver and the doors do the work; wait for a reason to stop."""
+        await self._stop.wait()
+
+    async def shutdown(self) -> None:
+        """Take nothing new, let live streams finish, cut those that do not, close the doors."""
+        await self.lifecycle.move(State.DRAINING)
+        if self.driver is not None:
+            await self._drain(self.driver)
+        await self._grpc.stop(LAST_MESSAGES_SECONDS)
+        self._http.stop()
+        self._compute.shutdown(wait=False, cancel_futures=True)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    async def _drain(self, driver: Driver) -> None:
+        logger.info("draining: %d live requests have %g seconds", len(driver.live()), self.config.drain_seconds)
+        await _first_of(driver.wait_idle(), self._cut.wait(), timeout=self.config.drain_seconds)
+        for stream in driver.live():
+            driver.end(stream, FinishReason.ABORTED, Unavailable("DRAINING", "the server shut down"))
+        await driver.wait_idle()
+        driver.stop()
+
+
+async def _first_of(*waits: Awaitable[object], timeout: float | None = None) -> None:  # noqa: ASYNC109  # it is no error
+    """Return when the first of these is done, or after `timeout` seconds."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

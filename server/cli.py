@@ -1,0 +1,117 @@
+"""`pilotfish`: one word says what to do, each has its own options. Heavy imports wait until they are needed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from server.version import version
+
+if TYPE_CHECKING:
+    from server.app import App
+    from server.config import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+USAGE = """usage: pilotfish COMMAND [OPTIONS]
+
+Exact speculative decoding in ragged batches, over gRPC.
+
+commands:
+  serve [MODEL] [--draft MODEL]   serve a model; without MODEL the embedded pair
+  generate PROMPT                 continue a prompt on a running server
+  version                         print the version
+
+`pilotfish COMMAND --help` lists the options of a command.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    command, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
+    commands: dict[str, Callable[[list[str]], int]] = {"serve": serve, "generate": generate, "version": show_version}
+    if command in commands:
+        return commands[command](rest)
+    if command in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    print(f"pilotfish: there is no command {command!r}\n\n{USAGE}", end="", file=sys.stderr)
+    return 2
+
+
+def serve(arguments: list[str]) -> int:
+    """Serve until SIGTERM or SIGINT."""
+    from pydantic import ValidationError
+
+    from server.config import ServerConfig
+
+    try:
+        config = ServerConfig.load(arguments)
+    except (ValidationError, OSError) as error:
+        print(f"pilotfish serve: {error}", file=sys.stderr)
+        return 2
+    return _serve(config)
+
+
+def generate(arguments: list[str]) -> int:
+    """Continue a prompt on a running server."""
+    from client import terminal
+
+    return terminal.main(arguments)
+
+
+def show_version(_arguments: list[str]) -> int:
+    """Print the version."""
+    print(f"pilotfish {version()}")
+    return 0
+
+
+def _serve(config: ServerConfig) -> int:
+    import uvloop
+
+    from server import logs
+    from server.app import App
+
+    async def run() -> int:
+        return await App(config, on_ready=_show_banner).run()
+
+    logs.configure(config.log_format)
+    try:
+        return uvloop.run(run())
+    except* OSError as errors:  # a port that is taken
+        print(f"pilotfish serve: {errors.exceptions[0]}", file=sys.stderr)
+    return 1
+
+
+def _show_banner(app: App) -> None:
+    """Where to reach what: a table for people, a line for machines."""
+    lines = banner(app)
+    if not sys.stderr.isatty():
+        logger.info("ready: %s", ", ".join(f"{name} {value}" for name, value in lines))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    for name, value in lines:
+        grid.add_row(f"[bold cyan]{name}", value)
+    Console(stderr=True).print(grid)
+
+
+def banner(app: App) -> list[tuple[str, str]]:
+    """What runs here, line by line."""
+    assert app.driver is not None, "a banner before the model"
+    model, config = app.driver.model, app.config
+    engine = model.engine
+    drafts = "off" if config.speculation == "off" else f"{config.speculation}, K up to {config.num_draft_tokens}"
+    return [
+        ("pilotfish", version()),
+        ("gRPC", f"{config.host}:{app.grpc_port}"),
+        ("HTTP", f"http://{config.host}:{app.http_port}"),
+        ("model", model.name),
+        ("drafts", f"{model.draft_name or model.default_proposer} ({drafts})"),
+        ("K/V", f"{config.kv_memory:g} GiB at most, {engine.total_pages} pages"),
+        ("device", f"{model.device}, {config.dtype}"),
+    ]

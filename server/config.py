@@ -1,0 +1,101 @@
+"""Every option of `pilotfish serve`, written once: flags, `PILOTFISH_*` variables and the file follow from here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    CliPositionalArg,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+    YamlConfigSettingsSource,
+)
+
+from engine.config import EngineConfig
+from models import embedded_draft, embedded_target
+
+LogFormat = Literal["auto", "json", "text"]
+
+
+class ServerConfig(BaseSettings, EngineConfig):
+    """Serve a model over gRPC and HTTP. Every option is also a PILOTFISH_* variable and a key of the --config file."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        env_prefix="PILOTFISH_",
+        cli_prog_name="pilotfish serve",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+    )
+
+    target: CliPositionalArg[str] = Field(
+        "", description="Target model: a local folder or a Hugging Face hub id; none serves the embedded pair."
+    )
+    config: Path | None = Field(None, description="YAML or TOML file with any of these options.")
+    host: str = Field("127.0.0.1", description="Address to listen on, for gRPC and HTTP.")
+    grpc_port: int = Field(50051, ge=0, le=65535, description="Port of gRPC; 0 takes a free one.")
+    http_port: int = Field(8000, ge=0, le=65535, description="Port of HTTP; 0 takes a free one.")
+    max_queue_requests: int = Field(256, ge=1, description="Most requests waiting to be admitted.")
+    max_queue_tokens: int = Field(131072, ge=1, description="Most tokens of prompt and output waiting together.")
+    drain_seconds: float = Field(30.0, ge=0, description="How long live streams may go on after SIGTERM, in seconds.")
+    stall_seconds: float = Field(30.0, gt=0, description="How long a reader may take no message, in seconds.")
+    max_message_bytes: int = Field(4 << 20, ge=1024, description="Largest message taken, in bytes.")
+    reflection: bool = Field(False, description="Let gRPC clients list the services (reflection).")
+    log_format: LogFormat = Field("auto", description="Form of the log; auto is text on a terminal, else json.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _embedded_pair(cls, values: Any) -> Any:
+        if isinstance(values, dict) and not values.get("target"):
+            return {"draft": str(embedded_draft())} | values | {"target": str(embedded_target())}
+        return values
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags before variables; `load` adds the file, which comes last."""
+        return init_settings, env_settings
+
+    @classmethod
+    def load(cls, arguments: Sequence[str]) -> ServerConfig:
+        """From flags, variables and the file that one of them names, in this order of precedence."""
+        flags: CliSettingsSource[Any] = CliSettingsSource(cls, cli_parse_args=list(arguments))
+        path = flags().get("config") or os.environ.get("PILOTFISH_CONFIG")
+        return CliApp.run(_with_file(Path(path)) if path else cls, cli_args=list(arguments))
+
+    def engine(self) -> EngineConfig:
+        """The engine's share of it."""
+        return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
+
+
+def _with_file(path: Path) -> type[ServerConfig]:
+    """ServerConfig with a file as its last source."""
+    source = TomlConfigSettingsSource if path.suffix == ".toml" else YamlConfigSettingsSource
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no configuration file {path}")
+
+    class _FromFile(ServerConfig):
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            sources = super().settings_customise_sources(settings_cls, *args, **kwargs)
+            return (*sources, source(settings_cls, path))
+
+    return _FromFile

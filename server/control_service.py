@@ -1,0 +1,121 @@
+"""ControlService: what runs here, how busy it is, and an early end for requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import grpc
+
+from engine.errors import InvalidRequest, Unsupported
+from engine.stats import Clock
+from engine.text import Codec
+from engine.types import FinishReason
+from pilotfish.v1 import control_pb2 as pb
+from pilotfish.v1 import control_pb2_grpc
+from server import convert
+from server.config import ServerConfig
+from server.driver import Driver
+from server.errors import NotFound
+from server.lifecycle import Lifecycle, State
+from server.model import ServedModel
+from server.version import version
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # no method looks at it
+
+_STATES = {
+    State.STARTING: pb.SERVER_STATE_STARTING,
+    State.READY: pb.SERVER_STATE_READY,
+    State.DRAINING: pb.SERVER_STATE_DRAINING,
+    State.FAILED: pb.SERVER_STATE_FAILED,
+}
+
+
+class ControlService(control_pb2_grpc.ControlServiceServicer):
+    """Answers from what is at hand; only tokenizing long texts takes time."""
+
+    def __init__(
+        self,
+        driver: Callable[[], Driver],
+        lifecycle: Lifecycle,
+        config: ServerConfig,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._driver, self._lifecycle, self._config = driver, lifecycle, config
+        self._clock, self._started = clock, clock()
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        """Answered in every state."""
+        return pb.GetServerInfoResponse(
+            version=version(),
+            state=_STATES[self._lifecycle.state],
+            uptime_seconds=self._clock() - self._started,
+            max_queue_requests=self._config.max_queue_requests,
+            max_queue_tokens=self._config.max_queue_tokens,
+        )
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: pb.GetModelInfoRequest, context: Context
+    ) -> pb.GetModelInfoResponse:
+        """The model and its limits."""
+        return convert.model_info(self._model(request))
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:  # noqa: N802
+        """How busy it is."""
+        driver = self._driver()
+        engine = driver.model.engine
+        return pb.GetLoadResponse(
+            running_requests=engine.num_running,
+            waiting_requests=engine.num_waiting + len(driver.queue),
+            queued_tokens=driver.queue.num_tokens,
+            total_pages=engine.total_pages,
+            free_pages=engine.free_pages,
+        )
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
+        """End what is asked; what ends by itself meanwhile counts too."""
+        driver = self._driver()
+        streams = driver.live() if request.all else ()
+        match request.WhichOneof("target"):
+            case None:
+                raise InvalidRequest.of("target", "is missing; expected request_id or all")
+            case "request_id":
+                stream = driver.find(request.request_id)
+                if stream is None:
+                    raise NotFound(f"no live request has the id {request.request_id!r}")
+                streams = (stream,)
+        for stream in streams:
+            driver.end(stream, FinishReason.ABORTED)
+        return pb.AbortResponse(aborted_requests=len(streams))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
+        """Text to tokens."""
+        codec = _require_codec(self._model(request))
+        return pb.TokenizeResponse(token_ids=await asyncio.to_thread(codec.encode, request.text))
+
+    async def Detokenize(  # noqa: N802
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        """Tokens to text."""
+        model = self._model(request)
+        codec = _require_codec(model)
+        limit = model.engine.vocab_size
+        unknown = next((token for token in request.token_ids if token >= limit), None)
+        if unknown is not None:
+            raise InvalidRequest.of("token_ids", f"has {unknown}; expected 0 to {limit - 1}")
+        return pb.DetokenizeResponse(text=await asyncio.to_thread(codec.decode, request.token_ids))
+
+    def _model(self, request: pb.GetModelInfoRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> ServedModel:
+        model = self._driver().model
+        convert.require_model(request.model if request.HasField("model") else None, model)
+        return model
+
+
+def _require_codec(model: ServedModel) -> Codec:
+    if model.codec is None:
+        raise Unsupported(f"{model.name} has no tokenizer: it takes and gives token ids alone")
+    return model.codec

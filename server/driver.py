@@ -1,0 +1,232 @@
+"""The asyncio clock: queue to engine, engine to streams. Knows no protocol and no tensors.
+
+The engine steps on one worker thread; everything that changes it happens between two steps, in `run`. So there
+are no locks, and what is asked meanwhile (an end, a new request) is applied before the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.errors import DuplicateRequest, PilotfishError
+from engine.stats import Clock
+from engine.text import OutputText
+from engine.types import DEFAULT_MAX_TOKENS, FinishReason, Request, TokenEvent
+from server.errors import Aborted, RequestFailed, Unavailable
+from server.lifecycle import Lifecycle, State
+from server.metrics import Metrics
+from server.model import ServedModel
+from server.queue import AdmissionQueue
+from server.streams import OutputStream
+
+if TYPE_CHECKING:
+    from engine.engine import StepOutput
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a running request is to be ended; the reader gets `error` if there is one, else the engine's `Finished`."""
+
+    reason: FinishReason
+    error: PilotfishError | None
+
+
+class Driver:
+    """Owns every live request from submission to its one end."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        queue: AdmissionQueue,
+        metrics: Metrics,
+        lifecycle: Lifecycle,
+        compute: Executor,  # one thread, and nothing else runs on it
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.model, self.queue = model, queue
+        self._engine, self._metrics, self._lifecycle = model.engine, metrics, lifecycle
+        self._compute, self._clock = compute, clock
+        self._live: dict[str, OutputStream] = {}
+        self._endings: dict[str, _Ending] = {}
+        self._wake, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+        self._stopping = False
+
+    # ------------------------------------------------------------------------------------------------- the clock
+
+    async def run(self) -> None:
+        """Turn until `stop`, or until a step raises: then every live request ends with an error."""
+        try:
+            while not self._stopping:
+                self._apply_endings()
+                self._admit()
+                if self._engine.has_work:
+                    self._emit(await self._step())
+                else:
+                    await self._sleep()
+        except Exception:
+            logger.exception("the engine failed; %d live requests end with it", len(self._live))
+            await self._die()
+
+    def _apply_endings(self) -> None:
+        endings, self._endings = self._endings, {}
+        for request_id, ending in endings.items():
+            event = self._engine.finish(request_id, ending.reason)
+            if event is not None:
+                self._close(self._live[request_id], event, ending.error)
+
+    def _admit(self) -> None:
+        while self.queue and self._engine.has_room:
+            stream = self._live[self.queue.pop().request_id]
+            stream.timeline.started = self._clock()
+            self._metrics.requests.start(stream.timeline)
+            try:
+                self._engine.add(stream.request)
+            except PilotfishError as error:  # it was checked before it was queued: not the caller's mistake
+                self._fail(stream, "the engine refused the request", error)
+
+    async def _step(self) -> StepOutput:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, self._engine.step)
+
+    def _emit(self, output: StepOutput) -> None:
+        for event in output.events:
+            self._deliver(self._live[event.request_id], event)
+        self._metrics.steps.observe(output.stats)
+        self._report_load()
+
+    async def _sleep(self) -> None:
+        assert not self.queue, "an idle engine has room"
+        self._report_load()
+        self._wake.clear()
+        await self._wake.wait()
+
+    # ------------------------------------------------------------------------------------ what others ask meanwhile
+
+    def submit(self, request: Request, *, interval: int = 1) -> OutputStream:
+        """Queue a checked request; its output arrives in the stream.
+
+        Raises:
+            Unavailable: the server starts, drains or failed.
+            DuplicateRequest: a live request has this id.
+            QueueFull: the queue's bound in requests or tokens is reached.
+        """
+        self._lifecycle.require_ready()
+        if request.request_id in self._live:
+            raise DuplicateRequest(f"request_id {request.request_id!r} is live")
+        text = None if self.model.codec is None else OutputText(self.model.codec, request.sampling.stop)
+        stream = OutputStream(request, text, self._clock, interval)
+        self.queue.push(request, self._size(request))
+        self._live[request.request_id] = stream
+        self._idle.clear()
+        self._wake.set()
+        self._report_load()
+        return stream
+
+    def find(self, request_id: str) -> OutputStream | None:
+        """The live request of this id."""
+        return self._live.get(request_id)
+
+    def live(self) -> tuple[OutputStream, ...]:
+        """Every live request, oldest first."""
+        return tuple(self._live.values())
+
+    def end(self, stream: OutputStream, reason: FinishReason, error: PilotfishError | None = None) -> None:
+        """End a request: at once if it is queued, before the next step if it runs, not at all if it is over.
+
+        The stream and not its id says which: an id may live again by the time its first caller is gone.
+        """
+        if stream.ended:
+            return
+        if self.queue.remove(stream.request_id):
+            stream.fail(error or Aborted("the request was ended before it could start"))
+            self._forget(stream, reason)
+            self._report_load()
+        else:
+            self._endings.setdefault(stream.request_id, _Ending(reason, error))
+            self._wake.set()
+
+    async def wait_idle(self) -> None:
+        """Return when no request is live."""
+        await self._idle.wait()
+
+    def stop(self) -> None:
+        """Let `run` return after the current step."""
+        self._stopping = True
+        self._wake.set()
+
+    # -------------------------------------------------------------------------------------------- one request's end
+
+    def _deliver(self, stream: OutputStream, event: TokenEvent) -> None:
+        """Hand over one step's tokens. A fault in doing so is this request's alone."""
+        previous = stream.timeline.last_token
+        try:
+            self._push(stream, event)
+        except Exception as error:  # noqa: BLE001  # `_fail` logs it
+            self._engine.finish(stream.request_id, FinishReason.ERROR)
+            self._fail(stream, "the output could not be turned into text", error)
+            return
+        if stream.timeline.last_token != previous:
+            self._metrics.requests.deliver(stream.timeline, previous)
+
+    def _push(self, stream: OutputStream, event: TokenEvent) -> None:
+        if event.finished is not None and event.finished.reason is FinishReason.ERROR:
+            self._close(stream, event)
+            return
+        hit = stream.push(event)
+        if hit is not None:
+            finished = self._engine.finish(stream.request_id, FinishReason.STOP, keep=hit.num_tokens)
+            assert finished is not None, "text stopped a request that the engine did not have"
+            self._close(stream, finished)
+        elif stream.end is not None:
+            self._forget(stream, stream.end.finished.reason)
+
+    def _close(self, stream: OutputStream, event: TokenEvent, error: PilotfishError | None = None) -> None:
+        """Pass the engine's terminal event on, or `error` in its place."""
+        assert event.finished is not None, "not a terminal event"
+        if error is None and event.finished.reason is FinishReason.ERROR:
+            error = RequestFailed(event.finished.error or "the request failed")
+        if error is None:
+            stream.close(event.finished)
+        else:
+            stream.fail(error)
+        self._forget(stream, event.finished.reason)
+
+    def _fail(self, stream: OutputStream, problem: str, error: Exception) -> None:
+        """End one request for a fault that is its own: its caller hears `problem`, the log hears the rest."""
+        logger.error("request %s: %s", stream.request_id, problem, exc_info=error)
+        stream.fail(RequestFailed(problem))
+        self._forget(stream, FinishReason.ERROR)
+
+    def _forget(self, stream: OutputStream, reason: FinishReason) -> None:
+        del self._live[stream.request_id]
+        self._endings.pop(stream.request_id, None)
+        self._metrics.requests.end(reason, stream.timeline, stream.num_tokens)
+        if not self._live:
+            self._idle.set()
+
+    async def _die(self) -> None:
+        """The engine cannot be trusted any more: take nothing new, and tell everyone."""
+        self._metrics.engine_up.set(0)
+        await self._lifecycle.move(State.FAILED)
+        for stream in self.live():
+            self.queue.remove(stream.request_id)
+            stream.fail(Unavailable("ENGINE_DEAD", "the engine failed; the request may be sent again elsewhere"))
+            self._forget(stream, FinishReason.ERROR)
+
+    def _size(self, request: Request) -> int:
+        """Most tokens of prompt and output that it may come to."""
+        room = self._engine.max_model_len - len(request.token_ids)
+        wanted = request.sampling.max_tokens
+        return len(request.token_ids) + min(room, DEFAULT_MAX_TOKENS if wanted is None else wanted)
+
+    def _report_load(self) -> None:
+        engine = self._engine
+        waiting = len(self.queue) + engine.num_waiting
+        self._metrics.requests.set_load(engine.num_running, waiting, 1 - engine.free_pages / engine.total_pages)

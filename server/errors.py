@@ -1,0 +1,37 @@
+"""What the server itself can refuse or lose, beside `engine.errors`; `server/status.py` says it in gRPC's words."""
+
+from __future__ import annotations
+
+from engine.errors import PilotfishError
+
+
+class Unavailable(PilotfishError):
+    """Expected: no work is taken now; another replica may, or this one later. `reason` is a word for programs."""
+
+    def __init__(self, reason: str, problem: str) -> None:
+        super().__init__(problem)
+        self.reason = reason
+
+
+class QueueFull(PilotfishError):
+    """Expected: no room now; the caller may retry after `retry_seconds`."""
+
+    def __init__(self, problem: str, *, bound: str, retry_seconds: float) -> None:
+        super().__init__(problem)
+        self.bound, self.retry_seconds = bound, retry_seconds
+
+
+class NotFound(PilotfishError):
+    """Expected: no such model, or no live request of that id."""
+
+
+class DeadlinePassed(PilotfishError):
+    """Expected: the caller's time was up before the request could start."""
+
+
+class Aborted(PilotfishError):
+    """Expected: ended from outside before it could start, or its reader stalled."""
+
+
+class RequestFailed(PilotfishError):
+    """Unexpected: a fault of ours that ended this request alone."""

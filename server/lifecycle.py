@@ -1,0 +1,50 @@
+"""Where the server is in its life, and who is told when that changes. Knows no model and no network."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+
+from server.errors import Unavailable
+
+
+class State(StrEnum):
+    """From start to end; only STARTING leads to READY, and nothing leads out of FAILED."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+_PROBLEMS = {
+    State.STARTING: ("STARTING", "the model is still loading"),
+    State.DRAINING: ("DRAINING", "the server is shutting down"),
+    State.FAILED: ("ENGINE_DEAD", "the engine failed"),
+}
+
+
+class Lifecycle:
+    """The state, and what it forbids."""
+
+    def __init__(self) -> None:
+        self.state = State.STARTING
+        self.progress = "starting"  # what loading is at, for people
+        self._listeners: list[Callable[[State], Awaitable[None]]] = []
+
+    def listen(self, listener: Callable[[State], Awaitable[None]]) -> None:
+        """Await `listener` with every new state."""
+        self._listeners.append(listener)
+
+    async def move(self, state: State) -> None:
+        """Enter `state` and tell the listeners."""
+        if self.state in (state, State.FAILED):
+            return
+        self.state = state
+        for listener in self._listeners:
+            await listener(state)
+
+    def require_ready(self) -> None:
+        """Raise Unavailable in every state but READY."""
+        if self.state is not State.READY:
+            raise Unavailable(*_PROBLEMS[self.state])

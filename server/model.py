@@ -1,0 +1,53 @@
+"""The model that is served: its engine, its tokenizer and its name, loaded together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.text import Codec
+from models import embedded_draft, embedded_target
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Everything that a request can use."""
+
+    name: str
+    draft_name: str | None
+    device: str
+    engine: Engine
+    codec: Codec | None  # None: a checkpoint without a tokenizer serves token ids alone
+
+    @property
+    def default_proposer(self) -> str:
+        """Who drafts for a request that does not say."""
+        return self.engine.default_proposer
+
+    @classmethod
+    def load(cls, config: EngineConfig, progress: Progress) -> ServedModel:
+        """Load and warm up. Takes seconds to minutes: call it on the compute thread."""
+        from engine.build import build_engine, pick_device
+
+        engine = build_engine(config, progress)
+        codec = Codec.load(config.target, config.revision)
+        progress("warming up")
+        engine.warm_up()
+        draft_name = None if config.draft is None else model_name(config.draft)
+        return cls(model_name(config.target), draft_name, str(pick_device(config.device)), engine, codec)
+
+
+def model_name(source: str) -> str:
+    """What clients call a model: its hub id, or the name of its folder, or what the embedded ones are called."""
+    embedded = {str(embedded_target()): "pilotfish-embedded", str(embedded_draft()): "pilotfish-embedded-draft"}
+    if source in embedded:
+        return embedded[source]
+    return Path(source).resolve().name if Path(source).is_dir() else source

@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.client import fake_server
+
+
+@pytest.fixture
+def fake():
+    with fake_server.running() as server:
+        yield server

@@ -1,0 +1,132 @@
+"""A real gRPC server on loopback with scripted answers, so that the client is tested over a real wire."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+FINISHED = generation_pb2.Finished(
+    finish_reason=generation_pb2.FINISH_REASON_STOP,
+    stop_string="\n\n",
+    usage=generation_pb2.Usage(prompt_tokens=3, completion_tokens=4),
+    speculation_stats=generation_pb2.SpeculationStats(
+        rounds=2, drafted=8, accepted=2, accepted_per_position=[2, 0, 0, 0], acceptance_length=2.0
+    ),
+    timing=generation_pb2.Timing(queue_seconds=0.5, time_to_first_token_seconds=0.75, total_seconds=2.5),
+    seed=2**64 - 1,
+    speculation=generation_pb2.SpeculationOptions(
+        mode=generation_pb2.SPECULATION_MODE_AUTO,
+        num_draft_tokens=4,
+        proposer="model",
+        verification=generation_pb2.VERIFICATION_COUPLED,
+    ),
+)
+DELTAS = (
+    generation_pb2.TokenDelta(token_ids=[5, 6], text=" retürn", from_draft=[True, False], text_lengths=[4, 3]),
+    generation_pb2.TokenDelta(token_ids=[7, 8], text=" a+b", from_draft=[True, False], text_lengths=[2, 1]),
+)
+
+
+def invalid(**problems: str) -> status_pb2.Status:
+    """INVALID_ARGUMENT with one violation per problem."""
+    bad = error_details_pb2.BadRequest(
+        field_violations=[
+            error_details_pb2.BadRequest.FieldViolation(field=name, description=text) for name, text in problems.items()
+        ]
+    )
+    detail = any_pb2.Any()
+    detail.Pack(bad)
+    return status_pb2.Status(code=grpc.StatusCode.INVALID_ARGUMENT.value[0], message="2 problems", details=[detail])
+
+
+@dataclass
+class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.ControlServiceServicer):
+    """Answers with what it holds and remembers what it was asked."""
+
+    status: status_pb2.Status | None = None  # answer with this instead
+    hold: bool = False  # stream one delta, then wait for the call's end
+    requests: list[object] = field(default_factory=list)
+    deadlines: list[float | None] = field(default_factory=list)
+    call_ended: threading.Event = field(default_factory=threading.Event)
+    health: health.HealthServicer = field(default_factory=health.HealthServicer)
+    address: str = ""
+
+    def Generate(self, request, context):
+        self._admit(request, context)
+        output = generation_pb2.Output(
+            text=" retürn a+b", token_ids=[5, 6, 7, 8], from_draft=[True, False] * 2, finished=FINISHED
+        )
+        return generation_pb2.GenerateResponse(request_id="r1", model="tiny", outputs=[output])
+
+    def GenerateStream(self, request, context):
+        self._admit(request, context)
+        context.add_callback(self.call_ended.set)
+        for delta in DELTAS:
+            yield generation_pb2.GenerateStreamResponse(delta=delta)
+            if self.hold:
+                self.call_ended.wait(30)
+                return
+        yield generation_pb2.GenerateStreamResponse(finished=FINISHED)
+
+    def GetServerInfo(self, request, context):
+        self._admit(request, context)
+        return control_pb2.GetServerInfoResponse(
+            version="0.1.0", state=control_pb2.SERVER_STATE_READY, uptime_seconds=9
+        )
+
+    def GetModelInfo(self, request, context):
+        self._admit(request, context)
+        return control_pb2.GetModelInfoResponse(
+            model="tiny", proposers=["model", "ngram"], eos_token_ids=[0], speculation=FINISHED.speculation
+        )
+
+    def GetLoad(self, request, context):
+        self._admit(request, context)
+        return control_pb2.GetLoadResponse(running_requests=1, waiting_requests=2, total_pages=64, free_pages=63)
+
+    def Abort(self, request, context):
+        self._admit(request, context)
+        return control_pb2.AbortResponse(aborted_requests=7 if request.all else 1)
+
+    def Tokenize(self, request, context):
+        self._admit(request, context)
+        return control_pb2.TokenizeResponse(token_ids=map(ord, request.text))
+
+    def Detokenize(self, request, context):
+        self._admit(request, context)
+        return control_pb2.DetokenizeResponse(text="".join(map(chr, request.token_ids)))
+
+    def _admit(self, request, context):
+        self.requests.append(request)
+        self.deadlines.append(context.time_remaining())
+        if self.status is not None:
+            context.abort_with_status(rpc_status.to_status(self.status))
+
+
+@contextmanager
+def running(port: int = 0) -> Iterator[FakeServer]:
+    """Serve for the length of the block; port 0 is a free one."""
+    fake = FakeServer()
+    fake.health.set("", health_pb2.HealthCheckResponse.SERVING)
+    server = grpc.server(ThreadPoolExecutor(4))
+    generation_pb2_grpc.add_InferenceServiceServicer_to_server(fake, server)
+    control_pb2_grpc.add_ControlServiceServicer_to_server(fake, server)
+    health_pb2_grpc.add_HealthServicer_to_server(fake.health, server)
+    fake.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    server.start()
+    try:
+        yield fake
+    finally:
+        fake.call_ended.set()
+        server.stop(None).wait()

@@ -1,0 +1,297 @@
+"""Both clients over a real wire. Each law is stated once and run on both, the async one in its own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import socket
+from contextlib import aclosing, closing
+
+import grpc
+import pytest
+from google.rpc import status_pb2
+from grpc_health.v1 import health_pb2
+
+import client
+from pilotfish.v1 import generation_pb2 as pb
+from tests.client import fake_server
+from tests.client.fake_server import invalid
+
+
+class Blocking:
+    """The async client, one call at a time: lets one test speak to both."""
+
+    def __init__(self, address: str) -> None:
+        self._runner = asyncio.Runner()
+        self._client = self._runner.run(self._connect(address))
+
+    async def _connect(self, address):
+        return client.AsyncClient(address)
+
+    def __getattr__(self, name):
+        method = getattr(self._client, name)
+
+        def call(*args, **kwargs):
+            result = method(*args, **kwargs)
+            return self._runner.run(result) if inspect.iscoroutine(result) else self._iterate(result)
+
+        return call
+
+    def _iterate(self, events):
+        async def following():
+            return await anext(events, None)
+
+        try:
+            while (event := self._runner.run(following())) is not None:
+                yield event
+        finally:
+            self._runner.run(events.aclose())
+
+    def finish(self):
+        self._runner.run(self._client.close())
+        self._runner.close()
+
+
+@pytest.fixture(params=["sync", "async"])
+def connected(request, fake):
+    if request.param == "sync":
+        with client.Client(fake.address) as connection:
+            yield connection
+    else:
+        connection = Blocking(fake.address)
+        yield connection
+        connection.finish()
+
+
+def test_what_is_left_out_is_not_sent(connected, fake):
+    connected.generate("def f")
+    [request] = fake.requests
+    assert request.prompt == "def f"
+    assert not request.sampling.ListFields()
+    assert not request.stopping.ListFields()
+    assert not request.speculation.ListFields()
+    assert not request.HasField("request_id")
+
+
+def test_zero_is_sent_as_zero(connected, fake):
+    connected.generate([1, 2], temperature=0.0, seed=0, num_draft_tokens=0, ignore_eos=False)
+    [request] = fake.requests
+    assert list(request.token_ids.ids) == [1, 2]
+    assert request.sampling.HasField("temperature")
+    assert request.sampling.HasField("seed")
+    assert request.speculation.HasField("num_draft_tokens")
+    assert request.stopping.HasField("ignore_eos")
+
+
+def test_every_option_arrives_in_its_field(connected, fake):
+    list(
+        connected.stream(
+            "x",
+            request_id="me",
+            model="tiny",
+            priority=1,
+            temperature=0.7,
+            top_p=0.9,
+            top_k=40,
+            min_p=0.05,
+            repetition_penalty=1.5,
+            presence_penalty=0.25,
+            frequency_penalty=0.125,
+            seed=2**64 - 1,
+            max_tokens=9,
+            min_tokens=2,
+            stop=["\n\n", "def"],
+            stop_token_ids=[3],
+            ignore_eos=True,
+            stream_interval=4,
+            speculation="fixed",
+            num_draft_tokens=3,
+            proposer="ngram",
+            verification="rejection",
+        )
+    )
+    [request] = fake.requests
+    assert request == pb.GenerateStreamRequest(
+        request_id="me",
+        model="tiny",
+        priority=1,
+        prompt="x",
+        sampling=pb.SamplingParams(
+            temperature=0.7,
+            top_p=0.9,
+            top_k=40,
+            min_p=0.05,
+            repetition_penalty=1.5,
+            presence_penalty=0.25,
+            frequency_penalty=0.125,
+            seed=2**64 - 1,
+        ),
+        stopping=pb.StoppingParams(
+            max_tokens=9, min_tokens=2, stop=["\n\n", "def"], stop_token_ids=[3], ignore_eos=True
+        ),
+        output=pb.OutputOptions(stream_interval=4),
+        speculation=pb.SpeculationOptions(
+            mode=pb.SPECULATION_MODE_FIXED,
+            num_draft_tokens=3,
+            proposer="ngram",
+            verification=pb.VERIFICATION_REJECTION,
+        ),
+    )
+
+
+@pytest.mark.parametrize("wrong", [{"temprature": 1.0}, {"stop": "def"}], ids=["misspelt", "stop is no list"])
+def test_a_wrong_option_is_a_type_error_here(connected, fake, wrong):
+    with pytest.raises(TypeError):
+        connected.generate("x", **wrong)
+    assert not fake.requests
+
+
+def test_a_completion_has_everything(connected):
+    done = connected.generate("x")
+    assert (done.request_id, done.model, done.text) == ("r1", "tiny", " retürn a+b")
+    assert done.token_ids == (5, 6, 7, 8)
+    assert done.from_draft == (True, False, True, False)
+    finished = done.finished
+    assert (finished.finish_reason, finished.stop_string, finished.stop_token_id) == ("stop", "\n\n", None)
+    assert finished.speculation == client.Speculation(
+        mode="auto", num_draft_tokens=4, proposer="model", verification="coupled"
+    )
+    assert finished.speculation_stats.accepted_per_position == (2, 0, 0, 0)
+    assert finished.speculation_stats.acceptance_rate == 0.25
+    assert finished.tokens_per_second == 2.0  # 4 tokens in 2.5 s less 0.5 s of queue
+    assert finished.seed == 2**64 - 1
+
+
+def test_a_stream_is_deltas_and_one_end(connected):
+    *deltas, end = connected.stream("x")
+    assert "".join(delta.text for delta in deltas) == connected.generate("x").text
+    assert end == connected.generate("x").finished
+
+
+def test_the_control_calls(connected, fake):
+    assert connected.server_info().state == "ready"
+    model = connected.model_info()
+    assert (model.model, model.proposers, model.eos_token_ids) == ("tiny", ("model", "ngram"), (0,))
+    load = connected.load()
+    assert (load.running_requests, load.waiting_requests, load.total_pages, load.free_pages) == (1, 2, 64, 63)
+    assert connected.abort("me") == 1
+    assert connected.abort_all() == 7
+    assert connected.tokenize("añ") == (97, 241)
+    assert connected.detokenize([97, 241]) == "añ"
+    assert connected.health() == "SERVING"
+    assert fake.requests[3].request_id == "me"
+    assert all(9.0 < deadline < 11.0 for deadline in fake.deadlines)
+
+
+def test_a_deadline_reaches_the_server(connected, fake):
+    connected.generate("x", deadline=7.0)
+    assert fake.deadlines[-1] == pytest.approx(7.0, abs=2.0)
+
+
+def test_a_passed_deadline_says_so(connected, fake):
+    fake.hold = True
+    events = connected.stream("x", deadline=0.5)
+    with pytest.raises(client.DeadlineExceeded):
+        list(events)
+
+
+def test_all_violations_arrive(connected, fake):
+    fake.status = invalid(**{"sampling.top_p": "is 2", "prompt": "is empty"})
+    for ask in (lambda: connected.generate(""), lambda: list(connected.stream("")), connected.load):
+        with pytest.raises(client.InvalidRequest, match="2 problems") as caught:
+            ask()
+        assert caught.value.violations == (
+            client.FieldViolation("sampling.top_p", "is 2"),
+            client.FieldViolation("prompt", "is empty"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.UNIMPLEMENTED, client.Unsupported),
+        (grpc.StatusCode.NOT_FOUND, client.NotFound),
+        (grpc.StatusCode.ALREADY_EXISTS, client.AlreadyExists),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, client.QueueFull),
+        (grpc.StatusCode.UNAVAILABLE, client.Unavailable),
+        (grpc.StatusCode.ABORTED, client.Aborted),
+        (grpc.StatusCode.CANCELLED, client.Cancelled),
+        (grpc.StatusCode.INTERNAL, client.ServerFault),
+        (grpc.StatusCode.PERMISSION_DENIED, client.RequestFailed),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_each_status_has_its_error(connected, fake, code, kind):
+    fake.status = status_pb2.Status(code=code.value[0], message="because")
+    with pytest.raises(client.RequestFailed) as caught:
+        connected.generate("x")
+    assert type(caught.value) is kind
+    assert (caught.value.code, caught.value.message) == (code, "because")
+
+
+def test_nobody_there_is_unavailable():
+    with client.Client("127.0.0.1:1") as connection, pytest.raises(client.Unavailable):
+        connection.health()
+
+
+def test_closing_the_iterator_cancels_the_call(fake):
+    fake.hold = True
+    with client.Client(fake.address) as connection:
+        with closing(connection.stream("x")) as events:
+            assert next(events).text == " retürn"
+            assert not fake.call_ended.is_set()
+        assert fake.call_ended.wait(5)
+
+
+async def test_closing_the_async_iterator_cancels_the_call(fake):
+    fake.hold = True
+    async with client.AsyncClient(fake.address) as connection:
+        async with aclosing(connection.stream("x")) as events:
+            assert (await anext(events)).text == " retürn"
+            assert not fake.call_ended.is_set()
+        assert await asyncio.to_thread(fake.call_ended.wait, 5)
+
+
+async def test_cancelling_the_task_cancels_the_call(fake):
+    fake.hold = True
+    async with client.AsyncClient(fake.address) as connection:
+        first = asyncio.Event()
+
+        async def read():
+            async for _ in connection.stream("x"):
+                first.set()
+
+        task = asyncio.create_task(read())
+        await first.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(fake.call_ended.wait, 5)
+
+
+async def test_many_streams_share_a_connection(fake):
+    async with client.AsyncClient(fake.address) as connection:
+
+        async def text():
+            return "".join([e.text async for e in connection.stream("x") if isinstance(e, client.Delta)])
+
+        assert set(await asyncio.gather(*(text() for _ in range(8)))) == {" retürn a+b"}
+
+
+def test_waiting_for_a_server_ends_when_it_serves(connected, fake):
+    fake.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    with pytest.raises(TimeoutError):
+        connected.wait_until_serving(0.2)
+    fake.health.set("", health_pb2.HealthCheckResponse.SERVING)
+    connected.wait_until_serving(5.0)
+
+
+def test_waiting_for_a_server_that_is_not_there_yet():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with client.Client(f"127.0.0.1:{port}") as connection:
+        with pytest.raises(TimeoutError):
+            connection.wait_until_serving(2.0)
+        with fake_server.running(port):
+            connection.wait_until_serving(5.0)

@@ -1,0 +1,29 @@
+"""What holds for all tests: an async test must not leave tasks behind."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import pytest
+import torch
+
+# The models here are so small that a second thread only waits for the first, and fights the server's event loop.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.function):
+            item.fixturenames.insert(0, "no_leaked_tasks")  # set up first, so torn down last
+
+
+@pytest.fixture
+async def no_leaked_tasks():
+    """Fail if a task that was started during the test is still alive after it and its fixtures."""
+    before = asyncio.all_tasks()
+    yield
+    await asyncio.sleep(0)  # a task that was cancelled last needs one turn to end
+    leaked = {task for task in asyncio.all_tasks() - before if not task.done()}
+    leaked.discard(asyncio.current_task())
+    assert not leaked, f"left running: {sorted(map(repr, leaked))}"

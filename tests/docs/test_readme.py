@@ -1,0 +1,57 @@
+"""What the README shows is true: its example runs, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def test_the_client_example_runs(address):
+    [example] = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert example.count("127.0.0.1:50051") == 1
+    example = example.replace("127.0.0.1:50051", address)
+    done = subprocess.run([sys.executable, "-"], input=example, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^model: \S+$", done.stdout, re.MULTILINE)
+    assert re.search(r"^(stop|length); \d+ of \d+ drafts accepted$", done.stdout, re.MULTILINE)
+    assert done.stdout.endswith("the same tokens: True\n")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document):
+    targets = re.findall(r"\]\(([^)#\s]+)", document.read_text("utf-8"))
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (document.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_are_named_exist(document):
+    """`engine/verify.py` in backticks is a promise that such a file is there."""
+    named = re.findall(
+        r"`((?:engine|server|client|models|tests|proto|docs|examples)/[\w./-]+)`", document.read_text("utf-8")
+    )
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_make_targets_that_are_named_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    for document in DOCUMENTS:
+        assert set(re.findall(r"`make ([a-z]+)", document.read_text("utf-8"))) <= targets, document
+
+
+@pytest.mark.parametrize("package", ["engine", "server", "client", "models"])
+def test_the_architecture_tells_of_every_module(package):
+    architecture = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    [section] = re.findall(rf"^### {package}\n(.*?)(?=^##)", architecture, re.MULTILINE | re.DOTALL)
+    folders = {f"{path.parent.name}/" for path in (ROOT / package).glob("*/__init__.py")}
+    modules = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py", "__main__.py"}
+    owners = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)  # the first column
+    assert {name.strip("`") for owner in owners for name in owner.split(", ")} == modules | folders

@@ -1,0 +1,236 @@
+"""The step's contract: what ends a request and when, what it reports, what a broken draft costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.errors import DuplicateRequest, InvalidRequest, Unsupported
+from engine.proposers.scripted import ScriptedProposer
+from engine.types import FinishReason, Request, SamplingParams, SpeculationMode, SpeculationParams, Verification
+from tests import fakes
+
+VOCAB = 11
+LAW = fakes.hashed_law(VOCAB)
+PROMPT = (1, 2, 3)
+PLAIN = SamplingParams(max_tokens=20)
+
+
+def request(name: str = "r", **fields: object) -> Request:
+    return Request(**{"request_id": name, "token_ids": PROMPT, "sampling": PLAIN, **fields})
+
+
+def plain_tokens() -> list[int]:
+    return fakes.run(fakes.fake_engine(LAW, vocab_size=VOCAB, proposer="none"), [request()]).tokens["r"]
+
+
+def right(k_most: int = 16) -> ScriptedProposer:
+    whole = plain_tokens()
+    return ScriptedProposer(lambda s, k: whole[s.num_generated :][: min(k, k_most)])
+
+
+def engine_with(**config: object):
+    return fakes.fake_engine(
+        LAW, vocab_size=VOCAB, proposers={"right": right()}, **{"proposer": "right", "num_draft_tokens": 8, **config}
+    )
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_max_tokens_cuts_inside_an_accepted_run(max_tokens: int) -> None:
+    outputs = fakes.run(engine_with(), [request(sampling=SamplingParams(max_tokens=max_tokens))])
+    assert outputs.tokens["r"] == plain_tokens()[:max_tokens]
+    assert outputs.finished["r"].reason is FinishReason.LENGTH
+    assert outputs.finished["r"].completion_tokens == max_tokens
+
+
+@pytest.mark.parametrize("stop", sorted(set(plain_tokens())))
+def test_a_stop_token_cuts_inside_an_accepted_run(stop: int) -> None:
+    whole = plain_tokens()
+    want = whole[: whole.index(stop) + 1]
+    sampling = SamplingParams(max_tokens=20, stop_token_ids=(stop,))
+    outputs = fakes.run(engine_with(), [request(sampling=sampling)])
+    assert outputs.tokens["r"] == want, "the stop token itself belongs to the output"
+    ended = outputs.finished["r"]
+    assert (ended.reason, ended.stop_token_id) == (FinishReason.STOP, stop)
+    assert ended.completion_tokens == len(want)
+    assert ended.stats.accepted <= len(want)
+
+
+def test_end_of_text_and_ignoring_it() -> None:
+    whole = plain_tokens()
+    eos = frozenset({whole[5]})
+    want = whole[: whole.index(whole[5]) + 1]
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, eos=eos)
+    going_on = SamplingParams(max_tokens=20, ignore_eos=True)
+    outputs = fakes.run(engine, [request("stops"), request("goes on", sampling=going_on)])
+    assert outputs.tokens["stops"] == want
+    assert outputs.finished["stops"].stop_token_id == whole[5]
+    assert outputs.tokens["goes on"] == whole
+
+
+def test_from_draft_flags_and_statistics_add_up() -> None:
+    outputs = fakes.run(engine_with(num_draft_tokens=4), [request()])
+    stats = outputs.finished["r"].stats
+    assert outputs.from_draft["r"][:6] == [False, True, True, True, True, False]
+    assert sum(outputs.from_draft["r"]) == stats.accepted == sum(stats.accepted_per_position)
+    assert stats.acceptance_rate == 1.0
+    assert stats.acceptance_length == 1 + stats.accepted / stats.rounds
+
+
+def test_one_forward_serves_prefill_and_verification() -> None:
+    engine = engine_with(num_draft_tokens=3, max_batch_tokens=12, max_batch_size=4)
+    engine.add(request("old"))
+    engine.step()
+    engine.add(request("new", token_ids=tuple(range(10)) * 2))
+    step = engine.step()
+    kinds = {forward.kind: (forward.sequences, forward.tokens) for forward in step.stats.forwards}
+    assert kinds == {"verify": (1, 1), "prefill": (1, 11)}, "prompts come before drafts"
+    assert len(engine._target.batches[-1]) == 2
+    while engine.has_work:
+        engine.step()
+
+
+def test_a_failing_draft_costs_speed_only(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(sequence: object, k: int) -> list[int]:
+        raise RuntimeError("draft fell over")
+
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, proposers={"broken": ScriptedProposer(broken)}, proposer="broken")
+    engine.add(request())
+    outputs, failures = fakes.Outputs(), 0
+    while engine.has_work:
+        step = engine.step()
+        outputs.take(step.events)
+        failures += step.stats.draft_failures
+    assert outputs.tokens["r"] == plain_tokens()
+    assert failures > 0
+    assert "draft fell over" in caplog.text
+
+
+def test_a_draft_model_that_fails_once_recovers() -> None:
+    """Its K/V of the failed pass is unknown, so it is fed again from the start, and is right again."""
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, draft_law=LAW, num_draft_tokens=3)
+    draft = engine._proposers._by_name["model"]._runner
+    forward, calls = draft.forward, []
+
+    def fail_third(feeds: object) -> torch.Tensor:
+        calls.append(feeds)
+        if len(calls) == 3:
+            raise RuntimeError("once")
+        return forward(feeds)
+
+    draft.forward = fail_third
+    outputs = fakes.run(engine, [request()])
+    assert outputs.tokens["r"] == plain_tokens()
+    assert outputs.finished["r"].stats.acceptance_rate == 1.0
+
+
+def test_draft_catches_up_within_the_token_budget() -> None:
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, draft_law=LAW, max_batch_tokens=6, max_batch_size=2)
+    outputs = fakes.run(engine, [request(token_ids=tuple(range(10)) * 3), request("b")])
+    draft = engine._proposers._by_name["model"]._runner
+    assert max(sum(len(feed.tokens) for feed in feeds) for feeds in draft.batches) <= 6
+    assert outputs.finished["r"].stats.accepted > 0
+
+
+def test_own_seed_is_reported_and_replays() -> None:
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB)
+    unseeded = SamplingParams(temperature=1.5, max_tokens=20)
+    first = fakes.run(engine, [request("a", sampling=unseeded), request("b", sampling=unseeded)])
+    assert first.tokens["a"] != first.tokens["b"]
+    again = SamplingParams(temperature=1.5, max_tokens=20, seed=first.finished["a"].seed)
+    assert fakes.run(engine, [request("c", sampling=again)]).tokens["c"] == first.tokens["a"]
+
+
+def test_effective_speculation_is_clamped_and_echoed() -> None:
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, num_draft_tokens=4)
+    asked = {
+        "more": SpeculationParams(num_draft_tokens=16, mode=SpeculationMode.FIXED),
+        "less": SpeculationParams(num_draft_tokens=2, verification=Verification.REJECTION),
+        "off": SpeculationParams(mode=SpeculationMode.OFF, num_draft_tokens=4),
+    }
+    outputs = fakes.run(engine, [request(name, speculation=wish) for name, wish in asked.items()])
+    effective = {name: ended.speculation for name, ended in outputs.finished.items()}
+    assert (effective["more"].num_draft_tokens, effective["more"].mode) == (4, SpeculationMode.FIXED)
+    assert (effective["less"].num_draft_tokens, effective["less"].verification) == (2, Verification.REJECTION)
+    assert (effective["off"].num_draft_tokens, effective["off"].proposer) == (0, "none")
+    assert outputs.finished["off"].stats.drafted == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"token_ids": ()}, "prompt"),
+        ({"token_ids": (0,) * 64}, "prompt"),
+        ({"token_ids": (0, VOCAB)}, r"token_ids\[1\]"),
+        ({"token_ids": (-1,)}, r"token_ids\[0\]"),
+        ({"sampling": SamplingParams(max_tokens=62)}, "stopping.max_tokens"),
+        ({"sampling": SamplingParams(max_tokens=0)}, "stopping.max_tokens"),
+        ({"sampling": SamplingParams(temperature=float("nan"))}, "sampling.temperature"),
+        ({"sampling": SamplingParams(temperature=float("inf"))}, "sampling.temperature"),
+        ({"sampling": SamplingParams(temperature=-0.1)}, "sampling.temperature"),
+        ({"sampling": SamplingParams(top_p=0.0)}, "sampling.top_p"),
+        ({"sampling": SamplingParams(top_p=float("nan"))}, "sampling.top_p"),
+        ({"sampling": SamplingParams(min_p=1.01)}, "sampling.min_p"),
+        ({"sampling": SamplingParams(top_k=-1)}, "sampling.top_k"),
+        ({"sampling": SamplingParams(seed=2**64)}, "sampling.seed"),
+        ({"sampling": SamplingParams(stop=("",))}, r"stopping.stop\[0\]"),
+        ({"sampling": SamplingParams(stop=("x",) * 17)}, "stopping.stop"),
+        ({"sampling": SamplingParams(stop_token_ids=(VOCAB,))}, "stopping.stop_token_ids"),
+        ({"speculation": SpeculationParams(num_draft_tokens=17)}, "speculation.num_draft_tokens"),
+    ],
+)
+def test_bad_input_names_field_and_value(fields: dict[str, object], field: str) -> None:
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB)
+    with pytest.raises(InvalidRequest, match=field):
+        engine.add(request(**fields))
+    assert not engine.has_work
+    assert fakes.run(engine, [request()]).tokens["r"] == plain_tokens()
+
+
+def test_all_violations_at_once() -> None:
+    bad = SamplingParams(temperature=-1, top_p=2, top_k=-3)
+    with pytest.raises(InvalidRequest) as caught:
+        fakes.fake_engine(LAW, vocab_size=VOCAB).add(request(sampling=bad, token_ids=()))
+    assert [v.field for v in caught.value.violations] == [
+        "sampling.temperature",
+        "sampling.top_p",
+        "sampling.top_k",
+        "prompt",
+    ]
+
+
+def test_unknown_proposer_and_live_id() -> None:
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB)
+    with pytest.raises(Unsupported, match="'medusa'"):
+        engine.add(request(speculation=SpeculationParams(proposer="medusa")))
+    engine.add(request())
+    with pytest.raises(DuplicateRequest, match="'r'"):
+        engine.add(request())
+    engine.finish_all(FinishReason.ABORTED)
+    engine.add(request())
+    assert len(engine.finish_all(FinishReason.ABORTED, "because")) == 1
+
+
+def test_finish_with_keep_reports_the_kept() -> None:
+    engine = engine_with()
+    engine.add(request())
+    engine.step()
+    engine.step()
+    event = engine.finish("r", FinishReason.STOP, keep=3)
+    assert event is not None
+    assert event.finished is not None
+    assert event.finished.completion_tokens == 3
+    assert engine.free_pages == engine.total_pages
+
+
+def test_idle_step_is_empty() -> None:
+    output = fakes.fake_engine(LAW, vocab_size=VOCAB).step()
+    assert output.events == ()
+    assert output.stats.running == 0
+
+
+def test_warm_up_leaves_nothing() -> None:
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, draft_law=LAW)
+    engine.warm_up()
+    engine.check_invariants()
+    assert not engine.has_work

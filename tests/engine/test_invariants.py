@@ -1,0 +1,135 @@
+"""Requests come, run, are cancelled and starve at random: no page is lost, no token is wrong, nobody is forgotten."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from engine.proposers.scripted import ScriptedProposer
+from engine.types import FinishReason, Request, SamplingParams, SpeculationParams, Verification
+from tests import fakes
+
+VOCAB = 11
+LAW = fakes.hashed_law(VOCAB)
+DRAFT_LAW = fakes.hashed_law(VOCAB, salt=1)
+PROMPTS = [tuple((i * j) % VOCAB for j in range(1, length)) for i, length in enumerate((2, 3, 9, 17, 30), 3)]
+SAMPLINGS = [
+    SamplingParams(max_tokens=12, stop_token_ids=(7,)),
+    SamplingParams(max_tokens=20, temperature=0.9, seed=5),
+    SamplingParams(max_tokens=1, temperature=1.5, seed=6, top_k=4),
+    SamplingParams(max_tokens=25, temperature=0.7, seed=7, top_p=0.8),
+]
+
+
+@lru_cache
+def plain(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
+    """The request alone in an engine with pages to spare, one token at a time."""
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, proposer="none")
+    return fakes.run(engine, [Request(request_id="plain", token_ids=prompt, sampling=sampling)]).tokens["plain"]
+
+
+class Life(RuleBasedStateMachine):
+    """One engine with too few pages, for all of its life."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs, self.requests, self.count = fakes.Outputs(), {}, 0
+
+    @initialize(
+        num_pages=st.integers(14, 30),
+        page_size=st.sampled_from([4, 5]),
+        max_batch_tokens=st.integers(4, 40),
+        num_draft=st.integers(0, 5),
+    )
+    def start(self, num_pages: int, page_size: int, max_batch_tokens: int, num_draft: int) -> None:
+        right = ScriptedProposer(lambda s, k: plain(s.request.token_ids, s.request.sampling)[s.num_generated :][:k])
+        self.engine = fakes.fake_engine(
+            LAW,
+            vocab_size=VOCAB,
+            draft_law=DRAFT_LAW,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_batch_size=4,
+            max_batch_tokens=max_batch_tokens,
+            num_draft_tokens=num_draft,
+            proposers={"right": right},
+        )
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        sampling=st.sampled_from(SAMPLINGS),
+        proposer=st.sampled_from(["none", "ngram", "model", "right"]),
+    )
+    def add(self, prompt: tuple[int, ...], sampling: SamplingParams, proposer: str) -> None:
+        request = Request(
+            request_id=str(self.count),
+            token_ids=prompt,
+            sampling=sampling,
+            speculation=SpeculationParams(proposer=proposer, verification=Verification.COUPLED),
+        )
+        self.requests[request.request_id] = request
+        self.count += 1
+        self.engine.add(request)
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.outputs.take(self.engine.step().events)
+            self.engine.check_invariants()
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        live = sorted(self.requests.keys() - self.outputs.finished.keys())
+        if live:
+            who, held = data.draw(st.sampled_from(live)), self.engine.free_pages
+            event = self.engine.finish(who, FinishReason.CANCELLED)
+            assert event is not None
+            self.outputs.take([event])
+            assert self.engine.free_pages >= held
+            assert self.engine.finish(who, FinishReason.CANCELLED) is None
+
+    @invariant()
+    def books_are_right(self) -> None:
+        if self.count:
+            self.engine.check_invariants()
+        for name, tokens in self.outputs.tokens.items():
+            request = self.requests[name]
+            want = plain(request.token_ids, request.sampling)
+            assert tokens == want[: len(tokens)], "a token differs from plain decoding"
+            ended = self.outputs.finished.get(name)
+            if ended is not None and ended.reason is not FinishReason.CANCELLED:
+                assert tokens == want
+
+    def teardown(self) -> None:
+        for _ in range(5000):
+            if not self.count or not self.engine.has_work:
+                break
+            self.outputs.take(self.engine.step().events)
+        if self.count:
+            assert self.engine.free_pages == self.engine.total_pages
+            assert self.outputs.finished.keys() == self.requests.keys(), "a request was forgotten"
+            self.books_are_right()
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_starvation_preempts_and_the_tokens_stay_the_same() -> None:
+    """The machine above may never starve; this does, and says so."""
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, draft_law=DRAFT_LAW, num_pages=14, page_size=4, max_batch_size=8)
+    requests = [Request(request_id=str(i), token_ids=PROMPTS[i % 4], sampling=SAMPLINGS[3]) for i in range(8)]
+    for request in requests:
+        engine.add(request)
+    outputs, preempted = fakes.Outputs(), 0
+    while engine.has_work:
+        step = engine.step()
+        outputs.take(step.events)
+        preempted += step.stats.preempted
+        engine.check_invariants()
+    assert preempted > 0
+    for request in requests:
+        assert outputs.tokens[request.request_id] == plain(request.token_ids, request.sampling)

@@ -1,0 +1,104 @@
+"""The offline API: text and token ids in, completions out, stop strings included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine import LLM, FinishReason, InvalidRequest, ModelError, SamplingParams
+from models import embedded_draft, embedded_target
+from tests import zoo
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(embedded_target(), embedded_draft(), threads=1, max_batch_size=16)
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM(embedded_target(), speculation="off", threads=1, max_batch_size=16)
+
+
+def test_text_is_the_decoded_tokens(llm: LLM, plain: LLM) -> None:
+    prompts = ["def add(a, b):\n", "class Stack:\n", "import os\n"]
+    got, want = (x.generate(prompts, SamplingParams(max_tokens=40)) for x in (llm, plain))
+    assert [c.text for c in got] == [c.text for c in want]
+    assert [c.token_ids for c in got] == [c.token_ids for c in want]
+    assert [c.text for c in got] == [llm.codec.decode(c.token_ids) for c in got]
+    assert sum(c.stats.accepted for c in got) > 0
+    assert all(sum(c.from_draft) == c.stats.accepted for c in got)
+
+
+def test_one_prompt_many_and_token_ids(llm: LLM) -> None:
+    text = "def add(a, b):\n"
+    ids = list(llm.codec.encode(text))
+    params = SamplingParams(max_tokens=8)
+    alone = llm.generate(text, params)
+    assert len(alone) == 1
+    assert [c.token_ids for c in llm.generate([text, ids], params)] == [alone[0].token_ids] * 2
+    assert llm.generate(ids, params)[0].token_ids == alone[0].token_ids
+    assert llm.generate([], params) == []
+
+
+@pytest.mark.parametrize("stop", ["return", "\n    ", ":", "def", "self."])
+def test_a_stop_string_cuts_as_one_by_one_decoding_would(llm: LLM, plain: LLM, stop: str) -> None:
+    params = SamplingParams(max_tokens=60, stop=(stop, "never there"))
+    [got], [want] = (x.generate("class Stack:\n    def push(self, item):\n", params) for x in (llm, plain))
+    assert (got.text, got.token_ids, got.matched_stop) == (want.text, want.token_ids, want.matched_stop)
+    [whole] = plain.generate("class Stack:\n    def push(self, item):\n", SamplingParams(max_tokens=60))
+    if stop in whole.text:
+        assert got.text == whole.text[: whole.text.index(stop)]
+        assert (got.finish_reason, got.matched_stop) == (FinishReason.STOP, stop)
+    assert llm.engine.free_pages == llm.engine.total_pages
+
+
+def test_params_one_for_each(llm: LLM) -> None:
+    done = llm.generate(["a = ", "b = "], [SamplingParams(max_tokens=2), SamplingParams(max_tokens=5)])
+    assert [len(c.token_ids) for c in done] == [2, 5]
+    with pytest.raises(ValueError, match="2 prompts and 1 params"):
+        llm.generate(["a", "b"], [SamplingParams()])
+
+
+def test_a_bad_prompt_runs_nothing(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="prompt is empty"):
+        llm.generate(["fine", ""])
+    assert not llm.engine.has_work
+    with pytest.raises(InvalidRequest, match="prompt has 1500 tokens"):
+        llm.generate([[5] * 1500])
+
+
+def test_a_checkpoint_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
+    zoo.reference("llama").save_pretrained(tmp_path)
+    bare = LLM(tmp_path, threads=1, max_batch_size=2)
+    [done] = bare.generate([[5, 6, 7]], SamplingParams(max_tokens=6))
+    assert done.text is None
+    assert len(done.token_ids) == 6
+    with pytest.raises(InvalidRequest, match="no tokenizer"):
+        bare.generate("text")
+    with pytest.raises(InvalidRequest, match="no tokenizer"):
+        bare.generate([[5]], SamplingParams(stop=("x",)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtypes(dtype: str) -> None:
+    llm = LLM(embedded_target(), embedded_draft(), dtype=dtype, threads=1, max_batch_size=2)
+    [done] = llm.generate("def add(a, b):\n    return ", SamplingParams(max_tokens=12))
+    assert len(done.token_ids) == 12
+
+
+def test_pairs_that_cannot_work_are_refused_at_load(tmp_path: Path) -> None:
+    zoo.reference("llama").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="share the target's vocabulary"):
+        LLM(embedded_target(), tmp_path)
+    with pytest.raises(ModelError, match="cannot load model"):
+        LLM(tmp_path / "nothing")
+    with pytest.raises(ModelError, match="proposer is 'model'"):
+        LLM(embedded_target(), proposer="model")
+    with pytest.raises(ModelError, match="max_model_len is 5000"):
+        LLM(embedded_target(), max_model_len=5000)
+    with pytest.raises(ModelError, match="kv_memory"):
+        LLM(embedded_target(), kv_memory=1e-9)
+    with pytest.raises(ValueError, match="max_batch_tokens is 8"):
+        LLM(embedded_target(), max_batch_tokens=8)

@@ -1,0 +1,158 @@
+"""The coupled rule: sampled tokens are a pure function of model, prompt, parameters and seed."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from engine.build import assemble, build_engine
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.proposers.scripted import ScriptedProposer
+from engine.types import Request, SamplingParams, Sequence
+from models import corpus, embedded_draft, embedded_target
+from tests import fakes, zoo
+
+LAWS = (
+    SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=24),
+    SamplingParams(temperature=0.8, top_k=20, seed=12, max_tokens=24),
+    SamplingParams(temperature=1.3, top_p=0.95, top_k=40, seed=13, max_tokens=24),
+    SamplingParams(temperature=1.3, min_p=0.02, seed=2**64 - 1, max_tokens=24),
+    SamplingParams(temperature=1.3, seed=0, max_tokens=24),
+)
+
+
+def request(i: int, name: str | None = None) -> Request:
+    """Sixteen different requests: prompts of unequal lengths under the laws above."""
+    prompt = zoo.prompts(16)[i]
+    return Request(request_id=name or str(i), token_ids=tuple(prompt), sampling=LAWS[i % len(LAWS)])
+
+
+@lru_cache
+def models() -> tuple[torch.nn.Module, torch.nn.Module]:
+    return zoo.ours(zoo.reference("llama")), zoo.near(zoo.reference("llama"))
+
+
+def engine_of(proposer: str, num_draft: int) -> Engine:
+    config = EngineConfig(target="llama", draft="near", num_draft_tokens=num_draft, max_batch_size=16)
+    engine = assemble(config, *models())
+    engine._proposers._by_name["model"] = {
+        "model": engine._proposers._by_name["model"],
+        "none": engine._proposers._by_name["none"],
+        "ngram": engine._proposers._by_name["ngram"],
+        "right": ScriptedProposer(lambda s, k: _future(s)[:k]),
+        "wrong": ScriptedProposer(lambda s, k: [(t + 1) % zoo.VOCAB for t in _future(s)[:k]]),
+    }[proposer]
+    return engine
+
+
+def _future(sequence: Sequence) -> list[int]:
+    plain = alone()[LAWS.index(sequence.request.sampling), sequence.request.token_ids]
+    return plain[sequence.num_generated :]
+
+
+@lru_cache
+def alone() -> dict[tuple[int, tuple[int, ...]], list[int]]:
+    """Each request by itself, one token at a time."""
+    found = {}
+    for i in range(16):
+        one = request(i)
+        outputs = fakes.run(assemble(EngineConfig(target="llama", proposer="none"), models()[0]), [one])
+        found[LAWS.index(one.sampling), one.token_ids] = outputs.tokens[str(i)]
+    return found
+
+
+def plain(i: int) -> list[int]:
+    return alone()[LAWS.index(request(i).sampling), request(i).token_ids]
+
+
+@pytest.mark.parametrize("proposer", ["none", "ngram", "model", "right", "wrong"])
+def test_same_tokens_alone_and_in_company(proposer: str) -> None:
+    for num_draft in range(9):
+        company = fakes.run(engine_of(proposer, num_draft), [request(i) for i in range(16)])
+        assert [company.tokens[str(i)] for i in range(16)] == [plain(i) for i in range(16)], f"K={num_draft}"
+        for i in range(len(LAWS)):
+            by_itself = fakes.run(engine_of(proposer, num_draft), [request(i)])
+            assert by_itself.tokens[str(i)] == plain(i), f"K={num_draft}"
+
+
+def test_right_drafts_are_all_kept_and_wrong_ones_none() -> None:
+    for proposer, rate in (("right", 1.0), ("wrong", 0.0)):
+        outputs = fakes.run(engine_of(proposer, 4), [request(i) for i in range(16)])
+        assert {f.stats.acceptance_rate for f in outputs.finished.values() if f.stats.drafted} == {rate}
+
+
+def test_shared_noise_makes_a_draft_better() -> None:
+    """A near draft that guesses with the target's noise is kept far more often than one with noise of its own."""
+    coupled = _acceptance(engine_of("model", 4))
+    config = EngineConfig(target="llama", draft="near", num_draft_tokens=4, max_batch_size=16)
+    apart = assemble(config, *models())
+    proposer = apart._proposers._by_name["model"]
+
+    class OtherSeed:
+        uses_draft_kv = True
+
+        def propose(self, sequences: list[Sequence], k_each: list[int]) -> object:
+            for sequence in sequences:
+                sequence.seed += 1
+            try:
+                return proposer.propose(sequences, k_each)
+            finally:
+                for sequence in sequences:
+                    sequence.seed -= 1
+
+    apart._proposers._by_name["model"] = OtherSeed()
+    assert coupled > _acceptance(apart) + 0.1
+
+
+def _acceptance(engine: Engine) -> float:
+    requests = [
+        Request(
+            request_id=str(i), token_ids=(i + 3, 5), sampling=SamplingParams(temperature=1.0, seed=i, max_tokens=60)
+        )
+        for i in range(16)
+    ]
+    stats = [f.stats for f in fakes.run(engine, requests).finished.values()]
+    return sum(s.accepted for s in stats) / sum(s.drafted for s in stats)
+
+
+def test_different_seeds_differ() -> None:
+    engine = engine_of("model", 4)
+    same = [
+        Request(request_id=str(i), token_ids=(5, 6, 7), sampling=SamplingParams(temperature=1.0, seed=i, max_tokens=24))
+        for i in range(16)
+    ]
+    assert len({tuple(tokens) for tokens in fakes.run(engine, same).tokens.values()}) == 16
+
+
+@pytest.mark.parametrize("temperature", [0.8, 1.3])
+def test_embedded_pair(temperature: float) -> None:
+    """The same on the shipped models, text prompts, mixed laws."""
+    found = {}
+    for proposer, num_draft in (("none", 0), ("ngram", 3), ("model", 1), ("model", 4), ("model", 8)):
+        config = EngineConfig(
+            target=str(embedded_target()),
+            draft=str(embedded_draft()),
+            proposer=proposer,
+            num_draft_tokens=num_draft,
+            max_batch_size=16,
+            threads=1,
+        )
+        engine = build_engine(config)
+        law = {"temperature": temperature, "max_tokens": 32}
+        requests = [
+            Request(
+                request_id=str(i),
+                token_ids=tuple(text.encode()[: 20 + 9 * i]),
+                sampling=SamplingParams(**law, top_p=0.9 if i % 2 else 1.0, top_k=50 if i % 3 else 0, seed=i),
+            )
+            for i, text in enumerate(corpus.held_out_prompts(16))
+        ]
+        found[proposer, num_draft] = fakes.run(engine, requests).tokens
+        found[proposer, num_draft, "alone"] = {
+            **found[proposer, num_draft],
+            **fakes.run(engine, requests[3:4]).tokens,
+        }
+    assert all(tokens == found["none", 0] for tokens in found.values())

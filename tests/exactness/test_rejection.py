@@ -1,0 +1,160 @@
+"""The rejection rule keeps the target's law: as an identity, by full enumeration, and through the engine."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+
+from engine.types import Request, SamplingParams, Verification
+from engine.verify import NO_DRAFT, coupled, rejection, residual
+from tests import fakes
+
+GRID = 20  # probabilities are multiples of 1 / GRID, so that midpoints of GRID**2 cells enumerate `accept` exactly
+
+
+@st.composite
+def laws(draw: st.DrawFn, size: int | None = None) -> Tensor:
+    """A law over a small vocabulary, often with zeros."""
+    size = size or draw(st.integers(2, 12))
+    weights = draw(st.lists(st.integers(0, 9), min_size=size, max_size=size).filter(any))
+    return torch.tensor(weights, dtype=torch.float64) / sum(weights)
+
+
+@given(st.data())
+def test_identity(data: st.DataObject) -> None:
+    """q * accept + (1 - sum of q * accept) * residual == p."""
+    p = data.draw(laws())
+    q = data.draw(laws(len(p)))
+    accept = torch.where(q > 0, (p / q).clamp(max=1), 0.0)
+    left = residual(p, q)
+    kept = q * accept
+    assert torch.allclose(kept + (1 - kept.sum()) * left / left.sum(), p, atol=1e-12)
+
+
+def _accept_chance(p: Tensor, q: Tensor, draft: int) -> float:
+    """Probability, over all values of `accept`, that `rejection` keeps this draft: counted, not computed."""
+    cells = GRID * GRID * 10
+    u = (torch.arange(cells, dtype=torch.float64) + 0.5) / cells
+    many = (cells, 1)
+    verdict = rejection(
+        p.expand(cells, 2, -1), q.expand(cells, 1, -1), torch.full(many, draft), u[:, None], torch.zeros(cells, 2, 4)
+    )
+    return verdict.num_accepted.double().mean().item()
+
+
+def _next_law(p: Tensor, q: Tensor, draft: int, accepted: bool) -> Tensor:
+    """The law that the token after an accepted or rejected draft is drawn from, read out with decisive noise."""
+    left = p if accepted else residual(p, q)
+    # The rule draws by Gumbel-max: noise that favours v must give v exactly where the law has mass.
+    for v in range(4):
+        noise = torch.zeros(1, 2, 4, dtype=torch.float64)
+        noise[..., v] = 1e9
+        u = torch.tensor([[1e-12 if accepted else 1 - 1e-12]], dtype=torch.float64)
+        verdict = rejection(p.expand(1, 2, -1), q.expand(1, 1, -1), torch.tensor([[draft]]), u, noise)
+        if bool(verdict.num_accepted) == accepted:
+            assert (verdict.next_token.item() == v) == bool(left[v] > 0)
+    return left / left.sum()
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.data())
+def test_enumeration_over_four_tokens(data: st.DataObject) -> None:
+    """Sum over every draft, acceptance and resample: the next token's law is p, exactly."""
+    p, q = _on_grid(data.draw(laws(4))), _on_grid(data.draw(laws(4)))
+    law = torch.zeros(4, dtype=torch.float64)
+    for draft in range(4):
+        if q[draft] > 0:
+            chance = _accept_chance(p, q, draft)
+            assert chance == pytest.approx(min(1.0, (p[draft] / q[draft]).item()), abs=1e-3)
+            law[draft] += q[draft] * chance
+            law += q[draft] * (1 - chance) * _next_law(p, q, draft, accepted=False)
+            _next_law(p, q, draft, accepted=True)
+    assert torch.allclose(law, p, atol=2e-3)
+
+
+def _on_grid(law: Tensor) -> Tensor:
+    """Round to multiples of 1 / GRID that still sum to 1."""
+    counts = (law * GRID).floor()
+    counts[law.argmax()] += GRID - counts.sum()
+    return counts / GRID
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_ragged_rows_do_not_see_their_padding(data: st.DataObject) -> None:
+    """A sequence with fewer drafts gets what it gets alone."""
+    size, width = 5, 3
+    p = torch.stack([data.draw(laws(size)) for _ in range(width + 1)])
+    q = torch.stack([data.draw(laws(size)) for _ in range(width)])
+    k = data.draw(st.integers(0, width))
+    drafts = torch.tensor(
+        [data.draw(st.sampled_from(q[i].nonzero().flatten().tolist())) for i in range(k)], dtype=torch.long
+    )
+    u = torch.tensor(data.draw(st.lists(st.floats(0.01, 0.99), min_size=width, max_size=width)), dtype=torch.float64)
+    noise = torch.randn(width + 1, size, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
+    by_itself = rejection(p[None, : k + 1], q[None, :k], drafts[None], u[None, :k], noise[None, : k + 1])
+    q_padded = q.clone()
+    q_padded[k:] = 0
+    padding = torch.full((width - k,), NO_DRAFT)
+    in_company = rejection(p[None], q_padded[None], torch.cat([drafts, padding])[None], u[None], noise[None])
+    assert in_company.num_accepted.tolist() == by_itself.num_accepted.tolist()
+    assert in_company.next_token.tolist() == by_itself.next_token.tolist()
+
+
+def test_coupled_keeps_the_leading_run() -> None:
+    target = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7], [5, 6, 7]])
+    drafts = torch.tensor([[5, 6], [5, 9], [9, 6], [NO_DRAFT, NO_DRAFT]])
+    verdict = coupled(target, drafts)
+    assert verdict.num_accepted.tolist() == [2, 1, 0, 0]
+    assert verdict.next_token.tolist() == [7, 6, 5, 5]
+
+
+TABLE = torch.tensor(
+    [[0.50, 0.30, 0.15, 0.05], [0.10, 0.20, 0.30, 0.40], [0.25, 0.25, 0.25, 0.25], [0.70, 0.10, 0.10, 0.10]],
+    dtype=torch.float64,
+)
+DRAFT_TABLE = torch.tensor(
+    [[0.25, 0.25, 0.25, 0.25], [0.40, 0.30, 0.20, 0.10], [0.60, 0.20, 0.10, 0.10], [0.05, 0.05, 0.45, 0.45]],
+    dtype=torch.float64,
+)
+
+
+@pytest.mark.parametrize("rule", list(Verification))
+@pytest.mark.parametrize("num_draft", [0, 2])
+def test_chi_square_through_the_engine(rule: Verification, num_draft: int) -> None:
+    """6,000 requests, three tokens each, against the 64 exact probabilities of the Markov chain.
+
+    Calibrated: for a right law the p-value is uniform, so a bound of 1e-3 fails one seed in a thousand; a law
+    off by 3 % in total variation would fail it nearly always at this size.
+    """
+    engine = fakes.fake_engine(
+        fakes.markov_law(TABLE),
+        vocab_size=4,
+        draft_law=fakes.markov_law(DRAFT_TABLE),
+        proposer="model",
+        num_draft_tokens=num_draft,
+        verification=rule,
+        num_pages=256,
+        max_batch_size=256,
+        max_batch_tokens=2048,
+    )
+    requests = [
+        Request(request_id=str(i), token_ids=(0,), sampling=SamplingParams(temperature=1.0, seed=i, max_tokens=3))
+        for i in range(6000)
+    ]
+    outputs = fakes.run(engine, requests)
+    counts = dict.fromkeys(itertools.product(range(4), repeat=3), 0)
+    for tokens in outputs.tokens.values():
+        counts[tuple(tokens)] += 1
+    chance = {(a, b, c): (TABLE[0, a] * TABLE[a, b] * TABLE[b, c]).item() for a, b, c in counts}
+    result = stats.chisquare(list(counts.values()), [6000 * chance[key] for key in counts])
+    assert result.pvalue > 1e-3
+    if num_draft:
+        drafted = sum(f.stats.drafted for f in outputs.finished.values())
+        assert 0.2 < sum(f.stats.accepted for f in outputs.finished.values()) / drafted < 0.95

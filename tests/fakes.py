@@ -1,0 +1,131 @@
+"""Models whose law is known in closed form. They keep real K/V books: what they read back is what was written."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from engine.batch import Feed
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.intake import Limits
+from engine.kv import BlockPool
+from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
+from engine.scheduler import Scheduler
+from engine.types import Finished, Request
+
+Law = Callable[[tuple[int, ...]], Tensor]  # context -> logits [vocab]
+STALE = -1
+
+
+class TableModel:
+    """A runner whose logits are a function of the context, which it reads back from its own arena of token ids.
+
+    A row that was never written, was left stale, or belongs to another sequence changes the context and so the
+    output: whoever gets equal tokens out of this kept the books right.
+    """
+
+    def __init__(self, law: Law, vocab_size: int, num_pages: int, page_size: int) -> None:
+        self.vocab_size, self.page_size, self._law = vocab_size, page_size, law
+        self.rows = [STALE] * (num_pages * page_size)
+        self.batches: list[list[Feed]] = []
+
+    def forward(self, feeds: Sequence[Feed]) -> Tensor:
+        self.batches.append(list(feeds))
+        for feed in feeds:
+            for i, token in enumerate(feed.tokens):
+                self.rows[self._row(feed, feed.start + i)] = token
+        laws = [self._law(self._context(f, end)) for f in feeds for end in range(f.kv_len - f.num_logits, f.kv_len)]
+        return torch.stack(laws) if laws else torch.zeros(0, self.vocab_size)
+
+    def _row(self, feed: Feed, position: int) -> int:
+        return feed.page_table[position // self.page_size] * self.page_size + position % self.page_size
+
+    def _context(self, feed: Feed, last: int) -> tuple[int, ...]:
+        context = tuple(self.rows[self._row(feed, position)] for position in range(last + 1))
+        assert STALE not in context, "attention over a row that was never written"
+        return context
+
+
+def hashed_law(vocab_size: int, *, salt: int = 0, sharpness: float = 2.0) -> Law:
+    """Logits that depend on every token of the context and its order."""
+
+    @lru_cache(maxsize=100_000)
+    def law(context: tuple[int, ...]) -> Tensor:
+        seed = zlib.crc32(repr(context).encode(), salt)
+        return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * sharpness
+
+    return law
+
+
+def markov_law(table: Tensor) -> Law:
+    """Row `context[-1]` of a table of probabilities `[vocab, vocab]`."""
+    return lambda context: table[context[-1]].log()
+
+
+def fake_engine(
+    law: Law,
+    *,
+    vocab_size: int,
+    draft_law: Law | None = None,
+    num_pages: int = 64,
+    page_size: int = 16,
+    max_model_len: int = 64,
+    proposers: Mapping[str, Proposer] | None = None,
+    eos: frozenset[int] = frozenset(),
+    **config: object,
+) -> Engine:
+    """A whole engine around table models."""
+    settings = EngineConfig(target="table", draft="table" if draft_law else None, **config)
+    by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer(sizes=(2, 1))}
+    if draft_law is not None:
+        draft = TableModel(draft_law, vocab_size, num_pages, page_size)
+        by_name["model"] = ModelProposer(draft, settings.max_batch_tokens)
+    chosen = Proposers({**by_name, **(proposers or {})})
+    scheduler = Scheduler(
+        BlockPool(num_pages, page_size),
+        BlockPool(num_pages, page_size) if draft_law is not None else None,
+        settings.max_batch_size,
+        settings.max_batch_tokens,
+        chosen.draft_kv_users,
+    )
+    limits = Limits(vocab_size, min(max_model_len, num_pages * page_size), eos)
+    target = TableModel(law, vocab_size, num_pages, page_size)
+    return Engine(settings, limits, target, chosen, scheduler)
+
+
+class Outputs:
+    """Collects events and checks I6 on the way: one terminal event per request, nothing after it."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.from_draft: dict[str, list[bool]] = {}
+        self.finished: dict[str, Finished] = {}
+
+    def take(self, events: Sequence[object]) -> None:
+        for event in events:
+            assert event.request_id not in self.finished, "an event after the last"
+            assert len(event.token_ids) == len(event.from_draft)
+            self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
+            self.from_draft.setdefault(event.request_id, []).extend(event.from_draft)
+            if event.finished is not None:
+                self.finished[event.request_id] = event.finished
+
+
+def run(engine: Engine, requests: Sequence[Request], *, most_steps: int = 10_000) -> Outputs:
+    """Add all, step until idle, check the invariants after each step."""
+    outputs = Outputs()
+    for request in requests:
+        engine.add(request)
+    for _ in range(most_steps):
+        if not engine.has_work:
+            break
+        outputs.take(engine.step().events)
+        engine.check_invariants()
+    assert not engine.has_work, "the engine makes no progress"
+    assert engine.free_pages == engine.total_pages
+    return outputs

@@ -1,0 +1,57 @@
+"""A whole server around a fake engine, on ports of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
+from server.app import App
+from server.config import ServerConfig
+from server.lifecycle import State
+from tests.engine.test_text import CODEC
+from tests.server.fake_engine import FakeEngine, served
+
+
+async def until(condition, seconds: float = 10.0) -> None:
+    """Wait for something that another task brings about."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  # the condition is the server's, which sets no event for us
+            await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def serving(engine=None, *, codec=CODEC, load=None, options=(), ready=True, **config):
+    """A running App and a channel to it; drained and stopped at the end."""
+    engine = engine or FakeEngine()
+    settings = {"target": "fake", "grpc_port": 0, "http_port": 0, "drain_seconds": 5.0} | config
+    app = App(ServerConfig(**settings), load=load or (lambda _config, _progress: served(engine, codec)))
+    running = asyncio.create_task(app.run())
+    await until(lambda: running.done() or (app.lifecycle.state is State.READY if ready else app.http_port))
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{app.grpc_port}", options=options) as channel:
+            yield SimpleNamespace(
+                app=app,
+                engine=engine,
+                running=running,
+                channel=channel,
+                inference=generation_pb2_grpc.InferenceServiceStub(channel),
+                control=control_pb2_grpc.ControlServiceStub(channel),
+            )
+    finally:
+        engine.gate.set()
+        app.stop()
+        async with asyncio.timeout(20):
+            await running
+
+
+@pytest.fixture
+async def server():
+    """The usual one."""
+    async with serving() as running:
+        yield running
+        assert running.engine.free_pages == running.engine.total_pages or running.app.driver.live()

@@ -1,0 +1,93 @@
+"""One definition of every option: flags, then variables, then the file."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from pydantic import ValidationError
+
+from engine.config import EngineConfig
+from engine.types import SpeculationMode
+from models import embedded_draft, embedded_target
+from server import cli
+from server.config import ServerConfig
+from server.version import version
+
+
+def test_without_a_model_the_embedded_pair_is_served() -> None:
+    config = ServerConfig.load([])
+    assert (config.target, config.draft) == (str(embedded_target()), str(embedded_draft()))
+    assert config.host == "127.0.0.1"
+
+
+def test_a_model_without_a_draft_has_none() -> None:
+    assert ServerConfig.load(["some/model"]).draft is None
+
+
+def test_flags_come_before_variables_before_the_file(tmp_path, monkeypatch) -> None:
+    for name, text in (
+        ("c.yaml", "kv_memory: 7\nhost: 0.0.0.0\nhttp_port: 1\n"),
+        ("c.toml", "kv_memory=7\nhost='0.0.0.0'\n"),
+    ):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setenv("PILOTFISH_HTTP_PORT", "99")
+        config = ServerConfig.load(["--config", str(tmp_path / name), "--kv-memory", "3"])
+        assert (config.kv_memory, config.http_port, config.host) == (3.0, 99, "0.0.0.0")
+
+
+def test_a_variable_can_name_the_file(tmp_path, monkeypatch) -> None:
+    (tmp_path / "c.toml").write_text("speculation = 'fixed'\n")
+    monkeypatch.setenv("PILOTFISH_CONFIG", str(tmp_path / "c.toml"))
+    assert ServerConfig.load([]).speculation is SpeculationMode.FIXED
+
+
+def test_an_unknown_key_and_a_bad_value_are_errors(tmp_path) -> None:
+    (tmp_path / "c.yaml").write_text("kv_memor: 7\n")
+    with pytest.raises(ValidationError, match="kv_memor"):
+        ServerConfig.load(["--config", str(tmp_path / "c.yaml")])
+    with pytest.raises(ValidationError, match="kv_memory"):
+        ServerConfig.load(["--kv-memory", "-1"])
+    with pytest.raises(FileNotFoundError):
+        ServerConfig.load(["--config", str(tmp_path / "none.yaml")])
+
+
+def test_the_engine_gets_its_share() -> None:
+    config = ServerConfig.load(["m", "--num-draft-tokens", "2", "--speculation", "off", "--grpc-port", "0"])
+    assert config.engine() == EngineConfig(target="m", num_draft_tokens=2, speculation="off")
+
+
+def test_every_engine_option_is_a_flag(capsys) -> None:
+    with pytest.raises(SystemExit):
+        ServerConfig.load(["--help"])
+    shown = capsys.readouterr().out
+    for name in EngineConfig.model_fields.keys() - {"target"}:
+        assert f"--{name.replace('_', '-')}" in shown
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["version"], 0), (["--help"], 0), ([], 0), (["fly"], 2)])
+def test_commands(arguments, code, capsys) -> None:
+    assert cli.main(arguments) == code
+    shown = capsys.readouterr()
+    assert ("pilotfish" in shown.out) == (code == 0)
+    assert ("'fly'" in shown.err) == (code == 2)
+
+
+def test_version_is_shown(capsys) -> None:
+    cli.main(["version"])
+    assert version() in capsys.readouterr().out
+
+
+def test_serve_says_what_is_wrong_with_its_options(capsys) -> None:
+    assert cli.main(["serve", "--kv-memory", "-1"]) == 2
+    assert "kv_memory" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_said_plainly(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("server.logs.configure", lambda _: None)  # leave pytest's own handlers alone
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert cli.main(["serve", "nothing", "--grpc-port", port, "--http-port", "0"]) == 1
+        assert port in capsys.readouterr().err
+        assert cli.main(["serve", "nothing", "--grpc-port", "0", "--http-port", port]) == 1
+        assert "in use" in capsys.readouterr().err

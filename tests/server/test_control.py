@@ -1,0 +1,153 @@
+"""ControlService, HTTP and metrics: what the server says about itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import grpc
+import httpx
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from pilotfish.v1 import control_pb2 as control
+from pilotfish.v1 import generation_pb2 as pb
+from server import cli
+from server.app import SERVICES
+from server.logs import JsonFormatter
+from server.metrics import Metrics
+from server.model import model_name
+from tests.engine.test_text import CODEC, VOCAB_SIZE
+from tests.server.conftest import serving, until
+from tests.server.fake_engine import FakeEngine
+from tests.server.test_generate import request
+
+
+async def test_server_and_model_info(server):
+    info = await server.control.GetServerInfo(control.GetServerInfoRequest())
+    assert info.state == control.SERVER_STATE_READY
+    assert info.version
+    assert info.max_queue_requests == 256
+    model = await server.control.GetModelInfo(control.GetModelInfoRequest())
+    assert model.model == "fake"
+    assert model.vocab_size == VOCAB_SIZE
+    assert model.max_model_len == 4096
+    assert list(model.eos_token_ids) == [0]
+    assert model.has_tokenizer
+    assert list(model.proposers) == ["ngram", "none"]
+    assert model.speculation.num_draft_tokens == 4
+    assert model.speculation.mode == pb.SPECULATION_MODE_AUTO
+
+
+async def test_load_counts_running_and_waiting():
+    engine = FakeEngine(batch=2)
+    engine.gate.clear()
+    async with serving(engine) as server:
+        asked = request(pb.GenerateRequest, stopping=pb.StoppingParams(max_tokens=30))
+        calls = [server.inference.Generate(asked) for _ in range(5)]
+        await until(lambda: len(server.app.driver.live()) == 5)
+        load = await server.control.GetLoad(control.GetLoadRequest())
+        assert load.total_pages == 2
+        assert load.running_requests + load.waiting_requests == 5
+        assert load.queued_tokens == load.waiting_requests * (len(CODEC.encode("ab")) + 30)
+        engine.gate.set()
+        await asyncio.gather(*calls)
+        load = await server.control.GetLoad(control.GetLoadRequest())
+        assert (load.running_requests, load.waiting_requests, load.free_pages) == (0, 0, 2)
+
+
+async def test_tokenize_and_detokenize_are_the_models_own(server):
+    text = "€ab " * 1000
+    tokens = await server.control.Tokenize(control.TokenizeRequest(text=text))
+    assert tuple(tokens.token_ids) == CODEC.encode(text)
+    back = await server.control.Detokenize(control.DetokenizeRequest(token_ids=tokens.token_ids))
+    assert back.text == text
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await server.control.Detokenize(control.DetokenizeRequest(token_ids=[10**6]))
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await server.control.Tokenize(control.TokenizeRequest(model="other", text="a"))
+    assert error.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_without_a_tokenizer_texts_are_refused():
+    async with serving(codec=None) as server:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await server.control.Tokenize(control.TokenizeRequest(text="a"))
+        assert error.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_long_prompt_is_encoded_beside_the_loop(server):
+    answer = await server.inference.Generate(request(pb.GenerateRequest, prompt="ab" * 2000))
+    assert answer.outputs[0].finished.usage.prompt_tokens == len(CODEC.encode("ab" * 2000))
+
+
+async def test_reflection_is_a_flag():
+    async with serving(reflection=True) as server:
+        stub = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+        answers = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        async for answer in answers:
+            names = {service.name for service in answer.list_services_response.service}
+            assert set(SERVICES) <= names
+            break
+        answers.cancel()
+
+
+async def test_http_tells_health_models_and_metrics(server):
+    await server.inference.Generate(request(pb.GenerateRequest))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}") as http:
+        health = await http.get("/health")
+        assert health.status_code == 200
+        assert health.json() == {"status": "ready", "model": "fake", "draft_model": None, "device": "cpu"}
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == "fake"
+        families = {f.name: f for f in text_string_to_metric_families((await http.get("/metrics")).text)}
+    assert families["pilotfish_spec_accepted_tokens"].samples[0].value > 0
+    counts = {s.labels.get("finish_reason"): s.value for s in families["pilotfish_requests"].samples}
+    assert counts["length"] == 1
+
+
+async def test_metrics_count_a_request_once(server):
+    stopping = pb.StoppingParams(max_tokens=20)
+    for _ in range(3):
+        await server.inference.Generate(request(pb.GenerateRequest, stopping=stopping))
+    value = server.app.metrics.registry.get_sample_value
+    assert value("pilotfish_requests_total", {"finish_reason": "length"}) == 3
+    for name in ("queue_time", "time_to_first_token", "time_per_output_token", "request_duration"):
+        assert value(f"pilotfish_{name}_seconds_count") == 3
+    rounds = -(-20 // 3)  # bursts of three
+    assert value("pilotfish_inter_token_latency_seconds_count") == 3 * (rounds - 1)
+    assert value("pilotfish_generated_tokens_total") == 60
+    assert value("pilotfish_batch_size_count", {"kind": "verify"}) == 3 * rounds
+    assert value("pilotfish_spec_accepted_tokens_per_position_total", {"position": "1"}) == 3 * rounds
+    assert value("pilotfish_requests_running") == 0
+
+
+def test_every_series_exists_from_the_start():
+    registry = CollectorRegistry()
+    Metrics(registry)
+    names = {family.name for family in registry.collect() if family.samples}
+    assert {family.name for family in registry.collect()} == names
+    for reason in ("stop", "length", "cancelled", "deadline", "aborted", "error"):
+        assert registry.get_sample_value("pilotfish_requests_total", {"finish_reason": reason}) == 0
+
+
+async def test_the_banner_names_doors_and_models(server):
+    lines = dict(cli.banner(server.app))
+    assert lines["gRPC"].endswith(str(server.app.grpc_port))
+    assert lines["model"] == "fake"
+
+
+def test_json_log_lines_are_json():
+    record = logging.LogRecord("a", logging.WARNING, __file__, 1, 'say "%s"', ("é",), None)
+    entry = json.loads(JsonFormatter().format(record))
+    assert entry["message"] == 'say "é"'
+    assert entry["level"] == "warning"
+
+
+def test_model_names(tmp_path):
+    (tmp_path / "gpt").mkdir()
+    assert model_name(str(tmp_path / "gpt")) == "gpt"
+    assert model_name("org/name") == "org/name"

@@ -1,0 +1,317 @@
+"""Generate and GenerateStream over real gRPC: the laws of a stream, and what a caller gets for each mistake."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from engine.errors import InvalidRequest
+from pilotfish.v1 import generation_pb2 as pb
+from tests.engine.test_text import CODEC
+from tests.server.conftest import serving, until
+from tests.server.fake_engine import TEXT, FakeEngine
+
+
+def request(kind=pb.GenerateStreamRequest, **fields):
+    fields.setdefault("stopping", pb.StoppingParams(max_tokens=20))
+    if not {"prompt", "token_ids", "messages"} & fields.keys():
+        fields["prompt"] = "ab"
+    return kind(**fields)
+
+
+async def collect(call):
+    """(text, token ids, finished messages, all messages) of a stream."""
+    messages = [message async for message in call]
+    deltas = [m.delta for m in messages if m.WhichOneof("event") == "delta"]
+    ends = [m.finished for m in messages if m.WhichOneof("event") == "finished"]
+    return "".join(d.text for d in deltas), [t for d in deltas for t in d.token_ids], ends, messages
+
+
+def detail(error, kind):
+    """The one detail of an error's google.rpc.Status."""
+    status = status_pb2.Status.FromString(dict(error.trailing_metadata())["grpc-status-details-bin"])
+    assert status.code == error.code().value[0]
+    assert status.message == error.details()
+    unpacked = kind()
+    assert status.details[0].Unpack(unpacked)
+    return unpacked
+
+
+@pytest.mark.parametrize("stop", [[], ["quick"], ["€5"], ["x says", "fox"], ["never"]])
+@pytest.mark.parametrize("max_tokens", [1, 7, 100])
+async def test_joined_stream_is_the_unary_answer(server, stop, max_tokens):
+    stopping = pb.StoppingParams(max_tokens=max_tokens, stop=stop)
+    whole = await server.inference.Generate(request(pb.GenerateRequest, stopping=stopping))
+    text, ids, ends, messages = await collect(server.inference.GenerateStream(request(stopping=stopping)))
+    (output,) = whole.outputs
+    assert (text, ids) == (output.text, list(output.token_ids))
+    assert len(ends) == 1
+    assert messages[-1].HasField("finished")
+    assert ends[0].finish_reason == output.finished.finish_reason
+    assert ends[0].usage == output.finished.usage
+    assert ends[0].usage.completion_tokens == len(ids)
+    assert messages[0].request_id
+    assert not any(m.request_id for m in messages[1:])
+
+
+async def test_a_stop_string_cuts_text_tokens_and_usage(server):
+    stopping = pb.StoppingParams(max_tokens=100, stop=["brown", "quick"])
+    text, ids, (end,), _ = await collect(server.inference.GenerateStream(request(stopping=stopping)))
+    assert text == TEXT[: TEXT.index("quick")]
+    assert tuple(ids) == server.engine.expected(len(ids))
+    assert CODEC.decode(ids).endswith("quick")
+    assert end.finish_reason == pb.FINISH_REASON_STOP
+    assert end.stop_string == "quick"
+    assert end.usage.completion_tokens == len(ids)
+    assert server.engine.free_pages == server.engine.total_pages
+
+
+async def test_a_stop_token_is_in_the_ids_and_not_in_the_text(server):
+    (colon,) = CODEC.encode("q")
+    stopping = pb.StoppingParams(max_tokens=100, stop_token_ids=[colon])
+    text, ids, (end,), _ = await collect(server.inference.GenerateStream(request(stopping=stopping)))
+    assert text == TEXT[: TEXT.index("q")]
+    assert ids[-1] == colon == end.stop_token_id
+    assert end.finish_reason == pb.FINISH_REASON_STOP
+
+
+async def test_text_lengths_say_which_token_brought_which_text(server):
+    call = server.inference.GenerateStream(request(stopping=pb.StoppingParams(max_tokens=40, stop=["zzz"])))
+    deltas = [m.delta async for m in call if m.HasField("delta")]
+    for delta in deltas:
+        assert len(delta.text_lengths) == len(delta.from_draft) == len(delta.token_ids)
+    assert all(sum(d.text_lengths) == len(d.text) for d in deltas[:-1])
+    assert any(flag for d in deltas for flag in d.from_draft)
+
+
+async def test_a_truncated_character_comes_with_the_last_delta(server):
+    ids = CODEC.encode(TEXT[: TEXT.index("€") + 1])[:-1]
+    stopping = pb.StoppingParams(max_tokens=len(ids))
+    text, got, _, _ = await collect(server.inference.GenerateStream(request(stopping=stopping)))
+    assert tuple(got) == ids
+    assert text == CODEC.decode(ids)
+    assert text.endswith("�")
+
+
+async def test_finished_tells_usage_timing_seed_and_speculation(server):
+    sampling = pb.SamplingParams(temperature=0.7, seed=2**64 - 1)
+    answer = await server.inference.Generate(request(pb.GenerateRequest, sampling=sampling, request_id="r:1"))
+    end = answer.outputs[0].finished
+    assert answer.request_id == "r:1"
+    assert answer.model == "fake"
+    assert end.usage.prompt_tokens == len(CODEC.encode("ab"))
+    assert end.seed == 2**64 - 1
+    assert end.finish_reason == pb.FINISH_REASON_LENGTH
+    assert end.WhichOneof("matched_stop") is None
+    assert 0 <= end.timing.queue_seconds <= end.timing.time_to_first_token_seconds <= end.timing.total_seconds
+    assert end.speculation_stats.acceptance_length == 3.0
+    assert end.speculation.proposer == "ngram"
+    assert end.speculation.verification == pb.VERIFICATION_COUPLED
+
+
+async def test_token_ids_and_their_companions_can_be_left_out(server):
+    output = pb.OutputOptions(token_ids=False)
+    text, ids, _, messages = await collect(server.inference.GenerateStream(request(output=output)))
+    assert text
+    assert not ids
+    assert not any(m.delta.from_draft or m.delta.text_lengths for m in messages)
+
+
+async def test_stream_interval_gathers_tokens_after_the_first(server):
+    asked = request(output=pb.OutputOptions(stream_interval=10), stopping=pb.StoppingParams(max_tokens=60))
+    deltas = [m.delta async for m in server.inference.GenerateStream(asked) if m.HasField("delta")]
+    assert len(deltas[0].token_ids) == 3
+    assert all(len(d.token_ids) >= 10 for d in deltas[1:-1])
+
+
+async def test_many_streams_at_once_each_get_their_own(server):
+    lengths = list(range(1, 41))
+    calls = [server.inference.GenerateStream(request(stopping=pb.StoppingParams(max_tokens=n))) for n in lengths]
+    for n, (text, ids, ends, _) in zip(lengths, await asyncio.gather(*map(collect, calls)), strict=True):
+        assert tuple(ids) == server.engine.expected(n)
+        assert text == CODEC.decode(ids)
+        assert len(ends) == 1
+    assert server.engine.free_pages == server.engine.total_pages
+    assert len(server.engine.threads) == 1
+
+
+async def test_a_model_without_a_tokenizer_serves_token_ids():
+    async with serving(codec=None) as server:
+        text, ids, _, _ = await collect(server.inference.GenerateStream(request(token_ids=pb.TokenIds(ids=[5]))))
+        assert text == ""
+        assert tuple(ids) == server.engine.expected(20)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await server.inference.Generate(request(pb.GenerateRequest, stopping=pb.StoppingParams(stop=["x"])))
+        fields = {v.field for v in detail(refused.value, error_details_pb2.BadRequest).field_violations}
+        assert fields == {"prompt", "stopping.stop"}
+
+
+# ----------------------------------------------------------------------------------------------------- refusals
+
+
+async def refused(server, **fields):
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await server.inference.Generate(request(pb.GenerateRequest, **fields))
+    return error.value
+
+
+async def test_all_violations_are_told_at_once(server):
+    error = await refused(
+        server,
+        request_id="no spaces",
+        sampling=pb.SamplingParams(temperature=float("nan"), top_p=0.0, min_p=2.0, n=0),
+        stopping=pb.StoppingParams(max_tokens=0, stop=[""], stop_token_ids=[10**6]),
+        output=pb.OutputOptions(stream_interval=0),
+        speculation=pb.SpeculationOptions(num_draft_tokens=99, mode=77, verification=78),
+    )
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    violations = detail(error, error_details_pb2.BadRequest).field_violations
+    assert {v.field for v in violations} == {
+        "request_id",
+        "sampling.temperature",
+        "sampling.top_p",
+        "sampling.min_p",
+        "sampling.n",
+        "stopping.max_tokens",
+        "stopping.stop[0]",
+        "stopping.stop_token_ids",
+        "output.stream_interval",
+        "speculation.num_draft_tokens",
+        "speculation.mode",
+        "speculation.verification",
+    }
+    assert all(v.description for v in violations)
+
+
+@pytest.mark.parametrize(
+    ("fields", "violation"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"token_ids": pb.TokenIds()}, "prompt"),
+        ({"token_ids": pb.TokenIds(ids=[1, 10**6])}, "token_ids[1]"),
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": "x" * 129}, "request_id"),
+        ({"stopping": pb.StoppingParams(max_tokens=2**32 - 1)}, "stopping.max_tokens"),
+        ({"stopping": pb.StoppingParams(stop=["x"] * 17)}, "stopping.stop"),
+        ({"sampling": pb.SamplingParams(temperature=float("inf"))}, "sampling.temperature"),
+    ],
+)
+async def test_bad_fields_are_named(server, fields, violation):
+    error = await refused(server, **fields)
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert [v.field for v in detail(error, error_details_pb2.BadRequest).field_violations] == [violation]
+
+
+async def test_a_request_without_input_is_refused(server):
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await server.inference.Generate(pb.GenerateRequest())
+    assert [v.field for v in detail(error.value, error_details_pb2.BadRequest).field_violations] == ["input"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"messages": pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])}, "messages"),
+        ({"sampling": pb.SamplingParams(repetition_penalty=1.1)}, "sampling.repetition_penalty"),
+        ({"sampling": pb.SamplingParams(repetition_penalty=float("nan"))}, "sampling.repetition_penalty"),
+        ({"sampling": pb.SamplingParams(presence_penalty=0.1)}, "sampling.presence_penalty"),
+        ({"sampling": pb.SamplingParams(frequency_penalty=-0.1)}, "sampling.frequency_penalty"),
+        ({"sampling": pb.SamplingParams(n=2)}, "sampling.n"),
+        ({"sampling": pb.SamplingParams(logit_bias={1: 2.0})}, "sampling.logit_bias"),
+        ({"stopping": pb.StoppingParams(min_tokens=1)}, "stopping.min_tokens"),
+        ({"output": pb.OutputOptions(logprobs=True)}, "output.logprobs"),
+        ({"output": pb.OutputOptions(top_logprobs=1)}, "output.top_logprobs"),
+        ({"output": pb.OutputOptions(prompt_logprobs=True)}, "output.prompt_logprobs"),
+        ({"guided": pb.GuidedDecoding(regex="a+")}, "guided"),
+        ({"priority": 1}, "priority"),
+        ({"speculation": pb.SpeculationOptions(proposer="oracle")}, "speculation.proposer"),
+    ],
+)
+async def test_what_is_not_served_yet_is_refused_by_name(server, fields, named):
+    error = await refused(server, **fields)
+    assert error.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert named in error.details()
+
+
+async def test_default_values_of_what_is_not_served_yet_are_harmless(server):
+    harmless = request(
+        pb.GenerateRequest,
+        sampling=pb.SamplingParams(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, n=1),
+        stopping=pb.StoppingParams(min_tokens=0, max_tokens=3),
+        output=pb.OutputOptions(logprobs=False, top_logprobs=0, prompt_logprobs=False),
+        priority=0,
+        model="fake",
+    )
+    assert (await server.inference.Generate(harmless)).outputs[0].text
+
+
+async def test_another_model_is_not_found(server):
+    error = await refused(server, model="other")
+    assert error.code() == grpc.StatusCode.NOT_FOUND
+    assert "'fake'" in error.details()
+
+
+async def test_malformed_bytes_and_text_are_the_callers_mistake(server):
+    send = server.channel.unary_unary("/pilotfish.v1.InferenceService/Generate")
+    for data in (b"\x0a\xff", b"\x1a\x02\xff\xfe"):  # a length beyond the end; a prompt that is no UTF-8
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await send(data)
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "DecodeError" not in error.value.details()
+
+
+async def test_a_live_id_cannot_be_used_twice_and_a_dead_one_can():
+    async with serving(FakeEngine(step_seconds=0.01)) as server:
+        stopping = pb.StoppingParams(max_tokens=1000)
+        call = server.inference.GenerateStream(request(request_id="same", stopping=stopping))
+        await call.read()
+        error = await refused(server, request_id="same")
+        assert error.code() == grpc.StatusCode.ALREADY_EXISTS
+        call.cancel()
+        await until(lambda: not server.app.driver.live())
+        await server.inference.Generate(request(pb.GenerateRequest, request_id="same"))
+
+
+async def test_a_poisoned_request_fails_alone(server):
+    server.engine.poison = {9}
+    poisoned = server.inference.Generate(request(pb.GenerateRequest, token_ids=pb.TokenIds(ids=[9])))
+    healthy = server.inference.Generate(request(pb.GenerateRequest, token_ids=pb.TokenIds(ids=[8])))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await poisoned
+    assert error.value.code() == grpc.StatusCode.INTERNAL
+    assert tuple((await healthy).outputs[0].token_ids) == server.engine.expected(20)
+
+
+async def test_a_fault_of_the_text_layer_fails_one_request(server, monkeypatch):
+    from server import streams
+
+    original = streams.OutputStream.push
+
+    def push(self, event):
+        if self.request_id == "bad":
+            raise RuntimeError("no text")
+        return original(self, event)
+
+    monkeypatch.setattr(streams.OutputStream, "push", push)
+    error = await refused(server, request_id="bad")
+    assert error.code() == grpc.StatusCode.INTERNAL
+    assert "RuntimeError" not in error.details()
+    await server.inference.Generate(request(pb.GenerateRequest, request_id="good"))
+    assert server.engine.free_pages == server.engine.total_pages
+
+
+async def test_a_request_that_the_engine_refuses_after_all_fails_alone(server, monkeypatch):
+    add = server.engine.add
+
+    def refuse(asked):
+        if asked.request_id == "bad":
+            raise InvalidRequest.of("prompt", "is odd")
+        add(asked)
+
+    monkeypatch.setattr(server.engine, "add", refuse)
+    error = await refused(server, request_id="bad")
+    assert error.code() == grpc.StatusCode.INTERNAL
+    await server.inference.Generate(request(pb.GenerateRequest, request_id="good"))

@@ -1,0 +1,331 @@
+"""Cancellation, a full queue, draining, death: every request ends once, and pages come back within one step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from engine.errors import ModelError
+from pilotfish.v1 import control_pb2
+from pilotfish.v1 import generation_pb2 as pb
+from server.app import SERVICES
+from server.lifecycle import State
+from tests.server.conftest import serving, until
+from tests.server.fake_engine import FakeEngine, served
+from tests.server.test_generate import collect, detail, request
+
+LONG = pb.StoppingParams(max_tokens=3000)
+
+
+async def code_of(call):
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    return error.value.code()
+
+
+async def health_of(server, service=""):
+    stub = health_pb2_grpc.HealthStub(server.channel)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+async def read_to_end(call):
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+def metric(server, name, **labels):
+    return server.app.metrics.registry.get_sample_value(f"pilotfish_{name}", labels)
+
+
+# --------------------------------------------------------------------------------------------- cancel and deadline
+
+
+async def test_cancelling_a_running_stream_frees_it_within_one_step():
+    async with serving(FakeEngine(step_seconds=0.01)) as server:
+        calls = [server.inference.GenerateStream(request(stopping=LONG)) for _ in range(4)]
+        for call in calls:
+            await call.read()
+        server.engine.gate.clear()
+        calls[0].cancel()
+        calls[2].cancel()
+        await until(lambda: len(server.app.driver._endings) == 2)
+        before = server.engine.steps
+        server.engine.gate.set()
+        await until(lambda: server.engine.free_pages == 2)
+        assert server.engine.steps <= before + 2  # the one that was held, and at most one that began before we looked
+        assert metric(server, "client_disconnects_total") == 2
+        assert metric(server, "requests_total", finish_reason="cancelled") == 2
+        for call in calls[1::2]:
+            call.cancel()
+        await until(lambda: not server.app.driver.live())
+        assert server.engine.free_pages == server.engine.total_pages
+        await until(lambda: metric(server, "requests_running") == 0)
+
+
+async def test_cancelling_a_queued_request_takes_it_from_the_queue():
+    engine = FakeEngine(batch=1)
+    engine.gate.clear()
+    async with serving(engine) as server:
+        running = server.inference.GenerateStream(request())
+        await until(lambda: engine.num_running == 1)
+        queued = server.inference.GenerateStream(request())
+        await until(lambda: len(server.app.driver.queue) == 1)
+        queued.cancel()
+        await until(lambda: len(server.app.driver.queue) == 0)
+        assert server.app.driver.queue.num_tokens == 0
+        engine.gate.set()
+        assert len((await collect(running))[2]) == 1
+
+
+@pytest.mark.parametrize("unary", [True, False])
+async def test_a_deadline_ends_the_request(unary):
+    async with serving(FakeEngine(step_seconds=0.01)) as server:
+        if unary:
+            call = server.inference.Generate(request(pb.GenerateRequest, stopping=LONG), timeout=0.1)
+        else:
+            call = collect(server.inference.GenerateStream(request(stopping=LONG), timeout=0.1))
+        assert await code_of(call) == grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: not server.app.driver.live())
+        assert server.engine.free_pages == server.engine.total_pages
+        # Client and server watch the same deadline: whichever is first, the request ends for that reason.
+        ended = [metric(server, "requests_total", finish_reason=reason) for reason in ("deadline", "cancelled")]
+        assert sum(ended) == 1
+
+
+async def test_a_reader_that_stalls_is_cut_and_its_pages_are_freed():
+    # Without this option the client's core reads on for its application, and the server notices nothing.
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    engine = FakeEngine(step_seconds=0.0005, burst=40)
+    async with serving(engine, options=options, stall_seconds=0.3, drain_seconds=1) as server:
+        engine.max_model_len = 10**6
+        call = server.inference.GenerateStream(request(stopping=pb.StoppingParams(max_tokens=900_000)))
+        await call.read()
+        await until(lambda: not server.app.driver.live(), 30)
+        assert metric(server, "stream_stalls_total") == 1
+        assert engine.free_pages == engine.total_pages
+        with pytest.raises(grpc.aio.AioRpcError) as error:  # it reads on after all, and is told
+            await read_to_end(call)
+        assert error.value.code() == grpc.StatusCode.ABORTED
+        assert "0.3 seconds" in error.value.details()
+
+
+async def test_a_stalled_reader_that_leaves_causes_no_noise(caplog):
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    engine = FakeEngine(step_seconds=0.0005, burst=40)
+    engine.max_model_len = 10**6
+    async with serving(engine, options=options, stall_seconds=0.2) as server:
+        call = server.inference.GenerateStream(request(stopping=pb.StoppingParams(max_tokens=900_000)))
+        await call.read()
+        await until(lambda: not server.app.driver.live(), 30)
+        call.cancel()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_an_id_that_lives_again_survives_the_end_of_its_first_caller():
+    async with serving(FakeEngine(step_seconds=0.005)) as server:
+        for _ in range(20):
+            text, _, ends, _ = await collect(server.inference.GenerateStream(request(request_id="again")))
+            assert len(ends) == 1
+            assert text
+
+
+# ----------------------------------------------------------------------------------------------------- full queue
+
+
+async def test_a_full_queue_refuses_with_a_time_to_come_again():
+    engine = FakeEngine(batch=1)
+    engine.gate.clear()
+    async with serving(engine, max_queue_requests=2) as server:
+        first = asyncio.ensure_future(collect(server.inference.GenerateStream(request())))
+        await until(lambda: engine.num_running == 1)
+        calls = [asyncio.ensure_future(collect(server.inference.GenerateStream(request()))) for _ in range(2)]
+        await until(lambda: len(server.app.driver.queue) == 2)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await server.inference.Generate(request(pb.GenerateRequest))
+        assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert detail(error.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1000
+        assert dict(error.value.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
+        assert metric(server, "admission_rejected_total", reason="queue_full") == 1
+        assert metric(server, "requests_waiting") == 2
+        engine.gate.set()
+        for _, ids, ends, _ in await asyncio.gather(first, *calls):
+            assert tuple(ids) == engine.expected(20)
+            assert len(ends) == 1
+
+
+async def test_grpcs_own_retry_gets_through_once_there_is_room():
+    policy = {
+        "maxAttempts": 5,
+        "initialBackoff": "0.1s",
+        "maxBackoff": "1s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["RESOURCE_EXHAUSTED"],
+    }
+    service_config = {"methodConfig": [{"name": [{}], "retryPolicy": policy}]}
+    engine = FakeEngine(batch=1)
+    engine.gate.clear()
+    options = [("grpc.service_config", json.dumps(service_config))]
+    async with serving(engine, max_queue_requests=1, options=options) as server:
+        calls = [asyncio.ensure_future(collect(server.inference.GenerateStream(request()))) for _ in range(3)]
+        await until(lambda: metric(server, "admission_rejected_total", reason="queue_full") >= 1)
+        engine.gate.set()
+        assert all(len(ends) == 1 for _, _, ends, _ in await asyncio.gather(*calls))
+
+
+# ---------------------------------------------------------------------------------------------------------- abort
+
+
+async def test_abort_ends_one_or_all_and_their_callers_get_what_there_is():
+    engine = FakeEngine(batch=2, step_seconds=0.01)
+    async with serving(engine) as server:
+        outputs = []
+        for i in range(3):  # the third is queued
+            call = server.inference.GenerateStream(request(request_id=f"r{i}", stopping=LONG))
+            outputs.append(asyncio.ensure_future(collect(call)))
+            await until(lambda: server.app.driver.find(f"r{i}"))  # noqa: B023  # awaited before i moves on
+        await until(lambda: engine.num_running == 2 and engine.steps > 2)
+        one = await server.control.Abort(control_pb2.AbortRequest(request_id="r0"))
+        assert one.aborted_requests == 1
+        _, ids, (end,), _ = await outputs[0]
+        assert end.finish_reason == pb.FINISH_REASON_ABORTED
+        assert tuple(ids) == engine.expected(end.usage.completion_tokens)
+        await server.control.Abort(control_pb2.AbortRequest(all=True))
+        ended = await asyncio.gather(*outputs[1:], return_exceptions=True)
+        assert sum(isinstance(end, grpc.aio.AioRpcError) for end in ended) <= 1
+        assert engine.free_pages == engine.total_pages
+        abort = server.control.Abort(control_pb2.AbortRequest(request_id="r0"))
+        assert await code_of(abort) == grpc.StatusCode.NOT_FOUND
+        assert await code_of(server.control.Abort(control_pb2.AbortRequest())) == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_aborting_a_queued_request_says_aborted():
+    engine = FakeEngine(batch=1)
+    engine.gate.clear()
+    async with serving(engine) as server:
+        running = asyncio.ensure_future(collect(server.inference.GenerateStream(request())))
+        await until(lambda: engine.num_running == 1)
+        queued = asyncio.ensure_future(collect(server.inference.GenerateStream(request(request_id="q"))))
+        await until(lambda: len(server.app.driver.queue) == 1)
+        await server.control.Abort(control_pb2.AbortRequest(request_id="q"))
+        assert await code_of(queued) == grpc.StatusCode.ABORTED
+        engine.gate.set()
+        await running
+
+
+# --------------------------------------------------------------------------------------------- start, drain, death
+
+
+async def test_health_is_not_serving_until_the_model_is_warm():
+    release = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def load(_config, progress):
+        progress("loading weights")
+        asyncio.run_coroutine_threadsafe(release.wait(), loop).result(20)
+        return served(FakeEngine())
+
+    async with serving(load=load, ready=False) as server:
+        for service in ("", *SERVICES):
+            assert await health_of(server, service) == "NOT_SERVING"
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await server.inference.Generate(request(pb.GenerateRequest))
+        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert detail(error.value, error_details_pb2.ErrorInfo).reason == "STARTING"
+        info = await server.control.GetServerInfo(control_pb2.GetServerInfoRequest())
+        assert info.state == control_pb2.SERVER_STATE_STARTING
+        assert metric(server, "engine_up") == 0
+        release.set()
+        await until(lambda: server.app.lifecycle.state is State.READY)
+        for service in ("", *SERVICES):
+            assert await health_of(server, service) == "SERVING"
+        assert metric(server, "engine_up") == 1
+
+
+async def test_a_stop_while_loading_ends_cleanly():
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def load(_config, progress):
+        progress("one")
+        asyncio.run_coroutine_threadsafe(stopped.wait(), loop).result(20)
+        progress("two")
+        raise AssertionError("loading goes on after a stop")
+
+    async with serving(load=load, ready=False) as server:
+        server.app.stop()
+        stopped.set()
+        assert await server.running == 0
+
+
+async def test_a_model_that_cannot_be_served_ends_the_server_with_an_exit_code():
+    def load(_config, _progress):
+        raise ModelError("no such model")
+
+    async with serving(load=load, ready=False) as server:
+        assert await server.running == 1
+
+
+async def test_sigterm_drains_live_streams_and_refuses_new_ones():
+    engine = FakeEngine(batch=1, step_seconds=0.005)
+    async with serving(engine) as server:
+        asked = request(stopping=pb.StoppingParams(max_tokens=150))
+        calls = [asyncio.ensure_future(collect(server.inference.GenerateStream(asked))) for _ in range(2)]
+        await until(lambda: len(server.app.driver.live()) == 2)  # one runs, one is queued: both were accepted
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: server.app.lifecycle.state is State.DRAINING)
+        assert await health_of(server) == "NOT_SERVING"
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await server.inference.Generate(request(pb.GenerateRequest))
+        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert detail(error.value, error_details_pb2.ErrorInfo).reason == "DRAINING"
+        for _, ids, ends, _ in await asyncio.gather(*calls):
+            assert tuple(ids) == engine.expected(150)
+            assert len(ends) == 1
+        assert await server.running == 0
+
+
+@pytest.mark.parametrize("second_signal", [True, False])
+async def test_what_does_not_finish_in_time_is_cut(second_signal):
+    engine = FakeEngine(step_seconds=0.01)
+    async with serving(engine, drain_seconds=60 if second_signal else 0.1) as server:
+        call = asyncio.ensure_future(collect(server.inference.GenerateStream(request(stopping=LONG))))
+        await until(lambda: engine.num_running == 1)
+        server.app.stop()
+        await until(lambda: server.app.lifecycle.state is State.DRAINING)
+        if second_signal:
+            server.app.stop()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call
+        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert detail(error.value, error_details_pb2.ErrorInfo).reason == "DRAINING"
+        assert await server.running == 0
+        assert engine.free_pages == engine.total_pages
+
+
+async def test_a_dead_engine_ends_every_stream_and_says_so():
+    engine = FakeEngine(batch=1, step_seconds=0.01)
+    async with serving(engine) as server:
+        calls = [asyncio.ensure_future(collect(server.inference.GenerateStream(request(stopping=LONG)))) for _ in "ab"]
+        await until(lambda: len(server.app.driver.live()) == 2)
+        engine.fault = RuntimeError("out of memory")
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call
+            assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert detail(error.value, error_details_pb2.ErrorInfo).reason == "ENGINE_DEAD"
+            assert "memory" not in error.value.details()
+        assert await health_of(server) == "NOT_SERVING"
+        assert metric(server, "engine_up") == 0
+        assert await code_of(server.inference.Generate(request(pb.GenerateRequest))) == grpc.StatusCode.UNAVAILABLE
+        info = await server.control.GetServerInfo(control_pb2.GetServerInfoRequest())
+        assert info.state == control_pb2.SERVER_STATE_FAILED
+        server.app.stop()
+        assert await server.running == 1

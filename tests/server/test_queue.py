@@ -1,0 +1,52 @@
+"""The queue against a list: order, bounds, and the count of tokens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.types import Request
+from server.errors import QueueFull
+from server.queue import AdmissionQueue
+
+MAX_REQUESTS, MAX_TOKENS = 5, 100
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("push"), st.integers(1, 120)),
+        st.tuples(st.just("pop"), st.none()),
+        st.tuples(st.just("remove"), st.integers(0, 30)),
+    ),
+    max_size=60,
+)
+
+
+@given(actions)
+def test_it_is_a_bounded_list(steps) -> None:
+    queue, model = AdmissionQueue(MAX_REQUESTS, MAX_TOKENS), []
+    for i, (action, value) in enumerate(steps):
+        if action == "push":
+            fits = len(model) < MAX_REQUESTS and (not model or sum(n for _, n in model) + value <= MAX_TOKENS)
+            if fits:
+                queue.push(Request(request_id=str(i), token_ids=(1,)), value)
+                model.append((str(i), value))
+            else:
+                with pytest.raises(QueueFull) as full:
+                    queue.push(Request(request_id=str(i), token_ids=(1,)), value)
+                assert full.value.bound in ("requests", "tokens")
+        elif action == "pop" and model:
+            assert queue.pop().request_id == model.pop(0)[0]
+        elif action == "remove":
+            assert queue.remove(str(value)) == any(name == str(value) for name, _ in model)
+            model = [entry for entry in model if entry[0] != str(value)]
+        assert len(queue) == len(model)
+        assert queue.num_tokens == sum(n for _, n in model)
+        assert all(name in queue for name, _ in model)
+
+
+def test_an_empty_queue_takes_a_request_of_any_size() -> None:
+    queue = AdmissionQueue(MAX_REQUESTS, MAX_TOKENS)
+    queue.push(Request(request_id="huge", token_ids=(1,)), 10 * MAX_TOKENS)
+    with pytest.raises(QueueFull, match="the limit is 100"):
+        queue.push(Request(request_id="small", token_ids=(1,)), 1)
