@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -48,6 +49,13 @@ class RaggedBatch:
     kv_lens: tuple[int, ...]  # [B]
     page_tables: tuple[Seq[int], ...]  # [B]
     page_size: int
+    _worked_out: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
+
+    def once(self, key: Hashable, work_out: Callable[[], Tensor]) -> Tensor:
+        """What does not change from layer to layer (masks, row tables) is worked out by the first that asks."""
+        if key not in self._worked_out:
+            self._worked_out[key] = work_out()
+        return self._worked_out[key]
 
     @classmethod
     def of(cls, feeds: Seq[Feed], page_size: int, device: torch.device) -> RaggedBatch:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -14,8 +15,9 @@ from engine.engine import Engine
 from engine.errors import ModelError
 from engine.intake import Limits
 from engine.kv import BlockPool, KVArena, KVLayout
+from engine.probe import probe
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
-from engine.runner import ModelRunner, end_tokens, kv_layout, load_model, vocab_size
+from engine.runner import ModelRunner, end_tokens, kv_layout, load_model, shape_of, vocab_size
 from engine.scheduler import Scheduler
 
 GIB = 2**30
@@ -40,8 +42,16 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
     return assemble(config, target, draft)
 
 
-def assemble(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel | None = None) -> Engine:
-    """An engine of models that are loaded already (with our attention: `runner.load_model`)."""
+def assemble(
+    config: EngineConfig,
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None = None,
+    extra_proposers: Mapping[str, Proposer] = MappingProxyType({}),
+) -> Engine:
+    """An engine of models that are loaded already (with our attention: `runner.load_model`).
+
+    `extra_proposers` come to those that the config brings, or replace them by name.
+    """
     if draft is not None and vocab_size(draft) != vocab_size(target):
         raise ModelError(
             f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}: "
@@ -52,7 +62,7 @@ def assemble(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedMod
     page_size = min(config.page_size or limit, limit)
     num_pages = pages_within(config, layouts, page_size, limit)
     runners = [_runner(config, m, num_pages, page_size, limit) for m in (target, draft) if m is not None]
-    proposers = _proposers(config, runners[1] if draft is not None else None)
+    proposers = _proposers(config, runners[1] if draft is not None else None, extra_proposers, runners[0].vocab_size)
     scheduler = Scheduler(
         BlockPool(num_pages, page_size),
         BlockPool(num_pages, page_size) if draft is not None else None,
@@ -65,7 +75,9 @@ def assemble(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedMod
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` -> cuda where there is one, else cpu."""
+    """`auto` -> cuda where there is one, else cpu; ModelError where cuda is asked for in vain."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device is cuda, and torch sees no CUDA device here")
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(name)
@@ -73,7 +85,7 @@ def pick_device(name: str) -> torch.device:
 
 def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
     """The least of what is asked and what the models' positions allow."""
-    known = [m.get_text_config().max_position_embeddings for m in models]
+    known = [shape_of(model, "max_position_embeddings") for model in models]
     if config.max_model_len is not None and config.max_model_len > min(known):
         raise ModelError(f"max_model_len is {config.max_model_len}; the models know positions up to {min(known)}")
     return config.max_model_len or min(known)
@@ -85,7 +97,8 @@ def pages_within(config: EngineConfig, layouts: list[KVLayout], page_size: int, 
     affordable = int(config.kv_memory * GIB) // page_bytes
     if affordable < 1:
         raise ModelError(
-            f"kv_memory is {config.kv_memory} GiB; one page of {page_size} tokens takes {page_bytes} bytes"
+            f"kv_memory is {config.kv_memory} GiB; one page of {page_size} tokens takes {page_bytes} bytes: "
+            "give more, or a smaller max_model_len or page_size"
         )
     return min(affordable, config.max_batch_size * -(-max_model_len // page_size))
 
@@ -93,14 +106,19 @@ def pages_within(config: EngineConfig, layouts: list[KVLayout], page_size: int, 
 def _runner(
     config: EngineConfig, model: PreTrainedModel, num_pages: int, page_size: int, max_model_len: int
 ) -> ModelRunner:
-    arena = KVArena(kv_layout(model.config, model.dtype), num_pages, page_size, model.device)
-    return ModelRunner(model, arena, attention.choose(config.attention, contiguous=page_size >= max_model_len))
+    layout = kv_layout(model.config, model.dtype)
+    attend = attention.choose(config.attention, contiguous=page_size >= max_model_len)
+    probe(model, layout, attend)
+    return ModelRunner(model, KVArena(layout, num_pages, page_size, model.device), attend)
 
 
-def _proposers(config: EngineConfig, draft: ModelRunner | None) -> Proposers:
+def _proposers(
+    config: EngineConfig, draft: ModelRunner | None, extra: Mapping[str, Proposer], vocab_size: int
+) -> Proposers:
     by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer()}
     if draft is not None:
         by_name["model"] = ModelProposer(draft, config.max_batch_tokens)
+    by_name |= extra
     if config.proposer is not None and config.proposer not in by_name:
         raise ModelError(f"proposer is {config.proposer!r}; without a draft model there is {', '.join(by_name)}")
-    return Proposers(by_name)
+    return Proposers(by_name, vocab_size)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.types import MAX_NUM_DRAFT, SpeculationMode, Verification
 
-Device = Literal["auto", "cpu", "cuda", "mps"]
+Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["float32", "bfloat16"]
 
 

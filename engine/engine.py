@@ -13,7 +13,7 @@ from engine.batch import Feed
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest
 from engine.intake import Intake, Limits
-from engine.judge import Drafted, Outcome, judge
+from engine.judge import Fed, Outcome, judge
 from engine.measure import idle, measure
 from engine.proposers import Proposal, Proposers
 from engine.runner import Runner
@@ -65,22 +65,25 @@ class Engine:
             for sequence, feed in zip(plan.sequences, feeds, strict=True):
                 sequence.target.advance(feed.kv_len)
         with watch.phase("verify"):
-            drafted = _drafted(plan, proposal)
-            outcomes = judge(drafted, logits)
+            fed = _fed_to_the_end(plan, proposal)
+            outcomes = judge(fed, logits)
         with watch.phase("commit"):
-            events = tuple(self._commit(d, outcome) for d, outcome in zip(drafted, outcomes, strict=True))
+            events = tuple(self._commit(f, outcome) for f, outcome in zip(fed, outcomes, strict=True))
         failed = self._proposers.num_failures - failures
-        stats = measure(plan, proposal, drafted, outcomes, events, watch.seconds, failed, self._scheduler)
+        stats = measure(plan, proposal, fed, events, watch.seconds, failed, self._scheduler)
         return StepOutput(events, stats)
 
-    def _commit(self, drafted: Drafted, outcome: Outcome) -> TokenEvent:
+    def _commit(self, fed: Fed, outcome: Outcome) -> TokenEvent:
         """Append the kept drafts and the next token, as far as plain decoding would have gone; move the cursors."""
-        sequence = drafted.sequence
-        fresh = [*drafted.drafts[: outcome.num_accepted], outcome.next_token]
+        sequence = fed.sequence
+        if not outcome.is_sound:
+            ended = self._end(sequence, FinishReason.ERROR, error="the model's output was not a number")
+            return TokenEvent(request_id=sequence.request_id, finished=ended)
+        fresh = [*fed.drafts[: outcome.num_accepted], outcome.next_token]
         fresh = fresh[: self._length_before_stop(sequence, fresh)]
         num_accepted = min(outcome.num_accepted, len(fresh))
-        if drafted.drafts:
-            sequence.stats = sequence.stats.after(len(drafted.drafts), num_accepted)
+        if fed.drafts:
+            sequence.stats = sequence.stats.after(len(fed.drafts), num_accepted)
         sequence.tokens += fresh
         sequence.target.rollback(len(sequence.tokens))  # I3: this is the whole rollback
         sequence.draft.rollback(len(sequence.tokens))
@@ -218,12 +221,12 @@ class Engine:
     @property
     def total_pages(self) -> int:
         """Pages of the target's arena."""
-        return self._scheduler.target.num_pages
+        return self._scheduler.target_pool.num_pages
 
     @property
     def free_pages(self) -> int:
         """Pages of the target's arena that no sequence holds."""
-        return self._scheduler.target.num_free
+        return self._scheduler.target_pool.num_free
 
     def warm_up(self) -> None:
         """Run one short request through the whole path, so that the first caller does not pay for first times."""
@@ -248,7 +251,7 @@ def _feed(work: Work, drafts: tuple[int, ...]) -> Feed:
     return Feed(tokens, work.span.start, work.sequence.target.page_table, num_logits)
 
 
-def _drafted(plan: StepPlan, proposal: Proposal) -> list[Drafted]:
+def _fed_to_the_end(plan: StepPlan, proposal: Proposal) -> list[Fed]:
     """The sequences whose newest token was fed: they get a next one."""
-    everyone = zip(plan.works, proposal.tokens, proposal.probs, strict=True)
-    return [Drafted(work.sequence, drafts, law) for work, drafts, law in everyone if work.reaches_end]
+    everyone = zip(plan.works, proposal.tokens, proposal.draft_probs, strict=True)
+    return [Fed(work.sequence, drafts, probs) for work, drafts, probs in everyone if work.reaches_end]

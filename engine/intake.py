@@ -65,10 +65,10 @@ class Intake:
         asked, config = request.speculation, self.config
         mode = asked.mode or config.speculation
         wanted = config.num_draft_tokens if asked.num_draft_tokens is None else asked.num_draft_tokens
-        off = mode is SpeculationMode.OFF
+        proposer = "none" if mode is SpeculationMode.OFF else asked.proposer or self.default_proposer
         return Speculation(
             mode=mode,
-            num_draft_tokens=0 if off else min(wanted, config.num_draft_tokens),
-            proposer="none" if off else asked.proposer or self.default_proposer,
+            num_draft_tokens=0 if proposer == "none" else min(wanted, config.num_draft_tokens),
+            proposer=proposer,
             verification=asked.verification or config.verification,
         )

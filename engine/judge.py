@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -14,102 +14,111 @@ from engine import noise, sampling
 from engine.noise import Stream
 from engine.sampling import Row, RowParams
 from engine.types import Sequence, Verification
-from engine.verify import NO_DRAFT, Verdict, coupled, rejection
+from engine.verify import NO_DRAFT, Verdict, coupled, leading_run, rejection
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
-    """A sequence whose newest token was fed, with its drafts and the law they came from (None: certainty)."""
+class Fed:
+    """A sequence whose newest token was fed, with its drafts and the laws they came from (None: certainty)."""
 
     sequence: Sequence
     drafts: tuple[int, ...]
-    law: Tensor | None = None
+    draft_probs: Tensor | None = None  # [len(drafts), vocab], float64
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits: one after the newest token and one after each draft."""
+        return len(self.drafts) + 1
 
     def rows(self, stream: Stream) -> list[Row]:
-        """The positions that its logits speak of: one after the newest token and after each draft."""
+        """The positions that those speak of."""
         first = len(self.sequence.tokens)
-        return [Row(self.sequence, first + i, stream) for i in range(len(self.drafts) + 1)]
+        return [Row(self.sequence, first + i, stream) for i in range(self.num_rows)]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one sequence gets from one step."""
+    """What one sequence gets from one step; nothing if a row that it rests on was not a number."""
 
     num_accepted: int
     next_token: int
+    is_sound: bool
 
 
-def judge(drafted: Seq[Drafted], logits: Tensor) -> list[Outcome]:
+def judge(fed: Seq[Fed], logits: Tensor) -> list[Outcome]:
     """Decide all sequences; `logits` `[sum of (K_i + 1), vocab]` in their order."""
-    outcomes: list[Outcome | None] = [None] * len(drafted)
-    first_rows = _offsets([len(d.drafts) + 1 for d in drafted])
+    outcomes: list[Outcome | None] = [None] * len(fed)
+    first_rows = _offsets(fed)
     for rule, decide in _RULES.items():
-        mine = [i for i, d in enumerate(drafted) if d.sequence.speculation.verification is rule]
+        mine = [i for i, f in enumerate(fed) if f.sequence.speculation.verification is rule]
         if mine:
             rows = [row for i in mine for row in range(first_rows[i], first_rows[i + 1])]
-            part = logits if len(mine) == len(drafted) else logits[torch.tensor(rows, device=logits.device)]
-            verdict = decide([drafted[i] for i in mine], part)
-            both = torch.stack([verdict.num_accepted, verdict.next_token], 1).tolist()  # the step's one wait
-            for i, (num_accepted, next_token) in zip(mine, both, strict=True):
-                outcomes[i] = Outcome(num_accepted, next_token)
+            part = logits if len(mine) == len(fed) else logits[torch.tensor(rows, device=logits.device)]
+            for i, outcome in zip(mine, _decide(decide, [fed[i] for i in mine], part), strict=True):
+                outcomes[i] = outcome
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-def _coupled(drafted: Seq[Drafted], logits: Tensor) -> Verdict:
-    params = _params(drafted, logits, Stream.COUPLED)
-    tokens = sampling.choose(logits, params)
-    return coupled(tokens[_padded_rows(drafted, logits.device)], _padded_drafts(drafted, logits.device))
+Decide = Callable[[Seq[Fed], Tensor, Tensor], Verdict]
 
 
-def _rejection(drafted: Seq[Drafted], logits: Tensor) -> Verdict:
-    params = _params(drafted, logits, Stream.RESAMPLE)
-    vocab = logits.shape[1]
-    rows, drafts = _padded_rows(drafted, logits.device), _padded_drafts(drafted, logits.device)
-    resample = noise.gumbel(params.seed, params.position, params.stream, vocab).double()
-    accept = noise.uniform(params.seed, params.position, Stream.ACCEPT)
-    p = sampling.probabilities(logits, params)
-    return rejection(p[rows], _padded_laws(drafted, drafts, vocab), drafts, accept[rows[:, :-1]], resample[rows])
+def _decide(decide: Decide, fed: Seq[Fed], logits: Tensor) -> list[Outcome]:
+    """One rule on the sequences that asked for it."""
+    rows = _padded_rows(fed, logits.device)
+    verdict = decide(fed, logits, rows)
+    # What a sequence gets rests on the rows up to and with the one its next token came from; a NaN reaches the maximum.
+    num_sound = leading_run(logits.amax(-1).isfinite()[rows])
+    answers = torch.stack([verdict.num_accepted, verdict.next_token, num_sound], 1).tolist()  # the step's one wait
+    return [Outcome(accepted, token, is_sound=sound > accepted) for accepted, token, sound in answers]
 
 
-_RULES: dict[Verification, Callable[[Seq[Drafted], Tensor], Verdict]] = {
-    Verification.COUPLED: _coupled,
-    Verification.REJECTION: _rejection,
-}
+def _coupled(fed: Seq[Fed], logits: Tensor, rows: Tensor) -> Verdict:
+    tokens = sampling.choose(logits, _params(fed, logits, Stream.COUPLED))
+    return coupled(tokens[rows], _padded_drafts(fed, logits.device))
 
 
-def _params(drafted: Seq[Drafted], logits: Tensor, stream: Stream) -> RowParams:
-    return RowParams.of([row for d in drafted for row in d.rows(stream)], logits.shape[1], logits.device)
+def _rejection(fed: Seq[Fed], logits: Tensor, rows: Tensor) -> Verdict:
+    params = _params(fed, logits, Stream.RESAMPLE)
+    vocab, drafts = logits.shape[1], _padded_drafts(fed, logits.device)
+    target_probs = sampling.probabilities(logits, params)[rows]
+    draft_probs = _padded_draft_probs(fed, drafts, vocab)
+    accept = noise.uniform(params.seed, params.position, Stream.ACCEPT)[rows[:, :-1]]
+    resample = noise.gumbel(params.seed, params.position, params.stream, vocab)[rows]
+    return rejection(target_probs, draft_probs, drafts, accept, resample)
 
 
-def _padded_rows(drafted: Seq[Drafted], device: torch.device) -> Tensor:
+_RULES: dict[Verification, Decide] = {Verification.COUPLED: _coupled, Verification.REJECTION: _rejection}
+
+
+def _params(fed: Seq[Fed], logits: Tensor, stream: Stream) -> RowParams:
+    return RowParams.of([row for f in fed for row in f.rows(stream)], logits.shape[1], logits.device)
+
+
+def _padded_rows(fed: Seq[Fed], device: torch.device) -> Tensor:
     """Row of each position, `[B, K + 1]`; K_i [1, 0] -> [[0, 1], [2, 2]]: padding repeats the last, never read."""
-    first_rows = _offsets([len(d.drafts) + 1 for d in drafted])
-    widest = max(len(d.drafts) for d in drafted) + 1
-    rows = [[min(first + i, stop - 1) for i in range(widest)] for first, stop in pairwise(first_rows)]
+    widest = max(f.num_rows for f in fed)
+    rows = [[min(first + i, stop - 1) for i in range(widest)] for first, stop in pairwise(_offsets(fed))]
     return torch.tensor(rows, device=device)
 
 
-def _padded_drafts(drafted: Seq[Drafted], device: torch.device) -> Tensor:
+def _padded_drafts(fed: Seq[Fed], device: torch.device) -> Tensor:
     """Drafts `[B, K]`, `NO_DRAFT` where a sequence has fewer."""
-    widest = max(len(d.drafts) for d in drafted)
-    padded = [[*d.drafts, *[NO_DRAFT] * (widest - len(d.drafts))] for d in drafted]
+    widest = max(len(f.drafts) for f in fed)
+    padded = [[*f.drafts, *[NO_DRAFT] * (widest - len(f.drafts))] for f in fed]
     return torch.tensor(padded, dtype=torch.int64, device=device)
 
 
-def _padded_laws(drafted: Seq[Drafted], drafts: Tensor, vocab: int) -> Tensor:
-    """The laws that the drafts came from, float64 `[B, K, vocab]`: 0 for a missing draft, one-hot for a certain one."""
-    laws = torch.zeros((*drafts.shape, vocab), dtype=torch.float64, device=drafts.device)
-    for i, d in enumerate(drafted):
-        if d.law is not None:
-            laws[i, : len(d.drafts)] = d.law
-        elif d.drafts:
-            laws[i, : len(d.drafts)].scatter_(1, drafts[i, : len(d.drafts), None], 1.0)
-    return laws
+def _padded_draft_probs(fed: Seq[Fed], drafts: Tensor, vocab: int) -> Tensor:
+    """Laws of the drafts, float64 `[B, K, vocab]`: 0 for a missing draft, one-hot for a certain one."""
+    probs = torch.zeros((*drafts.shape, vocab), dtype=torch.float64, device=drafts.device)
+    for i, f in enumerate(fed):
+        if f.draft_probs is not None:
+            probs[i, : len(f.drafts)] = f.draft_probs
+        elif f.drafts:
+            probs[i, : len(f.drafts)].scatter_(1, drafts[i, : len(f.drafts), None], 1.0)
+    return probs
 
 
-def _offsets(lengths: Seq[int]) -> list[int]:
-    """[2, 1, 3] -> [0, 2, 3, 6]."""
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
-    return offsets
+def _offsets(fed: Seq[Fed]) -> list[int]:
+    """First row of each, and the end; K_i [1, 0, 2] -> [0, 2, 3, 6]."""
+    return list(accumulate((f.num_rows for f in fed), initial=0))

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from numbers import Integral
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, cast
 
 from engine.build import build_engine
 from engine.config import EngineConfig
@@ -35,7 +36,7 @@ class Completion:
     finish_reason: FinishReason
     matched_stop: str | int | None  # the stop string, or the id of the token, that ended it
     prompt_tokens: int
-    seed: int  # asking again with this seed gives the same tokens
+    seed: int  # asked again with this seed it gives the same tokens (rejection: if K and batch mates are the same too)
     stats: SpeculationStats
 
 
@@ -60,7 +61,8 @@ class LLM:
             InvalidRequest: any prompt or its parameters are wrong; nothing was run.
             ValueError: as many `params` as prompts, or one, were expected.
         """
-        outputs = [self._output(p, s) for p, s in _paired(_as_list(prompts), params or SamplingParams())]
+        shared = SamplingParams() if params is None else params
+        outputs = [self._output(p, s) for p, s in _paired(_as_list(prompts), shared)]
         for output in outputs:
             self.engine.check(output.request)
         by_id = {output.request.request_id: output for output in outputs}
@@ -83,7 +85,9 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if not isinstance(prompt, str):
-            return tuple(prompt)
+            if not all(isinstance(token, Integral) for token in prompt):
+                raise InvalidRequest.of("token_ids", "has an entry that is no integer")
+            return tuple(int(token) for token in prompt)
         if self.codec is None:
             raise InvalidRequest.of("prompt", "is text; this checkpoint has no tokenizer, so it takes token ids")
         return self.codec.encode(prompt)
@@ -142,9 +146,12 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """One prompt or many -> many: "a" -> ["a"]; [1, 2] -> [[1, 2]]; ["a", [1, 2]] -> itself."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [[int(token) for token in prompts if isinstance(token, int)]]
-    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+    many = list(prompts)
+    if many and isinstance(many[0], Integral):
+        return [cast("Seq[int]", many)]
+    if any(isinstance(prompt, Integral) for prompt in many):
+        raise InvalidRequest.of("prompts", "mixes token ids with prompts; a prompt of token ids is a list of its own")
+    return cast("list[Prompt]", many)
 
 
 def _paired(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import TypedDict
 
-from engine.judge import Drafted, Outcome
+from engine.judge import Fed
 from engine.proposers import Proposal
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import Scheduler, StepPlan, Work
 from engine.stats import Forward, StepStats
 from engine.types import TokenEvent
 
@@ -27,16 +27,14 @@ def idle(scheduler: Scheduler) -> StepStats:
 def measure(
     plan: StepPlan,
     proposal: Proposal,
-    drafted: Seq[Drafted],
-    outcomes: Seq[Outcome],
-    events: Iterable[TokenEvent],
+    fed: Seq[Fed],
+    events: Seq[TokenEvent],
     phase_seconds: Mapping[str, float],
     draft_failures: int,
     scheduler: Scheduler,
 ) -> StepStats:
     """Everything that a step shows to an operator."""
-    rounds = [(len(d.drafts), o.num_accepted) for d, o in zip(drafted, outcomes, strict=True) if d.drafts]
-    prefilled = sum(len(w.span) for w in plan.works if w.is_prefill)
+    rounds = [(len(f.drafts), sum(event.from_draft)) for f, event in zip(fed, events, strict=True) if f.drafts]
     return StepStats(
         forwards=(*proposal.forwards, *_target_forwards(plan, proposal)),
         phase_seconds=phase_seconds,
@@ -44,7 +42,7 @@ def measure(
         drafted=sum(num_draft for num_draft, _ in rounds),
         accepted_per_position=_per_position(rounds),
         generated_tokens=sum(len(event.token_ids) for event in events),
-        prompt_tokens=prefilled,
+        prompt_tokens=sum(_num_prompt_tokens(work) for work in plan.works),
         preempted=plan.num_preempted,
         draft_failures=draft_failures,
         **_load(scheduler),
@@ -54,12 +52,21 @@ def measure(
 def _target_forwards(plan: StepPlan, proposal: Proposal) -> Iterator[Forward]:
     """The target's one pass, as verification of some sequences and prefill of others."""
     works = list(zip(plan.works, proposal.tokens, strict=True))
-    verified = [len(w.span) + len(drafts) for w, drafts in works if not w.is_prefill]
-    prefilled = [len(w.span) for w, _ in works if w.is_prefill]
+    verified = [1 + len(drafts) for w, drafts in works if _feeds_newest_only(w)]
+    prefilled = [len(w.span) for w, _ in works if not _feeds_newest_only(w)]
     if verified:
         yield Forward("verify", len(verified), sum(verified))
     if prefilled:
         yield Forward("prefill", len(prefilled), sum(prefilled))
+
+
+def _feeds_newest_only(work: Work) -> bool:
+    return len(work.span) == 1 and work.reaches_end
+
+
+def _num_prompt_tokens(work: Work) -> int:
+    """prompt_len 5: span 3..7 -> 2; span 6..7 -> 0."""
+    return max(0, min(work.span.stop, work.sequence.prompt_len) - work.span.start)
 
 
 def _per_position(rounds: Seq[tuple[int, int]]) -> tuple[int, ...]:
@@ -69,7 +76,7 @@ def _per_position(rounds: Seq[tuple[int, int]]) -> tuple[int, ...]:
 
 
 def _load(scheduler: Scheduler) -> _Load:
-    pool = scheduler.target
+    pool = scheduler.target_pool
     return {
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),

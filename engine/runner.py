@@ -71,8 +71,8 @@ def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torc
             trust_remote_code=False,
             attn_implementation=ATTENTION_NAME,
         )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load model {name!r}: {error}") from error
+    except (OSError, ValueError, KeyError, AttributeError) as error:  # what transformers says of what it cannot load
+        raise ModelError(f"cannot load model {name!r}: {error!r}") from error
     return model.to(device)  # type: ignore[arg-type, no-any-return]  # its decorator loses the signature
 
 
@@ -84,11 +84,19 @@ def prepare(config: PreTrainedConfig) -> None:
 
 def kv_layout(config: PreTrainedConfig, dtype: torch.dtype) -> KVLayout:
     """Read the shape of K/V off a transformers config of any family."""
+    heads = shape_of(config, "num_attention_heads")
     text = config.get_text_config()
-    heads: int = text.num_attention_heads
     kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
-    head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return KVLayout(text.num_hidden_layers, kv_heads, head_dim, dtype)
+    head_dim: int = getattr(text, "head_dim", None) or shape_of(config, "hidden_size") // heads
+    return KVLayout(shape_of(config, "num_hidden_layers"), kv_heads, head_dim, dtype)
+
+
+def shape_of(config: PreTrainedConfig, name: str) -> int:
+    """A number that every family we serve has in its config under this name; ModelError where it is missing."""
+    value = getattr(config.get_text_config(), name, None)
+    if not isinstance(value, int):
+        raise ModelError(f"a {config.model_type} model cannot be served: its config has no {name}")
+    return value
 
 
 def vocab_size(model: PreTrainedModel) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from engine import noise
 from engine.noise import Stream
-from engine.types import Sequence
+from engine.types import SamplingParams, Sequence
 
-NEVER = float("-inf")
+TINY = torch.finfo(torch.float32).tiny  # no positive temperature rounds to zero
 
 
 class Row(NamedTuple):
@@ -26,6 +27,21 @@ class Row(NamedTuple):
     sequence: Sequence
     position: int
     stream: Stream
+
+
+class Kind(Enum):
+    """How much work a row's law is."""
+
+    GREEDY = "greedy"  # an argmax
+    WHOLE = "whole"  # temperature alone: every token may come
+    CUT = "cut"  # top-k, top-p or min-p: only some may
+
+    @classmethod
+    def of(cls, wanted: SamplingParams) -> Kind:
+        """The kind of a request's rows."""
+        if wanted.temperature == 0:
+            return cls.GREEDY
+        return cls.CUT if wanted.top_k or wanted.top_p < 1 or wanted.min_p > 0 else cls.WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +55,7 @@ class RowParams:
     seed: Tensor  # [R] int64, the bits of a uint64
     position: Tensor  # [R] int64
     stream: Tensor  # [R] int64
-    all_greedy: bool
-    truncates: bool  # some row uses top-k, top-p or min-p
+    kinds: tuple[Kind, ...]  # [R], on the host
 
     @classmethod
     def of(cls, rows: Iterable[Row], vocab_size: int, device: torch.device) -> RowParams:
@@ -55,20 +70,35 @@ class RowParams:
         temperature, top_p, min_p = torch.tensor(reals, dtype=torch.float64).reshape(-1, 3).to(device).unbind(1)
         top_k, seed, position, stream = torch.tensor(whole, dtype=torch.int64).reshape(-1, 4).to(device).unbind(1)
         return cls(
-            temperature=temperature.float(),
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            position=position,
-            stream=stream,
-            all_greedy=all(p.temperature == 0 for p in wanted),
-            truncates=any(p.temperature > 0 and _truncates(p.top_k, p.top_p, p.min_p) for p in wanted),
+            temperature.float().clamp(min=TINY),
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            position,
+            stream,
+            kinds=tuple(map(Kind.of, wanted)),
         )
 
+    def rows(self, kind: Kind) -> Tensor | slice | None:
+        """Which rows are of this kind: an index, all of them, or none."""
+        found = [i for i, k in enumerate(self.kinds) if k is kind]
+        if not found:
+            return None
+        return slice(None) if len(found) == len(self.kinds) else torch.tensor(found, device=self.seed.device)
 
-def _truncates(top_k: int, top_p: float, min_p: float) -> bool:
-    return bool(top_k) or top_p < 1 or min_p > 0
+    def at(self, rows: Tensor | slice) -> RowParams:
+        """The parameters of some rows, all of one kind."""
+        return RowParams(
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            seed=self.seed[rows],
+            position=self.position[rows],
+            stream=self.stream[rows],
+            kinds=self.kinds if isinstance(rows, slice) else (),
+        )
 
 
 def _signed(seed: int) -> int:
@@ -82,49 +112,58 @@ def choose(logits: Tensor, params: RowParams) -> Tensor:
     The noise is a function of the row's seed, position and stream alone, so two models that ask for the same
     row meet the same noise: that is the coupling of `verify.coupled`. `logits` is float32 `[R, vocab]`.
     """
-    if params.all_greedy:
-        return logits.argmax(-1)
-    scores, tokens = _scores(logits, params)
-    if tokens is None:
-        drawn = noise.gumbel(params.seed, params.position, params.stream, scores.shape[1])
-    else:
-        drawn = noise.gumbel_at(params.seed, params.position, params.stream, tokens)
-    best = torch.where(params.temperature[:, None] > 0, scores + drawn, scores).argmax(-1, keepdim=True)
-    return (best if tokens is None else tokens.gather(1, best)).squeeze(1)
+    chosen = logits.argmax(-1)
+    rows = params.rows(Kind.WHOLE)
+    if rows is not None:
+        p = params.at(rows)
+        drawn = noise.gumbel(p.seed, p.position, p.stream, logits.shape[1])
+        chosen[rows] = drawn.add_(_tempered(logits[rows], p)).argmax(-1)
+    rows = params.rows(Kind.CUT)
+    if rows is not None:
+        p = params.at(rows)
+        scores, tokens = _support(logits[rows], p)
+        best = (scores + noise.gumbel_at(p.seed, p.position, p.stream, tokens)).argmax(-1, keepdim=True)
+        chosen[rows] = tokens.gather(1, best).squeeze(1)
+    return chosen
 
 
 def probabilities(logits: Tensor, params: RowParams) -> Tensor:
     """The law of each row in full: float64 `[R, vocab]`, rows summing to 1."""
-    scores, tokens = _scores(logits, params)
-    greedy = params.temperature[:, None] == 0
-    one_hot = torch.full_like(scores, NEVER).scatter(1, scores.argmax(-1, keepdim=True), 0.0)
-    law = torch.where(greedy, one_hot, scores).double().softmax(-1)
-    return law if tokens is None else torch.zeros_like(logits, dtype=torch.float64).scatter(1, tokens, law)
+    law = torch.zeros_like(logits, dtype=torch.float64).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    rows = params.rows(Kind.WHOLE)
+    if rows is not None:
+        law[rows] = _tempered(logits[rows], params.at(rows)).double().softmax(-1)
+    rows = params.rows(Kind.CUT)
+    if rows is not None:
+        scores, tokens = _support(logits[rows], params.at(rows))
+        nothing = torch.zeros_like(logits[rows], dtype=torch.float64)
+        law[rows] = nothing.scatter_(1, tokens, scores.double().softmax(-1))
+    return law
 
 
-def _scores(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor | None]:
-    """The law's logits, -inf where it is zero: `[R, vocab]`, or the likeliest S with their tokens, both `[R, S]`."""
-    # The maximum is taken off first: however small the temperature, the best token stays at 0 and finite.
-    scaled = logits - logits.amax(-1, keepdim=True)
-    scaled = scaled / torch.where(params.temperature > 0, params.temperature, 1.0)[:, None]
-    if not params.truncates:
-        return scaled, None
+def _tempered(logits: Tensor, params: RowParams) -> Tensor:
+    """Logits over temperature. The maximum goes first: however small the temperature, the best token stays at 0."""
+    return (logits - logits.amax(-1, keepdim=True)) / params.temperature[:, None]
+
+
+def _support(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
+    """The tokens that the filters leave, likeliest first: their scores, -inf behind them, and ids, both `[R, S]`.
+
+    S is the largest support of these rows, so that nobody pays for the vocabulary: noise is made for S tokens.
+    """
     # Stable, so that equal logits keep the order of their ids and top-k keeps exactly k.
-    values, tokens = scaled.sort(dim=-1, descending=True, stable=True)
-    widest = int(params.top_k.max())
-    values, tokens = values[:, :widest], tokens[:, :widest]
-    return values.masked_fill(~_kept(values, params), NEVER), tokens
+    scores, tokens = _tempered(logits, params).sort(dim=-1, descending=True, stable=True)
+    kept = _kept(scores, params)
+    widest = int(kept.sum(1).max())
+    return scores.masked_fill(~kept, float("-inf"))[:, :widest], tokens[:, :widest]
 
 
-def _kept(values: Tensor, params: RowParams) -> Tensor:
-    """Which of the sorted `values` `[R, S]` stay: bool `[R, S]`. The first always does."""
-    rank = torch.arange(values.shape[1], device=values.device)
+def _kept(scores: Tensor, params: RowParams) -> Tensor:
+    """Which of the sorted `scores` `[R, vocab]` stay, always the leading ones and at least one: bool `[R, vocab]`."""
+    rank = torch.arange(scores.shape[1], device=scores.device)
     by_k = rank < params.top_k[:, None]
-    weight = values.double().exp() * by_k
-    # Running sums in float64: a row's decision must not hinge on how wide its batch mates made the matrix.
+    weight = scores.double().exp() * by_k
+    # Running sums in float64: a row's decision must not hinge on rounding that its batch mates could change.
     mass = weight.cumsum(-1)
-    before = mass - weight
-    by_p = (before < params.top_p[:, None] * mass[:, -1:]) | (params.top_p[:, None] >= 1)
-    by_min = weight >= params.min_p[:, None] * weight[:, :1]
-    stays = by_k & by_p & by_min
-    return stays | (params.temperature == 0)[:, None]
+    by_p = (mass - weight < params.top_p[:, None] * mass[:, -1:]) | (params.top_p[:, None] >= 1)
+    return by_k & by_p & (weight >= params.min_p[:, None] * weight[:, :1])

@@ -1,4 +1,4 @@
-"""Who runs, and who feeds which tokens in the next step. Pure policy: knows no model, no clock, no tensor.
+"""Who runs, who holds which pages, and who feeds which tokens next. Knows no model, no clock, no tensor.
 
 Sequences that run are kept in the order of their admission. The oldest are served first; when pages run out
 the newest gives its own up and waits at the front, to be recomputed later with the same tokens.
@@ -34,11 +34,6 @@ class Work:
         """Whether the newest token is fed, so that a next one comes out."""
         return self.span.stop == self.length
 
-    @property
-    def is_prefill(self) -> bool:
-        """Whether more is fed than the newest token."""
-        return len(self.span) > 1 or not self.reaches_end
-
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -63,13 +58,13 @@ class Scheduler:
 
     def __init__(
         self,
-        target: BlockPool,
-        draft: BlockPool | None,
+        target_pool: BlockPool,
+        draft_pool: BlockPool | None,
         max_batch_size: int,
         max_batch_tokens: int,
         draft_kv_users: frozenset[str] = frozenset(),  # names of the proposers that need draft pages
     ) -> None:
-        self.target, self.draft, self._draft_kv_users = target, draft, draft_kv_users
+        self.target_pool, self.draft_pool, self._draft_kv_users = target_pool, draft_pool, draft_kv_users
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -77,8 +72,8 @@ class Scheduler:
     @property
     def has_room(self) -> bool:
         """Whether one more sequence would start with the next step, those that wait already counted."""
-        promised = sum(self.target.pages_for(len(sequence.tokens)) for sequence in self.waiting)
-        return len(self.running) + len(self.waiting) < self._max_batch_size and self.target.num_free > promised
+        promised = sum(self.target_pool.pages_for(len(sequence.tokens)) for sequence in self.waiting)
+        return len(self.running) + len(self.waiting) < self._max_batch_size and self.target_pool.num_free > promised
 
     def add(self, sequence: Sequence) -> None:
         """Wait for a place, first come, first served."""
@@ -93,9 +88,15 @@ class Scheduler:
         """Let waiting sequences run while there are places, and pages for all that they have to feed."""
         while self.waiting and len(self.running) < self._max_batch_size:
             sequence = self.waiting[0]
-            if not self.target.reserve(sequence.target, len(sequence.tokens)):
+            wanted = self.target_pool.pages_for(len(sequence.tokens)) + self._num_growing()
+            if wanted > self.target_pool.num_free:
                 return  # in order: a short one does not overtake, or a long one might wait for ever
+            self.target_pool.reserve(sequence.target, len(sequence.tokens))
             self.running.append(self.waiting.popleft())
+
+    def _num_growing(self) -> int:
+        """Running sequences that will ask for another page: one is kept for each, or admission would preempt them."""
+        return sum(self.target_pool.pages_for(s.max_len) > len(s.target.page_table) for s in self.running)
 
     def plan(self) -> StepPlan:
         """Every running sequence feeds its newest token; prompts share what is left of the budget; drafts the rest.
@@ -114,7 +115,7 @@ class Scheduler:
         position = 0
         while position < len(self.running):
             sequence = self.running[position]
-            if self.target.reserve(sequence.target, len(sequence.tokens)):
+            if self.target_pool.reserve(sequence.target, len(sequence.tokens)):
                 position += 1
             else:
                 self._preempt(self.running[-1])
@@ -126,17 +127,18 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _chunks(self, budget: int) -> Iterator[Work]:
-        """Prompts, and what preemption made anew, cut to the budget."""
-        for sequence in self.running:
-            if sequence.todo > 1 and budget > 0:
-                size = min(sequence.todo, budget)
+        """Prompts, and what preemption made anew: equal shares, and what short ones leave goes to the longer."""
+        hungry = sorted((s for s in self.running if s.todo > 1), key=lambda s: s.todo)
+        for i, sequence in enumerate(hungry):
+            size = min(sequence.todo, -(-budget // (len(hungry) - i)))
+            if size:
                 budget -= size
                 yield Work.feeding(sequence, size)
 
     def _with_drafts(self, steady: list[Work], budget: int) -> Iterator[Work]:
         """Add as many drafts as the sequence wants, the budget leaves and free pages hold; nobody is preempted."""
         for work in steady:
-            num_draft = min(self.num_draft_wanted(work.sequence), budget)
+            num_draft = min(self._num_draft_wanted(work.sequence), budget)
             if num_draft and self._reserve_drafts(work.sequence, num_draft):
                 budget -= num_draft
                 yield replace(work, num_draft=num_draft)
@@ -144,22 +146,24 @@ class Scheduler:
                 yield work
 
     @staticmethod
-    def num_draft_wanted(sequence: Sequence) -> int:
+    def _num_draft_wanted(sequence: Sequence) -> int:
         """K for this step; a draft that could not be emitted before `max_len` is never wanted."""
         return max(0, min(sequence.speculation.num_draft_tokens, sequence.max_len - len(sequence.tokens) - 1))
 
     def _reserve_drafts(self, sequence: Sequence, num_draft: int) -> bool:
         length = len(sequence.tokens) + num_draft
-        if not self.target.reserve(sequence.target, length):
+        if not self.target_pool.reserve(sequence.target, length):
             return False
-        if self.draft is None or sequence.speculation.proposer not in self._draft_kv_users:
+        if self.draft_pool is None or sequence.speculation.proposer not in self._draft_kv_users:
             return True
-        return self.draft.reserve(sequence.draft, length)
+        fits = self.draft_pool.reserve(sequence.draft, length)
+        assert fits, "both pools are of one size, and a sequence never needs more draft pages than target pages"
+        return True
 
     def _release(self, sequence: Sequence) -> None:
-        self.target.release(sequence.target)
-        if self.draft is not None:
-            self.draft.release(sequence.draft)
+        self.target_pool.release(sequence.target)
+        if self.draft_pool is not None:
+            self.draft_pool.release(sequence.draft)
 
     def check_invariants(self) -> None:
         """I1, and I5 for both models."""
@@ -169,6 +173,6 @@ class Scheduler:
         for sequence in self.waiting:
             assert not sequence.target.page_table, "a waiting sequence holds pages"
         everyone = [*self.running, *self.waiting]
-        self.target.check_invariants(s.target for s in everyone)
-        if self.draft is not None:
-            self.draft.check_invariants(s.draft for s in everyone)
+        self.target_pool.check_invariants(s.target for s in everyone)
+        if self.draft_pool is not None:
+            self.draft_pool.check_invariants(s.draft for s in everyone)

@@ -30,7 +30,7 @@ def coupled(target_tokens: Tensor, drafts: Tensor) -> Verdict:
     sequential sample, whatever the drafts were. With p and q drawn under common noise a draft is kept with
     probability at least (1 - TV(p, q)) / (1 + TV(p, q)).
     """
-    num_accepted = _leading(target_tokens[:, :-1] == drafts)
+    num_accepted = leading_run(target_tokens[:, :-1] == drafts)
     return Verdict(num_accepted, target_tokens.gather(1, num_accepted[:, None]).squeeze(1))
 
 
@@ -45,7 +45,7 @@ def rejection(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, noise: Tenso
     at = drafts.clamp(min=0)[..., None]
     chance_p = p[:, :-1].gather(-1, at).squeeze(-1)
     chance_q = q.gather(-1, at).squeeze(-1)
-    num_accepted = _leading((accept * chance_q < chance_p) & (drafts != NO_DRAFT))
+    num_accepted = leading_run((accept * chance_q < chance_p) & (drafts != NO_DRAFT))
     row = num_accepted[:, None, None].expand(-1, 1, p.shape[-1])
     q_padded = torch.cat([q, torch.zeros_like(p[:, :1])], 1)
     left = residual(p.gather(1, row), q_padded.gather(1, row)).squeeze(1)
@@ -60,6 +60,6 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
 
 
-def _leading(kept: Tensor) -> Tensor:
+def leading_run(kept: Tensor) -> Tensor:
     """Length of the leading run of True in each row: [[1, 1, 0, 1]] -> [2]."""
     return kept.long().cumprod(1).sum(1)

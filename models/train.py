@@ -1,4 +1,4 @@
-"""Train the embedded pair from scratch: tokenizer, target, then the draft distilled from the target.
+"""Train the embedded pair from scratch: tokenizer, target, then the draft distilled from the target, in two stages.
 
     python -m models.train            # everything, about 90 minutes on two cores
     python -m models.train --stage draft
@@ -10,6 +10,7 @@ Resumable: a stopped run continues from its last checkpoint under `models/.train
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import shutil
@@ -26,6 +27,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import corpus, embedded_draft, embedded_target
+from models.continuations import continuations, mixed
 
 WORK = Path(__file__).resolve().parent / ".train"
 END = "<|endoftext|>"  # between files; also what the models were taught to stop at
@@ -79,7 +81,9 @@ class Recipe:
 
 
 TARGET = Recipe(hidden=256, ffn=640, layers=10, heads=4, kv_heads=2, steps=3300)
-DRAFT = Recipe(hidden=192, ffn=512, layers=2, heads=3, kv_heads=1, steps=2400)
+DRAFT = Recipe(hidden=192, ffn=512, layers=2, heads=3, kv_heads=1, steps=2000)
+POLISH = replace(DRAFT, steps=1500, matrix_lr=0.015, other_lr=1e-3)  # of the draft, on what the target writes
+NUM_CONTINUATIONS = 4096
 
 
 # ------------------------------------------------------------------------------------------------- text to tokens
@@ -160,10 +164,12 @@ def _logits(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 class Trainer:
     """A model, its two optimisers, and a checkpoint of all three."""
 
-    def __init__(self, name: str, recipe: Recipe) -> None:
+    def __init__(self, name: str, recipe: Recipe, start_from: Path | None = None) -> None:
         torch.manual_seed(recipe.seed)
         self.recipe, self.folder, self.step = recipe, WORK / name, 0
         self.model = LlamaForCausalLM(recipe.config())
+        if start_from is not None:
+            self.model = LlamaForCausalLM.from_pretrained(start_from, dtype=torch.float32)
         matrices = [p for n, p in self.model.named_parameters() if p.ndim == 2 and "embed" not in n]
         others = [p for n, p in self.model.named_parameters() if p.ndim != 2 or "embed" in n]
         self.optimisers: list[torch.optim.Optimizer] = [
@@ -173,12 +179,12 @@ class Trainer:
         if (self.folder / "step.json").exists():
             self.load()
 
-    def run(self, stream: np.ndarray, loss_of: Loss) -> LlamaForCausalLM:
-        """Train to the last step, from wherever the checkpoint left off."""
+    def run(self, data: Iterable[tuple[int, torch.Tensor]], loss_of: Loss) -> LlamaForCausalLM:
+        """Train to the last step; `data` yields (step, windows) from `self.step` on."""
         smooth = None
         with _progress(self.folder.name) as bar:
             task = bar.add_task("", total=self.recipe.steps, completed=self.step, loss="")
-            for step, windows in batches(stream, self.recipe, self.step):
+            for step, windows in data:
                 loss = self._one_step(step, windows, loss_of)
                 smooth = loss if smooth is None else 0.98 * smooth + 0.02 * loss
                 self.step = step + 1
@@ -248,6 +254,16 @@ def held_out_loss(model: LlamaForCausalLM, tokenizer: Tokenizer, text: corpus.Co
     return float(np.mean(losses))
 
 
+def polish(teacher: LlamaForCausalLM, stream: np.ndarray, draft: Path) -> LlamaForCausalLM:
+    """Go on with the trained `draft`, mostly on text that the target wrote."""
+    cache = WORK / "continuations.safetensors"
+    windows = continuations(copy.deepcopy(teacher), stream, NUM_CONTINUATIONS, POLISH.seed, cache)
+    trainer = Trainer("polish", POLISH, start_from=draft)
+    text = batches(stream, POLISH, trainer.step)
+    data = mixed(text, windows, POLISH.batch_tokens, POLISH.seed)
+    return trainer.run(data, distillation_loss(teacher))
+
+
 def export(model: LlamaForCausalLM, out: Path, tokenizer_from: Path) -> None:
     """Write config, generation config, bf16 safetensors and the tokenizer as one loadable folder."""
     torch.nn.Module.to(model, torch.bfloat16)
@@ -263,7 +279,7 @@ def export(model: LlamaForCausalLM, out: Path, tokenizer_from: Path) -> None:
 def main() -> None:
     """Run the stages that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--stage", choices=("all", "tokenizer", "target", "draft"), default="all")
+    parser.add_argument("--stage", choices=("all", "tokenizer", "target", "draft", "polish"), default="all")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -275,12 +291,18 @@ def main() -> None:
     stream = token_stream(tokenizer, text, seed=TARGET.seed)
     report = {"corpus": text.fingerprint(), "tokens": len(stream)}
     if options.stage in ("all", "target"):
-        model = Trainer("target", TARGET).run(stream, next_token_loss)
+        trainer = Trainer("target", TARGET)
+        model = trainer.run(batches(stream, TARGET, trainer.step), next_token_loss)
         report["target_held_out_loss"] = held_out_loss(model, tokenizer, text)
         export(model, target, target)
     if options.stage in ("all", "draft"):
         teacher = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-        model = Trainer("draft", DRAFT).run(stream, distillation_loss(teacher))
+        trainer = Trainer("draft", DRAFT)
+        model = trainer.run(batches(stream, DRAFT, trainer.step), distillation_loss(teacher))
+        export(model, draft, target)
+    if options.stage in ("all", "polish"):
+        teacher = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        model = polish(teacher, stream, draft)
         report["draft_held_out_loss"] = held_out_loss(model, tokenizer, text)
         export(model, draft, target)
     print(json.dumps(report))

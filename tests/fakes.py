@@ -16,6 +16,7 @@ from engine.intake import Limits
 from engine.kv import BlockPool
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
 from engine.scheduler import Scheduler
+from engine.stats import StepStats
 from engine.types import Finished, Request
 
 Law = Callable[[tuple[int, ...]], Tensor]  # context -> logits [vocab]
@@ -85,7 +86,7 @@ def fake_engine(
     if draft_law is not None:
         draft = TableModel(draft_law, vocab_size, num_pages, page_size)
         by_name["model"] = ModelProposer(draft, settings.max_batch_tokens)
-    chosen = Proposers({**by_name, **(proposers or {})})
+    chosen = Proposers({**by_name, **(proposers or {})}, vocab_size)
     scheduler = Scheduler(
         BlockPool(num_pages, page_size),
         BlockPool(num_pages, page_size) if draft_law is not None else None,
@@ -116,16 +117,32 @@ class Outputs:
                 self.finished[event.request_id] = event.finished
 
 
-def run(engine: Engine, requests: Sequence[Request], *, most_steps: int = 10_000) -> Outputs:
-    """Add all, step until idle, check the invariants after each step."""
-    outputs = Outputs()
+def run(engine: Engine, requests: Sequence[Request], *, most_steps: int = 10_000, failures: int = 0) -> Outputs:
+    """Add all, step until idle, check the invariants after each step, and the statistics in the end.
+
+    A proposer's fault shows in no token, so it is counted: exactly `failures` are expected.
+    """
+    outputs, total = Outputs(), [0] * 5
     for request in requests:
         engine.add(request)
     for _ in range(most_steps):
         if not engine.has_work:
             break
-        outputs.take(engine.step().events)
+        step = engine.step()
+        outputs.take(step.events)
+        total = [have + new for have, new in zip(total, _counts(step.stats), strict=True)]
         engine.check_invariants()
+    assert total == [*_sums(outputs), failures], "what the steps counted is not what the requests say"
     assert not engine.has_work, "the engine makes no progress"
     assert engine.free_pages == engine.total_pages
     return outputs
+
+
+def _counts(stats: StepStats) -> tuple[int, ...]:
+    return stats.rounds, stats.drafted, stats.accepted, stats.generated_tokens, stats.draft_failures
+
+
+def _sums(outputs: Outputs) -> tuple[int, ...]:
+    ended = outputs.finished.values()
+    sums = [sum(getattr(f.stats, name) for f in ended) for name in ("rounds", "drafted", "accepted")]
+    return (*sums, sum(f.completion_tokens for f in ended))

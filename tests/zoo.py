@@ -8,8 +8,10 @@ from functools import lru_cache
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
     OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -35,7 +37,7 @@ _COMMON = {
 
 
 def configs() -> dict[str, PreTrainedConfig]:
-    """One config per family; grouped heads, learned and rotary positions, odd head sizes, norms on q and k."""
+    """One config per family; grouped heads, learned and rotary positions, norms on q and k, windows, softcaps."""
     return {
         "llama": LlamaConfig(**_COMMON),
         "gpt2": GPT2Config(
@@ -53,6 +55,8 @@ def configs() -> dict[str, PreTrainedConfig]:
             eos_token_id=END,
         ),
         "qwen3": Qwen3Config(**_COMMON, head_dim=16),
+        "mistral": MistralConfig(**_COMMON, sliding_window=9),
+        "gemma2": Gemma2Config(**_COMMON, head_dim=16, sliding_window=9, query_pre_attn_scalar=7),
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ def attend(
     out = torch.empty_like(query)
     for i, kv_len in enumerate(batch.kv_lens):
         rows = slice(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
-        where = arena_rows(batch, i, k.device)
+        where = batch.once(("rows", i), partial(arena_rows, batch, i, k.device))
         positions = batch.positions[rows]
         key, value = k[where].float(), v[where].float()  # [kv_len, kv_heads, head_dim]
         q = query[rows].float().unflatten(1, (k.shape[1], -1))  # [t, kv_heads, group, head_dim]

@@ -12,12 +12,15 @@ from transformers import AttentionInterface
 
 from engine.attention import reference, sdpa
 from engine.batch import RaggedBatch
+from engine.errors import ModelError
 from engine.kv import KVArena
 
 log = logging.getLogger(__name__)
 
 # Under this name transformers finds us. It must NOT be registered with its mask interface: then no mask is built.
 ATTENTION_NAME = "pilotfish_ragged"
+# What layers pass besides, and what changes nothing of inference over our arena.
+_HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"})
 
 
 class Attend(Protocol):
@@ -70,10 +73,14 @@ def _hook(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Write the new K/V in place, then attend. Called by every layer of a transformers model."""
-    assert attention_mask is None, "transformers built a mask, which knows nothing of ragged batches"
+    if attention_mask is not None:
+        raise ModelError(f"{type(module).__name__} builds its own mask, which knows nothing of ragged batches")
+    unknown = [name for name, value in others.items() if value is not None and name not in _HARMLESS]
+    if unknown:
+        raise ModelError(f"{type(module).__name__} asks for {', '.join(unknown)}, which our attention does not do")
     layer = module.layer_idx
     assert isinstance(layer, int)
     ragged.arena.write(layer, ragged.batch.kv_rows, key[0].transpose(0, 1), value[0].transpose(0, 1))

@@ -5,6 +5,8 @@ Needs a page to hold a whole sequence, so that its K/V is one slice of the arena
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -32,7 +34,8 @@ def attend(
         slot = batch.page_tables[i][0] * batch.page_size
         mask = None
         if num_rows > 1:
-            mask = reference.causal_mask(batch.positions[rows], range(oldest, kv_len), window)
+            keys = range(oldest, kv_len)
+            mask = batch.once(("mask", i, window), partial(reference.causal_mask, batch.positions[rows], keys, window))
         span = slice(slot + oldest, slot + kv_len)
         out[rows] = _one_sequence(query[rows], k[span], v[span], mask, scale)
     return out

@@ -16,12 +16,12 @@ from engine.types import Sequence
 class Proposal:
     """Ragged drafts: `tokens[i]` are the guesses for sequence i, at most as many as were asked for.
 
-    `probs[i]` is the law that `tokens[i]` were drawn from, float64 `[len(tokens[i]), vocab]`; only sequences under the
-    rejection rule have one. None means certainty: the law that puts everything on the proposed token.
+    `draft_probs[i]` is the law that `tokens[i]` were drawn from, float64 `[len(tokens[i]), vocab]`; only sequences
+    under the rejection rule have one. None means certainty: the law that puts everything on the proposed token.
     """
 
     tokens: tuple[tuple[int, ...], ...]
-    probs: tuple[Tensor | None, ...]
+    draft_probs: tuple[Tensor | None, ...]
     forwards: tuple[Forward, ...] = ()
 
     @classmethod

@@ -25,7 +25,7 @@ class _Chain:
     sequence: Sequence
     k: int
     tokens: list[int] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -48,9 +48,9 @@ class _Chain:
         coupled = self.sequence.speculation.verification is Verification.COUPLED
         return Row(self.sequence, self.length, Stream.COUPLED if coupled else Stream.DRAFT)
 
-    def law(self) -> Tensor | None:
+    def draft_probs(self) -> Tensor | None:
         """The laws of all drafts, `[len(tokens), vocab]`, where the rejection rule will ask for them."""
-        return torch.stack(self.laws) if self.laws else None
+        return torch.stack(self.probs) if self.probs else None
 
 
 class ModelProposer:
@@ -68,7 +68,7 @@ class ModelProposer:
         active = [chain for chain in chains if chain.k]
         while active:
             active = self._extend(active, forwards)
-        return Proposal(tuple(tuple(c.tokens) for c in chains), tuple(c.law() for c in chains), tuple(forwards))
+        return Proposal(tuple(tuple(c.tokens) for c in chains), tuple(c.draft_probs() for c in chains), tuple(forwards))
 
     def _extend(self, chains: list[_Chain], forwards: list[Forward]) -> list[_Chain]:
         """One draft pass: every chain that is fed to its end grows by a token. Returns those that want more."""
@@ -88,9 +88,9 @@ class ModelProposer:
         """Append one token to each chain; `logits` `[len(chains), vocab]`."""
         params = RowParams.of([chain.row() for chain in chains], logits.shape[1], logits.device)
         drawn = sampling.choose(logits, params).tolist()
-        wants_law = [c.sequence.speculation.verification is Verification.REJECTION for c in chains]
-        laws = sampling.probabilities(logits, params) if any(wants_law) else None
+        to_be_judged = [c.sequence.speculation.verification is Verification.REJECTION for c in chains]
+        probs = sampling.probabilities(logits, params) if any(to_be_judged) else None
         for i, chain in enumerate(chains):
             chain.tokens.append(drawn[i])
-            if laws is not None and wants_law[i]:
-                chain.laws.append(laws[i])
+            if probs is not None and to_be_judged[i]:
+                chain.probs.append(probs[i])

@@ -21,4 +21,4 @@ class ScriptedProposer:
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Ask the script for each sequence."""
-        return Proposal.certain([tuple(self._script(s, k))[:k] for s, k in zip(sequences, k_each, strict=True)])
+        return Proposal.certain([tuple(self._script(s, k)) for s, k in zip(sequences, k_each, strict=True)])

@@ -14,12 +14,15 @@ from engine.types import Sequence
 
 log = logging.getLogger(__name__)
 
+GIVE_UP_AFTER = 3  # failures in a row
+
 
 class Proposers:
     """Named proposers behind the interface of one: asks for each sequence the one it was given."""
 
-    def __init__(self, by_name: Mapping[str, Proposer]) -> None:
-        self._by_name = dict(by_name)
+    def __init__(self, by_name: Mapping[str, Proposer], vocab_size: int) -> None:
+        self._by_name, self._vocab_size = dict(by_name), vocab_size
+        self._failures_in_a_row = dict.fromkeys(by_name, 0)
         self.num_failures = 0
 
     @property
@@ -35,24 +38,44 @@ class Proposers:
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Merge what each proposer says of its own sequences, in the order of `sequences`."""
         tokens: list[tuple[int, ...]] = [()] * len(sequences)
-        probs: list[Tensor | None] = [None] * len(sequences)
+        draft_probs: list[Tensor | None] = [None] * len(sequences)
         forwards: list[Forward] = []
         for name, proposer in self._by_name.items():
             mine = [i for i, s in enumerate(sequences) if k_each[i] and s.speculation.proposer == name]
             if mine:
-                part = self._ask(proposer, [sequences[i] for i in mine], [k_each[i] for i in mine])
+                part = self._ask(name, proposer, [sequences[i] for i in mine], [k_each[i] for i in mine])
                 forwards += part.forwards
-                for i, drafts, law in zip(mine, part.tokens, part.probs, strict=True):
-                    tokens[i], probs[i] = drafts, law
-        return Proposal(tuple(tokens), tuple(probs), tuple(forwards))
+                for i, drafts, probs in zip(mine, part.tokens, part.draft_probs, strict=True):
+                    tokens[i], draft_probs[i] = drafts, probs
+        return Proposal(tuple(tokens), tuple(draft_probs), tuple(forwards))
 
-    def _ask(self, proposer: Proposer, sequences: list[Sequence], k_each: list[int]) -> Proposal:
-        """A proposer that fails costs speed, never output: this step decodes plainly."""
+    def _ask(self, name: str, proposer: Proposer, sequences: list[Sequence], k_each: list[int]) -> Proposal:
+        """A proposer that fails costs speed, never output: this step decodes plainly, and after three all do."""
+        nothing = Proposal.certain([()] * len(sequences))
+        if self._failures_in_a_row[name] == GIVE_UP_AFTER:
+            return nothing
         try:
-            return proposer.propose(sequences, k_each)
-        except Exception:
-            log.exception("%s failed; this step goes on without its drafts", type(proposer).__name__)
-            self.num_failures += 1
-            for sequence in sequences:
-                sequence.draft.kv_len = 0  # what it wrote before it failed is not known: feed it all again
-            return Proposal.certain([()] * len(sequences))
+            proposal = proposer.propose(sequences, k_each)
+            self._check(proposal, k_each)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the target can go on without
+            self._failed(name, error, sequences)
+            return nothing
+        self._failures_in_a_row[name] = 0
+        return proposal
+
+    def _check(self, proposal: Proposal, k_each: list[int]) -> None:
+        """Drafts go straight into the target's embedding and arena: too many, or no tokens, must not get there."""
+        for drafts, k in zip(proposal.tokens, k_each, strict=True):
+            if len(drafts) > k:
+                raise ValueError(f"proposed {len(drafts)} drafts where at most {k} were asked for")
+            if not all(0 <= token < self._vocab_size for token in drafts):
+                raise ValueError(f"proposed {drafts}; token ids are 0 to {self._vocab_size - 1}")
+
+    def _failed(self, name: str, error: Exception, sequences: list[Sequence]) -> None:
+        self.num_failures += 1
+        self._failures_in_a_row[name] += 1
+        log.error("proposer %s failed; this step goes on without its drafts", name, exc_info=error)
+        if self._failures_in_a_row[name] == GIVE_UP_AFTER:
+            log.error("proposer %s failed %d times in a row; it is not asked again", name, GIVE_UP_AFTER)
+        for sequence in sequences:
+            sequence.draft.kv_len = 0  # what it wrote before it failed is not known: feed it all again

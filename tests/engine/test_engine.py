@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from engine.errors import DuplicateRequest, InvalidRequest, Unsupported
 from engine.proposers.scripted import ScriptedProposer
+from engine.proposers.select import GIVE_UP_AFTER
 from engine.types import FinishReason, Request, SamplingParams, SpeculationMode, SpeculationParams, Verification
 from tests import fakes
 
@@ -43,12 +46,14 @@ def test_max_tokens_cuts_inside_an_accepted_run(max_tokens: int) -> None:
     assert outputs.finished["r"].completion_tokens == max_tokens
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["stop_token_ids", "eos"])
 @pytest.mark.parametrize("stop", sorted(set(plain_tokens())))
-def test_a_stop_token_cuts_inside_an_accepted_run(stop: int) -> None:
+def test_a_stop_token_cuts_inside_an_accepted_run(stop: int, own: bool) -> None:
     whole = plain_tokens()
     want = whole[: whole.index(stop) + 1]
-    sampling = SamplingParams(max_tokens=20, stop_token_ids=(stop,))
-    outputs = fakes.run(engine_with(), [request(sampling=sampling)])
+    sampling = SamplingParams(max_tokens=20, stop_token_ids=(stop,) if own else ())
+    engine = engine_with(eos=frozenset() if own else frozenset({stop}))
+    outputs = fakes.run(engine, [request(sampling=sampling)])
     assert outputs.tokens["r"] == want, "the stop token itself belongs to the output"
     ended = outputs.finished["r"]
     assert (ended.reason, ended.stop_token_id) == (FinishReason.STOP, stop)
@@ -95,15 +100,59 @@ def test_a_failing_draft_costs_speed_only(caplog: pytest.LogCaptureFixture) -> N
         raise RuntimeError("draft fell over")
 
     engine = fakes.fake_engine(LAW, vocab_size=VOCAB, proposers={"broken": ScriptedProposer(broken)}, proposer="broken")
-    engine.add(request())
-    outputs, failures = fakes.Outputs(), 0
-    while engine.has_work:
-        step = engine.step()
-        outputs.take(step.events)
-        failures += step.stats.draft_failures
+    outputs = fakes.run(engine, [request()], failures=GIVE_UP_AFTER)
     assert outputs.tokens["r"] == plain_tokens()
-    assert failures > 0
     assert "draft fell over" in caplog.text
+    assert "it is not asked again" in caplog.text
+    fakes.run(engine, [request()])
+
+
+@pytest.mark.parametrize("drafts", [[1] * 30, [VOCAB], [-1]], ids=["too many", "no token", "negative"])
+def test_nonsense_from_a_proposer_reaches_nobody(drafts: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    nonsense = ScriptedProposer(lambda _sequence, _k: drafts)
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, proposers={"nonsense": nonsense}, proposer="nonsense")
+    assert fakes.run(engine, [request()], failures=GIVE_UP_AFTER).tokens["r"] == plain_tokens()
+    assert "proposed" in caplog.text
+
+
+@pytest.mark.parametrize("rule", list(Verification))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_no_number_ends_its_own_request_alone(rule: Verification, temperature: float) -> None:
+    def law(context: tuple[int, ...]) -> torch.Tensor:
+        return LAW(context) * (math.nan if context[0] == 9 and len(context) > 6 else 1)
+
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=20)
+    engine = fakes.fake_engine(law, vocab_size=VOCAB, draft_law=LAW, verification=rule)
+    outputs = fakes.Outputs()
+    engine.add(request("sick", token_ids=(9, 2, 3), sampling=params))
+    engine.add(request("well", sampling=params))
+    while engine.has_work:
+        outputs.take(engine.step().events)
+        engine.check_invariants()
+    assert outputs.finished["sick"].reason is FinishReason.ERROR
+    assert "not a number" in outputs.finished["sick"].error
+    assert len(outputs.tokens["sick"]) <= 4, "tokens out of rows that were no numbers"
+    assert outputs.finished["well"].reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("rule", list(Verification))
+def test_a_draft_that_is_the_target_is_always_right(rule: Verification) -> None:
+    """Only if it draws from the same law: temperature, filters and, under the coupled rule, noise."""
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, draft_law=LAW, num_draft_tokens=4, verification=rule)
+    laws = [{"temperature": 0.8, "top_p": 0.9}, {"temperature": 2.0}, {"top_k": 3, "temperature": 1.0}, {}]
+    requests = [request(str(i), sampling=SamplingParams(seed=i, max_tokens=25, **law)) for i, law in enumerate(laws)]
+    for ended in fakes.run(engine, requests).finished.values():
+        assert ended.stats.acceptance_rate == 1.0
+
+
+def test_a_plain_request_leaves_the_draft_budget_to_others() -> None:
+    engine = fakes.fake_engine(
+        LAW, vocab_size=VOCAB, draft_law=LAW, num_draft_tokens=4, max_batch_tokens=6, max_batch_size=2
+    )
+    plain = request("plain", speculation=SpeculationParams(proposer="none"))
+    outputs = fakes.run(engine, [plain, request("fast")])
+    assert outputs.finished["plain"].speculation.num_draft_tokens == 0
+    assert outputs.finished["fast"].stats.acceptance_length > 4
 
 
 def test_a_draft_model_that_fails_once_recovers() -> None:
@@ -119,7 +168,7 @@ def test_a_draft_model_that_fails_once_recovers() -> None:
         return forward(feeds)
 
     draft.forward = fail_third
-    outputs = fakes.run(engine, [request()])
+    outputs = fakes.run(engine, [request()], failures=1)
     assert outputs.tokens["r"] == plain_tokens()
     assert outputs.finished["r"].stats.acceptance_rate == 1.0
 

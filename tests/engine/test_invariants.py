@@ -68,7 +68,11 @@ class Life(RuleBasedStateMachine):
             request_id=str(self.count),
             token_ids=prompt,
             sampling=sampling,
-            speculation=SpeculationParams(proposer=proposer, verification=Verification.COUPLED),
+            # Both rules meet in one batch; greedy, even rejection gives what plain decoding gives.
+            speculation=SpeculationParams(
+                proposer=proposer,
+                verification=Verification.COUPLED if sampling.temperature else Verification.REJECTION,
+            ),
         )
         self.requests[request.request_id] = request
         self.count += 1

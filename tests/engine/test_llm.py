@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine import LLM, FinishReason, InvalidRequest, ModelError, SamplingParams
@@ -40,6 +41,10 @@ def test_one_prompt_many_and_token_ids(llm: LLM) -> None:
     assert [c.token_ids for c in llm.generate([text, ids], params)] == [alone[0].token_ids] * 2
     assert llm.generate(ids, params)[0].token_ids == alone[0].token_ids
     assert llm.generate([], params) == []
+    assert llm.generate(np.array(ids), params)[0].token_ids == alone[0].token_ids
+    for mixed in (["a", 5], [5, "a"], [5, 6.0]):
+        with pytest.raises(InvalidRequest, match=r"integer|mixes"):
+            llm.generate(mixed, params)
 
 
 @pytest.mark.parametrize("stop", ["return", "\n    ", ":", "def", "self."])
@@ -59,6 +64,8 @@ def test_params_one_for_each(llm: LLM) -> None:
     assert [len(c.token_ids) for c in done] == [2, 5]
     with pytest.raises(ValueError, match="2 prompts and 1 params"):
         llm.generate(["a", "b"], [SamplingParams()])
+    with pytest.raises(ValueError, match="1 prompts and 0 params"):
+        llm.generate("a", [])
 
 
 def test_a_bad_prompt_runs_nothing(llm: LLM) -> None:

@@ -7,10 +7,13 @@ from functools import lru_cache
 import pytest
 import torch
 
-from engine.build import assemble, build_engine
+from engine.build import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.proposers import Proposal, Proposer
 from engine.proposers.scripted import ScriptedProposer
+from engine.runner import load_model
+from engine.text import Codec
 from engine.types import Request, SamplingParams, Sequence
 from models import corpus, embedded_draft, embedded_target
 from tests import fakes, zoo
@@ -35,17 +38,15 @@ def models() -> tuple[torch.nn.Module, torch.nn.Module]:
     return zoo.ours(zoo.reference("llama")), zoo.near(zoo.reference("llama"))
 
 
-def engine_of(proposer: str, num_draft: int) -> Engine:
-    config = EngineConfig(target="llama", draft="near", num_draft_tokens=num_draft, max_batch_size=16)
-    engine = assemble(config, *models())
-    engine._proposers._by_name["model"] = {
-        "model": engine._proposers._by_name["model"],
-        "none": engine._proposers._by_name["none"],
-        "ngram": engine._proposers._by_name["ngram"],
+def engine_of(proposer: str, num_draft: int, extra: dict[str, Proposer] | None = None) -> Engine:
+    config = EngineConfig(
+        target="llama", draft="near", proposer=proposer, num_draft_tokens=num_draft, max_batch_size=16
+    )
+    scripted = {
         "right": ScriptedProposer(lambda s, k: _future(s)[:k]),
         "wrong": ScriptedProposer(lambda s, k: [(t + 1) % zoo.VOCAB for t in _future(s)[:k]]),
-    }[proposer]
-    return engine
+    }
+    return assemble(config, *models(), extra_proposers={**scripted, **(extra or {})})
 
 
 def _future(sequence: Sequence) -> list[int]:
@@ -86,25 +87,22 @@ def test_right_drafts_are_all_kept_and_wrong_ones_none() -> None:
 
 def test_shared_noise_makes_a_draft_better() -> None:
     """A near draft that guesses with the target's noise is kept far more often than one with noise of its own."""
-    coupled = _acceptance(engine_of("model", 4))
-    config = EngineConfig(target="llama", draft="near", num_draft_tokens=4, max_batch_size=16)
-    apart = assemble(config, *models())
-    proposer = apart._proposers._by_name["model"]
+    coupled = engine_of("model", 4)
 
-    class OtherSeed:
+    class OtherNoise:
         uses_draft_kv = True
 
-        def propose(self, sequences: list[Sequence], k_each: list[int]) -> object:
+        def propose(self, sequences: list[Sequence], k_each: list[int]) -> Proposal:
             for sequence in sequences:
                 sequence.seed += 1
             try:
-                return proposer.propose(sequences, k_each)
+                return apart._proposers._by_name["model"].propose(sequences, k_each)
             finally:
                 for sequence in sequences:
                     sequence.seed -= 1
 
-    apart._proposers._by_name["model"] = OtherSeed()
-    assert coupled > _acceptance(apart) + 0.1
+    apart = engine_of("other", 4, {"other": OtherNoise()})
+    assert _acceptance(coupled) > _acceptance(apart) + 0.1
 
 
 def _acceptance(engine: Engine) -> float:
@@ -129,30 +127,32 @@ def test_different_seeds_differ() -> None:
 
 @pytest.mark.parametrize("temperature", [0.8, 1.3])
 def test_embedded_pair(temperature: float) -> None:
-    """The same on the shipped models, text prompts, mixed laws."""
-    found = {}
-    for proposer, num_draft in (("none", 0), ("ngram", 3), ("model", 1), ("model", 4), ("model", 8)):
-        config = EngineConfig(
-            target=str(embedded_target()),
-            draft=str(embedded_draft()),
-            proposer=proposer,
-            num_draft_tokens=num_draft,
-            max_batch_size=16,
-            threads=1,
+    """The same on the shipped models: text prompts, mixed laws, alone and among fifteen others."""
+    codec = Codec.load(embedded_target())
+    requests = [
+        Request(
+            request_id=str(i),
+            token_ids=codec.encode(text)[-20 - 9 * i :],
+            sampling=SamplingParams(
+                temperature=temperature, max_tokens=32, top_p=0.9 if i % 2 else 1.0, top_k=50 if i % 3 else 0, seed=i
+            ),
         )
-        engine = build_engine(config)
-        law = {"temperature": temperature, "max_tokens": 32}
-        requests = [
-            Request(
-                request_id=str(i),
-                token_ids=tuple(text.encode()[: 20 + 9 * i]),
-                sampling=SamplingParams(**law, top_p=0.9 if i % 2 else 1.0, top_k=50 if i % 3 else 0, seed=i),
-            )
-            for i, text in enumerate(corpus.held_out_prompts(16))
-        ]
-        found[proposer, num_draft] = fakes.run(engine, requests).tokens
-        found[proposer, num_draft, "alone"] = {
-            **found[proposer, num_draft],
-            **fakes.run(engine, requests[3:4]).tokens,
-        }
-    assert all(tokens == found["none", 0] for tokens in found.values())
+        for i, text in enumerate(corpus.held_out_prompts(16))
+    ]
+    plain = {r.request_id: fakes.run(_embedded("none", 0), [r]).tokens[r.request_id] for r in requests}
+    for proposer, num_draft in (("none", 0), ("ngram", 3), *(("model", k) for k in range(9))):
+        assert fakes.run(_embedded(proposer, num_draft), requests).tokens == plain, f"{proposer} K={num_draft}"
+    assert fakes.run(_embedded("model", 4), requests[3:4]).tokens["3"] == plain["3"]
+
+
+@lru_cache
+def _embedded_models() -> tuple[torch.nn.Module, torch.nn.Module]:
+    cpu = torch.device("cpu")
+    return tuple(load_model(str(f()), None, torch.float32, cpu) for f in (embedded_target, embedded_draft))
+
+
+def _embedded(proposer: str, num_draft: int) -> Engine:
+    config = EngineConfig(
+        target="embedded", draft="embedded", proposer=proposer, num_draft_tokens=num_draft, max_batch_size=16
+    )
+    return assemble(config, *_embedded_models())

@@ -23,7 +23,7 @@ def weights(trainer: train.Trainer) -> dict[str, torch.Tensor]:
 def test_a_stopped_run_continues_as_if_never_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "WORK", tmp_path)
     whole = train.Trainer("whole", TINY)
-    whole.run(STREAM, train.next_token_loss)
+    whole.run(train.batches(STREAM, TINY, 0), train.next_token_loss)
 
     stopped = train.Trainer("stopped", TINY)
     for step, windows in list(train.batches(STREAM, TINY, 0))[:3]:
@@ -32,7 +32,7 @@ def test_a_stopped_run_continues_as_if_never_stopped(tmp_path: Path, monkeypatch
     stopped.save()
     resumed = train.Trainer("stopped", TINY)
     assert resumed.step == 3
-    resumed.run(STREAM, train.next_token_loss)
+    resumed.run(train.batches(STREAM, TINY, 3), train.next_token_loss)
 
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(resumed)[name]), name
@@ -40,7 +40,7 @@ def test_a_stopped_run_continues_as_if_never_stopped(tmp_path: Path, monkeypatch
 
 def test_another_recipe_does_not_continue_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "WORK", tmp_path)
-    train.Trainer("run", TINY).run(STREAM, train.next_token_loss)
+    train.Trainer("run", TINY).run(train.batches(STREAM, TINY, 0), train.next_token_loss)
     with pytest.raises(ValueError, match="another recipe"):
         train.Trainer("run", train.replace(TINY, steps=7))
 
@@ -51,7 +51,8 @@ def test_training_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     recipe = train.replace(TINY, steps=120)
     trainer = train.Trainer("learns", recipe)
     before = train.next_token_loss(trainer.model, torch.arange(17)[None]).item()
-    after = train.next_token_loss(trainer.run(stream, train.next_token_loss), torch.arange(17)[None]).item()
+    trainer.run(train.batches(stream, recipe, 0), train.next_token_loss)
+    after = train.next_token_loss(trainer.model, torch.arange(17)[None]).item()
     assert after < before / 2
 
 
@@ -63,7 +64,8 @@ def test_the_draft_learns_the_target_not_the_text(tmp_path: Path, monkeypatch: p
     assert loss(teacher, torch.arange(17)[None]).item() == pytest.approx(0.0, abs=1e-3)
     student = train.Trainer("student", train.replace(TINY, steps=30))
     before = loss(student.model, torch.arange(17)[None]).item()
-    assert loss(student.run(STREAM, loss), torch.arange(17)[None]).item() < before
+    student.run(train.batches(STREAM, student.recipe, 0), loss)
+    assert loss(student.model, torch.arange(17)[None]).item() < before
 
 
 def test_schedule() -> None:

@@ -1,0 +1,119 @@
+"""Who goes first, who gets how much, and who has to give way."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.kv import BlockPool
+from engine.scheduler import Scheduler
+from engine.types import Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
+
+
+def sequence(name: str, prompt: int, *, max_len: int | None = None, num_draft: int = 0) -> Sequence:
+    speculation = Speculation(
+        mode=SpeculationMode.FIXED, num_draft_tokens=num_draft, proposer="model", verification=Verification.COUPLED
+    )
+    request = Request(request_id=name, token_ids=(1,) * prompt, sampling=SamplingParams())
+    return Sequence(
+        request=request, seed=0, speculation=speculation, max_len=max_len or prompt + 8, tokens=[1] * prompt
+    )
+
+
+def scheduler(pages: int = 100, page_size: int = 4, size: int = 8, tokens: int = 32) -> Scheduler:
+    return Scheduler(BlockPool(pages, page_size), BlockPool(pages, page_size), size, tokens, frozenset({"model"}))
+
+
+def step(schedule: Scheduler) -> dict[str, tuple[int, int]]:
+    """Plan and do it, one token each: name -> (tokens fed, drafts)."""
+    schedule.admit()
+    plan = schedule.plan()
+    for work in plan.works:
+        work.sequence.target.advance(work.span.stop)
+        if work.reaches_end:
+            work.sequence.tokens.append(1)
+    schedule.check_invariants()
+    return {work.sequence.request_id: (len(work.span), work.num_draft) for work in plan.works}
+
+
+def test_first_come_first_served_and_short_ones_do_not_overtake() -> None:
+    schedule = scheduler(pages=6)
+    for one in (sequence("a", 12, max_len=12), sequence("long", 16, max_len=16), sequence("short", 1, max_len=2)):
+        schedule.add(one)
+    step(schedule)
+    assert [s.request_id for s in schedule.running] == ["a"]
+    schedule.remove(schedule.running[0])
+    step(schedule)
+    assert [s.request_id for s in schedule.running] == ["long", "short"]
+
+
+def test_prompts_share_the_budget_and_short_ones_finish_soon() -> None:
+    schedule = scheduler(tokens=20)
+    for name, length in (("long", 100), ("short", 3), ("middle", 12)):
+        schedule.add(sequence(name, length))
+    assert step(schedule) == {"short": (3, 0), "middle": (9, 0), "long": (8, 0)}
+
+
+def test_prompts_come_before_drafts_and_newest_tokens_before_both() -> None:
+    schedule = scheduler(tokens=10)
+    schedule.add(sequence("steady", 1, max_len=40, num_draft=8))
+    step(schedule)
+    schedule.add(sequence("new", 7))
+    assert step(schedule) == {"steady": (1, 2), "new": (7, 0)}
+
+
+def test_the_newest_gives_way_and_comes_back_first() -> None:
+    schedule = scheduler(pages=6, page_size=2, size=4)
+    for name in ("old", "young"):
+        schedule.add(sequence(name, 2, max_len=12))
+    schedule.add(sequence("waits", 2, max_len=12))
+    seen = []
+    for _ in range(7):
+        step(schedule)
+        seen.append([s.request_id for s in schedule.waiting])
+    assert ["waits"] in seen
+    assert seen[-1] == ["young", "waits"], "the newest gave way, and stands before those that never ran"
+    assert [s.request_id for s in schedule.running] == ["old"]
+
+
+def test_admission_keeps_a_page_for_those_that_grow() -> None:
+    schedule = scheduler(pages=3, page_size=2, size=4)
+    schedule.add(sequence("grows", 4, max_len=6))
+    step(schedule)
+    schedule.add(sequence("second", 2, max_len=2))
+    schedule.admit()
+    assert [s.request_id for s in schedule.waiting] == ["second"], "it would take the page that is needed next"
+
+
+def test_room() -> None:
+    schedule = scheduler(pages=3, page_size=4, size=2)
+    assert schedule.has_room
+    schedule.add(sequence("a", 4, max_len=4))
+    assert schedule.has_room
+    schedule.add(sequence("b", 8, max_len=8))
+    assert not schedule.has_room, "two are on their way and two is the most"
+    schedule.remove(schedule.waiting[0])
+    schedule.add(sequence("c", 4, max_len=4))
+    assert not schedule.has_room
+    schedule.remove(schedule.waiting[0])
+    schedule.remove(schedule.waiting[0])
+    schedule.add(sequence("d", 12, max_len=12))
+    assert not schedule.has_room, "a place is free and no page"
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(8, 40), st.integers(0, 8))
+def test_the_budget_is_kept_and_used(prompts: list[int], tokens: int, num_draft: int) -> None:
+    schedule = scheduler(tokens=tokens)
+    for i, length in enumerate(prompts):
+        schedule.add(sequence(str(i), length, max_len=90, num_draft=num_draft))
+    for _ in range(12):
+        left = sum(s.todo for s in (*schedule.running, *schedule.waiting))
+        fed = step(schedule)
+        assert sum(own for own, _ in fed.values()) == min(tokens, left), "work was there and budget was left"
+        assert sum(own + drafts for own, drafts in fed.values()) <= tokens
+
+
+def test_a_draft_beyond_the_end_is_never_planned() -> None:
+    schedule = scheduler()
+    schedule.add(sequence("s", 1, max_len=6, num_draft=8))
+    assert [step(schedule)["s"][1] for _ in range(5)] == [4, 3, 2, 1, 0]
