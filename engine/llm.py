@@ -18,7 +18,7 @@ from typing import Any, cast
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.errors import InvalidRequest, PilotfishError
+from engine.errors import InvalidRequest
 from engine.text import Codec, OutputText
 from engine.types import Finished, FinishReason, Request, SamplingParams, SpeculationStats, TokenEvent
 
@@ -38,6 +38,7 @@ class Completion:
     prompt_tokens: int
     seed: int  # asked again with this seed it gives the same tokens (rejection: if K and batch mates are the same too)
     stats: SpeculationStats
+    error: str | None = None  # with finish_reason "error": what went wrong with this prompt, and with no other
 
 
 class LLM:
@@ -128,8 +129,6 @@ class _Output:
         """The result, once finished."""
         ended = self.finished
         assert ended is not None, "the engine is idle and a request has no end"
-        if ended.reason is FinishReason.ERROR:
-            raise PilotfishError(ended.error or "the request failed")
         return Completion(
             text=None if self.text is None else "".join(self.pieces),
             token_ids=tuple(self.token_ids),
@@ -139,6 +138,7 @@ class _Output:
             prompt_tokens=ended.prompt_tokens,
             seed=ended.seed,
             stats=ended.stats,
+            error=ended.error,
         )
 
 

@@ -1,4 +1,4 @@
-"""Train the embedded pair from scratch: tokenizer, target, then the draft distilled from the target, in two stages.
+"""Train the embedded pair from scratch: tokenizer, target, then the draft distilled from the target, in stages.
 
     python -m models.train            # everything, about 90 minutes on two cores
     python -m models.train --stage draft
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import corpus, embedded_draft, embedded_target
-from models.continuations import continuations, mixed
+from models.lessons import continuations, mixed, repeats
 
 WORK = Path(__file__).resolve().parent / ".train"
 END = "<|endoftext|>"  # between files; also what the models were taught to stop at
@@ -82,7 +82,8 @@ class Recipe:
 
 TARGET = Recipe(hidden=256, ffn=640, layers=10, heads=4, kv_heads=2, steps=3300)
 DRAFT = Recipe(hidden=192, ffn=512, layers=2, heads=3, kv_heads=1, steps=2000)
-POLISH = replace(DRAFT, steps=1500, matrix_lr=0.015, other_lr=1e-3)  # of the draft, on what the target writes
+COPY = replace(DRAFT, steps=600)  # the draft learns to copy
+POLISH = replace(DRAFT, steps=1400, matrix_lr=0.015, other_lr=1e-3)  # and then from what the target writes
 NUM_CONTINUATIONS = 4096
 
 
@@ -260,7 +261,8 @@ def polish(teacher: LlamaForCausalLM, stream: np.ndarray, draft: Path) -> LlamaF
     windows = continuations(copy.deepcopy(teacher), stream, NUM_CONTINUATIONS, POLISH.seed, cache)
     trainer = Trainer("polish", POLISH, start_from=draft)
     text = batches(stream, POLISH, trainer.step)
-    data = mixed(text, windows, POLISH.batch_tokens, POLISH.seed)
+    copying = repeats(stream, POLISH.batch_tokens, range(trainer.step, POLISH.steps), POLISH.seed)
+    data = mixed(text, copying, windows, POLISH.batch_tokens, POLISH.seed)
     return trainer.run(data, distillation_loss(teacher))
 
 
@@ -279,7 +281,7 @@ def export(model: LlamaForCausalLM, out: Path, tokenizer_from: Path) -> None:
 def main() -> None:
     """Run the stages that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--stage", choices=("all", "tokenizer", "target", "draft", "polish"), default="all")
+    parser.add_argument("--stage", choices=("all", "tokenizer", "target", "draft", "copy", "polish"), default="all")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -300,6 +302,10 @@ def main() -> None:
         trainer = Trainer("draft", DRAFT)
         model = trainer.run(batches(stream, DRAFT, trainer.step), distillation_loss(teacher))
         export(model, draft, target)
+    if options.stage in ("all", "copy"):
+        trainer = Trainer("copy", COPY, start_from=draft)
+        lessons = repeats(stream, COPY.batch_tokens, range(trainer.step, COPY.steps), COPY.seed)
+        export(trainer.run(lessons, next_token_loss), draft, target)
     if options.stage in ("all", "polish"):
         teacher = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         model = polish(teacher, stream, draft)

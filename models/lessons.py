@@ -1,7 +1,10 @@
-"""What the target itself writes, for the draft to learn from: on it, not on people's text, drafts are judged.
+"""What the draft is taught beyond the corpus: to copy, and what the target itself writes.
 
-A draft distilled on the corpus alone kept 36 % of its guesses at K=4; what the target writes on its own is another
-text, more regular and more repetitive. On-policy data: Zhou et al. 2023, "DistillSpec", arXiv 2310.08461.
+Distilled on the corpus alone, two layers did not learn to copy what stood before (Olsson et al. 2022, "In-context
+learning and induction heads", arXiv 2209.11895): of its guesses at K=4 36 % were kept, where looking the last two
+tokens up in the text is right 87 % of the time. On text that repeats itself the ability comes within 300 steps. And a
+draft is judged on what the target writes, not on people's text: on-policy data (Zhou et al. 2023, "DistillSpec",
+arXiv 2310.08461).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from transformers import LlamaForCausalLM
 
 PROMPT, LENGTH = 96, 192  # tokens: a window is a piece of training text and what the target makes of it
 BATCH = 256
+REPEAT = 256
 
 
 def continuations(target: LlamaForCausalLM, stream: np.ndarray, count: int, seed: int, cache: Path) -> np.ndarray:
@@ -47,11 +51,28 @@ def _continue(target: LlamaForCausalLM, prompts: np.ndarray, sampled: bool) -> n
     return np.asarray(windows.numpy())
 
 
+def repeats(stream: np.ndarray, batch_tokens: int, steps: range, seed: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Windows `[batch, REPEAT + 1]` of one piece of 8 to 79 tokens over and over; a step's depend on the step alone."""
+    for step in steps:
+        rng = np.random.default_rng((seed, step, 2))
+        yield step, torch.from_numpy(np.stack([_repeat(stream, rng) for _ in range(batch_tokens // REPEAT)]))
+
+
+def _repeat(stream: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    size = int(rng.integers(8, 80))
+    start = int(rng.integers(0, len(stream) - size))
+    return np.resize(stream[start : start + size], REPEAT + 1).astype(np.int64)
+
+
 def mixed(
-    corpus: Iterator[tuple[int, torch.Tensor]], windows: np.ndarray, batch_tokens: int, seed: int
+    corpus: Iterator[tuple[int, torch.Tensor]],
+    copying: Iterator[tuple[int, torch.Tensor]],
+    windows: np.ndarray,
+    batch_tokens: int,
+    seed: int,
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Every third step of the corpus, all others of `windows`; a step's data depends on the step alone."""
-    for step, text in corpus:
+    """Of four steps one is of the corpus, one of repeats, two of `windows`; a step's data depends on the step alone."""
+    for (step, text), (_, repeated) in zip(corpus, copying, strict=True):
         rng = np.random.default_rng((seed, step, 1))
         chosen = rng.integers(0, len(windows), batch_tokens // LENGTH)
-        yield step, text if step % 3 == 0 else torch.from_numpy(windows[chosen])
+        yield step, (text, repeated, *[torch.from_numpy(windows[chosen])] * 2)[step % 4]
