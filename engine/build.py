@@ -17,7 +17,7 @@ from engine.intake import Limits
 from engine.kv import BlockPool, KVArena, KVLayout
 from engine.probe import probe
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
-from engine.runner import ModelRunner, end_tokens, kv_layout, load_model, shape_of, vocab_size
+from engine.runner import ModelRunner, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
 
 GIB = 2**30
@@ -85,7 +85,7 @@ def pick_device(name: str) -> torch.device:
 
 def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
     """The least of what is asked and what the models' positions allow."""
-    known = [shape_of(model, "max_position_embeddings") for model in models]
+    known = [known_positions(model) for model in models]
     if config.max_model_len is not None and config.max_model_len > min(known):
         raise ModelError(f"max_model_len is {config.max_model_len}; the models know positions up to {min(known)}")
     return config.max_model_len or min(known)

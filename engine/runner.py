@@ -99,6 +99,22 @@ def shape_of(config: PreTrainedConfig, name: str) -> int:
     return value
 
 
+def known_positions(config: PreTrainedConfig) -> int:
+    """How many positions a model knows in a ragged batch.
+
+    Two kinds of rotary embedding pick one frequency table for the whole pass by its largest position, and so for all
+    sequences of the batch by that of the longest. Up to the length of their first training they pick the same.
+    """
+    text = config.get_text_config()
+    limit = shape_of(config, "max_position_embeddings")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for table in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if table.get("rope_type") in ("dynamic", "longrope"):
+            original = table.get("original_max_position_embeddings")
+            limit = min(limit, int(original or getattr(text, "original_max_position_embeddings", None) or limit))
+    return limit
+
+
 def vocab_size(model: PreTrainedModel) -> int:
     """Width of the logits: what a token id must stay below, whatever the tokenizer believes."""
     head = model.get_output_embeddings()

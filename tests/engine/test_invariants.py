@@ -36,7 +36,7 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.outputs, self.requests, self.count = fakes.Outputs(), {}, 0
+        self.outputs, self.requests, self.count, self.cut = fakes.Outputs(), {}, 0, set()
 
     @initialize(
         num_pages=st.integers(14, 30),
@@ -84,16 +84,20 @@ class Life(RuleBasedStateMachine):
             self.outputs.take(self.engine.step().events)
             self.engine.check_invariants()
 
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.STOP]))
+    def finish(self, data: st.DataObject, reason: FinishReason) -> None:
+        """The caller goes away, or the text layer finds a stop string a few tokens back."""
         live = sorted(self.requests.keys() - self.outputs.finished.keys())
         if live:
             who, held = data.draw(st.sampled_from(live)), self.engine.free_pages
-            event = self.engine.finish(who, FinishReason.CANCELLED)
+            keep = len(self.outputs.tokens.get(who, ())) // 2 if reason is FinishReason.STOP else None
+            event = self.engine.finish(who, reason, keep=keep)
             assert event is not None
             self.outputs.take([event])
+            assert keep in (None, event.finished.completion_tokens)
             assert self.engine.free_pages >= held
-            assert self.engine.finish(who, FinishReason.CANCELLED) is None
+            assert self.engine.finish(who, reason) is None
+            self.cut.add(who)
 
     @invariant()
     def books_are_right(self) -> None:
@@ -103,8 +107,7 @@ class Life(RuleBasedStateMachine):
             request = self.requests[name]
             want = plain(request.token_ids, request.sampling)
             assert tokens == want[: len(tokens)], "a token differs from plain decoding"
-            ended = self.outputs.finished.get(name)
-            if ended is not None and ended.reason is not FinishReason.CANCELLED:
+            if name in self.outputs.finished and name not in self.cut:
                 assert tokens == want
 
     def teardown(self) -> None:

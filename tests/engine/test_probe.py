@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config, PreTrainedConfig
 
 from engine.build import assemble
 from engine.config import EngineConfig
@@ -43,6 +43,26 @@ def refused(config: PreTrainedConfig, tmp_path: object) -> str:
 def test_refused_with_a_reason(kind: str, extra: dict[str, object], tmp_path: object) -> None:
     reason = refused(AutoConfig.for_model(kind, **{**TINY, **extra}), tmp_path)
     assert len(reason) > 20
+
+
+def test_one_frequency_table_for_a_whole_batch_is_served_only_where_it_is_the_same_for_all() -> None:
+    """Phi-3's longrope picks its table by the longest sequence of the flat batch: refuse what would need the other."""
+    factors = {"long_factor": [2.0] * 4, "short_factor": [1.0] * 4, "original_max_position_embeddings": 32}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    config = Phi3Config(
+        **TINY,
+        intermediate_size=48,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        original_max_position_embeddings=32,
+        pad_token_id=0,
+        rope_parameters=rope,
+    )
+    torch.manual_seed(0)
+    model = zoo.ours(AutoModelForCausalLM.from_config(config).eval())
+    assert assemble(EngineConfig(target="phi3"), model).max_model_len == 32
+    with pytest.raises(ModelError, match="positions up to 32"):
+        assemble(EngineConfig(target="phi3", max_model_len=64), model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
