@@ -80,6 +80,41 @@ def test_enumeration_over_four_tokens(data: st.DataObject) -> None:
     assert torch.allclose(law, p, atol=0.02)
 
 
+def _exact_chance(p: Tensor, q: Tensor, draft: int) -> float:
+    """min(1, p / q), after seeing the rule itself change its mind just there."""
+    chance = min(1.0, (p[draft] / q[draft]).item())
+    for u, kept in ((chance - 1e-9, True), (chance + 1e-9, False)):
+        if 0 < u < 1:
+            one = torch.tensor([[u]], dtype=torch.float64)
+            drafts, noise = torch.tensor([[draft]]), torch.zeros(1, 2, 4, dtype=torch.float64)
+            assert bool(rejection(p.expand(1, 2, -1), q.expand(1, 1, -1), drafts, one, noise).num_accepted) is kept
+    return chance
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_two_drafts_enumerated_exactly(data: st.DataObject) -> None:
+    """Every pair of drafts and every outcome over four tokens: the joint law of two tokens is the target's, to 1e-12.
+
+    That the next token follows the normalised residual is the Gumbel-max theorem, tested above by drawing.
+    """
+    first_p, first_q = data.draw(laws(4)), data.draw(laws(4))
+    second_p, second_q = ([data.draw(laws(4)) for _ in range(4)] for _ in "pq")
+    joint = torch.zeros(4, 4, dtype=torch.float64)
+    for a in first_q.nonzero().flatten().tolist():
+        chance = _exact_chance(first_p, first_q, a)
+        left = residual(first_p, first_q) / residual(first_p, first_q).sum()
+        # Rejected: the first token is drawn anew, and the second by the target alone in the next round.
+        joint += first_q[a] * (1 - chance) * left[:, None] * torch.stack(second_p)
+        for b in second_q[a].nonzero().flatten().tolist():
+            kept = first_q[a] * chance * second_q[a][b]
+            again = _exact_chance(second_p[a], second_q[a], b)
+            rest = residual(second_p[a], second_q[a])
+            joint[a, b] += kept * again
+            joint[a] += kept * (1 - again) * rest / rest.sum()
+    assert torch.allclose(joint, first_p[:, None] * torch.stack(second_p), atol=1e-12)
+
+
 def _on_grid(law: Tensor) -> Tensor:
     """Round to multiples of 1 / GRID that still sum to 1."""
     counts = (law * GRID).floor()
