@@ -57,11 +57,13 @@ def assemble(
             f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}: "
             "a draft must share the target's vocabulary"
         )
-    limit = max_model_len(config, [m.config for m in (target, draft) if m is not None])
-    layouts = [kv_layout(m.config, m.dtype) for m in (target, draft) if m is not None]
+    models = [target] if draft is None else [target, draft]
+    limit = max_model_len(config, [model.config for model in models])
+    layouts = [kv_layout(model.config, model.dtype) for model in models]
     page_size = min(config.page_size or limit, limit)
     num_pages = pages_within(config, layouts, page_size, limit)
-    runners = [_runner(config, m, num_pages, page_size, limit) for m in (target, draft) if m is not None]
+    attend = attention.choose(config.attention, contiguous=page_size >= limit)
+    runners = [_runner(m, layout, attend, num_pages, page_size) for m, layout in zip(models, layouts, strict=True)]
     proposers = _proposers(config, runners[1] if draft is not None else None, extra_proposers, runners[0].vocab_size)
     scheduler = Scheduler(
         BlockPool(num_pages, page_size),
@@ -104,10 +106,8 @@ def pages_within(config: EngineConfig, layouts: list[KVLayout], page_size: int, 
 
 
 def _runner(
-    config: EngineConfig, model: PreTrainedModel, num_pages: int, page_size: int, max_model_len: int
+    model: PreTrainedModel, layout: KVLayout, attend: attention.Attend, num_pages: int, page_size: int
 ) -> ModelRunner:
-    layout = kv_layout(model.config, model.dtype)
-    attend = attention.choose(config.attention, contiguous=page_size >= max_model_len)
     probe(model, layout, attend)
     return ModelRunner(model, KVArena(layout, num_pages, page_size, model.device), attend)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.errors import Unsupported
-from engine.types import DEFAULT_MAX_TOKENS, MAX_SEED, Request, Sequence, Speculation, SpeculationMode
+from engine.types import MAX_SEED, Request, Sequence, Speculation, SpeculationMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,9 @@ class Intake:
             request=request,
             seed=secrets.randbelow(MAX_SEED + 1) if wanted is None else wanted,
             speculation=self._speculation(request),
-            max_len=len(request.token_ids) + self._max_tokens(request),
+            max_len=request.max_len(self.limits.max_model_len),
             tokens=list(request.token_ids),
         )
-
-    def _max_tokens(self, request: Request) -> int:
-        wanted = request.sampling.max_tokens
-        room = self.limits.max_model_len - len(request.token_ids)
-        return min(room, DEFAULT_MAX_TOKENS) if wanted is None else wanted
 
     def _speculation(self, request: Request) -> Speculation:
         """The request's wishes over the server's defaults; the server's limit on drafts holds for all."""

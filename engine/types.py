@@ -136,6 +136,11 @@ class Request:
         if found:
             raise InvalidRequest(found)
 
+    def max_len(self, max_model_len: int) -> int:
+        """Prompt plus the most tokens that may be generated: as asked, or the default where the context has room."""
+        length, wanted = len(self.token_ids), self.sampling.max_tokens
+        return min(max_model_len, length + (DEFAULT_MAX_TOKENS if wanted is None else wanted))
+
     def _prompt_violations(self, vocab_size: int, max_model_len: int) -> Iterator[Violation]:
         length, room = len(self.token_ids), max_model_len - len(self.token_ids)
         if not length:

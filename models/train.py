@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -22,18 +21,15 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models import corpus, embedded_draft, embedded_target
 from models.lessons import continuations, mixed, repeats
+from models.tokens import VOCAB, encode, token_stream, train_tokenizer
 
 WORK = Path(__file__).resolve().parent / ".train"
-END = "<|endoftext|>"  # between files; also what the models were taught to stop at
-VOCAB = 2048
-# A newline travels with its indentation, a word with its space; digits stand alone.
-SPLIT = r"\n *| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s+"
 
 
 @dataclass(frozen=True)
@@ -87,42 +83,7 @@ POLISH = replace(DRAFT, steps=1400, matrix_lr=0.015, other_lr=1e-3)  # and then 
 NUM_CONTINUATIONS = 4096
 
 
-# ------------------------------------------------------------------------------------------------- text to tokens
-
-
-def train_tokenizer(files: Iterable[Path], out: Path) -> Tokenizer:
-    """Byte-level BPE, so that any text has tokens and no token is unknown."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((path.read_text("utf-8") for path in files), trainer)
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(out / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "model_max_length": TARGET.long}
-    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    return tokenizer
-
-
-def token_stream(tokenizer: Tokenizer, text: corpus.Corpus, seed: int) -> np.ndarray:
-    """One long int32 array: library files twice, tests once, in shuffled order, `END` before each file."""
-    files = [*text.library, *text.library, *text.tests]
-    random.Random(seed).shuffle(files)  # noqa: S311 - data order, no secret
-    return np.concatenate([_encode(tokenizer, path) for path in files])
-
-
-def _encode(tokenizer: Tokenizer, path: Path) -> np.ndarray:
-    return np.array([0, *tokenizer.encode(path.read_text("utf-8")).ids], dtype=np.int32)
+# ---------------------------------------------------------------------------------------------------- data
 
 
 def batches(stream: np.ndarray, recipe: Recipe, first: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -249,7 +210,7 @@ def _progress(name: str) -> Progress:
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, tokenizer: Tokenizer, text: corpus.Corpus, windows: int = 200) -> float:
     """Cross-entropy in nats per token over windows of 512 tokens from the held-out modules."""
-    stream = np.concatenate([_encode(tokenizer, path) for path in text.held_out])
+    stream = np.concatenate([encode(tokenizer, path) for path in text.held_out])
     recipe = replace(TARGET, steps=windows, batch_tokens=512, seed=1, long=512)
     losses = [next_token_loss(model, rows).item() for _, rows in batches(stream, recipe, 0)]
     return float(np.mean(losses))
@@ -288,7 +249,7 @@ def main() -> None:
     text = corpus.find()
     target, draft = embedded_target(), embedded_draft()
     if options.stage in ("all", "tokenizer"):
-        train_tokenizer(text.library, target)
+        train_tokenizer(text.library, target, TARGET.long)
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     stream = token_stream(tokenizer, text, seed=TARGET.seed)
     report = {"corpus": text.fingerprint(), "tokens": len(stream)}

@@ -111,7 +111,7 @@ def banner(app: App) -> list[tuple[str, str]]:
         ("gRPC", f"{config.host}:{app.grpc_port}"),
         ("HTTP", f"http://{config.host}:{app.http_port}"),
         ("model", model.name),
-        ("drafts", f"{model.draft_name or model.default_proposer} ({drafts})"),
+        ("drafts", f"{model.draft_name or model.engine.default_proposer} ({drafts})"),
         ("K/V", f"{config.kv_memory:g} GiB at most, {engine.total_pages} pages"),
         ("device", f"{model.device}, {config.dtype}"),
     ]

@@ -279,12 +279,12 @@ def model_info(model: ServedModel) -> control_pb.GetModelInfoResponse:
         max_model_len=engine.max_model_len,
         eos_token_ids=sorted(engine.eos_token_ids),
         has_tokenizer=model.codec is not None,
-        proposers=sorted(engine.proposer_names, key=lambda name: (name != model.default_proposer, name)),
+        proposers=sorted(engine.proposer_names, key=lambda name: (name != engine.default_proposer, name)),
         speculation=speculation_settings(
             Speculation(
                 mode=config.speculation,
                 num_draft_tokens=config.num_draft_tokens,
-                proposer=model.default_proposer,
+                proposer=engine.default_proposer,
                 verification=config.verification,
             )
         ),

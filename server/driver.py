@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from engine.errors import DuplicateRequest, PilotfishError
 from engine.stats import Clock
 from engine.text import OutputText
-from engine.types import DEFAULT_MAX_TOKENS, FinishReason, Request, TokenEvent
+from engine.types import FinishReason, Request, TokenEvent
 from server.errors import Aborted, RequestFailed, Unavailable
 from server.lifecycle import Lifecycle, State
 from server.metrics import Metrics
@@ -122,7 +122,7 @@ class Driver:
             raise DuplicateRequest(f"request_id {request.request_id!r} is live")
         text = None if self.model.codec is None else OutputText(self.model.codec, request.sampling.stop)
         stream = OutputStream(request, text, self._clock, interval)
-        self.queue.push(request, self._size(request))
+        self.queue.push(request, request.max_len(self._engine.max_model_len))
         self._live[request.request_id] = stream
         self._idle.clear()
         self._wake.set()
@@ -219,12 +219,6 @@ class Driver:
             self.queue.remove(stream.request_id)
             stream.fail(Unavailable("ENGINE_DEAD", "the engine failed; the request may be sent again elsewhere"))
             self._forget(stream, FinishReason.ERROR)
-
-    def _size(self, request: Request) -> int:
-        """Most tokens of prompt and output that it may come to."""
-        room = self._engine.max_model_len - len(request.token_ids)
-        wanted = request.sampling.max_tokens
-        return len(request.token_ids) + min(room, DEFAULT_MAX_TOKENS if wanted is None else wanted)
 
     def _report_load(self) -> None:
         engine = self._engine

@@ -27,11 +27,6 @@ class ServedModel:
     engine: Engine
     codec: Codec | None  # None: a checkpoint without a tokenizer serves token ids alone
 
-    @property
-    def default_proposer(self) -> str:
-        """Who drafts for a request that does not say."""
-        return self.engine.default_proposer
-
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress) -> ServedModel:
         """Load and warm up. Takes seconds to minutes: call it on the compute thread."""
