@@ -45,3 +45,7 @@ class DuplicateRequest(PilotfishError):
 
 class ModelError(PilotfishError):
     """Expected: a checkpoint, or a pair of them, that cannot be served; said at load, never later."""
+
+
+class GrammarFault(PilotfishError):
+    """Expected: one output's structure cannot go on (a limit of its grammar, a dead end). That request alone ends."""

@@ -96,6 +96,23 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Guided:
+    """The structure that an output must have: exactly one of these.
+
+    Args:
+        json_schema: the text of a JSON Schema; the output is a document that it accepts.
+        regex: the output matches it as a whole.
+        grammar: the output is of this grammar, in Lark notation.
+        choice: the output is one of these texts.
+    """
+
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationParams:
     """What a request asks of speculation; None leaves the choice to the server."""
 

@@ -1,0 +1,35 @@
+"""What the engine needs of structured output: which tokens may come next. Knows no text and no library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from torch import Tensor
+
+
+class GrammarState(Protocol):
+    """Where one output stands in its structure. After any `advance` it can go back: drafts are tried and taken back.
+
+    A fault of the structure (its limits, a state with no way on) raises GrammarFault, and ends that request alone.
+    """
+
+    def fill(self, mask: Tensor) -> None:
+        """Write which tokens may come next into `mask`, bool `[vocab]` on the CPU; end tokens where it may end."""
+        ...
+
+    def advance(self, tokens: Seq[int]) -> int:
+        """Take the longest leading part of `tokens` that fits; how many that are."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last `num_tokens` that were taken."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled structure, shared by all requests that ask for it."""
+
+    def start(self) -> GrammarState:
+        """The state before the first generated token."""
+        ...
