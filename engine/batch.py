@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class RaggedBatch:
     kv_lens: tuple[int, ...]  # [B]
     page_tables: tuple[Seq[int], ...]  # [B]
     page_size: int
+    is_contiguous: tuple[bool, ...]  # [B], whether its pages lie in a row
     _worked_out: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
 
     def once(self, key: Hashable, work_out: Callable[[], Tensor]) -> Tensor:
@@ -84,4 +86,10 @@ class RaggedBatch:
             kv_lens=tuple(feed.kv_len for feed in feeds),
             page_tables=tuple(feed.page_table for feed in feeds),
             page_size=page_size,
+            is_contiguous=tuple(_is_run(feed.page_table) for feed in feeds),
         )
+
+
+def _is_run(pages: Seq[int]) -> bool:
+    """[4, 5, 6] -> True; [4, 6] -> False."""
+    return all(after == before + 1 for before, after in pairwise(pages))

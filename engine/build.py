@@ -14,13 +14,15 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.intake import Limits
-from engine.kv import BlockPool, KVArena, KVLayout
+from engine.kv import KVArena, KVLayout
+from engine.pages import BlockPool
 from engine.probe import probe
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
 from engine.runner import ModelRunner, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
 
 GIB = 2**30
+PAGE_SIZE = 32  # tokens; the prefix cache knows whole pages
 
 
 def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Engine:
@@ -60,14 +62,16 @@ def assemble(
     models = [target] if draft is None else [target, draft]
     limit = max_model_len(config, [model.config for model in models])
     layouts = [kv_layout(model.config, model.dtype) for model in models]
-    page_size = min(config.page_size or limit, limit)
+    page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
     num_pages = pages_within(config, layouts, page_size, limit)
-    attend = attention.choose(config.attention, contiguous=page_size >= limit)
+    attend = attention.choose(config.attention)
     runners = [_runner(m, layout, attend, num_pages, page_size) for m, layout in zip(models, layouts, strict=True)]
     proposers = _proposers(config, runners[1] if draft is not None else None, extra_proposers, runners[0].vocab_size)
+    run = -(-limit // page_size)
+    pools = [BlockPool(num_pages, page_size, run=run, prefix_cache=config.prefix_cache) for _ in models]
     scheduler = Scheduler(
-        BlockPool(num_pages, page_size),
-        BlockPool(num_pages, page_size) if draft is not None else None,
+        pools[0],
+        pools[1] if draft is not None else None,
         config.max_batch_size,
         config.max_batch_tokens,
         proposers.draft_kv_users,

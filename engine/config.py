@@ -36,7 +36,10 @@ class EngineConfig(BaseModel):
     max_batch_size: int = Field(64, ge=1, description="Most sequences in one step.")
     max_batch_tokens: int = Field(512, ge=1, description="Most tokens fed to the target in one step.")
     kv_memory: float = Field(2.0, gt=0, description="Memory for keys and values of both models, in GiB.")
-    page_size: int | None = Field(None, ge=1, description="Tokens per K/V page; default one page per sequence.")
+    page_size: int | None = Field(
+        None, ge=1, description="Tokens per K/V page; default 32, or one page per sequence without prefix cache."
+    )
+    prefix_cache: bool = Field(True, description="Keep K/V of past requests for those that begin with the same tokens.")
     attention: Literal["auto", "sdpa", "reference"] = Field("auto", description="Attention implementation.")
     threads: int | None = Field(None, ge=1, description="Compute threads; default the cores this process may use.")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from dataclasses import dataclass
 
+from engine.checks import violations
 from engine.config import EngineConfig
-from engine.errors import Unsupported
+from engine.errors import InvalidRequest, Unsupported
 from engine.types import MAX_SEED, Request, Sequence, Speculation, SpeculationMode
 
 
@@ -39,21 +41,31 @@ class Intake:
             InvalidRequest: with every violation at once.
             Unsupported: a proposer that this server does not have.
         """
-        request.check(self.limits.vocab_size, self.limits.max_model_len)
+        found = list(violations(request, self.limits.vocab_size, self.limits.max_model_len))
+        if found:
+            raise InvalidRequest(found)
         name = request.speculation.proposer
         if name is not None and name not in self.proposers:
             raise Unsupported(f"speculation.proposer is {name!r}; this server has {', '.join(self.proposers)}")
 
-    def open(self, request: Request) -> Sequence:
-        """The sequence of a request that `check` let through."""
-        wanted = request.sampling.seed
-        return Sequence(
-            request=request,
-            seed=secrets.randbelow(MAX_SEED + 1) if wanted is None else wanted,
-            speculation=self._speculation(request),
-            max_len=request.max_len(self.limits.max_model_len),
-            tokens=list(request.token_ids),
-        )
+    def open(self, request: Request) -> list[Sequence]:
+        """The outputs of a request that `check` let through, each a sequence of its own."""
+        wanted = request.sampling
+        seed = secrets.randbelow(MAX_SEED + 1) if wanted.seed is None else wanted.seed
+        model_ends = frozenset() if wanted.ignore_eos else self.limits.eos_token_ids
+        return [
+            Sequence(
+                request=request,
+                index=index,
+                seed=_seed_of(seed, index),
+                speculation=self._speculation(request),
+                max_len=request.max_len(self.limits.max_model_len),
+                end_token_ids=model_ends | frozenset(wanted.stop_token_ids),
+                tokens=list(request.token_ids),
+                grammar=None if request.grammar is None else request.grammar.start(),
+            )
+            for index in range(wanted.n)
+        ]
 
     def _speculation(self, request: Request) -> Speculation:
         """The request's wishes over the server's defaults; the server's limit on drafts holds for all."""
@@ -67,3 +79,10 @@ class Intake:
             proposer=proposer,
             verification=asked.verification or config.verification,
         )
+
+
+def _seed_of(seed: int, index: int) -> int:
+    """Output 0 has the request's own seed; the others one each, as if drawn, so that any can be asked for alone."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")

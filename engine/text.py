@@ -116,6 +116,11 @@ class StopMatcher:
         self.matched = _extend(self.stop, self._fallback, self.matched, char)
         return self.matched == len(self.stop)
 
+    def go_on(self) -> None:
+        """Take a whole match for text like any other; its end may begin the next one."""
+        if self.matched == len(self.stop):
+            self.matched = self._fallback[-1]
+
 
 def _extend(stop: str, fallback: list[int], matched: int, char: str) -> int:
     while matched and stop[matched] != char:
@@ -154,11 +159,12 @@ class OutputText:
 
     Joined pieces and the final `flush` are the decoded tokens up to the stop string. Held back is only
     what may still change: bytes of an unfinished character, and the longest end of the text that begins
-    some stop string. A token that ends the output by its id is not pushed: it has no text.
+    some stop string. A token that ends the output by its id is not pushed: it has no text. A stop string that
+    completes within the first `min_tokens` tokens is text like any other.
     """
 
-    def __init__(self, codec: Codec, stop: Iterable[str] = ()) -> None:
-        self._decoder = Decoder(codec)
+    def __init__(self, codec: Codec, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
+        self._decoder, self._tokens_too_early = Decoder(codec), min_tokens
         self._matchers = tuple(map(StopMatcher, stop))
         self._held = ""
         self._stopped = False
@@ -169,6 +175,7 @@ class OutputText:
         texts = []
         for token in token_ids:
             self._held += self._decoder.push(token)
+            self._tokens_too_early -= 1
             stop = self._match()
             texts.append(self._release())
             if stop is not None:
@@ -188,10 +195,16 @@ class OutputText:
         unread = self._num_held()
         for end, char in enumerate(self._held[unread:], unread + 1):
             completed = [matcher.stop for matcher in self._matchers if matcher.push(char)]
-            if completed:
+            if completed and self._tokens_too_early >= 0:
+                self._go_on()
+            elif completed:
                 self._held, self._stopped = self._held[: end - len(completed[0])], True
                 return completed[0]
         return None
+
+    def _go_on(self) -> None:
+        for matcher in self._matchers:
+            matcher.go_on()
 
     def _release(self) -> str:
         shown = len(self._held) - (0 if self._stopped else self._num_held())

@@ -13,7 +13,7 @@ from engine.batch import Feed
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.intake import Limits
-from engine.kv import BlockPool
+from engine.pages import BlockPool
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
 from engine.scheduler import Scheduler
 from engine.stats import StepStats

@@ -49,15 +49,9 @@ class Ragged:
     attend: Attend
 
 
-def choose(name: Literal["auto", "sdpa", "reference"], *, contiguous: bool) -> Attend:
-    """Pick an implementation; `contiguous` says that one page holds a whole sequence.
-
-    Raises:
-        ValueError: `sdpa` was asked for and pages are smaller than a sequence.
-    """
-    if name == "sdpa" and not contiguous:
-        raise ValueError("attention is sdpa, which needs page_size to be max_model_len (the default)")
-    found: Callable[..., Tensor] = sdpa.attend if name != "reference" and contiguous else reference.attend
+def choose(name: Literal["auto", "sdpa", "reference"]) -> Attend:
+    """Pick an implementation."""
+    found: Callable[..., Tensor] = reference.attend if name == "reference" else sdpa.attend
     log.info("attention: %s", found.__module__.rpartition(".")[2])
     return found
 

@@ -11,9 +11,11 @@ from torch import Tensor
 from engine import sampling
 from engine.batch import Feed
 from engine.noise import Stream
+from engine.processors import process
 from engine.proposers.base import Proposal
+from engine.row import Row
 from engine.runner import Runner
-from engine.sampling import Row, RowParams
+from engine.sampling import RowParams
 from engine.stats import Forward
 from engine.types import Sequence, Verification
 
@@ -26,11 +28,6 @@ class _Chain:
     k: int
     tokens: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sequence and its drafts so far; the next draft goes here."""
-        return len(self.sequence.tokens) + len(self.tokens)
 
     def feed(self, budget: int) -> Feed:
         """What the draft model has not seen, at most `budget` tokens of it; logits only if that reaches the end.
@@ -46,7 +43,7 @@ class _Chain:
     def row(self) -> Row:
         """The draw of the next draft: with the target's own noise under the coupled rule, apart under rejection."""
         coupled = self.sequence.speculation.verification is Verification.COUPLED
-        return Row(self.sequence, self.length, Stream.COUPLED if coupled else Stream.DRAFT)
+        return Row(self.sequence, tuple(self.tokens), Stream.COUPLED if coupled else Stream.DRAFT)
 
     def draft_probs(self) -> Tensor | None:
         """The laws of all drafts, `[len(tokens), vocab]`, where the rejection rule will ask for them."""
@@ -86,7 +83,8 @@ class ModelProposer:
 
     def _draw(self, chains: list[_Chain], logits: Tensor) -> None:
         """Append one token to each chain; `logits` `[len(chains), vocab]`."""
-        params = RowParams.of([chain.row() for chain in chains], logits.shape[1], logits.device)
+        rows = [chain.row() for chain in chains]
+        logits, params = process(logits, rows), RowParams.of(rows, logits.shape[1], logits.device)
         drawn = sampling.choose(logits, params).tolist()
         to_be_judged = [c.sequence.speculation.verification is Verification.REJECTION for c in chains]
         probs = sampling.probabilities(logits, params) if any(to_be_judged) else None

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
+from engine.processors import fitting
 from engine.proposers.base import Proposal, Proposer
 from engine.stats import Forward
 from engine.types import Sequence
@@ -46,19 +47,23 @@ class Proposers:
                 part = self._ask(name, proposer, [sequences[i] for i in mine], [k_each[i] for i in mine])
                 forwards += part.forwards
                 for i, drafts, probs in zip(mine, part.tokens, part.draft_probs, strict=True):
-                    tokens[i], draft_probs[i] = drafts, probs
+                    tokens[i] = fitting(sequences[i], drafts)
+                    draft_probs[i] = None if probs is None else probs[: len(tokens[i])]
         return Proposal(tuple(tokens), tuple(draft_probs), tuple(forwards))
 
     def _ask(self, name: str, proposer: Proposer, sequences: list[Sequence], k_each: list[int]) -> Proposal:
         """A proposer that fails costs speed, never output: this step decodes plainly, and after three all do."""
         nothing = Proposal.certain([()] * len(sequences))
+        known = [sequence.draft.kv_len for sequence in sequences]
         if self._failures_in_a_row[name] == GIVE_UP_AFTER:
             return nothing
         try:
             proposal = proposer.propose(sequences, k_each)
             self._check(proposal, k_each)
         except Exception as error:  # noqa: BLE001 - whatever it is, the target can go on without
-            self._failed(name, error, sequences)
+            self._failed(name, error)
+            for sequence, kv_len in zip(sequences, known, strict=True):
+                sequence.draft.kv_len = kv_len  # what it wrote beyond before it failed is not known
             return nothing
         self._failures_in_a_row[name] = 0
         return proposal
@@ -71,11 +76,9 @@ class Proposers:
             if not all(0 <= token < self._vocab_size for token in drafts):
                 raise ValueError(f"proposed {drafts}; token ids are 0 to {self._vocab_size - 1}")
 
-    def _failed(self, name: str, error: Exception, sequences: list[Sequence]) -> None:
+    def _failed(self, name: str, error: Exception) -> None:
         self.num_failures += 1
         self._failures_in_a_row[name] += 1
         log.error("proposer %s failed; this step goes on without its drafts", name, exc_info=error)
         if self._failures_in_a_row[name] == GIVE_UP_AFTER:
             log.error("proposer %s failed %d times in a row; it is not asked again", name, GIVE_UP_AFTER)
-        for sequence in sequences:
-            sequence.draft.kv_len = 0  # what it wrote before it failed is not known: feed it all again

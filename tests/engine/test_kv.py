@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.kv import BlockPool, KVArena, KVLayout
+from engine.kv import KVArena, KVLayout
+from engine.pages import BlockPool
 from engine.types import KVCursor
 
 

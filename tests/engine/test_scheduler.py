@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv import BlockPool
+from engine.pages import BlockPool
 from engine.scheduler import Scheduler
 from engine.types import Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
 
