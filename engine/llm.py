@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import count
 from numbers import Integral
 from os import PathLike, fspath
 from typing import Any, cast
@@ -58,12 +59,20 @@ class Completion:
 class LLM:
     """A model to call in a program of one's own; `pilotfish serve` is the same engine behind a network."""
 
+    _ids = count(1)
+
     def __init__(self, target: str | PathLike[str], draft: str | PathLike[str] | None = None, **config: Any) -> None:
         """Load a target, and a draft if there is one; `config` as in `engine.config.EngineConfig`."""
         settings = EngineConfig(target=fspath(target), draft=None if draft is None else fspath(draft), **config)
         self.engine: Engine = build_engine(settings)
         self.codec = Codec.load(settings.target, settings.revision)
-        self._num_requests = 0
+
+    @classmethod
+    def of(cls, engine: Engine, codec: Codec | None = None) -> LLM:
+        """The same around an engine that is there already."""
+        llm = cls.__new__(cls)
+        llm.engine, llm.codec = engine, codec
+        return llm
 
     def generate(
         self,
@@ -102,9 +111,8 @@ class LLM:
     ) -> Request:
         if self.codec is None and params.stop:
             raise InvalidRequest.of("stopping.stop", "is text; this checkpoint has no tokenizer")
-        self._num_requests += 1
         return Request(
-            request_id=f"offline-{self._num_requests}",
+            request_id=f"offline-{next(self._ids)}",
             token_ids=self._encode(prompt),
             sampling=params,
             speculation=speculation,
