@@ -96,21 +96,21 @@ def models() -> tuple[torch.nn.Module, torch.nn.Module]:
 @cache
 def llm(*, plenty: bool, prefix_cache: bool) -> LLM:
     """Every proposer in one engine; without `plenty`, few small pages, so that batch mates get preempted."""
-    config = EngineConfig(
-        target="llama",
-        draft="near",
-        num_draft_tokens=8,
-        page_size=4,
-        prefix_cache=prefix_cache,
-        max_batch_tokens=64 if plenty else 24,
-        max_batch_size=16,
-        kv_memory=1.0 if plenty else _gib_of_pages(30),
-    )
-    scripted = {
+    few = {} if plenty else {"kv_memory": _gib_of_pages(30), "max_batch_tokens": 24}
+    config = _config(prefix_cache=prefix_cache, **few)
+    return LLM.of(assemble(config, *models(), extra_proposers=_scripted()), codec())
+
+
+def _config(**options: object) -> EngineConfig:
+    usual = {"num_draft_tokens": 8, "page_size": 4, "max_batch_size": 16, "max_batch_tokens": 64}
+    return EngineConfig(**{"target": "llama", "draft": "near", **usual, **options})
+
+
+def _scripted() -> dict[str, ScriptedProposer]:
+    return {
         "right": ScriptedProposer(lambda s, k: _future(s)[:k]),
         "wrong": ScriptedProposer(lambda s, k: [(t + 1) % 2048 for t in _future(s)[:k]]),
     }
-    return LLM.of(assemble(config, *models(), extra_proposers=scripted), codec())
 
 
 def _gib_of_pages(pages: int) -> float:
@@ -119,7 +119,7 @@ def _gib_of_pages(pages: int) -> float:
 
 
 PROPOSERS = ("none", "ngram", "model", "right", "wrong")
-_futures: dict[tuple[tuple[int, ...], int, int, str], list[int]] = {}
+_futures: dict[tuple[tuple[int, ...], int, str], list[int]] = {}
 
 
 def _future(sequence: Sequence) -> list[int]:
@@ -182,15 +182,58 @@ def assert_speculation_changes_nothing(
     engine.engine.check_invariants()
 
 
+@pytest.mark.feature
+@pytest.mark.parametrize("proposer", PROPOSERS)
 @pytest.mark.parametrize("option", ALONE)
-def test_each_option_alone(option: str) -> None:
+def test_each_option_alone(option: str, proposer: str) -> None:
     sampling = ALONE[option]
     sampling = replace(sampling, max_tokens=sampling.max_tokens or MAX_TOKENS, seed=sampling.seed or 9)
-    for proposer in PROPOSERS:
-        for num_draft in (1, 4, 8) if proposer != "none" else (0,):
-            for prefix_cache in (True, False):
-                engine = llm(plenty=bool(num_draft % 4), prefix_cache=prefix_cache)
-                assert_speculation_changes_nothing(engine, sampling, proposer, num_draft)
+    for num_draft, prefix_cache in ((1, True), (4, False), (8, True)):
+        engine = llm(plenty=num_draft != 4, prefix_cache=prefix_cache)
+        assert_speculation_changes_nothing(engine, sampling, proposer, num_draft)
+
+
+CONDITIONS = {
+    "alone": {"prefix_cache": False},
+    "among 31 others": {"prefix_cache": False, "max_batch_size": 32},
+    "chunked prefill": {"prefix_cache": False, "max_batch_tokens": 5, "max_batch_size": 4},
+    "preemption": {"prefix_cache": False, "kv_memory": _gib_of_pages(30)},
+    "prefix cache": {"prefix_cache": True},
+    "prefix cache and preemption": {"prefix_cache": True, "kv_memory": _gib_of_pages(30)},
+    "one page per sequence": {"prefix_cache": False, "page_size": 128},
+}
+
+
+@pytest.mark.feature
+@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("condition", CONDITIONS)
+def test_each_condition(condition: str, proposer: str) -> None:
+    """The same four requests, greedy and sampled, with penalties and logprobs, wherever they find themselves."""
+    engine = engine_under(condition)
+    asked = SpeculationParams(mode=SpeculationMode.FIXED, num_draft_tokens=4, proposer=proposer)
+    others = [(PROMPTS[i % 4], replace(REQUESTS[i % 3][1], seed=100 + i)) for i in range(28)]
+    crowd = REQUESTS + (others if condition == "among 31 others" else [])
+    for _ in range(2):  # the second time, a prefix cache is warm
+        if condition == "alone":
+            got = [done for prompt, params in REQUESTS for done in engine.generate(prompt, params, speculation=asked)]
+        else:
+            got = engine.generate([p for p, _ in crowd], [params for _, params in crowd], speculation=asked)
+        for ours, (prompt, params) in zip(got, REQUESTS, strict=False):
+            assert_same(ours, plain(prompt, params)[0])
+    engine.engine.check_invariants()
+
+
+REQUESTS = [
+    (PROMPTS[0], SamplingParams(max_tokens=30, logprobs=1, seed=0)),
+    (PROMPTS[1], SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=1)),
+    (PROMPTS[3], SamplingParams(max_tokens=30, temperature=0.8, frequency_penalty=0.7, seed=2)),
+    (PROMPTS[0] * 2, SamplingParams(max_tokens=20, temperature=1.2, top_k=20, seed=3)),
+]
+
+
+@cache
+def engine_under(condition: str) -> LLM:
+    return LLM.of(assemble(_config(**CONDITIONS[condition]), *models(), extra_proposers=_scripted()), codec())
 
 
 @pytest.mark.parametrize("option", sorted(ALONE.keys() - {"greedy"}))
