@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -28,7 +28,7 @@ from pilotfish.v1 import control_pb2 as control_pb
 from pilotfish.v1 import generation_pb2 as pb
 from server.errors import NotFound
 from server.model import ServedModel
-from server.streams import Chunk, End, Timeline
+from server.outputs import Chunk, End, Timeline
 
 AnyGenerateRequest: TypeAlias = pb.GenerateRequest | pb.GenerateStreamRequest
 
@@ -192,7 +192,7 @@ def stream_responses(chunk: Chunk, asked: Wanted, *, first: bool) -> Iterator[pb
     """A chunk's messages: its tokens and text if there are any, then the end if it is there."""
     request_id = asked.request.request_id if first else ""
     if chunk.text or (chunk.token_ids and asked.token_ids):
-        delta = pb.TokenDelta(text=chunk.text)
+        delta = pb.TokenDelta(index=chunk.index, text=chunk.text)
         if asked.token_ids:
             delta.token_ids.extend(chunk.token_ids)
             delta.from_draft.extend(chunk.from_draft)
@@ -200,26 +200,32 @@ def stream_responses(chunk: Chunk, asked: Wanted, *, first: bool) -> Iterator[pb
         yield pb.GenerateStreamResponse(request_id=request_id, delta=delta)
         request_id = ""
     if chunk.end is not None:
-        yield pb.GenerateStreamResponse(request_id=request_id, finished=finished(chunk.end))
+        yield pb.GenerateStreamResponse(request_id=request_id, finished=finished(chunk.index, chunk.end))
 
 
-def response(chunk: Chunk, asked: Wanted, model: ServedModel) -> pb.GenerateResponse:
-    """The whole output in one message."""
+def response(chunks: Iterable[Chunk], asked: Wanted, model: ServedModel) -> pb.GenerateResponse:
+    """Every output, each whole, in one message."""
+    outputs = [_output(chunk, asked) for chunk in chunks]
+    return pb.GenerateResponse(request_id=asked.request.request_id, model=model.name, outputs=outputs)
+
+
+def _output(chunk: Chunk, asked: Wanted) -> pb.Output:
     assert chunk.end is not None, "half an output"
-    output = pb.Output(text=chunk.text, finished=finished(chunk.end))
+    output = pb.Output(index=chunk.index, text=chunk.text, finished=finished(chunk.index, chunk.end))
     if asked.token_ids:
         output.token_ids.extend(chunk.token_ids)
         output.from_draft.extend(chunk.from_draft)
         output.text_lengths.extend(map(len, chunk.texts))
-    return pb.GenerateResponse(request_id=asked.request.request_id, model=model.name, outputs=[output])
+    return output
 
 
-def finished(end: End) -> pb.Finished:
-    """The terminal message."""
+def finished(index: int, end: End) -> pb.Finished:
+    """The terminal message of one output."""
     result = end.finished
     message = pb.Finished(
+        index=index,
         finish_reason=_FINISH_REASONS[result.reason],
-        usage=pb.Usage(prompt_tokens=result.prompt_tokens, completion_tokens=result.completion_tokens),
+        usage=_usage(result),
         speculation_stats=_stats(result.stats),
         timing=_timing(end.timeline),
         seed=result.seed,
@@ -227,6 +233,14 @@ def finished(end: End) -> pb.Finished:
     )
     _set_matched_stop(message, result, end.stop_string)
     return message
+
+
+def _usage(result: Finished) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=result.prompt_tokens,
+        completion_tokens=result.completion_tokens,
+        cached_prompt_tokens=result.cached_prompt_tokens,
+    )
 
 
 def _set_matched_stop(message: pb.Finished, result: Finished, stop_string: str | None) -> None:

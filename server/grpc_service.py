@@ -58,13 +58,13 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Write every round's tokens as they come, or what has gathered while the reader was busy."""
         call = await self._admit(request, context)
-        first, over = True, False
-        while not over:
-            chunk = await call.stream.read()
-            over = chunk.end is not None
-            for message in convert.stream_responses(chunk, call.wanted, first=first):
-                await self._write(message, call, context)
-                first = False
+        first, unfinished = True, len(call.stream.outputs)
+        while unfinished:
+            for chunk in await call.stream.read():
+                unfinished -= chunk.end is not None
+                for message in convert.stream_responses(chunk, call.wanted, first=first):
+                    await self._write(message, call, context)
+                    first = False
 
     async def _write(self, message: pb.GenerateStreamResponse, call: _Call, context: Context) -> None:
         try:

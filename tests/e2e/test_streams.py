@@ -148,11 +148,11 @@ class Watch:
 
         def watched_finish(request_id: str, *args: object, **kwargs: object) -> object:
             before = engine.free_pages
-            event = finish(request_id, *args, **kwargs)
-            if event is not None and request_id in self._asked:
+            events = finish(request_id, *args, **kwargs)
+            if events and request_id in self._asked:
                 self.steps_until_freed.append(self.steps - self._asked[request_id])
                 self.pages_freed.append(engine.free_pages - before)
-            return event
+            return events
 
         def watched_step() -> object:
             output = step()

@@ -177,7 +177,7 @@ async def test_all_violations_are_told_at_once(server):
         "sampling.n",
         "stopping.max_tokens",
         "stopping.stop[0]",
-        "stopping.stop_token_ids",
+        "stopping.stop_token_ids[0]",
         "output.stream_interval",
         "speculation.num_draft_tokens",
         "speculation.mode",
