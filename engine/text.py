@@ -28,7 +28,7 @@ class Codec:
     @classmethod
     def load(cls, source: str | Path, revision: str | None = None) -> Codec | None:
         """The tokenizer of a local folder or hub id; None if the checkpoint has none and so serves token ids alone."""
-        path = _find(source, revision)
+        path = find_file(source, TOKENIZER_FILE, revision)
         if path is None:
             return None
         try:
@@ -36,22 +36,23 @@ class Codec:
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ModelError(f"cannot read the tokenizer {path}: {error}") from error
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt, with the special tokens that the tokenizer puts around one."""
-        return tuple(self.tokenizer.encode(text).ids)
+    def encode(self, text: str, *, bare: bool = False) -> tuple[int, ...]:
+        """Token ids of a prompt, with the special tokens that the tokenizer puts around one; bare: without those."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=not bare).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of all of these tokens; bytes that are no UTF-8 become U+FFFD."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def _find(source: str | Path, revision: str | None) -> Path | None:
+def find_file(source: str | Path, name: str, revision: str | None = None) -> Path | None:
+    """One file of a local folder or hub id; None if it has none of that name."""
     folder = Path(source)
     if folder.is_dir():
-        path = folder / TOKENIZER_FILE
+        path = folder / name
         return path if path.is_file() else None
     try:
-        return Path(hf_hub_download(str(source), TOKENIZER_FILE, revision=revision))
+        return Path(hf_hub_download(str(source), name, revision=revision))
     except EntryNotFoundError:
         return None
     except (OSError, ValueError) as error:  # no such repository, no network, no valid name

@@ -22,11 +22,13 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.types import FinishReason
 from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
+from server.admission import Admission
 from server.boundary import Boundary
 from server.config import ServerConfig
 from server.control_service import ControlService
 from server.driver import Driver
 from server.errors import Unavailable
+from server.grammars import GrammarPool
 from server.grpc_service import InferenceService
 from server.health import Health, add_health
 from server.http_gateway import HttpServer, gateway
@@ -62,6 +64,8 @@ class App:
         self.grpc_port = self.http_port = 0
         self._load, self._on_ready = load, on_ready
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._grammars = GrammarPool()
+        self._admission = Admission(self._require_driver, self.metrics, self._grammars)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> int:
@@ -109,7 +113,7 @@ class App:
         self.lifecycle.listen(health.follow)
         await health.follow(self.lifecycle.state)
         add_health(health, self._grpc)
-        inference = InferenceService(self._require_driver, self.metrics, config.stall_seconds)
+        inference = InferenceService(self._admission, self.metrics, config.stall_seconds)
         generation_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._grpc)
         control = ControlService(self._require_driver, self.lifecycle, config)
         control_pb2_grpc.add_ControlServiceServicer_to_server(control, self._grpc)
@@ -175,6 +179,7 @@ class App:
             await self._drain(self.driver)
         await self._grpc.stop(LAST_MESSAGES_SECONDS)
         self._http.stop()
+        self._grammars.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().remove_signal_handler(number)
