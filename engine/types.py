@@ -134,12 +134,16 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt to continue. `request_id` is unique among live requests; `token_ids` is the prompt."""
+    """One prompt to continue. `request_id` is unique among live requests; `token_ids` is the prompt.
+
+    What is remembered of one request for the speed of others is shared only under an equal `cache_salt`.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    cache_salt: str | None = None
 
     def check(self, vocab_size: int, max_model_len: int) -> None:
         """Raise InvalidRequest with every violation; `vocab_size` is the width of the logits."""
