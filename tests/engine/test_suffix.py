@@ -99,7 +99,7 @@ def test_frequency_decides_and_doubt_stops() -> None:
     index = SuffixIndex()
     index.grow(text, 0)
     places = index.places(text, 100)
-    assert best_guess(text, places, 8, Rules(least=0.5, longest=2)).tokens == (3,), "two of three; after that one of two"
+    assert best_guess(text, places, 8, Rules(least=0.5, longest=2)).tokens == (3,), "two of three, then one of two"
     assert best_guess(text, places, 8, Rules(least=0.3, longest=2)).tokens == (3, 8, 1, 2)
     assert best_guess(text, places, 8, Rules(least=0.7, longest=2)).tokens == ()
 
