@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -11,14 +12,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine import attention
 from engine.config import EngineConfig
+from engine.drafters import Drafters
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.intake import Limits
 from engine.kv import KVArena, KVLayout
 from engine.pages import BlockPool
 from engine.probe import probe
-from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
-from engine.runner import ModelRunner, end_tokens, known_positions, kv_layout, load_model, vocab_size
+from engine.proposers import Proposer, Proposers
+from engine.runner import ModelRunner, end_tokens, known_positions, kv_layout, load_model
 from engine.scheduler import Scheduler
 
 GIB = 2**30
@@ -54,30 +56,31 @@ def assemble(
 
     `extra_proposers` come to those that the config brings, or replace them by name.
     """
-    if draft is not None and vocab_size(draft) != vocab_size(target):
-        raise ModelError(
-            f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}: "
-            "a draft must share the target's vocabulary"
-        )
-    models = [target] if draft is None else [target, draft]
-    limit = max_model_len(config, [model.config for model in models])
-    layouts = [kv_layout(model.config, model.dtype) for model in models]
+    drafters = Drafters.load(config, target, draft)
+    limit = max_model_len(config, [model.config for model in (target, *drafters.models.values())])
+    layout = kv_layout(target.config, target.dtype)
     page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
-    num_pages = pages_within(config, layouts, page_size, limit)
+    num_pages = pages_within(config, [layout, *drafters.layouts.values()], page_size, limit)
     attend = attention.choose(config.attention)
-    runners = [_runner(m, layout, attend, num_pages, page_size) for m, layout in zip(models, layouts, strict=True)]
-    proposers = _proposers(config, runners[1] if draft is not None else None, extra_proposers, runners[0].vocab_size)
+    make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
+    probe(target, layout, attend)
+    runner = ModelRunner(target, make_arena(layout), attend)
+    by_name = drafters.proposers(make_arena, attend, config.max_batch_tokens) | dict(extra_proposers)
+    if config.proposer is not None and config.proposer not in by_name:
+        raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(by_name)}")
+    proposers = Proposers(by_name, runner.vocab_size)
     run = -(-limit // page_size)
-    pools = [BlockPool(num_pages, page_size, run=run, prefix_cache=config.prefix_cache) for _ in models]
+    pools = [BlockPool(num_pages, page_size, run=run, prefix_cache=config.prefix_cache) for _ in range(2)]
     scheduler = Scheduler(
         pools[0],
-        pools[1] if draft is not None else None,
+        pools[1] if proposers.draft_kv_users else None,
         config.max_batch_size,
         config.max_batch_tokens,
         proposers.draft_kv_users,
+        proposers.draft_kv_sharers,
     )
-    limits = Limits(runners[0].vocab_size, min(limit, num_pages * page_size), end_tokens(target))
-    return Engine(config, limits, runners[0], proposers, scheduler)
+    limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target))
+    return Engine(config, limits, runner, proposers, scheduler)
 
 
 def pick_device(name: str) -> torch.device:
@@ -107,22 +110,3 @@ def pages_within(config: EngineConfig, layouts: list[KVLayout], page_size: int, 
             "give more, or a smaller max_model_len or page_size"
         )
     return min(affordable, config.max_batch_size * -(-max_model_len // page_size))
-
-
-def _runner(
-    model: PreTrainedModel, layout: KVLayout, attend: attention.Attend, num_pages: int, page_size: int
-) -> ModelRunner:
-    probe(model, layout, attend)
-    return ModelRunner(model, KVArena(layout, num_pages, page_size, model.device), attend)
-
-
-def _proposers(
-    config: EngineConfig, draft: ModelRunner | None, extra: Mapping[str, Proposer], vocab_size: int
-) -> Proposers:
-    by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer()}
-    if draft is not None:
-        by_name["model"] = ModelProposer(draft, config.max_batch_tokens)
-    by_name |= extra
-    if config.proposer is not None and config.proposer not in by_name:
-        raise ModelError(f"proposer is {config.proposer!r}; without a draft model there is {', '.join(by_name)}")
-    return Proposers(by_name, vocab_size)

@@ -69,6 +69,7 @@ class Engine:
             logits = self._target.forward(feeds)
             for sequence, feed in zip(plan.sequences, feeds, strict=True):
                 sequence.target.advance(feed.kv_len)
+            self._proposers.observe(plan.sequences, feeds)
         with watch.phase("verify"):
             fed = _fed_to_the_end(plan, proposal)
             outcomes = judge(fed, _without_prompt_rows(plan, feeds, logits))

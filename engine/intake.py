@@ -32,7 +32,8 @@ class Intake:
     @property
     def default_proposer(self) -> str:
         """The proposer of a request that names none."""
-        return self.config.proposer or ("model" if "model" in self.proposers else "ngram")
+        best_first = (name for name in ("auto", "model", "ngram") if name in self.proposers)
+        return self.config.proposer or next(best_first, "none")
 
     def check(self, request: Request) -> None:
         """Refuse what cannot be served.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,18 @@ class ModelRunner:
         )
         logits: Tensor = output.logits[0]
         return logits.float()
+
+
+class Tap:
+    """Keeps the hidden states of a model's last pass: what its output matrix reads, after the final norm."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.hidden: Tensor | None = None  # [T, hidden], one row per token of the ragged batch
+        # The trunk, not the output matrix: that sees only the rows whose logits are asked for.
+        model.get_decoder().register_forward_hook(self._keep)
+
+    def _keep(self, _trunk: nn.Module, _inputs: object, output: Any) -> None:
+        self.hidden = output[0][0]
 
 
 def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -65,8 +65,10 @@ class Scheduler:
         max_batch_size: int,
         max_batch_tokens: int,
         draft_kv_users: frozenset[str] = frozenset(),  # names of the proposers that need draft pages
+        draft_kv_sharers: frozenset[str] = frozenset(),  # and of those whose pages the prefix cache may keep
     ) -> None:
-        self.target_pool, self.draft_pool, self._draft_kv_users = target_pool, draft_pool, draft_kv_users
+        self.target_pool, self.draft_pool = target_pool, draft_pool
+        self._draft_kv_users, self._draft_kv_sharers = draft_kv_users, draft_kv_sharers
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -144,8 +146,8 @@ class Scheduler:
         """Tell the prefix caches what this sequence has fed."""
         salt = sequence.request.cache_salt
         self.target_pool.share(sequence.target, sequence.tokens, salt)
-        if self.draft_pool is not None:
-            self.draft_pool.share(sequence.draft, sequence.tokens, salt)
+        if self.draft_pool is not None and sequence.speculation.proposer in self._draft_kv_sharers:
+            self.draft_pool.share(sequence.draft, sequence.tokens, _draft_salt(sequence))
 
     def _num_growing(self) -> int:
         """Running sequences that will ask for another page: one is kept for each, or admission would preempt them."""
@@ -210,8 +212,8 @@ class Scheduler:
             return False
         if self.draft_pool is None or sequence.speculation.proposer not in self._draft_kv_users:
             return True
-        if not sequence.draft.page_table:
-            found = self.draft_pool.find(sequence.tokens, sequence.request.cache_salt)
+        if not sequence.draft.page_table and sequence.speculation.proposer in self._draft_kv_sharers:
+            found = self.draft_pool.find(sequence.tokens, _draft_salt(sequence))
             self.draft_pool.adopt(sequence.draft, found)
         # May fail although the pools are of one size: target pages that several share are fewer than their draft's.
         return self.draft_pool.reserve(sequence.draft, length)
@@ -233,3 +235,8 @@ class Scheduler:
         self.target_pool.check_invariants(s.target for s in everyone)
         if self.draft_pool is not None:
             self.draft_pool.check_invariants(s.draft for s in everyone)
+
+
+def _draft_salt(sequence: Sequence) -> tuple[str | None, str]:
+    """Proposers have an arena each and share the pages of all: one's K/V means nothing to another."""
+    return sequence.request.cache_salt, sequence.speculation.proposer

@@ -94,6 +94,7 @@ def fake_engine(
         settings.max_batch_size,
         settings.max_batch_tokens,
         chosen.draft_kv_users,
+        chosen.draft_kv_sharers,
     )
     limits = Limits(vocab_size, min(max_model_len, num_pages * page_size), eos)
     target = TableModel(law, vocab_size, num_pages, page_size)
