@@ -17,6 +17,7 @@ from engine.intake import Limits
 from engine.kv import BlockPool, KVArena, KVLayout
 from engine.probe import probe
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
+from engine.rope import longrope_border
 from engine.runner import ModelRunner, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
 
@@ -72,7 +73,8 @@ def assemble(
         config.max_batch_tokens,
         proposers.draft_kv_users,
     )
-    limits = Limits(runners[0].vocab_size, min(limit, num_pages * page_size), end_tokens(target))
+    borders = [longrope_border(model.config) for model in models]
+    limits = Limits(runners[0].vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)
     return Engine(config, limits, runners[0], proposers, scheduler)
 
 

@@ -248,7 +248,8 @@ def _feed(work: Work, drafts: tuple[int, ...]) -> Feed:
     """I2: the planned part of what the target has not seen, and the drafts."""
     tokens = [*work.sequence.tokens[work.span.start : work.span.stop], *drafts]
     num_logits = len(drafts) + 1 if work.reaches_end else 0
-    return Feed(tokens, work.span.start, work.sequence.target.page_table, num_logits)
+    cursor = work.sequence.target
+    return Feed(tokens, work.span.start, cursor.page_table, num_logits, cursor.table)
 
 
 def _fed_to_the_end(plan: StepPlan, proposal: Proposal) -> list[Fed]:

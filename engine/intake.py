@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.errors import Unsupported
-from engine.types import MAX_SEED, Request, Sequence, Speculation, SpeculationMode
+from engine.types import MAX_SEED, KVCursor, Request, Sequence, Speculation, SpeculationMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,8 @@ class Limits:
     vocab_size: int  # width of the target's logits
     max_model_len: int  # most tokens of prompt and output together
     eos_token_ids: frozenset[int] = frozenset()
+    target_border: int | None = None  # longest sequence of the model's first rotary table; None: it has but one
+    draft_border: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,15 @@ class Intake:
 
     def open(self, request: Request) -> Sequence:
         """The sequence of a request that `check` let through."""
-        wanted = request.sampling.seed
+        wanted, length = request.sampling.seed, len(request.token_ids)
         return Sequence(
             request=request,
             seed=secrets.randbelow(MAX_SEED + 1) if wanted is None else wanted,
             speculation=self._speculation(request),
             max_len=request.max_len(self.limits.max_model_len),
             tokens=list(request.token_ids),
+            target=KVCursor.of(self.limits.target_border, length),
+            draft=KVCursor.of(self.limits.draft_border, length),
         )
 
     def _speculation(self, request: Request) -> Speculation:

@@ -14,6 +14,7 @@ from engine.attention.registry import ATTENTION_NAME, Attend, Ragged
 from engine.batch import Feed, RaggedBatch
 from engine.errors import ModelError
 from engine.kv import KVArena, KVLayout
+from engine.rope import install_tables, longrope_border
 
 
 class Runner(Protocol):
@@ -34,6 +35,7 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, arena: KVArena, attend: Attend) -> None:
         self._model, self.arena, self._attend = model.eval(), arena, attend
+        install_tables(model)
         self.vocab_size = vocab_size(model)
         self.device = model.device
 
@@ -43,7 +45,7 @@ class ModelRunner:
         batch = RaggedBatch.of(feeds, self.arena.page_size, self.device)
         output = self._model(
             input_ids=batch.input_ids[None],
-            position_ids=batch.positions[None],
+            position_ids=batch.position_ids[None],
             use_cache=False,
             logits_to_keep=batch.logit_rows,
             ragged=Ragged(batch, self.arena, self._attend),
@@ -103,10 +105,13 @@ def known_positions(config: PreTrainedConfig) -> int:
     """How many positions a model knows in a ragged batch.
 
     Two kinds of rotary embedding pick one frequency table for the whole pass by its largest position, and so for all
-    sequences of the batch by that of the longest. Up to the length of their first training they pick the same.
+    sequences of the batch by that of the longest. Up to the length of their first training they pick the same;
+    beyond it we go only where `engine.rope` can give each sequence its own.
     """
     text = config.get_text_config()
     limit = shape_of(config, "max_position_embeddings")
+    if longrope_border(config) is not None:
+        return limit
     rope = getattr(text, "rope_parameters", None) or {}
     for table in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if table.get("rope_type") in ("dynamic", "longrope"):

@@ -104,11 +104,20 @@ class Scheduler:
         A prompt token is worth one token of work done, a draft its chance of being accepted: prompts go first.
         """
         before = len(self.waiting)
+        self._renew_outgrown()
         steady = [Work.feeding(s, 1) for s in self._with_pages() if s.todo == 1]
         budget = self._max_batch_tokens - len(steady)
         chunks = list(self._chunks(budget))
         budget -= sum(len(work.span) for work in chunks)
         return StepPlan((*self._with_drafts(steady, budget), *chunks), len(self.waiting) - before)
+
+    def _renew_outgrown(self) -> None:
+        """Give up K/V made with another rotary table than a sequence's length now asks for: all of it is fed again."""
+        for sequence in self.running:
+            for pool, cursor in ((self.target_pool, sequence.target), (self.draft_pool, sequence.draft)):
+                if pool is not None and cursor.is_outgrown(len(sequence.tokens)):
+                    pool.release(cursor)
+                    cursor.table = cursor.table_for(len(sequence.tokens))
 
     def _with_pages(self) -> list[Sequence]:
         """Reserve what each running sequence will feed, oldest first; the newest make room where it must be."""
@@ -147,8 +156,13 @@ class Scheduler:
 
     @staticmethod
     def _num_draft_wanted(sequence: Sequence) -> int:
-        """K for this step; a draft that could not be emitted before `max_len` is never wanted."""
-        return max(0, min(sequence.speculation.num_draft_tokens, sequence.max_len - len(sequence.tokens) - 1))
+        """K for this step; a draft that could not be emitted before `max_len` is never wanted.
+
+        Nor one beyond a change of rotary table: every row of a verification is of one table.
+        """
+        length = len(sequence.tokens)
+        before_border = min(cursor.room_before_border(length) for cursor in (sequence.target, sequence.draft))
+        return max(0, min(sequence.speculation.num_draft_tokens, sequence.max_len - length - 1, before_border))
 
     def _reserve_drafts(self, sequence: Sequence, num_draft: int) -> bool:
         length = len(sequence.tokens) + num_draft

@@ -41,7 +41,8 @@ class _Chain:
         start, known = self.sequence.draft.kv_len, len(self.sequence.tokens)
         unseen = self.sequence.tokens[start:] + self.tokens[max(0, start - known) :]
         reaches_end = len(unseen) <= budget
-        return Feed(unseen[:budget], start, self.sequence.draft.page_table, num_logits=int(reaches_end))
+        cursor = self.sequence.draft
+        return Feed(unseen[:budget], start, cursor.page_table, int(reaches_end), cursor.table)
 
     def row(self) -> Row:
         """The draw of the next draft: with the target's own noise under the coupled rule, apart under rejection."""
