@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from engine.attention.registry import ATTENTION_NAME, Attend, Ragged
 from engine.batch import Feed, RaggedBatch
+from engine.checkpoint import check_complete, check_weights, read_config, told_as_model_error
 from engine.errors import ModelError
 from engine.kv import KVArena, KVLayout
 from engine.rope import install_tables, longrope_border
@@ -61,10 +62,11 @@ def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torc
         ModelError: nothing loadable is there, or it would need code of its own.
     """
     logging.disable_progress_bar()  # it would write into the log of a server
-    try:
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    config = read_config(name, revision)
+    check_weights(name)
+    with told_as_model_error(name):
         prepare(config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
             revision=revision,
@@ -72,16 +74,19 @@ def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torc
             use_safetensors=True,
             trust_remote_code=False,
             attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `check_complete` tells them better
         )
-    except (OSError, ValueError, KeyError, AttributeError) as error:  # what transformers says of what it cannot load
-        raise ModelError(f"cannot load model {name!r}: {error!r}") from error
-    return model.to(device)  # type: ignore[arg-type, no-any-return]  # its decorator loses the signature
+    model, report = loaded
+    check_complete(name, report)
+    return model.to(device)  # type: ignore[no-any-return]
 
 
 def prepare(config: PreTrainedConfig) -> None:
     """Set what a ragged batch needs of any config."""
     # Some embeddings treat the pad token apart and look at its place on the host; a ragged batch has no padding.
-    config.pad_token_id = None
+    if config.pad_token_id is not None:
+        config.pad_token_id = None
 
 
 def kv_layout(config: PreTrainedConfig, dtype: torch.dtype) -> KVLayout:
