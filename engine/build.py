@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -18,8 +18,10 @@ from engine.kv import BlockPool, KVArena, KVLayout
 from engine.probe import probe
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
 from engine.rope import longrope_border
-from engine.runner import ModelRunner, end_tokens, known_positions, kv_layout, load_model, vocab_size
+from engine.runner import ModelRunner, Runner, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
+from engine.text import Codec
+from engine.vocab import MappedRunner, VocabMap, Vocabulary
 
 GIB = 2**30
 
@@ -39,8 +41,39 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
     if config.draft is not None:
         progress(f"loading draft {config.draft}")
         draft = load_model(config.draft, config.draft_revision, dtype, device)
+    vocab = None if draft is None else match_vocabularies(config, target, draft)
     progress("allocating K/V")
-    return assemble(config, target, draft)
+    return assemble(config, target, draft, vocab=vocab)
+
+
+def match_vocabularies(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> VocabMap | None:
+    """How the draft's tokens are called by the target; None where they are the same.
+
+    Raises:
+        ModelError: they differ, and a tokenizer is missing or too few tokens are shared.
+    """
+    assert config.draft is not None
+    ours = read_vocabulary(config.target, config.revision, vocab_size(target), target.config, end_tokens(target))
+    theirs = read_vocabulary(config.draft, config.draft_revision, vocab_size(draft), draft.config, end_tokens(draft))
+    if ours is not None and theirs is not None:
+        return VocabMap.between(ours, theirs)
+    if vocab_size(target) == vocab_size(draft):
+        return None  # nothing contradicts it, and drafts are only guesses
+    without = config.target if ours is None else config.draft
+    raise ModelError(f"{_sizes(config, target, draft)}; to map one to the other, {without!r} needs a tokenizer.json")
+
+
+def read_vocabulary(
+    name: str, revision: str | None, width: int, config: PreTrainedConfig, ends: Iterable[int]
+) -> Vocabulary | None:
+    """The tokens of a checkpoint; None if it has no tokenizer."""
+    codec = Codec.load(name, revision)
+    begin = getattr(config.get_text_config(), "bos_token_id", None)
+    return None if codec is None else Vocabulary.of(name, width, codec.tokenizer, begin, ends)
+
+
+def _sizes(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> str:
+    return f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}"
 
 
 def assemble(
@@ -48,16 +81,15 @@ def assemble(
     target: PreTrainedModel,
     draft: PreTrainedModel | None = None,
     extra_proposers: Mapping[str, Proposer] = MappingProxyType({}),
+    vocab: VocabMap | None = None,
 ) -> Engine:
     """An engine of models that are loaded already (with our attention: `runner.load_model`).
 
-    `extra_proposers` come to those that the config brings, or replace them by name.
+    `extra_proposers` come to those that the config brings, or replace them by name. `vocab` is for a draft of
+    another vocabulary.
     """
-    if draft is not None and vocab_size(draft) != vocab_size(target):
-        raise ModelError(
-            f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}: "
-            "a draft must share the target's vocabulary"
-        )
+    if draft is not None and vocab is None and vocab_size(draft) != vocab_size(target):
+        raise ModelError(f"{_sizes(config, target, draft)}: a draft of another vocabulary needs a map")
     models = [target] if draft is None else [target, draft]
     limit = max_model_len(config, [model.config for model in models])
     layouts = [kv_layout(model.config, model.dtype) for model in models]
@@ -65,7 +97,10 @@ def assemble(
     num_pages = pages_within(config, layouts, page_size, limit)
     attend = attention.choose(config.attention, contiguous=page_size >= limit)
     runners = [_runner(m, layout, attend, num_pages, page_size) for m, layout in zip(models, layouts, strict=True)]
-    proposers = _proposers(config, runners[1] if draft is not None else None, extra_proposers, runners[0].vocab_size)
+    drafting: Runner | None = runners[1] if draft is not None else None
+    if drafting is not None and vocab is not None:
+        drafting = MappedRunner(drafting, vocab, runners[1].device)
+    proposers = _proposers(config, drafting, extra_proposers, runners[0].vocab_size)
     scheduler = Scheduler(
         BlockPool(num_pages, page_size),
         BlockPool(num_pages, page_size) if draft is not None else None,
@@ -114,9 +149,7 @@ def _runner(
     return ModelRunner(model, KVArena(layout, num_pages, page_size, model.device), attend)
 
 
-def _proposers(
-    config: EngineConfig, draft: ModelRunner | None, extra: Mapping[str, Proposer], vocab_size: int
-) -> Proposers:
+def _proposers(config: EngineConfig, draft: Runner | None, extra: Mapping[str, Proposer], vocab_size: int) -> Proposers:
     by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer()}
     if draft is not None:
         by_name["model"] = ModelProposer(draft, config.max_batch_tokens)

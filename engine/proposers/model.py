@@ -55,7 +55,7 @@ class _Chain:
 
 
 class ModelProposer:
-    """Drafts with a model of the same vocabulary."""
+    """Drafts with a model that speaks the target's token ids."""
 
     uses_draft_kv = True
 
