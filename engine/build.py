@@ -55,25 +55,16 @@ def match_vocabularies(config: EngineConfig, target: PreTrainedModel, draft: Pre
     assert config.draft is not None
     ours = read_vocabulary(config.target, config.revision, vocab_size(target), target.config, end_tokens(target))
     theirs = read_vocabulary(config.draft, config.draft_revision, vocab_size(draft), draft.config, end_tokens(draft))
-    if ours is not None and theirs is not None:
-        return VocabMap.between(ours, theirs)
-    if vocab_size(target) == vocab_size(draft):
-        return None  # nothing contradicts it, and drafts are only guesses
-    without = config.target if ours is None else config.draft
-    raise ModelError(f"{_sizes(config, target, draft)}; to map one to the other, {without!r} needs a tokenizer.json")
+    return VocabMap.between(ours, theirs)
 
 
 def read_vocabulary(
     name: str, revision: str | None, width: int, config: PreTrainedConfig, ends: Iterable[int]
-) -> Vocabulary | None:
-    """The tokens of a checkpoint; None if it has no tokenizer."""
+) -> Vocabulary:
+    """The tokens of a checkpoint."""
     codec = Codec.load(name, revision)
     begin = getattr(config.get_text_config(), "bos_token_id", None)
-    return None if codec is None else Vocabulary.of(name, width, codec.tokenizer, begin, ends)
-
-
-def _sizes(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> str:
-    return f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}"
+    return Vocabulary.of(name, width, None if codec is None else codec.tokenizer, begin, ends)
 
 
 def assemble(
@@ -89,7 +80,10 @@ def assemble(
     another vocabulary.
     """
     if draft is not None and vocab is None and vocab_size(draft) != vocab_size(target):
-        raise ModelError(f"{_sizes(config, target, draft)}: a draft of another vocabulary needs a map")
+        raise ModelError(
+            f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}: "
+            "a draft of another vocabulary needs a map"
+        )
     models = [target] if draft is None else [target, draft]
     limit = max_model_len(config, [model.config for model in models])
     layouts = [kv_layout(model.config, model.dtype) for model in models]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.hub import cached_file
 
 from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError
+from engine.rope import longrope_border
 
 # What transformers and safetensors say of what they cannot load.
 _FAULTS = (
@@ -35,6 +39,8 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     Raises:
         ModelError: there is none, or it describes another kind of model.
     """
+    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise ModelError(f"cannot load model {name!r}: there is no such folder")
     with told_as_model_error(name):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -44,6 +50,72 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
             f"{name!r} is a {config.model_type} model with cross-attention: it waits for an encoder's output"
         )
     return config
+
+
+def read_generation_config(name: str, revision: str | None) -> GenerationConfig | None:
+    """What it says of generation; None if it says nothing. Of all this a server honours the end tokens alone."""
+    try:
+        return GenerationConfig.from_pretrained(name, revision=revision or "main")
+    except OSError:
+        return None
+
+
+def end_tokens_of(config: PreTrainedConfig, generation: GenerationConfig | None) -> frozenset[int]:
+    """Tokens at which the model was taught to stop: its generation config's, or else its config's."""
+    found = generation.eos_token_id if generation is not None else None
+    if found is None:
+        found = config.get_text_config().eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, list) else [found])
+
+
+def has_chat_template(name: str, revision: str | None) -> bool:
+    """Whether the checkpoint says how a chat is written down."""
+    optional = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    if cached_file(name, "chat_template.jinja", **optional) is not None:
+        return True
+    settings = cached_file(name, "tokenizer_config.json", **optional)
+    return settings is not None and bool(json.loads(Path(settings).read_text("utf-8")).get("chat_template"))
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """How many positions a model knows in a ragged batch, and which words of its config say so."""
+
+    limit: int
+    reason: str
+
+
+def positions(config: PreTrainedConfig) -> Positions:
+    """How many positions a model knows in a ragged batch.
+
+    Two kinds of rotary embedding pick one frequency table for the whole pass by its largest position, and so for all
+    sequences of the batch by that of the longest. Up to the length of their first training they pick the same;
+    beyond it we go only where `engine.rope` can give each sequence its own.
+    """
+    text, border = config.get_text_config(), longrope_border(config)
+    whole = shape_of(config, "max_position_embeddings")
+    if border is not None:
+        return Positions(whole, f"max_position_embeddings; longrope, another table beyond {border} tokens")
+    found = Positions(whole, "max_position_embeddings")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for table in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = table.get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            original = table.get("original_max_position_embeddings")
+            limit = int(original or getattr(text, "original_max_position_embeddings", None) or whole)
+            reason = f"{kind} RoPE of {config.model_type}: beyond this, one table would serve all lengths of a batch"
+            found = min(found, Positions(limit, reason), key=lambda positions: positions.limit)
+    return found
+
+
+def shape_of(config: PreTrainedConfig, name: str) -> int:
+    """A number that every family we serve has in its config under this name; ModelError where it is missing."""
+    value = getattr(config.get_text_config(), name, None)
+    if not isinstance(value, int):
+        raise ModelError(f"a {config.model_type} model cannot be served: its config has no {name}")
+    return value
 
 
 def check_weights(name: str) -> None:

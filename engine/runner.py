@@ -7,15 +7,23 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from engine.attention.registry import ATTENTION_NAME, Attend, Ragged
 from engine.batch import Feed, RaggedBatch
-from engine.checkpoint import check_complete, check_weights, read_config, told_as_model_error
+from engine.checkpoint import (
+    check_complete,
+    check_weights,
+    end_tokens_of,
+    positions,
+    read_config,
+    shape_of,
+    told_as_model_error,
+)
 from engine.errors import ModelError
 from engine.kv import KVArena, KVLayout
-from engine.rope import install_tables, longrope_border
+from engine.rope import install_tables
 
 
 class Runner(Protocol):
@@ -98,31 +106,9 @@ def kv_layout(config: PreTrainedConfig, dtype: torch.dtype) -> KVLayout:
     return KVLayout(shape_of(config, "num_hidden_layers"), kv_heads, head_dim, dtype)
 
 
-def shape_of(config: PreTrainedConfig, name: str) -> int:
-    """A number that every family we serve has in its config under this name; ModelError where it is missing."""
-    value = getattr(config.get_text_config(), name, None)
-    if not isinstance(value, int):
-        raise ModelError(f"a {config.model_type} model cannot be served: its config has no {name}")
-    return value
-
-
 def known_positions(config: PreTrainedConfig) -> int:
-    """How many positions a model knows in a ragged batch.
-
-    Two kinds of rotary embedding pick one frequency table for the whole pass by its largest position, and so for all
-    sequences of the batch by that of the longest. Up to the length of their first training they pick the same;
-    beyond it we go only where `engine.rope` can give each sequence its own.
-    """
-    text = config.get_text_config()
-    limit = shape_of(config, "max_position_embeddings")
-    if longrope_border(config) is not None:
-        return limit
-    rope = getattr(text, "rope_parameters", None) or {}
-    for table in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if table.get("rope_type") in ("dynamic", "longrope"):
-            original = table.get("original_max_position_embeddings")
-            limit = min(limit, int(original or getattr(text, "original_max_position_embeddings", None) or limit))
-    return limit
+    """How many positions a model knows in a ragged batch."""
+    return positions(config).limit
 
 
 def vocab_size(model: PreTrainedModel) -> int:
@@ -135,10 +121,4 @@ def vocab_size(model: PreTrainedModel) -> int:
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """Tokens at which the model was taught to stop, from its generation config or its config."""
-    generation: GenerationConfig | None = model.generation_config
-    found = generation.eos_token_id if generation is not None else None
-    if found is None:
-        found = model.config.get_text_config().eos_token_id
-    if found is None:
-        return frozenset()
-    return frozenset(found if isinstance(found, list) else [found])
+    return end_tokens_of(model.config, model.generation_config)

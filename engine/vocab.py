@@ -36,15 +36,19 @@ class Vocabulary:
 
     name: str
     width: int
-    ids: Mapping[str, int]  # every token as the tokenizer spells it
+    ids: Mapping[str, int]  # every token as the tokenizer spells it; empty where the checkpoint has none
     texts: Mapping[int, bytes]  # the ordinary tokens
     specials: Mapping[int, str]  # the others
     begin: int | None
     end: int | None
 
     @classmethod
-    def of(cls, name: str, width: int, tokenizer: Tokenizer, begin: int | None, ends: Iterable[int]) -> Vocabulary:
+    def of(
+        cls, name: str, width: int, tokenizer: Tokenizer | None, begin: int | None, ends: Iterable[int]
+    ) -> Vocabulary:
         """Read a tokenizer; `begin` and `ends` are the ids that the model's config gives these roles."""
+        if tokenizer is None:
+            return cls(name, width, {}, {}, {}, None, None)
         added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if i < width}
         specials = {i: token.content for i, token in added.items() if token.special}
         end = min((i for i in ends if i < width), default=None)
@@ -79,9 +83,18 @@ class VocabMap:
     def between(cls, target: Vocabulary, draft: Vocabulary) -> VocabMap | None:
         """The map, or None where equal ids are equal tokens and no map is needed.
 
+        Without both tokenizers equal widths are taken for equal tokens: drafts are only guesses.
+
         Raises:
-            ModelError: too few tokens are shared.
+            ModelError: widths differ and a tokenizer is missing, or too few tokens are shared.
         """
+        if not (target.ids and draft.ids):
+            if target.width == draft.width:
+                return None
+            raise ModelError(
+                f"draft {draft.name!r} has {draft.width} tokens and target {target.name!r} {target.width}; "
+                f"to map one to the other, {(draft if target.ids else target).name!r} needs a tokenizer.json"
+            )
         if target.ids == draft.ids:
             return None if target.width == draft.width else cls.padded(target.width, draft.width)
         column_of = _columns(target, draft)
