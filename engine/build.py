@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 
@@ -20,8 +20,11 @@ from engine.kv import KVArena, KVLayout
 from engine.pages import BlockPool
 from engine.probe import probe
 from engine.proposers import Proposer, Proposers
-from engine.runner import ModelRunner, end_tokens, known_positions, kv_layout, load_model
+from engine.rope import longrope_border
+from engine.runner import ModelRunner, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
+from engine.text import Codec
+from engine.vocab import VocabMap, Vocabulary
 
 GIB = 2**30
 PAGE_SIZE = 32  # tokens; the prefix cache knows whole pages
@@ -42,8 +45,30 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
     if config.draft is not None:
         progress(f"loading draft {config.draft}")
         draft = load_model(config.draft, config.draft_revision, dtype, device)
+    vocab = None if draft is None else match_vocabularies(config, target, draft)
     progress("allocating K/V")
-    return assemble(config, target, draft)
+    return assemble(config, target, draft, vocab=vocab)
+
+
+def match_vocabularies(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> VocabMap | None:
+    """How the draft's tokens are called by the target; None where they are the same.
+
+    Raises:
+        ModelError: they differ, and a tokenizer is missing or too few tokens are shared.
+    """
+    assert config.draft is not None
+    ours = read_vocabulary(config.target, config.revision, vocab_size(target), target.config, end_tokens(target))
+    theirs = read_vocabulary(config.draft, config.draft_revision, vocab_size(draft), draft.config, end_tokens(draft))
+    return VocabMap.between(ours, theirs)
+
+
+def read_vocabulary(
+    name: str, revision: str | None, width: int, config: PreTrainedConfig, ends: Iterable[int]
+) -> Vocabulary:
+    """The tokens of a checkpoint."""
+    codec = Codec.load(name, revision)
+    begin = getattr(config.get_text_config(), "bos_token_id", None)
+    return Vocabulary.of(name, width, None if codec is None else codec.tokenizer, begin, ends)
 
 
 def assemble(
@@ -51,12 +76,14 @@ def assemble(
     target: PreTrainedModel,
     draft: PreTrainedModel | None = None,
     extra_proposers: Mapping[str, Proposer] = MappingProxyType({}),
+    vocab: VocabMap | None = None,
 ) -> Engine:
     """An engine of models that are loaded already (with our attention: `runner.load_model`).
 
-    `extra_proposers` come to those that the config brings, or replace them by name.
+    `extra_proposers` come to those that the config brings, or replace them by name. `vocab` is for a draft of
+    another vocabulary.
     """
-    drafters = Drafters.load(config, target, draft)
+    drafters = Drafters.load(config, target, draft, vocab)
     limit = max_model_len(config, [model.config for model in (target, *drafters.models.values())])
     layout = kv_layout(target.config, target.dtype)
     page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
@@ -79,7 +106,8 @@ def assemble(
         proposers.draft_kv_users,
         proposers.draft_kv_sharers,
     )
-    limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target))
+    borders = [longrope_border(model.config) for model in (target, draft or target)]
+    limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)
     return Engine(config, limits, runner, proposers, scheduler)
 
 

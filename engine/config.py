@@ -21,7 +21,7 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: str = Field(description="Target model: a local folder or a Hugging Face hub id.")
-    draft: str | None = Field(None, description="Draft model of the same vocabulary; none drafts from the prompt.")
+    draft: str | None = Field(None, description="Draft model; without one, drafts come from the prompt.")
     revision: str | None = Field(None, description="Hub revision of the target; a commit pins it.")
     draft_revision: str | None = Field(None, description="Hub revision of the draft; a commit pins it.")
     device: Device = Field("auto", description="Where to compute; auto takes cuda when there is one, else cpu.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedModel
 
 from engine.attention import Attend
+from engine.checkpoint import shape_of
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv import KVArena, KVLayout
@@ -18,7 +19,8 @@ from engine.proposers.eagle_head import EagleHead, EagleRunner, load_eagle
 from engine.proposers.early_exit import first_layers
 from engine.proposers.first_of import FirstOf
 from engine.proposers.medusa import MedusaHeads, MedusaProposer, load_medusa
-from engine.runner import ModelRunner, Tap, kv_layout, shape_of, vocab_size
+from engine.runner import ModelRunner, Runner, Tap, kv_layout, vocab_size
+from engine.vocab import MappedRunner, VocabMap
 
 MakeArena = Callable[[KVLayout], KVArena]
 
@@ -33,9 +35,16 @@ class Drafters:
     eagle: EagleHead | None
     tap: Tap | None  # where the heads read the target's hidden states
     layouts: Mapping[str, KVLayout]  # of those that need an arena
+    vocab: VocabMap | None = None  # for a draft model of another vocabulary
 
     @classmethod
-    def load(cls, config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel | None) -> Drafters:
+    def load(
+        cls,
+        config: EngineConfig,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None,
+        vocab: VocabMap | None = None,
+    ) -> Drafters:
         """Load the heads that `config` names, beside a draft model that is loaded already.
 
         Raises:
@@ -43,7 +52,8 @@ class Drafters:
         """
         models, layouts = dict[str, PreTrainedModel](), dict[str, KVLayout]()
         if draft is not None:
-            _check_vocabulary(config, target, draft)
+            if vocab is None:
+                _check_vocabulary(config, target, draft)
             models["model"], layouts["model"] = draft, kv_layout(draft.config, draft.dtype)
         if config.self_layers is not None or config.proposer == "self":
             layers = config.self_layers or max(1, shape_of(target.config, "num_hidden_layers") // 3)
@@ -54,7 +64,7 @@ class Drafters:
         if eagle is not None:
             layouts["eagle"] = kv_layout(eagle.config, target.dtype)
         tap = Tap(target) if medusa is not None or eagle is not None else None
-        return cls(target, models, medusa, eagle, tap, layouts)
+        return cls(target, models, medusa, eagle, tap, layouts, vocab)
 
     def proposers(self, make_arena: MakeArena, attend: Attend, max_batch_tokens: int) -> dict[str, Proposer]:
         """One proposer per name that a request may ask for; the target has run by now.
@@ -65,7 +75,10 @@ class Drafters:
         by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer(), "suffix": SuffixProposer()}
         for name, model in self.models.items():
             probe(model, self.layouts[name], attend)
-            by_name[name] = ModelProposer(ModelRunner(model, make_arena(self.layouts[name]), attend), max_batch_tokens)
+            runner: Runner = ModelRunner(model, make_arena(self.layouts[name]), attend)
+            if name == "model" and self.vocab is not None:
+                runner = MappedRunner(runner, self.vocab, model.device)
+            by_name[name] = ModelProposer(runner, max_batch_tokens)
         if self.tap is not None:
             by_name |= self._heads(self.tap, make_arena, attend, max_batch_tokens)
         drafter = next((by_name[name] for name in ("model", "eagle", "medusa") if name in by_name), None)
@@ -90,5 +103,5 @@ def _check_vocabulary(config: EngineConfig, target: PreTrainedModel, draft: PreT
     if vocab_size(draft) != vocab_size(target):
         raise ModelError(
             f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}: "
-            "a draft must share the target's vocabulary"
+            "a draft of another vocabulary needs a map"
         )

@@ -260,7 +260,8 @@ def _feed(work: Work, drafts: tuple[int, ...]) -> Feed:
     num_logits = len(drafts) + 1 if work.reaches_end else 0
     if work.sequence.wants_prompt_logprobs:
         num_logits = len(tokens)
-    return Feed(tokens, work.span.start, work.sequence.target.page_table, num_logits)
+    cursor = work.sequence.target
+    return Feed(tokens, work.span.start, cursor.page_table, num_logits, cursor.table)
 
 
 def _fed_to_the_end(plan: StepPlan, proposal: Proposal) -> list[Fed]:

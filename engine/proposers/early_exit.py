@@ -11,8 +11,8 @@ from itertools import chain
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.checkpoint import shape_of
 from engine.errors import ModelError
-from engine.runner import shape_of
 
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:

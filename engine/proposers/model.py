@@ -13,7 +13,7 @@ from engine.types import Sequence
 
 
 class ModelProposer:
-    """Drafts with a model of the same vocabulary: another one, or the target's own first layers."""
+    """Drafts with a model that speaks the target's token ids: another one, or the target's own first layers."""
 
     uses_draft_kv = True
     shares_draft_kv = True
@@ -55,4 +55,4 @@ def _feed(chain: Chain, budget: int) -> Feed:
     start, known = sequence.draft.kv_len, len(sequence.tokens)
     unseen = sequence.tokens[start:] + chain.tokens[max(0, start - known) :]
     reaches_end = len(unseen) <= budget
-    return Feed(unseen[:budget], start, sequence.draft.page_table, num_logits=int(reaches_end))
+    return Feed(unseen[:budget], start, sequence.draft.page_table, int(reaches_end), sequence.draft.table)
