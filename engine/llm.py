@@ -20,10 +20,13 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
+from engine.grammar import Grammar
+from engine.guided import GrammarCompiler
 from engine.text import Codec, OutputText
 from engine.types import (
     Finished,
     FinishReason,
+    Guided,
     Request,
     SamplingParams,
     Speculation,
@@ -66,12 +69,13 @@ class LLM:
         settings = EngineConfig(target=fspath(target), draft=None if draft is None else fspath(draft), **config)
         self.engine: Engine = build_engine(settings)
         self.codec = Codec.load(settings.target, settings.revision)
+        self._compiler = _compiler(self.engine, self.codec)
 
     @classmethod
     def of(cls, engine: Engine, codec: Codec | None = None) -> LLM:
         """The same around an engine that is there already."""
         llm = cls.__new__(cls)
-        llm.engine, llm.codec = engine, codec
+        llm.engine, llm.codec, llm._compiler = engine, codec, _compiler(engine, codec)  # noqa: SLF001 - its own
         return llm
 
     def generate(
@@ -115,9 +119,15 @@ class LLM:
             request_id=f"offline-{next(self._ids)}",
             token_ids=self._encode(prompt),
             sampling=params,
+            grammar=None if params.guided is None else self._compile(params.guided),
             speculation=speculation,
             cache_salt=cache_salt,
         )
+
+    def _compile(self, guided: Guided) -> Grammar:
+        if self._compiler is None:
+            raise InvalidRequest.of("guided", "needs a tokenizer and an end token; this checkpoint lacks one")
+        return self._compiler.compile(guided)
 
     def _output(self, request: Request, index: int) -> _Output:
         sampling = request.sampling
@@ -190,6 +200,12 @@ class _Output:
             stats=ended.stats,
             error=ended.error,
         )
+
+
+def _compiler(engine: Engine, codec: Codec | None) -> GrammarCompiler | None:
+    if codec is None or not engine.eos_token_ids:
+        return None
+    return GrammarCompiler(codec, engine.vocab_size, engine.eos_token_ids)
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
