@@ -9,6 +9,7 @@ the character may stand for itself (`\u0061`, `\/`). Any tokenization of an allo
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import threading
@@ -42,6 +43,8 @@ _MAX_DECIMALS = 20
 _SHOWN = 40  # characters of a source in an error
 
 _Result = CompiledGrammar | Violation
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,19 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(self._limits.compile_threads, thread_name_prefix="guided")
         self._lock = threading.Lock()
         self._entries: OrderedDict[Guided, _Entry] = OrderedDict()
+
+    @classmethod
+    def of(cls, codec: Codec | None, vocab_size: int, eos_token_ids: Iterable[int]) -> GrammarCompiler | None:
+        """A compiler for this checkpoint; None, and a line in the log, where it cannot have structured output."""
+        ends = tuple(eos_token_ids)
+        if codec is None or not ends:
+            log.info("no structured output: the checkpoint has no %s", "end token" if codec else "tokenizer")
+            return None
+        try:
+            return cls(codec, vocab_size, ends)
+        except ModelError as error:
+            log.warning("%s", error)
+            return None
 
     def compile(self, guided: Guided) -> Grammar:
         """The grammar, compiled or from the cache; InvalidRequest if it cannot be had, or not in time."""

@@ -69,13 +69,14 @@ class LLM:
         settings = EngineConfig(target=fspath(target), draft=None if draft is None else fspath(draft), **config)
         self.engine: Engine = build_engine(settings)
         self.codec = Codec.load(settings.target, settings.revision)
-        self._compiler = _compiler(self.engine, self.codec)
+        self._compiler = GrammarCompiler.of(self.codec, self.engine.vocab_size, self.engine.eos_token_ids)
 
     @classmethod
     def of(cls, engine: Engine, codec: Codec | None = None) -> LLM:
         """The same around an engine that is there already."""
         llm = cls.__new__(cls)
-        llm.engine, llm.codec, llm._compiler = engine, codec, _compiler(engine, codec)  # noqa: SLF001 - its own
+        llm.engine, llm.codec = engine, codec
+        llm._compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids)  # noqa: SLF001 - its own
         return llm
 
     def generate(
@@ -200,12 +201,6 @@ class _Output:
             stats=ended.stats,
             error=ended.error,
         )
-
-
-def _compiler(engine: Engine, codec: Codec | None) -> GrammarCompiler | None:
-    if codec is None or not engine.eos_token_ids:
-        return None
-    return GrammarCompiler(codec, engine.vocab_size, engine.eos_token_ids)
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

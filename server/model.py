@@ -41,15 +41,21 @@ class ServedModel:
 
         engine = build_engine(config, progress)
         codec = Codec.load(config.target, config.revision)
-        compile_grammar = None
-        if codec is not None and engine.eos_token_ids:  # a structure ends with an end token
-            compile_grammar = GrammarCompiler(codec, engine.vocab_size, engine.eos_token_ids).compile
+        compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids)
         chat = None if codec is None else ChatTemplate.load(config.target, config.revision)
         progress("warming up")
         engine.warm_up()
         draft_name = None if config.draft is None else model_name(config.draft)
         device = str(pick_device(config.device))
-        return cls(model_name(config.target), draft_name, device, engine, codec, compile_grammar, chat)
+        return cls(
+            model_name(config.target),
+            draft_name,
+            device,
+            engine,
+            codec,
+            None if compiler is None else compiler.compile,
+            chat,
+        )
 
 
 def model_name(source: str) -> str:

@@ -91,7 +91,6 @@ def test_end_tokens_that_differ_are_told(phi3: Path) -> None:
         ({"max_model_len": 5000}, "max_model_len is 5000"),
         ({"kv_memory": 1e-9}, "kv_memory"),
         ({"proposer": "oracle", "load": True}, "proposer is 'oracle'"),
-        ({"attention": "sdpa", "page_size": 8, "load": True}, "attention is sdpa"),
         ({"device": "cuda"}, "no CUDA device"),
     ],
 )
