@@ -135,9 +135,7 @@ class Request:
 
     Args:
         request_id: unique among live requests.
-        token_ids: the prompt.
-        sampling: how to continue it.
-        speculation: how to get there faster.
+        token_ids: the prompt, to be continued as `sampling` says.
         grammar: `sampling.guided`, compiled by whoever knows the tokenizer.
         cache_salt: requests share keys and values of equal prompts only under the same salt.
     """

@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.features import FeatureTable
 
 # The models here are so small that a second thread only waits for the first, and fights the server's event loop.
 torch.set_num_threads(1)
+# Machines are shared: how long an example takes says nothing of the code.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,7 +21,9 @@ RULES = Rules(shortest=2, longest=5, reach=1.5, least=0.4, most_places=1000)
 
 def sequence(tokens: list[int], salt: str | None = None, prompt_len: int | None = None) -> Sequence:
     request = Request(request_id="r", token_ids=tuple(tokens[:prompt_len]), cache_salt=salt)
-    return Sequence(request=request, seed=0, speculation=SPECULATION, max_len=999, tokens=list(tokens))
+    return Sequence(
+        request=request, seed=0, speculation=SPECULATION, max_len=999, end_token_ids=frozenset(), tokens=list(tokens)
+    )
 
 
 def by_hand(tokens: list[int], texts: list[list[int]], k: int, rules: Rules) -> Guess:
