@@ -40,6 +40,7 @@ _NO_FORCING = '%llguidance {"no_forcing": true}'
 # `multipleOf: n` makes an automaton of n states that no limit of the library counts: 999,983 took 14 s and 391 MB.
 MAX_MULTIPLE = 20_000
 _MAX_DECIMALS = 20
+_FIRST_STEPS = 4  # taken when compiling; an object with too many optional properties fails at its second token
 _SHOWN = 40  # characters of a source in an error
 
 _Result = CompiledGrammar | Violation
@@ -231,11 +232,22 @@ def _compile(vocabulary: Vocabulary, guided: Guided) -> _Result:
         grammar = CompiledGrammar(vocabulary, _source(guided))
         if grammar.error:
             return Violation(_field(guided), f"is {_shown(guided)}: {_reason(grammar.error)}")
-        # The first mask finds what matches nothing or costs too much at once, and saves the first request its price.
-        grammar.start().fill(torch.empty(vocabulary.vocab_size, dtype=torch.bool))
+        _take_first_steps(grammar)
     except (ValueError, RecursionError, GrammarFault) as error:
         return Violation(_field(guided), f"is {_shown(guided)}: {_reason(str(error))}")
     return grammar
+
+
+def _take_first_steps(grammar: CompiledGrammar) -> None:
+    """GrammarFault if it matches nothing or costs too much at once; otherwise the first request finds warm masks."""
+    state, end_tokens = grammar.start(), list(grammar.vocabulary.end_tokens)
+    mask = torch.empty(grammar.vocabulary.vocab_size, dtype=torch.bool)
+    for _ in range(_FIRST_STEPS):
+        state.fill(mask)
+        mask[end_tokens] = False
+        if not mask.any():
+            return
+        state.advance([int(mask.nonzero()[0])])
 
 
 def _source(guided: Guided) -> str:

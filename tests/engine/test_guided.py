@@ -317,6 +317,12 @@ HOSTILE = {
     ),
     "multiple in a grammar": (Guided(grammar='start: %json {"type": "integer", "multipleOf": 999983}'), "multipleOf"),
     "many objects": (Guided(json_schema=json.dumps({"enum": [{"a": i, "b": [i]} for i in range(2500)]})), "too big"),
+    "many optional properties": (
+        Guided(
+            json_schema=json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(700)}})
+        ),
+        "Current row has",
+    ),
     "surrogate": (Guided(choice=("a", "b\ud800")), "guided.choice[1] has '\\ud800' at 1"),
     "nothing": (Guided(), "guided has none"),
     "two": (Guided(regex="a", choice=("a",)), "guided has regex and choice"),
