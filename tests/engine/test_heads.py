@@ -267,7 +267,7 @@ def test_a_prompt_whose_start_was_never_seen(tmp_path: Path) -> None:
     engine = engine_of(eagle=heads.eagle(tmp_path), proposer="eagle")
     eagle, tokens = engine._proposers._by_name["eagle"], list(range(3, 15))
     request = Request(request_id="r", token_ids=tuple(tokens), sampling=SamplingParams())
-    sequence = engine._intake.open(request)
+    [sequence] = engine._intake.open(request)
     sequence.draft.page_table.append(0)
     eagle._tap.hidden = true_features(tokens)[5 : len(tokens) - 1]
     eagle.observe([Passed(sequence, Feed(tokens[5:-1], 5, [0]), 0)])
