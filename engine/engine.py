@@ -69,6 +69,7 @@ class Engine:
             logits = self._target.forward(feeds)
             for sequence, feed in zip(plan.sequences, feeds, strict=True):
                 sequence.target.advance(feed.kv_len)
+            self._proposers.observe(plan.sequences, feeds)
         with watch.phase("verify"):
             fed = _fed_to_the_end(plan, proposal)
             outcomes = judge(fed, _without_prompt_rows(plan, feeds, logits))
@@ -81,10 +82,7 @@ class Engine:
     def _commit(self, fed: Fed, outcome: Outcome) -> TokenEvent:
         """Append the kept drafts and the next token, as far as plain decoding would have gone; move the cursors."""
         sequence = fed.sequence
-        if outcome.problem is not None:
-            return self._end(sequence, FinishReason.ERROR, error=outcome.problem)
-        fresh = [*fed.drafts[: outcome.num_accepted], outcome.next_token]
-        fresh = fresh[: _length_before_stop(sequence, fresh)]
+        fresh = list(outcome.tokens[: _length_before_stop(sequence, outcome.tokens)])
         num_accepted = min(outcome.num_accepted, len(fresh))
         if fed.drafts:
             sequence.stats = sequence.stats.after(len(fed.drafts), num_accepted)
@@ -100,7 +98,7 @@ class Engine:
             logprobs=outcome.logprobs[: len(fresh)],
             prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.num_generated == len(fresh) else (),
         )
-        return replace(event, finished=self._end_if_over(sequence))
+        return replace(event, finished=self._end_if_over(sequence, outcome.problem))
 
     # ------------------------------------------------------------------------------- a request's way in and out
 
@@ -145,12 +143,14 @@ class Engine:
         """End every live request."""
         return tuple(event for name in list(self._live) for event in self.finish(name, reason, error=error))
 
-    def _end_if_over(self, sequence: Sequence) -> Finished | None:
+    def _end_if_over(self, sequence: Sequence, problem: str | None) -> Finished | None:
         newest = sequence.tokens[-1]
-        if newest in sequence.end_token_ids:
+        if sequence.num_generated and newest in sequence.end_token_ids:
             return self._end(sequence, FinishReason.STOP, stop_token_id=newest).finished
         if len(sequence.tokens) == sequence.max_len:
             return self._end(sequence, FinishReason.LENGTH).finished
+        if problem is not None:
+            return self._end(sequence, FinishReason.ERROR, error=problem).finished
         return None
 
     def _end(
@@ -260,7 +260,8 @@ def _feed(work: Work, drafts: tuple[int, ...]) -> Feed:
     num_logits = len(drafts) + 1 if work.reaches_end else 0
     if work.sequence.wants_prompt_logprobs:
         num_logits = len(tokens)
-    return Feed(tokens, work.span.start, work.sequence.target.page_table, num_logits)
+    cursor = work.sequence.target
+    return Feed(tokens, work.span.start, cursor.page_table, num_logits, cursor.table)
 
 
 def _fed_to_the_end(plan: StepPlan, proposal: Proposal) -> list[Fed]:
@@ -285,7 +286,7 @@ def _without_prompt_rows(plan: StepPlan, feeds: list[Feed], logits: Tensor) -> T
     return logits[torch.tensor(deciding, dtype=torch.int64, device=logits.device)]
 
 
-def _length_before_stop(sequence: Sequence, fresh: list[int]) -> int:
+def _length_before_stop(sequence: Sequence, fresh: tuple[int, ...]) -> int:
     """How many of `fresh` one-token-at-a-time decoding would have made: up to an end token, or `max_len`."""
     room = min(len(fresh), sequence.max_len - len(sequence.tokens))
     return next((i + 1 for i in range(room) if fresh[i] in sequence.end_token_ids), room)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine.checks import violations
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, Unsupported
-from engine.types import MAX_SEED, Request, Sequence, Speculation, SpeculationMode
+from engine.types import MAX_SEED, KVCursor, Request, Sequence, Speculation, SpeculationMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class Limits:
     vocab_size: int  # width of the target's logits
     max_model_len: int  # most tokens of prompt and output together
     eos_token_ids: frozenset[int] = frozenset()
+    target_border: int | None = None  # longest sequence of the model's first rotary table; None: it has but one
+    draft_border: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class Intake:
     @property
     def default_proposer(self) -> str:
         """The proposer of a request that names none."""
-        return self.config.proposer or ("model" if "model" in self.proposers else "ngram")
+        best_first = (name for name in ("auto", "model", "ngram") if name in self.proposers)
+        return self.config.proposer or next(best_first, "none")
 
     def check(self, request: Request) -> None:
         """Refuse what cannot be served.
@@ -50,7 +53,7 @@ class Intake:
 
     def open(self, request: Request) -> list[Sequence]:
         """The outputs of a request that `check` let through, each a sequence of its own."""
-        wanted = request.sampling
+        wanted, length = request.sampling, len(request.token_ids)
         seed = secrets.randbelow(MAX_SEED + 1) if wanted.seed is None else wanted.seed
         model_ends = frozenset() if wanted.ignore_eos else self.limits.eos_token_ids
         return [
@@ -62,6 +65,8 @@ class Intake:
                 max_len=request.max_len(self.limits.max_model_len),
                 end_token_ids=model_ends | frozenset(wanted.stop_token_ids),
                 tokens=list(request.token_ids),
+                target=KVCursor.of(self.limits.target_border, length),
+                draft=KVCursor.of(self.limits.draft_border, length),
                 grammar=None if request.grammar is None else request.grammar.start(),
             )
             for index in range(wanted.n)

@@ -40,12 +40,15 @@ class Fed:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one sequence gets from one step: nothing but `problem` if there is one."""
+    """What one sequence gets from one step: tokens, and why there can be no more of them, if so.
 
+    Plain decoding would have met `problem` only after these tokens, and never if one of them ends the output.
+    """
+
+    tokens: tuple[int, ...]  # kept drafts, then the target's own
     num_accepted: int
-    next_token: int
     problem: str | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()  # of the kept drafts and the next token, where asked for
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, where asked for
 
 
 def judge(fed: Seq[Fed], logits: Tensor) -> list[Outcome]:
@@ -80,21 +83,21 @@ def _decide(decide: Decide, fed: Seq[Fed], logits: Tensor) -> list[Outcome]:
 
 
 def _outcome(fed: Fed, num_accepted: int, next_token: int, num_sound: int, num_open: int) -> Outcome:
-    problem = fed.sequence.fault
-    if num_sound <= num_accepted:
-        problem = "the model's output was not a number"
-    elif problem is None and num_open <= num_accepted:
-        problem = "no token may come here: what is allowed, banned and required leaves none"
-    return Outcome(num_accepted, next_token, problem)
+    tokens = (*fed.drafts[:num_accepted], next_token)
+    if num_sound < len(tokens) and num_sound <= num_open:
+        return Outcome(tokens[:num_sound], min(num_accepted, num_sound), "the model's output was not a number")
+    if num_open < len(tokens):
+        problem = fed.sequence.fault or "no token may come here: what is allowed, banned and required leaves none"
+        return Outcome(tokens[:num_open], min(num_accepted, num_open), problem)
+    return Outcome(tokens, num_accepted)
 
 
 def _with_logprobs(fed: Seq[Fed], logits: Tensor, outcomes: list[Outcome]) -> list[Outcome]:
     """The same outcomes; those that asked for logprobs have them, of the unprocessed logits."""
     for i, (f, outcome, first) in enumerate(zip(fed, outcomes, _offsets(fed), strict=False)):
         wanted = f.sequence.request.sampling.logprobs
-        if wanted is not None and outcome.problem is None:
-            tokens = [*f.drafts[: outcome.num_accepted], outcome.next_token]
-            found = token_logprobs(logits[first : first + len(tokens)], tokens, wanted)
+        if wanted is not None and outcome.tokens:
+            found = token_logprobs(logits[first : first + len(outcome.tokens)], outcome.tokens, wanted)
             outcomes[i] = replace(outcome, logprobs=found)
     return outcomes
 

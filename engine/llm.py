@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import count
 from numbers import Integral
 from os import PathLike, fspath
 from typing import Any, cast
@@ -19,10 +20,13 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
+from engine.grammar import Grammar
+from engine.guided import GrammarCompiler
 from engine.text import Codec, OutputText
 from engine.types import (
     Finished,
     FinishReason,
+    Guided,
     Request,
     SamplingParams,
     Speculation,
@@ -58,12 +62,22 @@ class Completion:
 class LLM:
     """A model to call in a program of one's own; `pilotfish serve` is the same engine behind a network."""
 
+    _ids = count(1)
+
     def __init__(self, target: str | PathLike[str], draft: str | PathLike[str] | None = None, **config: Any) -> None:
         """Load a target, and a draft if there is one; `config` as in `engine.config.EngineConfig`."""
         settings = EngineConfig(target=fspath(target), draft=None if draft is None else fspath(draft), **config)
         self.engine: Engine = build_engine(settings)
         self.codec = Codec.load(settings.target, settings.revision)
-        self._num_requests = 0
+        self._compiler = GrammarCompiler.of(self.codec, self.engine.vocab_size, self.engine.eos_token_ids)
+
+    @classmethod
+    def of(cls, engine: Engine, codec: Codec | None = None) -> LLM:
+        """The same around an engine that is there already."""
+        llm = cls.__new__(cls)
+        llm.engine, llm.codec = engine, codec
+        llm._compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids)  # noqa: SLF001 - its own
+        return llm
 
     def generate(
         self,
@@ -102,14 +116,19 @@ class LLM:
     ) -> Request:
         if self.codec is None and params.stop:
             raise InvalidRequest.of("stopping.stop", "is text; this checkpoint has no tokenizer")
-        self._num_requests += 1
         return Request(
-            request_id=f"offline-{self._num_requests}",
+            request_id=f"offline-{next(self._ids)}",
             token_ids=self._encode(prompt),
             sampling=params,
+            grammar=None if params.guided is None else self._compile(params.guided),
             speculation=speculation,
             cache_salt=cache_salt,
         )
+
+    def _compile(self, guided: Guided) -> Grammar:
+        if self._compiler is None:
+            raise InvalidRequest.of("guided", "needs a tokenizer and an end token; this checkpoint lacks one")
+        return self._compiler.compile(guided)
 
     def _output(self, request: Request, index: int) -> _Output:
         sampling = request.sampling

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from itertools import groupby
 
 import torch
@@ -44,26 +45,37 @@ def _is_penalised(wanted: SamplingParams) -> bool:
 
 def follow(sequence: Sequence, tokens: Seq[int]) -> None:
     """Move the sequence's structure past the tokens that it now has."""
-    if sequence.grammar is None:
-        return
-    try:
-        taken = sequence.grammar.advance(tokens)
-        if taken < len(tokens):
-            sequence.fault = f"token {tokens[taken]} does not fit the structure that was asked for"
-    except GrammarFault as fault:
-        sequence.fault = str(fault)
+    if sequence.grammar is not None:
+        _advance(sequence, tokens)
 
 
 def fitting(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
     """The leading drafts that the sequence's structure allows: the target could take no others."""
     if sequence.grammar is None or not drafts:
         return drafts
-    try:
-        taken = sequence.grammar.advance(drafts)
+    taken = _advance(sequence, drafts)
+    if taken:
         sequence.grammar.rollback(taken)
-    except GrammarFault as fault:
-        sequence.fault, taken = str(fault), 0
     return drafts[:taken]
+
+
+def _advance(sequence: Sequence, tokens: Seq[int]) -> int:
+    """How many of `tokens` the structure takes; after a fault none, and it stands where the sequence does."""
+    assert sequence.grammar is not None
+    try:
+        return sequence.grammar.advance(tokens)
+    except GrammarFault as fault:
+        _renew(sequence, fault)
+        return 0
+
+
+def _renew(sequence: Sequence, fault: GrammarFault) -> None:
+    """A structure may be of no use after a fault; one that was met in drafts says nothing of the output."""
+    assert sequence.request.grammar is not None
+    sequence.fault = str(fault)
+    sequence.grammar = sequence.request.grammar.start()
+    with suppress(GrammarFault):  # it will say so again when the next mask is asked for
+        sequence.grammar.advance(sequence.tokens[sequence.prompt_len :])
 
 
 # ------------------------------------------------------------------------------------------------------ penalties
@@ -147,19 +159,23 @@ def _runs(rows: Seq[Row]) -> Iterator[tuple[int, list[Row]]]:
 def _fill(masks: Tensor, rows: Seq[Row]) -> None:
     """Masks `[len(rows), vocab]` of one sequence's rows, each with more drafts before it than the last.
 
-    From the first draft that does not fit on, rows are left open: that draft falls, so nobody reads them.
+    From the first draft that does not fit on, rows are left open: that draft falls, so nobody reads them. A row at
+    which the structure fails is closed, and matters only to an output that gets there.
     """
-    state, taken = rows[0].sequence.grammar, 0
+    sequence, taken = rows[0].sequence, 0
+    state = sequence.grammar
     assert state is not None
-    try:
-        for mask, row in zip(masks, rows, strict=True):
+    for mask, row in zip(masks, rows, strict=True):
+        try:
             taken += state.advance(row.before[taken:])
             if taken < len(row.before):
                 break
             state.fill(mask)
-        state.rollback(taken)
-    except GrammarFault as fault:  # what it took no longer matters: this output ends, and no other
-        rows[0].sequence.fault = str(fault)
+        except GrammarFault as fault:
+            mask.zero_()
+            _renew(sequence, fault)
+            return
+    state.rollback(taken)
 
 
 def _ends_too_early(row: Row, may_come: Tensor) -> Iterable[int]:

@@ -7,7 +7,7 @@ the newest gives its own up and waits at the front, to be recomputed later with 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from engine.pages import BlockPool
@@ -65,8 +65,10 @@ class Scheduler:
         max_batch_size: int,
         max_batch_tokens: int,
         draft_kv_users: frozenset[str] = frozenset(),  # names of the proposers that need draft pages
+        draft_kv_sharers: frozenset[str] = frozenset(),  # and of those whose pages the prefix cache may keep
     ) -> None:
-        self.target_pool, self.draft_pool, self._draft_kv_users = target_pool, draft_pool, draft_kv_users
+        self.target_pool, self.draft_pool = target_pool, draft_pool
+        self._draft_kv_users, self._draft_kv_sharers = draft_kv_users, draft_kv_sharers
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -131,7 +133,8 @@ class Scheduler:
         """Pages of the prefix cache to begin with; none where every prompt position has to be seen."""
         if sequence.wants_prompt_logprobs:
             return []
-        return self.target_pool.find(sequence.tokens, sequence.request.cache_salt)
+        sequence.target.table = sequence.target.table_for(len(sequence.tokens))
+        return self.target_pool.find(sequence.tokens, _target_salt(sequence))
 
     def _adopt(self, sequence: Sequence, pages: list[int]) -> None:
         self.target_pool.adopt(sequence.target, pages)
@@ -142,10 +145,9 @@ class Scheduler:
 
     def _share(self, sequence: Sequence) -> None:
         """Tell the prefix caches what this sequence has fed."""
-        salt = sequence.request.cache_salt
-        self.target_pool.share(sequence.target, sequence.tokens, salt)
-        if self.draft_pool is not None:
-            self.draft_pool.share(sequence.draft, sequence.tokens, salt)
+        self.target_pool.share(sequence.target, sequence.tokens, _target_salt(sequence))
+        if self.draft_pool is not None and sequence.speculation.proposer in self._draft_kv_sharers:
+            self.draft_pool.share(sequence.draft, sequence.tokens, _draft_salt(sequence))
 
     def _num_growing(self) -> int:
         """Running sequences that will ask for another page: one is kept for each, or admission would preempt them."""
@@ -157,12 +159,21 @@ class Scheduler:
         A prompt token is worth one token of work done, a draft its chance of being accepted: prompts go first.
         """
         before = len(self.waiting)
+        self._renew_outgrown()
         steady = [Work.feeding(s, 1) for s in self._with_pages() if s.todo == 1]
         budget = self._max_batch_tokens - len(steady)
         chunks = list(self._chunks(budget))
         budget -= sum(len(work.span) for work in chunks)
         lookups, hits, self._prefix_lookups, self._prefix_hits = self._prefix_lookups, self._prefix_hits, 0, 0
         return StepPlan((*self._with_drafts(steady, budget), *chunks), len(self.waiting) - before, lookups, hits)
+
+    def _renew_outgrown(self) -> None:
+        """Give up K/V made with another rotary table than a sequence's length now asks for: all of it is fed again."""
+        for sequence in self.running:
+            for pool, cursor in ((self.target_pool, sequence.target), (self.draft_pool, sequence.draft)):
+                if pool is not None and cursor.is_outgrown(len(sequence.tokens)):
+                    pool.release(cursor)
+                    cursor.table = cursor.table_for(len(sequence.tokens))
 
     def _with_pages(self) -> list[Sequence]:
         """Reserve what each running sequence will feed, oldest first; the newest make room where it must be."""
@@ -201,8 +212,13 @@ class Scheduler:
 
     @staticmethod
     def _num_draft_wanted(sequence: Sequence) -> int:
-        """K for this step; a draft that could not be emitted before `max_len` is never wanted."""
-        return max(0, min(sequence.speculation.num_draft_tokens, sequence.max_len - len(sequence.tokens) - 1))
+        """K for this step; a draft that could not be emitted before `max_len` is never wanted.
+
+        Nor one beyond a change of rotary table: every row of a verification is of one table.
+        """
+        length = len(sequence.tokens)
+        before_border = min(cursor.room_before_border(length) for cursor in (sequence.target, sequence.draft))
+        return max(0, min(sequence.speculation.num_draft_tokens, sequence.max_len - length - 1, before_border))
 
     def _reserve_drafts(self, sequence: Sequence, num_draft: int) -> bool:
         length = len(sequence.tokens) + num_draft
@@ -210,8 +226,8 @@ class Scheduler:
             return False
         if self.draft_pool is None or sequence.speculation.proposer not in self._draft_kv_users:
             return True
-        if not sequence.draft.page_table:
-            found = self.draft_pool.find(sequence.tokens, sequence.request.cache_salt)
+        if not sequence.draft.page_table and sequence.speculation.proposer in self._draft_kv_sharers:
+            found = self.draft_pool.find(sequence.tokens, _draft_salt(sequence))
             self.draft_pool.adopt(sequence.draft, found)
         # May fail although the pools are of one size: target pages that several share are fewer than their draft's.
         return self.draft_pool.reserve(sequence.draft, length)
@@ -233,3 +249,13 @@ class Scheduler:
         self.target_pool.check_invariants(s.target for s in everyone)
         if self.draft_pool is not None:
             self.draft_pool.check_invariants(s.draft for s in everyone)
+
+
+def _target_salt(sequence: Sequence) -> Hashable:
+    """What must be equal for K/V to be the same, besides tokens: the tenant's salt and the rotary table."""
+    return sequence.request.cache_salt, sequence.target.table
+
+
+def _draft_salt(sequence: Sequence) -> Hashable:
+    """Proposers have an arena each and share the pages of all: one's K/V means nothing to another."""
+    return sequence.request.cache_salt, sequence.draft.table, sequence.speculation.proposer

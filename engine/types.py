@@ -12,6 +12,7 @@ from engine.grammar import Grammar, GrammarState
 MAX_SEED = 2**64 - 1
 DEFAULT_MAX_TOKENS = 128
 MAX_NUM_DRAFT = 16
+_ENDLESS = 2**31
 
 
 class FinishReason(StrEnum):
@@ -134,9 +135,7 @@ class Request:
 
     Args:
         request_id: unique among live requests.
-        token_ids: the prompt.
-        sampling: how to continue it.
-        speculation: how to get there faster.
+        token_ids: the prompt, to be continued as `sampling` says.
         grammar: `sampling.guided`, compiled by whoever knows the tokenizer.
         cache_salt: requests share keys and values of equal prompts only under the same salt.
     """
@@ -161,11 +160,35 @@ class KVCursor:
     `page_table[i]` is the arena page that holds positions `[i * page_size, (i + 1) * page_size)`;
     the first `kv_len` positions hold valid keys and values. Rows beyond `kv_len` are stale and are
     overwritten before they are read, so nothing is ever copied, cleared or freed to take tokens back.
+
+    Where a model has two rotary tables, K/V made with one is no good for the other: a sequence that has grown
+    beyond `border` tokens starts again from nothing (`is_outgrown`), as if it had been that long from the start.
     """
 
     page_table: list[int] = field(default_factory=list)
     kv_len: int = 0
     shared: list[int] = field(default_factory=list)  # what the prefix cache calls the leading pages that it knows
+    border: int | None = None  # longest sequence of the model's first rotary table; None: it has but one
+    table: int = 0  # the rotary table that the K/V was made with
+
+    @classmethod
+    def of(cls, border: int | None, num_tokens: int) -> KVCursor:
+        """The cursor of a new sequence of `num_tokens`."""
+        cursor = cls(border=border)
+        cursor.table = cursor.table_for(num_tokens)
+        return cursor
+
+    def table_for(self, num_tokens: int) -> int:
+        """The rotary table of a whole sequence of `num_tokens`."""
+        return int(self.border is not None and num_tokens > self.border)
+
+    def is_outgrown(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` asks for another table than the K/V was made with."""
+        return self.table_for(num_tokens) != self.table
+
+    def room_before_border(self, num_tokens: int) -> int:
+        """How many more tokens can be fed with the same table; 2**31 or so where that never ends."""
+        return self.border - num_tokens if self.border is not None and num_tokens <= self.border else _ENDLESS
 
     def advance(self, stop: int) -> None:
         """The model has now been fed every position before `stop`."""

@@ -37,14 +37,25 @@ class ServedModel:
     def load(cls, config: EngineConfig, progress: Progress) -> ServedModel:
         """Load and warm up. Takes seconds to minutes: call it on the compute thread."""
         from engine.build import build_engine, pick_device
+        from engine.guided import GrammarCompiler
 
         engine = build_engine(config, progress)
         codec = Codec.load(config.target, config.revision)
+        compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids)
         chat = None if codec is None else ChatTemplate.load(config.target, config.revision)
         progress("warming up")
         engine.warm_up()
         draft_name = None if config.draft is None else model_name(config.draft)
-        return cls(model_name(config.target), draft_name, str(pick_device(config.device)), engine, codec, chat=chat)
+        device = str(pick_device(config.device))
+        return cls(
+            model_name(config.target),
+            draft_name,
+            device,
+            engine,
+            codec,
+            None if compiler is None else compiler.compile,
+            chat,
+        )
 
 
 def model_name(source: str) -> str:

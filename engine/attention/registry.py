@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 # Under this name transformers finds us. It must NOT be registered with its mask interface: then no mask is built.
 ATTENTION_NAME = "pilotfish_ragged"
 # What layers pass besides, and what changes nothing of inference over our arena.
-_HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"})
+_HARMLESS = frozenset(
+    {"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"}
+)
 
 
 class Attend(Protocol):
@@ -63,13 +65,15 @@ def _hook(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    ragged: Ragged,
+    ragged: Ragged | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Write the new K/V in place, then attend. Called by every layer of a transformers model."""
+    if ragged is None:
+        raise ModelError(f"{type(module).__name__} is not handed the ragged batch: its model drops keyword arguments")
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} builds its own mask, which knows nothing of ragged batches")
     unknown = [name for name, value in others.items() if value is not None and name not in _HARMLESS]

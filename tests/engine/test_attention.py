@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,8 +69,6 @@ def test_softcap_goes_to_the_reference() -> None:
 
 
 def test_registry() -> None:
-    assert choose("auto", contiguous=True) is sdpa.attend
-    assert choose("auto", contiguous=False) is reference.attend
-    assert choose("reference", contiguous=True) is reference.attend
-    with pytest.raises(ValueError, match="page_size"):
-        choose("sdpa", contiguous=False)
+    assert choose("auto") is sdpa.attend
+    assert choose("sdpa") is sdpa.attend
+    assert choose("reference") is reference.attend
