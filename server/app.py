@@ -31,6 +31,7 @@ from server.errors import Unavailable
 from server.grammars import GrammarPool
 from server.grpc_service import InferenceService
 from server.health import Health, add_health
+from server.http_api import add_generation
 from server.http_gateway import HttpServer, gateway
 from server.lifecycle import Lifecycle, State
 from server.metrics import Metrics
@@ -88,9 +89,7 @@ class App:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop)
         await self._open_grpc()
-        self._http = HttpServer(
-            gateway(self.lifecycle, lambda: self.driver, self.metrics.registry), self.config.host, self.config.http_port
-        )
+        self._http = self._http_server()
         self.http_port = self._http.port
         tasks.create_task(self._http.run_until_stopped())
         model = await self._load_model()
@@ -99,6 +98,12 @@ class App:
             self.driver = Driver(model, queue, self.metrics, self.lifecycle, self._compute)
             tasks.create_task(self.driver.run())
             await self._open()
+
+    def _http_server(self) -> HttpServer:
+        config = self.config
+        app = gateway(self.lifecycle, lambda: self.driver, self.metrics.registry, config.max_message_bytes)
+        add_generation(app, self._admission, self._require_driver, config.stall_seconds)
+        return HttpServer(app, config.host, config.http_port)
 
     async def _open_grpc(self) -> None:
         config = self.config
