@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -11,19 +10,23 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine import attention
-from engine.config import EngineConfig
+from engine.checkpoint import read_config
+from engine.config import EngineConfig, Weights
 from engine.drafters import Drafters
 from engine.engine import Engine
 from engine.errors import ModelError
+from engine.fuse import fuse
 from engine.intake import Limits
 from engine.kv import KVArena, KVLayout
 from engine.pages import BlockPool
 from engine.probe import probe
 from engine.proposers import Proposer, Proposers
+from engine.quant import is_quantised, load_quantised
 from engine.rope import longrope_border
 from engine.runner import ModelRunner, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
 from engine.text import Codec
+from engine.threads import use_threads
 from engine.vocab import VocabMap, Vocabulary
 
 GIB = 2**30
@@ -37,17 +40,36 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
         ModelError: a checkpoint that cannot be served, or a pair that does not fit together.
     """
     device = pick_device(config.device)
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    dtype = getattr(torch, config.dtype)
+    use_threads(config.threads)
     progress(f"loading target {config.target}")
-    target = load_model(config.target, config.revision, dtype, device)
+    target = load(config, config.target, config.revision, config.weights, device)
     draft = None
     if config.draft is not None:
         progress(f"loading draft {config.draft}")
-        draft = load_model(config.draft, config.draft_revision, dtype, device)
+        draft = load(config, config.draft, config.draft_revision, config.draft_weights or config.weights, device)
     vocab = None if draft is None else match_vocabularies(config, target, draft)
     progress("allocating K/V")
     return assemble(config, target, draft, vocab=vocab)
+
+
+def load(
+    config: EngineConfig, name: str, revision: str | None, weights: Weights, device: torch.device
+) -> PreTrainedModel:
+    """One model, its weights as asked, or in int8 where that is how the checkpoint has them.
+
+    Raises:
+        ModelError: it cannot be loaded, or int8 is wanted where it cannot run.
+    """
+    dtype = getattr(torch, config.dtype)
+    if weights == "native" and not is_quantised(read_config(name, revision)):
+        model = load_model(name, revision, dtype, device)
+    elif device.type == "cpu":
+        model = load_quantised(name, revision, dtype)
+    else:
+        raise ModelError(f"{name!r} with int8 weights runs on cpu alone; device is {device.type}")
+    if config.fuse and device.type == "cpu":
+        fuse(model)
+    return model
 
 
 def match_vocabularies(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> VocabMap | None:

@@ -13,6 +13,7 @@ from engine.types import MAX_NUM_DRAFT, SpeculationMode, Verification
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["float32", "bfloat16"]
+Weights = Literal["native", "int8"]
 
 
 class EngineConfig(BaseModel):
@@ -26,6 +27,11 @@ class EngineConfig(BaseModel):
     draft_revision: str | None = Field(None, description="Hub revision of the draft; a commit pins it.")
     device: Device = Field("auto", description="Where to compute; auto takes cuda when there is one, else cpu.")
     dtype: DType = Field("float32", description="Type of weights, activations and K/V.")
+    weights: Weights = Field(
+        "native", description="int8 rounds matrices to 8 bits at load (CPU only); native leaves them in dtype."
+    )
+    draft_weights: Weights | None = Field(None, description="The same for the draft; default that of the target.")
+    fuse: bool = Field(True, description="Join and replace small operations of a model where that changes no result.")
     medusa: str | None = Field(None, description="Medusa heads of the target: a local folder or a hub id.")
     medusa_revision: str | None = Field(None, description="Hub revision of the Medusa heads; a commit pins it.")
     eagle: str | None = Field(None, description="EAGLE head of the target: a local folder or a hub id.")

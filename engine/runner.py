@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from engine.checkpoint import (
     told_as_model_error,
 )
 from engine.errors import ModelError
+from engine.int8 import Int8Linear
 from engine.kv import KVArena, KVLayout
 from engine.rope import install_tables
 
@@ -75,8 +76,12 @@ class Tap:
         self.hidden = output[0][0]
 
 
-def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def load_model(
+    name: str, revision: str | None, dtype: torch.dtype | Literal["auto"], device: torch.device
+) -> PreTrainedModel:
     """Load a causal language model from a local folder or the hub; safetensors only, no code of the checkpoint's.
+
+    With `auto` its weights keep the type that they are stored in, and on CPU stay mapped from their files.
 
     Raises:
         ModelError: nothing loadable is there, or it would need code of its own.
@@ -126,6 +131,8 @@ def known_positions(config: PreTrainedConfig) -> int:
 def vocab_size(model: PreTrainedModel) -> int:
     """Width of the logits: what a token id must stay below, whatever the tokenizer believes."""
     head = model.get_output_embeddings()
+    if isinstance(head, Int8Linear):
+        return head.out_features
     if not isinstance(head, nn.Module) or not isinstance(head.weight, Tensor):
         raise ModelError(f"{type(model).__name__} has no output embedding: it is no causal language model")
     return head.weight.shape[0]

@@ -50,6 +50,20 @@ class Ragged:
     arena: KVArena
     attend: Attend
 
+    def attend_layer(
+        self,
+        layer: int,
+        query: Tensor,  # [T, heads, head_dim]
+        key: Tensor,  # [T, kv_heads, head_dim]
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:  # [T, heads, head_dim]
+        """Write the new K/V of a layer in place, then attend."""
+        self.arena.write(layer, self.batch.kv_rows, key, value)
+        return self.attend(query, self.arena.k[layer], self.arena.v[layer], self.batch, scale, window, softcap)
+
 
 def choose(name: Literal["auto", "sdpa", "reference"]) -> Attend:
     """Pick an implementation."""
@@ -71,7 +85,7 @@ def _hook(
     softcap: float | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Write the new K/V in place, then attend. Called by every layer of a transformers model."""
+    """Called by every layer of a transformers model."""
     if ragged is None:
         raise ModelError(f"{type(module).__name__} is not handed the ragged batch: its model drops keyword arguments")
     if attention_mask is not None:
@@ -81,10 +95,9 @@ def _hook(
         raise ModelError(f"{type(module).__name__} asks for {', '.join(unknown)}, which our attention does not do")
     layer = module.layer_idx
     assert isinstance(layer, int)
-    ragged.arena.write(layer, ragged.batch.kv_rows, key[0].transpose(0, 1), value[0].transpose(0, 1))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    k, v = ragged.arena.k[layer], ragged.arena.v[layer]
-    out = ragged.attend(query[0].transpose(0, 1), k, v, ragged.batch, scale, sliding_window, softcap)
+    q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
+    out = ragged.attend_layer(layer, q, k, v, scale, sliding_window, softcap)
     return out[None], None  # [1, T, heads, head_dim]
 
 

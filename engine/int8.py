@@ -1,0 +1,180 @@
+"""Matrices of int8 times rows of int8 (W8A8), in integers. Knows numbers; knows no model.
+
+Each row of a weight (one output) is rounded to int8 with a scale of its own, once; each row of activations likewise,
+every time. Their products are summed as integers, and sums of integers have no order: a row's result is the same
+bits alone, in a batch, on any number of threads, and in either of the two kernels below.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from functools import cache
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+_TINY = 1e-30  # a row of zeros has a scale too
+_CHUNK = 4096  # rows of a matrix that are widened at once
+
+
+class Kernel(Protocol):
+    """One way to multiply; all give the same bits."""
+
+    name: str
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Bring int8 `weight` `[out, in]` into the form that `multiply` reads."""
+        ...
+
+    def multiply(self, rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+        """int8 `rows` `[M, in]` -> float32 `[M, out]`: the integer sum, rounded to float32, times `scale` `[out]`."""
+        ...
+
+
+class Portable:
+    """Plain torch on any machine, slowly: float64 holds every sum exactly."""
+
+    name = "portable"
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """As it is."""
+        return weight.contiguous()
+
+    def multiply(self, rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+        """See `Kernel`."""
+        wide = rows.double()
+        sums = [(wide @ part.double().t()).float() for part in packed.split(_CHUNK)]
+        return torch.cat(sums, -1).mul_(scale)
+
+
+class OneDNN:
+    """oneDNN's integer matmul, behind two private operators of torch: they may be missing, or change."""
+
+    name = "onednn"
+
+    def __init__(self) -> None:
+        self._pack = torch.ops.onednn.qlinear_prepack.default
+        self._multiply = torch.ops.onednn.qlinear_pointwise.default
+        self._zeros: dict[int, Tensor] = {}  # offsets of weights: there are none
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Blocked for the machine's integer instructions; opaque."""
+        return cast("Tensor", self._pack(weight.contiguous(), None))
+
+    def multiply(self, rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+        """See `Kernel`. It takes rows of uint8 around 128: q + 128 is q with its highest bit flipped."""
+        size = len(scale)
+        zeros = self._zeros.get(size)
+        if zeros is None:
+            zeros = self._zeros[size] = torch.zeros(size, dtype=torch.int64)
+        unsigned = rows.view(torch.uint8).bitwise_xor(128)
+        plain: tuple[Any, ...] = (
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
+        )  # no bias, output scale 1 and offset 0, nothing after it
+        return cast("Tensor", self._multiply(unsigned, 1.0, 128, packed, scale, zeros, *plain))
+
+
+@cache
+def kernel() -> Kernel:
+    """The fastest one that computes right on this machine with this torch; asked once."""
+    try:
+        found = OneDNN()
+        if _is_right(found):
+            return found
+        log.warning("int8: oneDNN's integer sums overflow on this CPU; using plain torch, which is slow")
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
+        log.warning("int8: torch's oneDNN operators cannot be used here (%r); using plain torch, which is slow", error)
+    return Portable()
+
+
+@torch.inference_mode()
+def _is_right(candidate: Kernel) -> bool:
+    """Against plain torch, with the extremes among the numbers: CPUs without VNNI add in 16 bits and may overflow."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-127, 128, (80, 272), dtype=torch.int8, generator=generator)
+    rows = torch.randint(-127, 128, (5, 272), dtype=torch.int8, generator=generator)
+    weight[:2], rows[:2] = 127, 127
+    weight[2], rows[2] = -127, -127
+    scale, plain = torch.linspace(0.001, 0.1, 80), Portable()
+    want, packed = plain.multiply(rows, weight, scale), candidate.pack(weight)
+    return all(torch.equal(candidate.multiply(rows[:m], packed, scale), want[:m]) for m in (1, 2, 5))
+
+
+def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix `[out, in]` of any float type -> int8 of the same shape, float32 scale `[out]`; a few rows at a time."""
+    parts = [round_rows(part.detach().float()) for part in weight.split(_CHUNK)]
+    return torch.cat([rows for rows, _ in parts]), torch.cat([scale[:, 0] for _, scale in parts])
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 `[M, n]` -> int8 `[M, n]` and scale `[M, 1]`, x about int8 * scale; the largest of a row becomes 127.
+
+    Each operation is exact to the last bit by itself, so that a row's place and neighbours cannot matter.
+    """
+    peak = x.abs().amax(-1, keepdim=True).clamp_min_(_TINY)
+    return (x * (127 / peak)).round_().to(torch.int8), peak.mul_(1 / 127)
+
+
+class Int8Linear(nn.Module):
+    """`nn.Linear` with an int8 weight and rows rounded to int8; what goes in and comes out is float."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = dtype  # of what comes out; that of what goes in, where it is None
+        # Buffers, so that modules which share weights can share them.
+        self.weight_int8: Tensor | None
+        self.packed: Tensor | None
+        self.scale: Tensor
+        self.bias: Tensor | None
+        self.register_buffer("weight_int8", weight, persistent=False)
+        self.register_buffer("packed", None, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Int8Linear:
+        """Round a float matrix `[out, in]`."""
+        return cls(*round_weight(weight), bias, dtype)
+
+    @classmethod
+    def joined(cls, parts: Seq[Int8Linear]) -> Int8Linear:
+        """One matrix of several that read the same rows: every output has a scale of its own, so nothing is rounded."""
+        weights, biases = [part.weight_int8 for part in parts], [part.bias for part in parts]
+        assert all(w is not None for w in weights), "already packed"
+        has_bias = all(bias is not None for bias in biases)
+        return cls(
+            torch.cat(cast("list[Tensor]", weights)),
+            torch.cat([part.scale for part in parts]),
+            torch.cat(cast("list[Tensor]", biases)) if has_bias else None,
+            parts[0].dtype,
+        )
+
+    def pack(self) -> Tensor:
+        """Make the kernel's own form of the weight, and let go of the plain one."""
+        assert self.weight_int8 is not None
+        packed, self.weight_int8 = kernel().pack(self.weight_int8), None
+        self.packed = packed
+        return packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        rows = x.view(-1, self.in_features)
+        if not len(rows):  # no logits are wanted in the middle of a prompt
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        packed = self.packed if self.packed is not None else self.pack()
+        rounded, scale = round_rows(rows.float())
+        out = kernel().multiply(rounded, packed, self.scale).mul_(scale)
+        if self.bias is not None:
+            out += self.bias
+        return out.to(self.dtype or x.dtype).view(*x.shape[:-1], self.out_features)

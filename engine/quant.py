@@ -1,0 +1,167 @@
+"""A model with int8 weights: rounded as it is loaded, or saved once and loaded as it lies there.
+
+Knows modules and files. Source weights stay mapped from their files and are rounded one matrix at a time, so that
+memory never holds them whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.attention.registry import ATTENTION_NAME
+from engine.checkpoint import read_config, told_as_model_error
+from engine.errors import ModelError
+from engine.int8 import Int8Linear
+from engine.runner import load_model, prepare
+
+METHOD = "pilotfish-int8"  # in `quantization_config`, so that whoever does not know it refuses the weights
+_MARK = {"quant_method": METHOD, "version": 1}
+_WEIGHT, _SCALE = "weight_int8", "weight_scale"  # no name that others would take for a float weight's
+# Small matrices that choose experts: a rounded choice is another choice.
+_ROUTERS = ("gate", "router")
+_BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt")
+
+
+def quantise(model: PreTrainedModel) -> None:
+    """Replace every matmul of `model` by one in int8. Embeddings, norms, routers and what we do not know stay."""
+    head = model.get_output_embeddings()
+    # By name, one at a time: a list of modules would hold on to all float weights until its end.
+    for name in [name for name, module in model.named_modules() if _is_matmul(name, module)]:
+        module = model.get_submodule(name)
+        assert isinstance(module, nn.Linear | Conv1D)
+        weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
+        # Logits are wanted in float32: rounded to bfloat16, many would tie.
+        dtype = torch.float32 if module is head else None
+        model.set_submodule(name, Int8Linear.of(weight, module.bias, dtype))
+
+
+def _is_matmul(name: str, module: nn.Module) -> bool:
+    return type(module) in (nn.Linear, Conv1D) and name.rpartition(".")[2] not in _ROUTERS
+
+
+def is_quantised(config: PreTrainedConfig) -> bool:
+    """Whether a checkpoint holds weights that `save` wrote; ModelError where a later version did."""
+    found = getattr(config, "quantization_config", None)
+    if not isinstance(found, dict) or found.get("quant_method") != METHOD:
+        return False
+    if found != _MARK:
+        raise ModelError(f"int8 weights of version {found.get('version')}; this Pilotfish reads 1: quantize again")
+    return True
+
+
+def load_quantised(name: str, revision: str | None, dtype: torch.dtype) -> PreTrainedModel:
+    """A model with int8 weights, from any checkpoint; `dtype` is that of its rows, embeddings and K/V. CPU only.
+
+    Raises:
+        ModelError: nothing loadable is there, or weights are missing.
+    """
+    config = read_config(name, revision)
+    with told_as_model_error(name):
+        if is_quantised(config):
+            tensors = _read(name, revision)
+        else:
+            tensors = load_model(name, revision, "auto", torch.device("cpu")).state_dict()
+        prepare(config)
+        model = _skeleton(config, dtype)
+    _fill(model, tensors, name, dtype)
+    quantise(model)
+    return model
+
+
+class _NoStorage(TorchFunctionMode):
+    """Parameters are made with `torch.empty` and take no memory here; tables that are computed do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        on_meta = {"device": "meta"} if func is torch.empty else {}
+        return func(*args, **(kwargs or {}) | on_meta)
+
+
+def _skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with _NoStorage():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+    model.eval()
+    return model
+
+
+@torch.no_grad()
+def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> None:
+    """Give a skeleton its weights: int8 ones as they are, those of other matmuls unrounded, all else in `dtype`."""
+    floats = dict(tensors)
+    for path in [key.removesuffix(f".{_WEIGHT}") for key in tensors if key.endswith(f".{_WEIGHT}")]:
+        weight, scale = floats.pop(f"{path}.{_WEIGHT}"), floats.pop(f"{path}.{_SCALE}")
+        bias = floats.pop(f"{path}.bias", None)
+        is_head = model.get_submodule(path) is model.get_output_embeddings()
+        model.set_submodule(path, Int8Linear(weight, scale, bias, torch.float32 if is_head else None))
+    wanted = model.state_dict()
+    missing = sorted(wanted.keys() - floats.keys())
+    if missing:
+        raise ModelError(f"model {name!r} lacks {len(missing)} of its weights, {missing[0]} among them")
+    model.load_state_dict({key: floats[key] for key in wanted}, assign=True)
+    for path, module in model.named_modules():
+        if not _is_matmul(path, module):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.to(dtype)
+
+
+def _read(name: str, revision: str | None) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, mapped from its files."""
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(_folder(name, revision, "*.safetensors").glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+    return tensors
+
+
+def _folder(name: str, revision: str | None, *patterns: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
+
+
+def save_quantised(name: str, revision: str | None, out: Path) -> None:
+    """Round the checkpoint `name` and write it to the folder `out`: what is loaded from there is bitwise the same.
+
+    Raises:
+        ModelError: `name` cannot be loaded or is int8 already, or `out` is not empty.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ModelError(f"{str(out)!r} is not empty; expected a new folder")
+    if is_quantised(read_config(name, revision)):
+        raise ModelError(f"{name!r} has int8 weights already")
+    model = load_model(name, revision, "auto", torch.device("cpu"))
+    quantise(model)
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(_tensors_of(model), out / "model.safetensors", metadata={"format": "pt"})
+    source = _folder(name, revision, *_BESIDE_WEIGHTS)
+    for pattern in _BESIDE_WEIGHTS:
+        for path in source.glob(pattern):
+            if not path.name.endswith(".index.json"):
+                shutil.copyfile(path, out / path.name)
+    config = json.loads((source / "config.json").read_text("utf-8")) | {"quantization_config": _MARK}
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def _tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    tensors = dict(model.state_dict())
+    for path, module in model.named_modules():
+        if isinstance(module, Int8Linear):
+            assert module.weight_int8 is not None, "packed"
+            tensors |= {f"{path}.{_WEIGHT}": module.weight_int8, f"{path}.{_SCALE}": module.scale}
+            if module.bias is not None:
+                tensors[f"{path}.bias"] = module.bias
+    return {key: tensor.contiguous() for key, tensor in tensors.items()}

@@ -1,0 +1,73 @@
+"""How many threads compute. Knows what the machine lets this process use; knows nothing of what is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def use_threads(threads: int | None) -> int:
+    """Set torch's threads to `threads`, or to the cores this process may use; returns how many."""
+    count = threads or cores()
+    torch.set_num_threads(count)
+    # Passes run one after the other: a second pool would only take cores from the first. Torch lets it be set once.
+    if torch.get_num_interop_threads() != 1:
+        with contextlib.suppress(RuntimeError):
+            torch.set_num_interop_threads(1)
+    return count
+
+
+def cores() -> int:
+    """The cores in our affinity mask, or as many whole ones as our control group's quota pays for, if that is less."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = quota()
+    return affinity if allowed is None else max(1, min(affinity, int(allowed)))
+
+
+def quota(root: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> float | None:
+    """Cores' worth of time that the control groups above us allow, in version 1 or 2; None without a limit."""
+    found = [limit for folder in _folders(root, membership) if (limit := _limit(folder)) is not None]
+    return min(found, default=None)
+
+
+def _folders(root: Path, membership: Path) -> list[Path]:
+    """The folders of our groups and of those above them, as far as they can be seen from here.
+
+    `0::/a/b` (version 2) -> root/a/b, root/a, root; `3:cpu,cpuacct:/c` (version 1) -> root/cpu/c, root/cpu. In a
+    container the path may be that of the host, and then only the root is there.
+    """
+    try:
+        lines = membership.read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    folders = [root, root / "cpu", root / "cpu,cpuacct"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for base in (root / "cpu", root / controllers) if controllers else (root,):
+            own = base / path.lstrip("/")
+            folders += [own, *(above for above in own.parents if above.is_relative_to(base))]
+    return folders
+
+
+def _limit(folder: Path) -> float | None:
+    """`100000 50000` in cpu.max, or two files in version 1 -> 2.0; None where there is no limit."""
+    v2 = _read(folder / "cpu.max").split()
+    quota, period = v2 if len(v2) == 2 else (_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us"))
+    if not quota.isdecimal() or not period.isdecimal() or not int(period):
+        return None  # "max", "-1" or no such file
+    return int(quota) / int(period)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("ascii").strip()
+    except OSError:
+        return ""
