@@ -16,6 +16,7 @@ from engine.drafters import Drafters
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.fuse import fuse
+from engine.int8 import has_int8
 from engine.intake import Limits
 from engine.kv import KVArena, KVLayout
 from engine.pages import BlockPool
@@ -110,7 +111,7 @@ def assemble(
     layout = kv_layout(target.config, target.dtype)
     page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
     num_pages = pages_within(config, [layout, *drafters.layouts.values()], page_size, limit)
-    attend = attention.choose(config.attention)
+    attend = attention.choose(config.attention, row_wise=has_int8(target))
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
     probe(target, layout, attend)
     runner = ModelRunner(target, make_arena(layout), attend)

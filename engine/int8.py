@@ -178,3 +178,8 @@ class Int8Linear(nn.Module):
         if self.bias is not None:
             out += self.bias
         return out.to(self.dtype or x.dtype).view(*x.shape[:-1], self.out_features)
+
+
+def has_int8(model: nn.Module) -> bool:
+    """Whether any matmul of `model` is in int8."""
+    return any(isinstance(module, Int8Linear) for module in model.modules())

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from engine.activations import make_row_wise
 from engine.attention.registry import ATTENTION_NAME
 from engine.checkpoint import read_config, told_as_model_error
 from engine.errors import ModelError
@@ -36,7 +37,11 @@ _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
 def quantise(model: PreTrainedModel) -> None:
-    """Replace every matmul of `model` by one in int8. Embeddings, norms, routers and what we do not know stay."""
+    """Replace every matmul of `model` by one in int8. Embeddings, norms, routers and what we do not know stay.
+
+    Rounding makes a step of 1/127 of a last bit, so what lies between the matmuls may not depend on batch mates either.
+    """
+    make_row_wise(model)
     head = model.get_output_embeddings()
     # By name, one at a time: a list of modules would hold on to all float weights until its end.
     for name in [name for name, module in model.named_modules() if _is_matmul(name, module)]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from engine.attention import reference, sdpa
+from engine.attention import reference, rows, sdpa
 from engine.batch import RaggedBatch
 from engine.errors import ModelError
 from engine.kv import KVArena
@@ -65,11 +65,14 @@ class Ragged:
         return self.attend(query, self.arena.k[layer], self.arena.v[layer], self.batch, scale, window, softcap)
 
 
-def choose(name: Literal["auto", "sdpa", "reference"]) -> Attend:
-    """Pick an implementation."""
-    found: Callable[..., Tensor] = reference.attend if name == "reference" else sdpa.attend
-    log.info("attention: %s", found.__module__.rpartition(".")[2])
-    return found
+_BY_NAME: Mapping[str, Attend] = {"reference": reference.attend, "rows": rows.attend, "sdpa": sdpa.attend}
+
+
+def choose(name: Literal["auto", "sdpa", "rows", "reference"], *, row_wise: bool = False) -> Attend:
+    """Pick an implementation; `auto` takes one in which no row's bits depend on other rows, if `row_wise`."""
+    chosen = name if name != "auto" else "rows" if row_wise else "sdpa"
+    log.info("attention: %s", chosen)
+    return _BY_NAME[chosen]
 
 
 def _hook(
