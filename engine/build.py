@@ -62,15 +62,21 @@ def load(
         ModelError: it cannot be loaded, or int8 is wanted where it cannot run.
     """
     dtype = getattr(torch, config.dtype)
-    if weights == "native" and not is_quantised(read_config(name, revision)):
-        model = load_model(name, revision, dtype, device)
-    elif device.type == "cpu":
+    if weights_of(name, read_config(name, revision), weights, device) == "int8":
         model = load_quantised(name, revision, dtype)
     else:
-        raise ModelError(f"{name!r} with int8 weights runs on cpu alone; device is {device.type}")
+        model = load_model(name, revision, dtype, device)
     if config.fuse and device.type == "cpu":
         fuse(model)
     return model
+
+
+def weights_of(name: str, config: PreTrainedConfig, asked: Weights, device: torch.device) -> Weights:
+    """How the weights of a checkpoint will be held; ModelError where the device cannot."""
+    found: Weights = "int8" if is_quantised(config) else asked
+    if found == "int8" and device.type != "cpu":
+        raise ModelError(f"{name!r} with int8 weights runs on cpu alone; device is {device.type}")
+    return found
 
 
 def match_vocabularies(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> VocabMap | None:

@@ -20,12 +20,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 from engine import checkpoint
-from engine.build import GIB, build_engine, max_model_len, pages_within, pick_device, read_vocabulary
-from engine.config import EngineConfig
+from engine.build import GIB, build_engine, max_model_len, pages_within, pick_device, read_vocabulary, weights_of
+from engine.config import EngineConfig, Weights
 from engine.errors import ModelError
+from engine.int8 import kernel
 from engine.kv import KVLayout
+from engine.quant import weight_bytes
 from engine.runner import kv_layout
 from engine.text import Codec
+from engine.threads import cores, quota
 from engine.types import SpeculationMode
 from engine.vocab import VocabMap, Vocabulary
 
@@ -65,6 +68,7 @@ class Facts:
 
     config: PreTrainedConfig
     layout: KVLayout
+    weights: Weights
     weight_bytes: int
     class_name: str
     codec: Codec | None
@@ -73,24 +77,27 @@ class Facts:
     has_chat_template: bool
 
     @classmethod
-    def read(cls, name: str, revision: str | None, dtype: torch.dtype) -> Facts:
+    def read(cls, name: str, revision: str | None, asked: Weights, config: EngineConfig) -> Facts:
         """Read configs and tokenizer; the model is built on the meta device, where weights take no memory."""
-        config = checkpoint.read_config(name, revision)
+        dtype = getattr(torch, config.dtype)
+        described = checkpoint.read_config(name, revision)
+        weights = weights_of(name, described, asked, pick_device(config.device))
         checkpoint.check_weights(name)
         with checkpoint.told_as_model_error(name):
             generation = checkpoint.read_generation_config(name, revision)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
-            ends = checkpoint.end_tokens_of(config, generation)
+                model = AutoModelForCausalLM.from_config(described)
+            ends = checkpoint.end_tokens_of(described, generation)
             has_chat_template = checkpoint.has_chat_template(name, revision)
         codec, width = Codec.load(name, revision), model.get_output_embeddings().weight.shape[0]
         return cls(
-            config=config,
-            layout=kv_layout(config, dtype),
-            weight_bytes=sum(weight.numel() for weight in model.parameters()) * dtype.itemsize,
+            config=described,
+            layout=kv_layout(described, dtype),
+            weights=weights,
+            weight_bytes=weight_bytes(model, dtype, int8=weights == "int8"),
             class_name=type(model).__name__,
             codec=codec,
-            vocabulary=read_vocabulary(name, revision, width, config, ends),
+            vocabulary=read_vocabulary(name, revision, width, described, ends),
             end_tokens=ends,
             has_chat_template=has_chat_template,
         )
@@ -100,7 +107,9 @@ class Facts:
         known = checkpoint.positions(self.config)
         yield "family", f"{self.config.model_type} ({self.class_name})"
         yield "layers", f"{self.layout.layers}, with {self.layout.kv_heads} K/V heads of {self.layout.head_dim}"
-        yield "weights", f"{_size(self.weight_bytes)} in {str(self.layout.dtype).removeprefix('torch.')}"
+        dtype = str(self.layout.dtype).removeprefix("torch.")
+        held = f"int8 ({kernel().name} kernel), the rest in {dtype}" if self.weights == "int8" else dtype
+        yield "weights", f"{_size(self.weight_bytes)} in {held}"
         yield "K/V", f"{self.layout.bytes_per_token} bytes per token"
         yield "context", f"{known.limit} tokens ({known.reason})"
         tokens = f", {len(self.vocabulary.ids)} tokens" if self.codec else ""
@@ -118,14 +127,15 @@ class Facts:
 def check(config: EngineConfig, *, load: bool = True) -> Report:
     """Look at the machine, at each checkpoint, at how they fit, and then, if asked, at whether they run."""
     logging.set_verbosity_error()  # what it would warn of is in the report
-    report, dtype = Report(), getattr(torch, config.dtype)
+    report = Report()
     with _problems_told(report):
         for name, value in environment(config):
             report.findings.append(Finding("environment", name, value))
-    target = _read(report, "target", config.target, config.revision, dtype)
+    target = _read(report, "target", config.target, config.revision, config.weights, config)
     draft = None
     if config.draft is not None:
-        draft = _read(report, "draft", config.draft, config.draft_revision, dtype)
+        weights = config.draft_weights or config.weights
+        draft = _read(report, "draft", config.draft, config.draft_revision, weights, config)
     if target is not None and (draft is not None or config.draft is None):
         _check_pair(report, config, target, draft)
     if load and report.works:
@@ -138,9 +148,10 @@ def environment(config: EngineConfig) -> Iterator[tuple[str, str]]:
     yield "python", platform.python_version()
     for package in ("torch", "transformers", "tokenizers"):
         yield package, version(package)
-    quota = _cgroup("cpu.max").split()
-    limit = f", quota {int(quota[0]) / int(quota[1]):g} (cgroup)" if quota and quota[0] != "max" else ""
-    yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}{limit}; {config.threads or 'as many'} threads"
+    allowed = quota()
+    limit = "" if allowed is None else f", quota {allowed:g} (cgroup)"
+    threads = config.threads or cores()
+    yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}{limit}; {threads} threads"
     limit = _cgroup("memory.max")
     yield (
         "memory",
@@ -177,11 +188,13 @@ def _problems_told(report: Report) -> Iterator[None]:
             report.problems.append(problem)
 
 
-def _read(report: Report, section: str, name: str, revision: str | None, dtype: torch.dtype) -> Facts | None:
+def _read(
+    report: Report, section: str, name: str, revision: str | None, weights: Weights, config: EngineConfig
+) -> Facts | None:
     report.findings.append(Finding(section, "name", name + (f" at {revision}" if revision else "")))
     facts: Facts | None = None
     with _problems_told(report):
-        facts = Facts.read(name, revision, dtype)
+        facts = Facts.read(name, revision, weights, config)
         report.findings += [Finding(section, *line) for line in facts.lines()]
     return facts
 

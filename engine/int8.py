@@ -180,6 +180,11 @@ class Int8Linear(nn.Module):
         return out.to(self.dtype or x.dtype).view(*x.shape[:-1], self.out_features)
 
 
+def matmul_shape(module: object) -> tuple[int, int] | None:
+    """(in, out) of a plain matmul, in float or int8; None for anything else."""
+    return (module.in_features, module.out_features) if isinstance(module, nn.Linear | Int8Linear) else None
+
+
 def has_int8(model: nn.Module) -> bool:
     """Whether any matmul of `model` is in int8."""
     return any(isinstance(module, Int8Linear) for module in model.modules())

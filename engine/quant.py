@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -33,6 +33,7 @@ _MARK = {"quant_method": METHOD, "version": 1}
 _WEIGHT, _SCALE = "weight_int8", "weight_scale"  # no name that others would take for a float weight's
 # Small matrices that choose experts: a rounded choice is another choice.
 _ROUTERS = ("gate", "router")
+_MATMULS = (nn.Linear, Conv1D)  # not what is made of them: it may do more
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
@@ -45,16 +46,34 @@ def quantise(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     # By name, one at a time: a list of modules would hold on to all float weights until its end.
     for name in [name for name, module in model.named_modules() if _is_matmul(name, module)]:
-        module = model.get_submodule(name)
-        assert isinstance(module, nn.Linear | Conv1D)
-        weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
+        module = cast("nn.Linear | Conv1D", model.get_submodule(name))
         # Logits are wanted in float32: rounded to bfloat16, many would tie.
         dtype = torch.float32 if module is head else None
-        model.set_submodule(name, Int8Linear.of(weight, module.bias, dtype))
+        model.set_submodule(name, Int8Linear.of(_matrix(module), module.bias, dtype))
 
 
 def _is_matmul(name: str, module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, Conv1D) and name.rpartition(".")[2] not in _ROUTERS
+    return type(module) in _MATMULS and name.rpartition(".")[2] not in _ROUTERS
+
+
+def _matrix(matmul: nn.Module) -> Tensor:
+    """`[out, in]`; GPT-2 keeps it the other way round."""
+    weight = cast("Tensor", matmul.weight)
+    return weight.t() if isinstance(matmul, Conv1D) else weight
+
+
+def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, *, int8: bool) -> int:
+    """What the weights of a float model take in `dtype`, or with matmuls in int8; it may be on the meta device."""
+    if not int8:
+        return sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    modules = dict(model.named_modules())
+    matmuls = [module for name, module in modules.items() if _is_matmul(name, module)]
+    # Not only what is no matmul's: a head that shares the embedding's weights will have its own.
+    others = {
+        id(p): p for m in modules.values() if not isinstance(m, nn.Linear | Conv1D) for p in m.parameters(recurse=False)
+    }
+    held: int = sum(p.numel() for p in others.values()) * dtype.itemsize
+    return held + sum(_matrix(m).numel() + 4 * _matrix(m).shape[0] for m in matmuls)  # scales take 4 bytes an output
 
 
 def is_quantised(config: PreTrainedConfig) -> bool:
@@ -80,7 +99,7 @@ def load_quantised(name: str, revision: str | None, dtype: torch.dtype) -> PreTr
         else:
             tensors = load_model(name, revision, "auto", torch.device("cpu")).state_dict()
         prepare(config)
-        model = _skeleton(config, dtype)
+        model = skeleton(config, dtype)
     _fill(model, tensors, name, dtype)
     quantise(model)
     return model
@@ -94,7 +113,8 @@ class _NoStorage(TorchFunctionMode):
         return func(*args, **(kwargs or {}) | on_meta)
 
 
-def _skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model with our attention whose large parameters are on the meta device: to be filled."""
     with _NoStorage():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION_NAME

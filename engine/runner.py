@@ -22,7 +22,7 @@ from engine.checkpoint import (
     told_as_model_error,
 )
 from engine.errors import ModelError
-from engine.int8 import Int8Linear
+from engine.int8 import matmul_shape
 from engine.kv import KVArena, KVLayout
 from engine.rope import install_tables
 
@@ -131,8 +131,9 @@ def known_positions(config: PreTrainedConfig) -> int:
 def vocab_size(model: PreTrainedModel) -> int:
     """Width of the logits: what a token id must stay below, whatever the tokenizer believes."""
     head = model.get_output_embeddings()
-    if isinstance(head, Int8Linear):
-        return head.out_features
+    shape = matmul_shape(head)
+    if shape is not None:
+        return shape[1]
     if not isinstance(head, nn.Module) or not isinstance(head.weight, Tensor):
         raise ModelError(f"{type(model).__name__} has no output embedding: it is no causal language model")
     return head.weight.shape[0]

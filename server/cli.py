@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.version import version
@@ -23,6 +25,7 @@ commands:
   serve [MODEL] [--draft MODEL]   serve a model; without MODEL the embedded pair
   generate PROMPT                 continue a prompt on a running server
   check [MODEL] [--draft MODEL]   say whether and how this machine can serve a pair
+  quantize MODEL OUT              save a model with int8 weights in the folder OUT
   version                         print the version
 
 `pilotfish COMMAND --help` lists the options of a command.
@@ -36,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "serve": serve,
         "generate": generate,
         "check": check,
+        "quantize": quantize,
         "version": show_version,
     }
     if command in commands:
@@ -82,6 +86,26 @@ def check(arguments: list[str]) -> int:
     text, works = wanted.run()
     print(text)
     return 0 if works else 1
+
+
+def quantize(arguments: list[str]) -> int:
+    """Round a model's weights to int8 once, so that it loads at once and from a mapped file."""
+    parser = argparse.ArgumentParser(prog="pilotfish quantize", description=quantize.__doc__)
+    parser.add_argument("model", help="a local folder or a Hugging Face hub id")
+    parser.add_argument("out", type=Path, help="a new folder")
+    parser.add_argument("--revision", help="hub revision of the model; a commit pins it")
+    options = parser.parse_args(arguments)
+
+    from engine.errors import ModelError
+    from engine.quant import save_quantised
+
+    try:
+        save_quantised(options.model, options.revision, options.out)
+    except (ModelError, OSError) as error:
+        print(f"pilotfish quantize: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.out} holds {options.model} in int8: `pilotfish serve {options.out}`")
+    return 0
 
 
 def show_version(_arguments: list[str]) -> int:
@@ -135,5 +159,5 @@ def banner(app: App) -> list[tuple[str, str]]:
         ("model", model.name),
         ("drafts", f"{model.draft_name or model.engine.default_proposer} ({drafts})"),
         ("K/V", f"{config.kv_memory:g} GiB at most, {engine.total_pages} pages"),
-        ("device", f"{model.device}, {config.dtype}"),
+        ("device", f"{model.device}, {config.dtype}" + (", int8 weights" if config.weights == "int8" else "")),
     ]

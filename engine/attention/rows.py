@@ -26,8 +26,8 @@ def attend(
     softcap: float | None = None,
 ) -> Tensor:  # [T, heads, head_dim]
     """Same contract as `reference.attend`."""
-    folded = query.unflatten(1, (k.shape[1], -1))  # [T, kv_heads, group, head_dim]
-    out = folded.new_empty(folded.shape)
+    folded: Tensor = query.unflatten(1, (k.shape[1], -1))  # [T, kv_heads, group, head_dim]
+    out = torch.empty_like(folded)
     for i, kv_len in enumerate(batch.kv_lens):
         rows = range(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
         key, value = (_sequence(arena, batch, i) for arena in (k, v))
@@ -39,7 +39,6 @@ def attend(
 
 def _sequence(arena: Tensor, batch: RaggedBatch, i: int) -> Tensor:
     """K or V of sequence i, `[kv_heads, kv_len, head_dim]`."""
-    rows: Tensor
     if batch.is_contiguous[i]:
         start = batch.page_tables[i][0] * batch.page_size
         rows = arena[start : start + batch.kv_lens[i]]

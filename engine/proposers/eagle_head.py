@@ -14,6 +14,7 @@ from engine.attention import Attend
 from engine.attention.registry import ATTENTION_NAME, Ragged
 from engine.batch import Feed, RaggedBatch
 from engine.errors import ModelError
+from engine.int8 import matmul_shape
 from engine.kv import KVArena
 from engine.proposers.weights import fill, load_checkpoint
 
@@ -76,8 +77,7 @@ def _settings(config: dict[str, Any], tensors: dict[str, Tensor], name: str, tar
         settings = LlamaConfig(**(asked | {"attention_bias": "layers.0.self_attn.q_proj.bias" in tensors}))
     except (TypeError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load {name!r}: its config is not like a Llama's: {error!r}") from error
-    output = target.get_output_embeddings()
-    want = (output.in_features, output.out_features) if isinstance(output, nn.Linear) else None
+    want = matmul_shape(target.get_output_embeddings())
     if (settings.hidden_size, settings.vocab_size) != want:
         found = f"{settings.hidden_size} features and {settings.vocab_size} tokens"
         raise ModelError(f"{name!r} is a head for {found}; the target has {want}")

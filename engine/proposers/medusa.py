@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from engine.errors import ModelError
+from engine.int8 import matmul_shape
 from engine.proposers.base import Passed, Proposal
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
 from engine.proposers.features import Features
@@ -64,12 +65,12 @@ def load_medusa(name: str, revision: str | None, target: PreTrainedModel) -> Med
     """
     config, tensors = load_checkpoint(name, revision)
     heads, blocks = number(config, "medusa_num_heads", name), number(config, "medusa_num_layers", name)
-    output = target.get_output_embeddings()
-    if not isinstance(output, nn.Linear):
+    output = matmul_shape(target.get_output_embeddings())
+    if output is None:
         raise ModelError(f"{type(target).__name__}: its output is no matrix that heads could share")
     tensors = {key.removeprefix("medusa_head."): tensor for key, tensor in tensors.items()}
     own = f"0.{blocks}.weight" in tensors
-    made = MedusaHeads(heads, blocks, output.in_features, output.out_features if own else None)
+    made = MedusaHeads(heads, blocks, output[0], output[1] if own else None)
     fill(made, tensors, name)
     return made.to(target.device, target.dtype).eval()
 

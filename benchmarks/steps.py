@@ -1,0 +1,146 @@
+"""One forward pass of a model of any Llama shape with random weights: milliseconds by rows, type and fusing.
+
+    python -m benchmarks.steps --threads 2
+
+Weights are made layer by layer and never downloaded. Variants take turns, round after round, and every round measures
+how fast memory is read, because on a shared machine that drifts more than the variants differ. A pass decodes one token
+in each of M sequences; nothing is sampled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+
+from engine.attention import choose
+from engine.batch import Feed
+from engine.fuse import fuse
+from engine.int8 import Int8Linear, kernel
+from engine.kv import KVArena
+from engine.quant import quantise, skeleton
+from engine.runner import ModelRunner, kv_layout
+from engine.threads import use_threads
+
+SHAPES = {
+    "1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+             "num_key_value_heads": 4, "vocab_size": 32000},
+    "160m": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+             "num_key_value_heads": 12, "vocab_size": 32000},
+}  # fmt: skip
+CONTEXT = 128
+_SWEEP = 2**28  # bytes that one reading of memory sums up
+
+
+@dataclass
+class Variant:
+    """One way to run the shape, and its times by number of rows."""
+
+    name: str
+    model: PreTrainedModel
+    attention: Literal["rows", "sdpa"]
+    milliseconds: dict[int, list[float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, shape: str) -> Variant:
+        """From a name such as `int8-float32-fused`."""
+        weights, dtype, how = name.split("-")
+        model = random_model(LlamaConfig.from_dict(SHAPES[shape]), getattr(torch, dtype), int8=weights == "int8")
+        if how == "fused":
+            fuse(model)
+        return cls(name, model, "rows" if weights == "int8" else "sdpa")
+
+    def runner(self, rows: int) -> ModelRunner:
+        """With room for `rows` sequences."""
+        arena = KVArena(kv_layout(self.model.config, self.model.dtype), rows, CONTEXT, self.model.device)
+        return ModelRunner(self.model, arena, choose(self.attention))
+
+    @property
+    def matrix_bytes(self) -> int:
+        """What a pass must read of weights: every matrix once."""
+        return sum(_bytes_of(module) for module in self.model.modules())
+
+
+def _bytes_of(module: nn.Module) -> int:
+    if isinstance(module, Int8Linear):
+        return module.in_features * module.out_features
+    return module.weight.numel() * module.weight.element_size() if isinstance(module, nn.Linear) else 0
+
+
+@torch.no_grad()
+def random_model(config: LlamaConfig, dtype: torch.dtype, *, int8: bool) -> PreTrainedModel:
+    """A model of this shape; before it is rounded to int8 its matrices are in bfloat16, to take less memory."""
+    model = skeleton(config, dtype)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                made = torch.empty_like(parameter, device="cpu", dtype=_type_for(module, dtype, int8)).normal_(0, 0.02)
+                setattr(module, name, nn.Parameter(made, requires_grad=False))
+    if int8:
+        quantise(model)
+    return model
+
+
+def _type_for(module: nn.Module, dtype: torch.dtype, int8: bool) -> torch.dtype:
+    return torch.bfloat16 if int8 and isinstance(module, nn.Linear) else dtype
+
+
+def read_bandwidth(buffer: torch.Tensor) -> float:
+    """GB/s of summing up a buffer that no cache holds, median of five."""
+    return statistics.median(buffer.nbytes / seconds(buffer.sum) / 1e9 for _ in range(5))
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """How long one call takes."""
+    start = perf_counter()
+    run()
+    return perf_counter() - start
+
+
+def measure(variants: Sequence[Variant], rows: Sequence[int], rounds: int, passes: int) -> Iterator[float]:
+    """Fill the variants' times, in turns; yields each round's bandwidth."""
+    buffer = torch.zeros(_SWEEP // 4)
+    for _ in range(rounds):
+        yield read_bandwidth(buffer)
+        for count in rows:
+            feeds = [Feed([5 + i], CONTEXT - 1, [i]) for i in range(count)]
+            for variant in variants:
+                runner = variant.runner(count)
+                runner.forward(feeds)
+                times = [seconds(lambda: runner.forward(feeds)) for _ in range(passes)]  # noqa: B023 - called here
+                # The least of a round, the median over rounds: others take the cores away, and nobody gives more.
+                variant.milliseconds.setdefault(count, []).append(1e3 * min(times))
+
+
+def main() -> None:
+    """Print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--shape", choices=SHAPES, default="1.1b")
+    parser.add_argument("--variants", nargs="+", default=["int8-float32-fused", "int8-bfloat16-fused"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=None)
+    options = parser.parse_args()
+    threads = use_threads(options.threads)
+    variants = [Variant.of(name, options.shape) for name in options.variants]
+    bandwidth = statistics.median(measure(variants, options.rows, options.rounds, options.passes))
+    print(f"{options.shape}, {threads} threads, torch {torch.__version__}, kernel {kernel().name}, "
+          f"memory read at {bandwidth:.1f} GB/s\n")  # fmt: skip
+    print("| variant | " + " | ".join(f"M={count}" for count in options.rows) + " | GB/s at the first |")
+    print("|" + "---|" * (len(options.rows) + 2))
+    for variant in variants:
+        times = [statistics.median(variant.milliseconds[count]) for count in options.rows]
+        rate = variant.matrix_bytes / times[0] / 1e6
+        print(f"| {variant.name} | " + " | ".join(f"{time:.1f}" for time in times) + f" | {rate:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
