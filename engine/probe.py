@@ -118,11 +118,12 @@ def _check_arena(model: PreTrainedModel, arena: KVArena) -> None:
 
 
 def _check_equal(model: PreTrainedModel, got: Tensor, want: Tensor, problem: str) -> None:
-    # bf16 and int8 keep 8 bits, and another batch shape, or another attention, rounds differently in every layer; a
-    # wrong context is off by far more.
+    spread, off = max(float(want.std()), 1e-3), (got - want).abs()
+    # bf16 keeps 8 bits, and another batch shape rounds differently in every layer; a wrong context is off by far more.
+    # In int8 a last bit may become a step of 1/127 here and there: what counts is how far a whole row is off.
+    furthest = off.square().mean(-1).sqrt().max() if has_int8(model) else off.max()
     tolerance = 1e-3 if model.dtype == torch.float32 and not has_int8(model) else 0.1
-    spread = float(want.std())
-    if not torch.allclose(got, want, rtol=0, atol=tolerance * max(spread, 1e-3)):
+    if not furthest <= tolerance * spread:
         raise ModelError(f"{_name(model)}: {problem}")
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from engine.check import Report, check
 from engine.config import EngineConfig
+from engine.int8 import kernel
+from engine.quant import save_quantised
 from models import embedded_draft, embedded_target
 from tests import zoo
 from tests.respell import shuffled
@@ -104,3 +106,17 @@ def test_settings_that_cannot_work(config: dict[str, object], reason: str, monke
 def test_no_such_folder(name: str) -> None:
     assert doctor(name).problems == [f"cannot load model {name!r}: there is no such folder"]
     assert len(doctor(name, name + "2").problems) == 2
+
+
+def test_it_tells_of_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_quantised(str(embedded_target()), None, tmp_path / "int8")
+    for target, config in ((embedded_target(), {"weights": "int8"}), (tmp_path / "int8", {})):
+        report = doctor(target, embedded_draft(), load=True, draft_weights="native", **config)
+        assert report.works
+        assert f"in int8 ({kernel().name} kernel), the rest in float32" in line(report, "target", "weights")
+        assert line(report, "target", "weights").startswith("9.2 MiB")
+        assert line(report, "draft", "weights").endswith("MiB in float32")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "a GPU")
+    [problem] = doctor(embedded_target(), weights="int8", device="cuda").problems
+    assert "runs on cpu alone" in problem

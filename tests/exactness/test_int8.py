@@ -1,0 +1,90 @@
+"""In int8 equality is bitwise, without being asked for: every row of logits is the same bits in any company."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import pytest
+import torch
+
+from engine import LLM, SamplingParams
+from engine.attention import choose
+from engine.batch import Feed
+from engine.fuse import fuse
+from engine.kv import KVArena
+from engine.quant import quantise
+from engine.runner import ModelRunner, kv_layout
+from engine.types import SpeculationMode, SpeculationParams
+from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
+from tests import zoo
+
+# Its experts are one stacked matrix, which stays float: rows of a float matmul depend on how many there are.
+WITHOUT_FLOAT_MATMULS = sorted(set(zoo.families()) - {"mixtral"})
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", WITHOUT_FLOAT_MATMULS)
+def test_logits_are_bitwise_the_same_in_any_batch(family: str, dtype: torch.dtype, threads: int) -> None:
+    model = zoo.ours(zoo.reference(family)).to(dtype)
+    quantise(model)
+    fuse(model)
+    runner = ModelRunner(model, KVArena(kv_layout(model.config, dtype), 8, 64, torch.device("cpu")), choose("rows"))
+    draw = random.Random(family)
+    texts = [[draw.randrange(3, zoo.VOCAB) for _ in range(draw.randrange(2, 60))] for _ in range(8)]
+    torch.set_num_threads(threads)
+    try:
+        alone = [torch.cat([runner.forward([Feed([token], i, [0])]) for i, token in enumerate(text)]) for text in texts]
+        together = runner.forward([Feed(text, 0, [i], len(text)) for i, text in enumerate(texts)])
+        runner.forward([Feed(text[:-1], 0, [i], 0) for i, text in enumerate(texts)])
+        last = runner.forward([Feed(text[-1:], len(text) - 1, [i]) for i, text in enumerate(texts)])
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(together, torch.cat(alone))
+    assert torch.equal(last, torch.stack([rows[-1] for rows in alone]))
+
+
+def llm(**config: object) -> LLM:
+    settings = {"weights": "int8", "threads": 1, "max_model_len": 512, "max_batch_size": 16, "self_layers": 3}
+    heads = {"medusa": str(embedded_medusa()), "eagle": str(embedded_eagle())}
+    return LLM(embedded_target(), embedded_draft(), **settings | heads | config)
+
+
+@lru_cache
+def plain(temperature: float, dtype: str) -> list[tuple[int, ...]]:
+    """Each prompt alone, one token at a time, no cache."""
+    engine = llm(prefix_cache=False, max_batch_size=1, dtype=dtype)
+    off = SpeculationParams(mode=SpeculationMode.OFF)
+    return [engine.generate(prompt, params(temperature), speculation=off)[0].token_ids for prompt in prompts()]
+
+
+@lru_cache
+def prompts() -> list[str]:
+    """Of unequal lengths, some long enough to be cut into chunks."""
+    return [text[-n:] for text, n in zip(corpus.held_out_prompts(8), (900, 20, 300, 1, 77, 500, 40, 150), strict=True)]
+
+
+def params(temperature: float) -> SamplingParams:
+    return SamplingParams(max_tokens=48, temperature=temperature, seed=5, ignore_eos=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("proposer", ["model", "ngram", "suffix", "self", "medusa", "eagle", "auto", "none"])
+def test_speculation_changes_no_token(proposer: str, temperature: float) -> None:
+    for num_draft, config in ((1, {}), (4, {"max_batch_tokens": 48}), (7, {"page_size": 8})):
+        speculation = SpeculationParams(mode=SpeculationMode.FIXED, num_draft_tokens=num_draft, proposer=proposer)
+        done = llm(**config).generate(prompts(), params(temperature), speculation=speculation)
+        assert [c.token_ids for c in done] == plain(temperature, "float32"), (num_draft, config)
+        if proposer in ("model", "auto"):
+            assert sum(c.stats.accepted for c in done) > 100
+
+
+@pytest.mark.parametrize(
+    "config", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "draft_weights": "native"}, {"fuse": False}]
+)
+def test_in_other_settings(config: dict[str, object]) -> None:
+    engine, fixed = llm(**config), SpeculationParams(mode=SpeculationMode.FIXED, num_draft_tokens=4, proposer="model")
+    off = SpeculationParams(mode=SpeculationMode.OFF)
+    want = [engine.generate(prompt, params(0), speculation=off)[0].token_ids for prompt in prompts()]
+    assert [c.token_ids for c in engine.generate(prompts(), params(0), speculation=fixed)] == want
