@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +52,14 @@ class RaggedBatch:
     kv_lens: tuple[int, ...]  # [B]
     page_tables: tuple[Seq[int], ...]  # [B]
     page_size: int
-    _worked_out: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
+    _worked_out: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
-    def once(self, key: Hashable, work_out: Callable[[], Tensor]) -> Tensor:
+    def once(self, key: Hashable, work_out: Callable[[], T]) -> T:
         """What does not change from layer to layer (masks, row tables) is worked out by the first that asks."""
         if key not in self._worked_out:
             self._worked_out[key] = work_out()
-        return self._worked_out[key]
+        found: T = self._worked_out[key]
+        return found
 
     @classmethod
     def of(cls, feeds: Seq[Feed], page_size: int, device: torch.device) -> RaggedBatch:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine import attention
+from engine.bits import hold_bits
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
@@ -17,8 +18,9 @@ from engine.intake import Limits
 from engine.kv import BlockPool, KVArena, KVLayout
 from engine.probe import probe
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
-from engine.runner import ModelRunner, end_tokens, known_positions, kv_layout, load_model, vocab_size
+from engine.runner import ModelRunner, Runner, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
+from engine.tiles import TILE, TiledRunner
 
 GIB = 2**30
 
@@ -30,6 +32,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
         ModelError: a checkpoint that cannot be served, or a pair that does not fit together.
     """
     device = pick_device(config.device)
+    _check_bits_are_promised(config, device)
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     dtype = getattr(torch, config.dtype)
     progress(f"loading target {config.target}")
@@ -57,13 +60,16 @@ def assemble(
             f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}: "
             "a draft must share the target's vocabulary"
         )
+    _check_bits_are_promised(config, target.device)
     models = [target] if draft is None else [target, draft]
     limit = max_model_len(config, [model.config for model in models])
     layouts = [kv_layout(model.config, model.dtype) for model in models]
     page_size = min(config.page_size or limit, limit)
     num_pages = pages_within(config, layouts, page_size, limit)
     attend = attention.choose(config.attention, contiguous=page_size >= limit)
-    runners = [_runner(m, layout, attend, num_pages, page_size) for m, layout in zip(models, layouts, strict=True)]
+    # Under the coupled rule a draft's bits reach no output: only the target is slowed down for them.
+    make = [_tiled_runner if config.reproducible else _runner, _runner]
+    runners = [f(m, kv, attend, num_pages, page_size) for f, m, kv in zip(make, models, layouts, strict=False)]
     proposers = _proposers(config, runners[1] if draft is not None else None, extra_proposers, runners[0].vocab_size)
     scheduler = Scheduler(
         BlockPool(num_pages, page_size),
@@ -105,16 +111,29 @@ def pages_within(config: EngineConfig, layouts: list[KVLayout], page_size: int, 
     return min(affordable, config.max_batch_size * -(-max_model_len // page_size))
 
 
+def _check_bits_are_promised(config: EngineConfig, device: torch.device) -> None:
+    if config.reproducible and device.type != "cpu":
+        raise ModelError(f"reproducible is for the CPU: on {device.type} it was never measured, so it is not promised")
+
+
+def _tiled_runner(
+    model: PreTrainedModel, layout: KVLayout, _: attention.Attend, num_pages: int, page_size: int
+) -> Runner:
+    attend = attention.choose("fixed", contiguous=False)
+    probe(model, layout, attend)
+    hold_bits(model, layout)
+    arena = KVArena(layout, num_pages, page_size, model.device, spare_rows=TILE)
+    return TiledRunner(ModelRunner(model, arena, attend), scratch=num_pages)
+
+
 def _runner(
     model: PreTrainedModel, layout: KVLayout, attend: attention.Attend, num_pages: int, page_size: int
-) -> ModelRunner:
+) -> Runner:
     probe(model, layout, attend)
     return ModelRunner(model, KVArena(layout, num_pages, page_size, model.device), attend)
 
 
-def _proposers(
-    config: EngineConfig, draft: ModelRunner | None, extra: Mapping[str, Proposer], vocab_size: int
-) -> Proposers:
+def _proposers(config: EngineConfig, draft: Runner | None, extra: Mapping[str, Proposer], vocab_size: int) -> Proposers:
     by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer()}
     if draft is not None:
         by_name["model"] = ModelProposer(draft, config.max_batch_tokens)

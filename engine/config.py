@@ -37,7 +37,12 @@ class EngineConfig(BaseModel):
     max_batch_tokens: int = Field(512, ge=1, description="Most tokens fed to the target in one step.")
     kv_memory: float = Field(2.0, gt=0, description="Memory for keys and values of both models, in GiB.")
     page_size: int | None = Field(None, ge=1, description="Tokens per K/V page; default one page per sequence.")
-    attention: Literal["auto", "sdpa", "reference"] = Field("auto", description="Attention implementation.")
+    attention: Literal["auto", "sdpa", "reference", "fixed"] = Field(
+        "auto", description="Attention implementation; reproducible takes fixed for the target."
+    )
+    reproducible: bool = Field(
+        False, description="The same bits whatever else is in the batch; slower, CPU and coupled verification only."
+    )
     threads: int | None = Field(None, ge=1, description="Compute threads; default the cores this process may use.")
 
     @model_validator(mode="after")
@@ -47,4 +52,10 @@ class EngineConfig(BaseModel):
                 f"max_batch_tokens is {self.max_batch_tokens}; it must be at least max_batch_size "
                 f"({self.max_batch_size}), so that every running sequence can take a step"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _bits_can_be_promised(self) -> Self:
+        if self.reproducible and self.verification is not Verification.COUPLED:
+            raise ValueError("reproducible needs verification to be coupled: under rejection the drafts decide, too")
         return self

@@ -10,12 +10,14 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from engine.attention import reference, sdpa
+from engine.attention import fixed, reference, sdpa
 from engine.batch import RaggedBatch
 from engine.errors import ModelError
 from engine.kv import KVArena
 
 log = logging.getLogger(__name__)
+
+AttentionName = Literal["auto", "sdpa", "reference", "fixed"]
 
 # Under this name transformers finds us. It must NOT be registered with its mask interface: then no mask is built.
 ATTENTION_NAME = "pilotfish_ragged"
@@ -49,7 +51,7 @@ class Ragged:
     attend: Attend
 
 
-def choose(name: Literal["auto", "sdpa", "reference"], *, contiguous: bool) -> Attend:
+def choose(name: AttentionName, *, contiguous: bool) -> Attend:
     """Pick an implementation; `contiguous` says that one page holds a whole sequence.
 
     Raises:
@@ -57,7 +59,8 @@ def choose(name: Literal["auto", "sdpa", "reference"], *, contiguous: bool) -> A
     """
     if name == "sdpa" and not contiguous:
         raise ValueError("attention is sdpa, which needs page_size to be max_model_len (the default)")
-    found: Callable[..., Tensor] = sdpa.attend if name != "reference" and contiguous else reference.attend
+    fast: Callable[..., Tensor] = sdpa.attend if contiguous else reference.attend
+    found = {"fixed": fixed.attend, "reference": reference.attend}.get(name, fast)
     log.info("attention: %s", found.__module__.rpartition(".")[2])
     return found
 
