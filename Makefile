@@ -1,6 +1,6 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check serve proto train bench clean
+.PHONY: help install demo test check features serve proto train bench clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -34,6 +34,9 @@ check: install ## Format, lint, types, layers, fresh stubs
 	@$(MAKE) --no-print-directory build/stubs
 	diff --recursive --exclude='*.proto' --exclude='__init__.py*' --exclude='py.typed' --exclude='__pycache__' \
 		proto build/stubs
+
+features: install ## Run the tests of every option with every proposer; writes docs/features.md
+	$(BIN)/python -m pytest tests/exactness/test_options.py --features docs/features.md
 
 serve: install ## Serve the embedded pair (gRPC on 50051, HTTP on 8000); ARGS="--port ..." adds options
 	$(BIN)/pilotfish serve $(ARGS)

@@ -15,19 +15,22 @@ from client.errors import (
     Unavailable,
     Unsupported,
 )
-from client.options import Options
+from client.options import Message, Options
 from client.results import (
+    Candidate,
     Completion,
     Delta,
     Event,
     Finished,
     Load,
     ModelInfo,
+    Output,
     Piece,
     ServerInfo,
     Speculation,
     SpeculationStats,
     Timing,
+    TokenLogprob,
     Usage,
 )
 from client.sync_client import Client
@@ -37,6 +40,7 @@ __all__ = [
     "AlreadyExists",
     "AsyncClient",
     "Cancelled",
+    "Candidate",
     "Client",
     "Completion",
     "DeadlineExceeded",
@@ -46,9 +50,11 @@ __all__ = [
     "Finished",
     "InvalidRequest",
     "Load",
+    "Message",
     "ModelInfo",
     "NotFound",
     "Options",
+    "Output",
     "Piece",
     "QueueFull",
     "RequestFailed",
@@ -57,6 +63,7 @@ __all__ = [
     "Speculation",
     "SpeculationStats",
     "Timing",
+    "TokenLogprob",
     "Unavailable",
     "Unsupported",
     "Usage",

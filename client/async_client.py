@@ -50,14 +50,14 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
     ) -> Completion:
-        """Continue `prompt`, text or token ids, and return all of it at once."""
+        """Continue `prompt`, text, token ids or a conversation, and return all of it at once."""
         request = build_request(generation_pb2.GenerateRequest, prompt, options)
         return convert.completion(await _answer(self._inference.Generate(request, timeout=deadline)))
 
     async def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Event, None]:
-        """Continue `prompt` and yield tokens as they are accepted, `Finished` last.
+        """Continue `prompt` and yield tokens as they are accepted, `Finished` last of each output.
 
         Closing the iterator (`aclose`, or `contextlib.aclosing` around it) cancels the request.
         """

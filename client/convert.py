@@ -17,15 +17,23 @@ class _Enum(Protocol):
 
 
 def completion(message: generation_pb2.GenerateResponse) -> results.Completion:
-    """The one output of a unary answer."""
-    (output,) = message.outputs
+    """A unary answer."""
     return results.Completion(
         request_id=message.request_id,
         model=message.model,
-        text=output.text,
-        token_ids=tuple(output.token_ids),
-        from_draft=tuple(output.from_draft),
-        finished=finished(output.finished),
+        outputs=tuple(map(_output, message.outputs)),
+        prompt_logprobs=_prompt_logprobs(message),
+    )
+
+
+def _output(message: generation_pb2.Output) -> results.Output:
+    return results.Output(
+        index=message.index,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        from_draft=tuple(message.from_draft),
+        logprobs=tuple(map(_logprob, message.logprobs)),
+        finished=finished(message.finished),
     )
 
 
@@ -40,7 +48,23 @@ def event(message: generation_pb2.GenerateStreamResponse) -> results.Event:
         token_ids=tuple(delta.token_ids),
         from_draft=tuple(delta.from_draft),
         text_lengths=tuple(delta.text_lengths),
+        logprobs=tuple(map(_logprob, delta.logprobs)),
+        prompt_logprobs=_prompt_logprobs(message),
     )
+
+
+def _logprob(message: generation_pb2.TokenLogprob) -> results.TokenLogprob:
+    top = tuple(results.Candidate(candidate.token_id, candidate.logprob) for candidate in message.top)
+    return results.TokenLogprob(message.logprob, top)
+
+
+def _prompt_logprobs(
+    message: generation_pb2.GenerateResponse | generation_pb2.GenerateStreamResponse,
+) -> results.PromptLogprobs | None:
+    """The message has nothing for the prompt's first token."""
+    if not message.HasField("prompt_logprobs"):
+        return None
+    return (None, *map(_logprob, message.prompt_logprobs.logprobs))
 
 
 def finished(message: generation_pb2.Finished) -> results.Finished:

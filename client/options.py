@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypedDict, TypeVar, get_type_hints
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict, TypeVar, cast, get_type_hints
 
 from pilotfish.v1 import generation_pb2 as pb
 
@@ -12,19 +13,31 @@ CHANNEL_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconn
 
 SpeculationMode = Literal["auto", "off", "fixed"]
 Verification = Literal["coupled", "rejection"]
-Prompt = str | Sequence[int]
 RequestT = TypeVar("RequestT", pb.GenerateRequest, pb.GenerateStreamRequest)
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class Options(TypedDict, total=False):
     """Keyword arguments of `generate` and `stream`, named as in the protocol, which tells units and defaults.
 
-    What is left out takes the server's default. `speculation` is `speculation.mode` there.
+    What is left out takes the server's default. `speculation` is `speculation.mode` there; of `json_schema` (its
+    text, or what it is as Python values), `regex`, `grammar` and `choice`, the kinds of `guided`, one may be given.
     """
 
     request_id: str | None
     model: str | None
     priority: int | None
+    cache_salt: str | None
+    n: int | None
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -32,6 +45,9 @@ class Options(TypedDict, total=False):
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int] | None
+    banned_token_ids: Sequence[int]
     seed: int | None
     max_tokens: int | None
     min_tokens: int | None
@@ -39,6 +55,13 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool | None
     stream_interval: int | None
+    logprobs: bool | None
+    top_logprobs: int | None
+    prompt_logprobs: bool | None
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    grammar: str | None
+    choice: Sequence[str] | None
     speculation: SpeculationMode | None
     num_draft_tokens: int | None
     proposer: str | None
@@ -49,26 +72,32 @@ _NAMES = frozenset(get_type_hints(Options))
 
 
 def build_request(kind: type[RequestT], prompt: Prompt, options: Options) -> RequestT:
-    """The message that asks for a continuation of `prompt`, which is text or token ids."""
+    """The message that asks for a continuation of `prompt`: text, token ids, or a conversation."""
     if unknown := options.keys() - _NAMES:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     request = kind(
         request_id=options.get("request_id"),
         model=options.get("model"),
         priority=options.get("priority"),
+        cache_salt=options.get("cache_salt"),
         sampling=_sampling(options),
         stopping=_stopping(options),
-        output=pb.OutputOptions(stream_interval=options.get("stream_interval")),
+        output=_output(options),
         speculation=_speculation(options),
+        guided=_guided(options),
     )
     if isinstance(prompt, str):
         request.prompt = prompt
+    elif prompt and isinstance(prompt[0], Mapping):
+        turns = [pb.ChatMessage(**message) for message in cast("Sequence[Message]", prompt)]
+        request.messages.CopyFrom(pb.ChatMessages(messages=turns))
     else:
-        request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
+        request.token_ids.CopyFrom(pb.TokenIds(ids=cast("Sequence[int]", prompt)))
     return request
 
 
 def _sampling(options: Options) -> pb.SamplingParams:
+    allowed = options.get("allowed_token_ids")
     return pb.SamplingParams(
         temperature=options.get("temperature"),
         top_p=options.get("top_p"),
@@ -78,7 +107,34 @@ def _sampling(options: Options) -> pb.SamplingParams:
         presence_penalty=options.get("presence_penalty"),
         frequency_penalty=options.get("frequency_penalty"),
         seed=options.get("seed"),
+        n=options.get("n"),
+        logit_bias=options.get("logit_bias", {}),
+        allowed_token_ids=None if allowed is None else pb.TokenIds(ids=allowed),
+        banned_token_ids=options.get("banned_token_ids", ()),
     )
+
+
+def _output(options: Options) -> pb.OutputOptions:
+    return pb.OutputOptions(
+        stream_interval=options.get("stream_interval"),
+        logprobs=options.get("logprobs"),
+        top_logprobs=options.get("top_logprobs"),
+        prompt_logprobs=options.get("prompt_logprobs"),
+    )
+
+
+def _guided(options: Options) -> pb.GuidedDecoding | None:
+    schema, choice = options.get("json_schema"), options.get("choice")
+    regex, grammar = options.get("regex"), options.get("grammar")
+    if sum(kind is not None for kind in (schema, regex, grammar, choice)) > 1:
+        raise TypeError("several structures are given; expected one of json_schema, regex, grammar, choice")
+    if schema is not None:
+        return pb.GuidedDecoding(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
+    if regex is not None:
+        return pb.GuidedDecoding(regex=regex)
+    if grammar is not None:
+        return pb.GuidedDecoding(grammar=grammar)
+    return None if choice is None else pb.GuidedDecoding(choice=pb.Choice(choices=choice))
 
 
 def _stopping(options: Options) -> pb.StoppingParams:

@@ -11,6 +11,25 @@ Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token that could have come, and the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was under the target's own law; `top` holds the likeliest ones there, best first."""
+
+    logprob: float
+    top: tuple[Candidate, ...] = ()
+
+
+PromptLogprobs = tuple[TokenLogprob | None, ...]  # one per token of the prompt, None for the first
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """The text that one token brought. `from_draft` is None for text that no token in the delta accounts for."""
 
@@ -27,6 +46,8 @@ class Delta:
     token_ids: Tokens
     from_draft: tuple[bool, ...]
     text_lengths: Tokens
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token, where asked for
+    prompt_logprobs: PromptLogprobs | None = None  # where asked for, on the first delta of output 0
 
     def pieces(self) -> Iterator[Piece]:
         """The text cut by token: "def f" with lengths [3, 2] -> "def", " f"; what is left over comes last."""
@@ -107,15 +128,50 @@ Event = Delta | Finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Output:
     """One whole continuation."""
 
-    request_id: str
-    model: str
+    index: int
     text: str
     token_ids: Tokens
     from_draft: tuple[bool, ...]
+    logprobs: tuple[TokenLogprob, ...]  # one per token, where asked for
     finished: Finished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """All continuations of one prompt; the properties are those of the first, which without `n` is the only one."""
+
+    request_id: str
+    model: str
+    outputs: tuple[Output, ...]
+    prompt_logprobs: PromptLogprobs | None = None  # where asked for
+
+    @property
+    def text(self) -> str:
+        """Text of output 0."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> Tokens:
+        """Tokens of output 0."""
+        return self.outputs[0].token_ids
+
+    @property
+    def from_draft(self) -> tuple[bool, ...]:
+        """Which tokens of output 0 were accepted drafts."""
+        return self.outputs[0].from_draft
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Log-probabilities of output 0, where asked for."""
+        return self.outputs[0].logprobs
+
+    @property
+    def finished(self) -> Finished:
+        """How output 0 ended."""
+        return self.outputs[0].finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

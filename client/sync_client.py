@@ -49,14 +49,14 @@ class Client:
         self._channel.close()
 
     def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]) -> Completion:
-        """Continue `prompt`, text or token ids, and return all of it at once."""
+        """Continue `prompt`, text, token ids or a conversation, and return all of it at once."""
         request = build_request(generation_pb2.GenerateRequest, prompt, options)
         return convert.completion(_answer(self._inference.Generate, request, deadline))
 
     def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
     ) -> Generator[Event, None, None]:
-        """Continue `prompt` and yield tokens as they are accepted, `Finished` last.
+        """Continue `prompt` and yield tokens as they are accepted, `Finished` last of each output.
 
         Closing the iterator (`close`, or `contextlib.closing` around it) cancels the request.
         """

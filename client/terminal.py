@@ -9,17 +9,17 @@ import argparse
 import os
 import sys
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from client import report
 from client.errors import RequestFailed
 from client.options import Options, SpeculationMode, Verification
-from client.results import Delta, Finished
+from client.results import Delta, Finished, TokenLogprob
 from client.sync_client import Client
 
 DRAFT_STYLE, TARGET_STYLE = "cyan", "magenta"
@@ -68,12 +68,30 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument("--seed", type=int, help="repeats the output of an earlier run that had this seed")
     sampling.add_argument("--max-tokens", type=int, help="most tokens to generate")
     sampling.add_argument("--stop", action="append", default=[], help="text that ends the output; may be repeated")
+    _add_more_sampling(sampling)
+    _add_structure(parser)
     speculation = parser.add_argument_group("speculation (default: the server's)")
     speculation.add_argument("--speculation", choices=get_args(SpeculationMode), help="how many tokens to draft")
     speculation.add_argument("--num-draft-tokens", type=int, help="most drafts per round")
     speculation.add_argument("--proposer", help="who drafts, for instance model or ngram")
     speculation.add_argument("--verification", choices=get_args(Verification), help="rule that keeps or drops drafts")
     return parser
+
+
+def _add_more_sampling(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--min-tokens", type=int, help="tokens before anything but --max-tokens may end the output")
+    group.add_argument("--repetition-penalty", type=float, help="above 1 makes tokens of prompt and output less likely")
+    group.add_argument("--presence-penalty", type=float, help="taken from the logits of tokens of the output")
+    group.add_argument("--frequency-penalty", type=float, help="the same, once per time a token was generated")
+    group.add_argument("--n", type=int, help="how many continuations; more than one are shown when all are done")
+    group.add_argument("--logprobs", type=int, metavar="N", help="list the tokens, each with the N likeliest there")
+
+
+def _add_structure(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("structure of the output, one of these").add_mutually_exclusive_group()
+    group.add_argument("--json-schema", type=Path, metavar="FILE", help="a JSON document of the schema in this file")
+    group.add_argument("--regex", help="text that matches this as a whole")
+    group.add_argument("--choice", action="append", metavar="TEXT", help="this text or another one; may be repeated")
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -91,7 +109,17 @@ def _options(arguments: argparse.Namespace) -> Options:
         top_k=arguments.top_k,
         min_p=arguments.min_p,
         seed=arguments.seed,
+        repetition_penalty=arguments.repetition_penalty,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        n=arguments.n,
+        logprobs=None if arguments.logprobs is None else True,
+        top_logprobs=arguments.logprobs,
+        json_schema=arguments.json_schema and arguments.json_schema.read_text("utf-8"),
+        regex=arguments.regex,
+        choice=arguments.choice,
         max_tokens=arguments.max_tokens,
+        min_tokens=arguments.min_tokens,
         stop=arguments.stop,
         speculation=arguments.speculation,
         num_draft_tokens=arguments.num_draft_tokens,
@@ -103,12 +131,20 @@ def _options(arguments: argparse.Namespace) -> Options:
 # ------------------------------------------------------------------------------------------------------- the run
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Outcome:
-    """All of one stream."""
+    """One output of a stream, as it grows."""
 
-    text: str
-    finished: Finished
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finished: Finished | None = None
+
+    @property
+    def end(self) -> Finished:
+        """How it ended; it has."""
+        assert self.finished is not None, "a stream ended without an error and without its Finished"
+        return self.finished
 
 
 def _run(client: Client, prompt: str, arguments: argparse.Namespace, notes: Console) -> None:
@@ -117,26 +153,38 @@ def _run(client: Client, prompt: str, arguments: argparse.Namespace, notes: Cons
     if out.is_terminal:
         notes.print(_legend())
         out.print(_printable(prompt), style="dim", end="", markup=False, soft_wrap=True)
-    outcome = _stream(client, prompt, options, out)
+    count = options.get("n") or 1
+    outcomes = _stream(client, prompt, options, out if count == 1 else None)
     out.print()
-    notes.print(_statistics(outcome.finished))
+    for index, outcome in enumerate(outcomes):
+        if count > 1:
+            notes.print(f"--- output {index}", style="dim")
+            out.print(_printable(outcome.text) if out.is_terminal else outcome.text, markup=False, soft_wrap=True)
+        if outcome.logprobs:
+            notes.print(report.logprobs(outcome.token_ids, outcome.logprobs))
+        notes.print(report.statistics(outcome.end))
     if arguments.compare:
         # The seed that was used, or two sampled texts would differ for no fault of speculation's.
-        plain = _stream(client, prompt, {**options, "seed": outcome.finished.seed, "speculation": "off"}, None)
-        notes.print(_comparison(outcome, plain))
+        [plain, *_] = _stream(client, prompt, {**options, "seed": outcomes[0].end.seed, "speculation": "off"}, None)
+        same = outcomes[0].text == plain.text
+        notes.print(report.comparison(outcomes[0].end, plain.end, same_text=same))
 
 
-def _stream(client: Client, prompt: str, options: Options, out: Console | None) -> _Outcome:
-    """Generate; show each delta on `out` as it arrives."""
-    text: list[str] = []
+def _stream(client: Client, prompt: str, options: Options, out: Console | None) -> list[_Outcome]:
+    """Generate every output; show each delta on `out` as it arrives."""
+    outcomes = [_Outcome() for _ in range(options.get("n") or 1)]
     with closing(client.stream(prompt, **options)) as events:
         for event in events:
+            outcome = outcomes[event.index]
             if isinstance(event, Finished):
-                return _Outcome("".join(text), event)
-            text.append(event.text)
+                outcome.finished = event
+                continue
+            outcome.text += event.text
+            outcome.token_ids += event.token_ids
+            outcome.logprobs += event.logprobs
             if out is not None:
                 show(event, out)
-    raise AssertionError("a stream ended without an error and without its Finished")
+    return outcomes
 
 
 def show(delta: Delta, out: Console) -> None:
@@ -156,45 +204,7 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
-# ------------------------------------------------------------------------------------------------ what to say of it
-
-
 def _legend() -> Text:
     return Text.assemble(
         ("prompt", "dim"), "  ", ("accepted draft", DRAFT_STYLE), "  ", ("target's own token", TARGET_STYLE), "\n"
     )
-
-
-def _statistics(finished: Finished) -> Table:
-    stats, speculation = finished.speculation_stats, finished.speculation
-    table = Table.grid(padding=(0, 2))
-    table.add_row("tokens", f"{finished.usage.completion_tokens} after {finished.usage.prompt_tokens} of prompt")
-    table.add_row("speed", f"{finished.tokens_per_second:.1f} tokens/s")
-    table.add_row("first token", f"{1000 * finished.timing.time_to_first_token_seconds:.0f} ms")
-    if stats.drafted:
-        table.add_row("acceptance", f"{stats.acceptance_rate:.1%} of {stats.drafted} drafts")
-        table.add_row("tokens per round", f"{stats.acceptance_length:.2f} in {stats.rounds} rounds")
-    drafting = f"{speculation.mode}, {speculation.proposer}, K={speculation.num_draft_tokens}"
-    table.add_row("speculation", f"{drafting}, {speculation.verification}")
-    table.add_row("finished by", _reason(finished))
-    table.add_row("seed", str(finished.seed))
-    return table
-
-
-def _reason(finished: Finished) -> str:
-    if finished.stop_string is not None:
-        return f"{finished.finish_reason} string {finished.stop_string!r}"
-    if finished.stop_token_id is not None:
-        return f"{finished.finish_reason} token {finished.stop_token_id}"
-    return finished.finish_reason
-
-
-def _comparison(speculative: _Outcome, plain: _Outcome) -> Text:
-    fast, slow = speculative.finished.tokens_per_second, plain.finished.tokens_per_second
-    if speculative.text == plain.text:
-        verdict = "the same text"
-    elif speculative.finished.speculation.verification == "rejection":
-        verdict = "another sample, as rejection may draw"
-    else:
-        verdict = "ANOTHER TEXT"
-    return Text(f"without speculation: {slow:.1f} tokens/s, {verdict}; speculation is {fast / slow:.2f} times as fast")

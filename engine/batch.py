@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+TABLE_MARK = 1 << 32  # far above any position and exact in int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Feed:
     start: int
     page_table: Seq[int]
     num_logits: int = 1
+    table: int = 0  # the rotary table, of a model that has two
 
     @property
     def kv_len(self) -> int:
@@ -46,12 +49,14 @@ class RaggedBatch:
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, the position + table * TABLE_MARK: all that `rope.TwoTables` is told
     kv_rows: Tensor  # [T] int64, the arena row that each token's K/V is written to
     logit_rows: Tensor  # [R] int64
     cu_seqlens: tuple[int, ...]  # [B + 1]
     kv_lens: tuple[int, ...]  # [B]
     page_tables: tuple[Seq[int], ...]  # [B]
     page_size: int
+    is_contiguous: tuple[bool, ...]  # [B], whether its pages lie in a row
     _worked_out: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def once(self, key: Hashable, work_out: Callable[[], T]) -> T:
@@ -66,6 +71,7 @@ class RaggedBatch:
         """Lay `feeds` end to end."""
         ids: list[int] = []
         positions: list[int] = []
+        position_ids: list[int] = []
         kv_rows: list[int] = []
         logit_rows: list[int] = []
         cu_seqlens = [0]
@@ -73,19 +79,27 @@ class RaggedBatch:
             ids += feed.tokens
             span = range(feed.start, feed.kv_len)
             positions += span
+            position_ids += (p + feed.table * TABLE_MARK for p in span) if feed.table else span
             kv_rows += [feed.page_table[p // page_size] * page_size + p % page_size for p in span]
             logit_rows += range(len(ids) - feed.num_logits, len(ids))
             cu_seqlens.append(len(ids))
-        # One upload for four arrays: on a GPU each small copy costs more than all their bytes.
-        packed = torch.tensor(ids + positions + kv_rows + logit_rows, dtype=torch.int64).to(device)
+        # One upload for all arrays: on a GPU each small copy costs more than all their bytes.
+        packed = torch.tensor(ids + positions + kv_rows + position_ids + logit_rows, dtype=torch.int64).to(device)
         total = len(ids)
         return cls(
             input_ids=packed[:total],
             positions=packed[total : 2 * total],
             kv_rows=packed[2 * total : 3 * total],
-            logit_rows=packed[3 * total :],
+            position_ids=packed[3 * total : 4 * total],
+            logit_rows=packed[4 * total :],
             cu_seqlens=tuple(cu_seqlens),
             kv_lens=tuple(feed.kv_len for feed in feeds),
             page_tables=tuple(feed.page_table for feed in feeds),
             page_size=page_size,
+            is_contiguous=tuple(_is_run(feed.page_table) for feed in feeds),
         )
+
+
+def _is_run(pages: Seq[int]) -> bool:
+    """[4, 5, 6] -> True; [4, 6] -> False."""
+    return all(after == before + 1 for before, after in pairwise(pages))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -12,17 +13,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine import attention
 from engine.bits import hold_bits
 from engine.config import EngineConfig
+from engine.drafters import Drafters
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.intake import Limits
-from engine.kv import BlockPool, KVArena, KVLayout
+from engine.kv import KVArena, KVLayout
+from engine.pages import BlockPool
 from engine.probe import probe
-from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
-from engine.runner import ModelRunner, Runner, end_tokens, known_positions, kv_layout, load_model, vocab_size
+from engine.proposers import Proposer, Proposers
+from engine.rope import longrope_border
+from engine.runner import ModelRunner, Runner, Tap, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
+from engine.text import Codec
 from engine.tiles import TILE, TiledRunner
+from engine.vocab import VocabMap, Vocabulary
 
 GIB = 2**30
+PAGE_SIZE = 32  # tokens; the prefix cache knows whole pages
 
 
 def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Engine:
@@ -41,8 +48,30 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
     if config.draft is not None:
         progress(f"loading draft {config.draft}")
         draft = load_model(config.draft, config.draft_revision, dtype, device)
+    vocab = None if draft is None else match_vocabularies(config, target, draft)
     progress("allocating K/V")
-    return assemble(config, target, draft)
+    return assemble(config, target, draft, vocab=vocab)
+
+
+def match_vocabularies(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> VocabMap | None:
+    """How the draft's tokens are called by the target; None where they are the same.
+
+    Raises:
+        ModelError: they differ, and a tokenizer is missing or too few tokens are shared.
+    """
+    assert config.draft is not None
+    ours = read_vocabulary(config.target, config.revision, vocab_size(target), target.config, end_tokens(target))
+    theirs = read_vocabulary(config.draft, config.draft_revision, vocab_size(draft), draft.config, end_tokens(draft))
+    return VocabMap.between(ours, theirs)
+
+
+def read_vocabulary(
+    name: str, revision: str | None, width: int, config: PreTrainedConfig, ends: Iterable[int]
+) -> Vocabulary:
+    """The tokens of a checkpoint."""
+    codec = Codec.load(name, revision)
+    begin = getattr(config.get_text_config(), "bos_token_id", None)
+    return Vocabulary.of(name, width, None if codec is None else codec.tokenizer, begin, ends)
 
 
 def assemble(
@@ -50,36 +79,41 @@ def assemble(
     target: PreTrainedModel,
     draft: PreTrainedModel | None = None,
     extra_proposers: Mapping[str, Proposer] = MappingProxyType({}),
+    vocab: VocabMap | None = None,
 ) -> Engine:
     """An engine of models that are loaded already (with our attention: `runner.load_model`).
 
-    `extra_proposers` come to those that the config brings, or replace them by name.
+    `extra_proposers` come to those that the config brings, or replace them by name. `vocab` is for a draft of
+    another vocabulary.
     """
-    if draft is not None and vocab_size(draft) != vocab_size(target):
-        raise ModelError(
-            f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}: "
-            "a draft must share the target's vocabulary"
-        )
     _check_bits_are_promised(config, target.device)
-    models = [target] if draft is None else [target, draft]
-    limit = max_model_len(config, [model.config for model in models])
-    layouts = [kv_layout(model.config, model.dtype) for model in models]
-    page_size = min(config.page_size or limit, limit)
-    num_pages = pages_within(config, layouts, page_size, limit)
-    attend = attention.choose(config.attention, contiguous=page_size >= limit)
+    drafters = Drafters.load(config, target, draft, vocab)
+    limit = max_model_len(config, [model.config for model in (target, *drafters.models.values())])
+    layout = kv_layout(target.config, target.dtype)
+    page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
+    num_pages = pages_within(config, [layout, *drafters.layouts.values()], page_size, limit)
+    make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
+    make_runner = partial(_tiled_runner, tap=drafters.tap) if config.reproducible else _runner
+    runner = make_runner(config, target, make_arena)
     # Under the coupled rule a draft's bits reach no output: only the target is slowed down for them.
-    make = [_tiled_runner if config.reproducible else _runner, _runner]
-    runners = [f(m, kv, attend, num_pages, page_size) for f, m, kv in zip(make, models, layouts, strict=False)]
-    proposers = _proposers(config, runners[1] if draft is not None else None, extra_proposers, runners[0].vocab_size)
+    attend = attention.choose(config.attention)
+    by_name = drafters.proposers(make_arena, attend, config.max_batch_tokens) | dict(extra_proposers)
+    if config.proposer is not None and config.proposer not in by_name:
+        raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(by_name)}")
+    proposers = Proposers(by_name, runner.vocab_size)
+    run = -(-limit // page_size)
+    pools = [BlockPool(num_pages, page_size, run=run, prefix_cache=config.prefix_cache) for _ in range(2)]
     scheduler = Scheduler(
-        BlockPool(num_pages, page_size),
-        BlockPool(num_pages, page_size) if draft is not None else None,
+        pools[0],
+        pools[1] if proposers.draft_kv_users else None,
         config.max_batch_size,
         config.max_batch_tokens,
         proposers.draft_kv_users,
+        proposers.draft_kv_sharers,
     )
-    limits = Limits(runners[0].vocab_size, min(limit, num_pages * page_size), end_tokens(target))
-    return Engine(config, limits, runners[0], proposers, scheduler)
+    borders = [longrope_border(model.config) for model in (target, draft or target)]
+    limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)
+    return Engine(config, limits, runner, proposers, scheduler)
 
 
 def pick_device(name: str) -> torch.device:
@@ -116,28 +150,17 @@ def _check_bits_are_promised(config: EngineConfig, device: torch.device) -> None
         raise ModelError(f"reproducible is for the CPU: on {device.type} it was never measured, so it is not promised")
 
 
+def _runner(config: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena]) -> Runner:
+    layout, attend = kv_layout(model.config, model.dtype), attention.choose(config.attention)
+    probe(model, layout, attend)
+    return ModelRunner(model, make_arena(layout), attend)
+
+
 def _tiled_runner(
-    model: PreTrainedModel, layout: KVLayout, _: attention.Attend, num_pages: int, page_size: int
+    _: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena], tap: Tap | None
 ) -> Runner:
-    attend = attention.choose("fixed", contiguous=False)
+    layout, attend = kv_layout(model.config, model.dtype), attention.choose("fixed")
     probe(model, layout, attend)
     hold_bits(model, layout)
-    arena = KVArena(layout, num_pages, page_size, model.device, spare_rows=TILE)
-    return TiledRunner(ModelRunner(model, arena, attend), scratch=num_pages)
-
-
-def _runner(
-    model: PreTrainedModel, layout: KVLayout, attend: attention.Attend, num_pages: int, page_size: int
-) -> Runner:
-    probe(model, layout, attend)
-    return ModelRunner(model, KVArena(layout, num_pages, page_size, model.device), attend)
-
-
-def _proposers(config: EngineConfig, draft: Runner | None, extra: Mapping[str, Proposer], vocab_size: int) -> Proposers:
-    by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer()}
-    if draft is not None:
-        by_name["model"] = ModelProposer(draft, config.max_batch_tokens)
-    by_name |= extra
-    if config.proposer is not None and config.proposer not in by_name:
-        raise ModelError(f"proposer is {config.proposer!r}; without a draft model there is {', '.join(by_name)}")
-    return Proposers(by_name, vocab_size)
+    arena = make_arena(layout, spare_rows=TILE)
+    return TiledRunner(ModelRunner(model, arena, attend), scratch=arena.num_pages, tap=tap)

@@ -21,13 +21,22 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: str = Field(description="Target model: a local folder or a Hugging Face hub id.")
-    draft: str | None = Field(None, description="Draft model of the same vocabulary; none drafts from the prompt.")
+    draft: str | None = Field(None, description="Draft model; without one, drafts come from the prompt.")
     revision: str | None = Field(None, description="Hub revision of the target; a commit pins it.")
     draft_revision: str | None = Field(None, description="Hub revision of the draft; a commit pins it.")
     device: Device = Field("auto", description="Where to compute; auto takes cuda when there is one, else cpu.")
     dtype: DType = Field("float32", description="Type of weights, activations and K/V.")
+    medusa: str | None = Field(None, description="Medusa heads of the target: a local folder or a hub id.")
+    medusa_revision: str | None = Field(None, description="Hub revision of the Medusa heads; a commit pins it.")
+    eagle: str | None = Field(None, description="EAGLE head of the target: a local folder or a hub id.")
+    eagle_revision: str | None = Field(None, description="Hub revision of the EAGLE head; a commit pins it.")
+    self_layers: int | None = Field(
+        None, ge=1, description="Layers of the target that draft for it (proposer self); default a third of them."
+    )
     proposer: str | None = Field(
-        None, description="Who drafts: model, ngram or none; default model with a draft, else ngram."
+        None,
+        description="Who drafts: auto, model, self, eagle, medusa, suffix, ngram or none, as far as loaded; "
+        "default auto with a draft model, else ngram.",
     )
     num_draft_tokens: int = Field(4, ge=0, le=MAX_NUM_DRAFT, description="Most drafts per sequence and step (K).")
     speculation: SpeculationMode = Field(SpeculationMode.AUTO, description="How K is chosen: auto, fixed or off.")
@@ -35,8 +44,11 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(None, ge=2, description="Most tokens of prompt and output; default the model's.")
     max_batch_size: int = Field(64, ge=1, description="Most sequences in one step.")
     max_batch_tokens: int = Field(512, ge=1, description="Most tokens fed to the target in one step.")
-    kv_memory: float = Field(2.0, gt=0, description="Memory for keys and values of both models, in GiB.")
-    page_size: int | None = Field(None, ge=1, description="Tokens per K/V page; default one page per sequence.")
+    kv_memory: float = Field(2.0, gt=0, description="Memory for keys and values of target and drafts, in GiB.")
+    page_size: int | None = Field(
+        None, ge=1, description="Tokens per K/V page; default 32, or one page per sequence without prefix cache."
+    )
+    prefix_cache: bool = Field(True, description="Keep K/V of past requests for those that begin with the same tokens.")
     attention: Literal["auto", "sdpa", "reference", "fixed"] = Field(
         "auto", description="Attention implementation; reproducible takes fixed for the target."
     )

@@ -7,14 +7,19 @@ Not thread-safe: one task calls `add`, `finish` and `step`, one at a time.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from engine.batch import Feed
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest
 from engine.intake import Intake, Limits
 from engine.judge import Fed, Outcome, judge
+from engine.logprobs import record_prompt
 from engine.measure import idle, measure
+from engine.processors import follow
 from engine.proposers import Proposal, Proposers
 from engine.runner import Runner
 from engine.scheduler import Scheduler, StepPlan, Work
@@ -45,7 +50,7 @@ class Engine:
         self.config, self.limits = config, limits
         self._target, self._proposers, self._scheduler, self._clock = target, proposers, scheduler, clock
         self._intake = Intake(config, limits, proposers.names)
-        self._live: dict[str, Sequence] = {}
+        self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
 
     # ------------------------------------------------------------------------------------------------ the step
 
@@ -64,9 +69,10 @@ class Engine:
             logits = self._target.forward(feeds)
             for sequence, feed in zip(plan.sequences, feeds, strict=True):
                 sequence.target.advance(feed.kv_len)
+            self._proposers.observe(plan.sequences, feeds)
         with watch.phase("verify"):
             fed = _fed_to_the_end(plan, proposal)
-            outcomes = judge(fed, logits)
+            outcomes = judge(fed, _without_prompt_rows(plan, feeds, logits))
         with watch.phase("commit"):
             events = tuple(self._commit(f, outcome) for f, outcome in zip(fed, outcomes, strict=True))
         failed = self._proposers.num_failures - failures
@@ -76,32 +82,23 @@ class Engine:
     def _commit(self, fed: Fed, outcome: Outcome) -> TokenEvent:
         """Append the kept drafts and the next token, as far as plain decoding would have gone; move the cursors."""
         sequence = fed.sequence
-        if not outcome.is_sound:
-            ended = self._end(sequence, FinishReason.ERROR, error="the model's output was not a number")
-            return TokenEvent(request_id=sequence.request_id, finished=ended)
-        fresh = [*fed.drafts[: outcome.num_accepted], outcome.next_token]
-        fresh = fresh[: self._length_before_stop(sequence, fresh)]
+        fresh = list(outcome.tokens[: _length_before_stop(sequence, outcome.tokens)])
         num_accepted = min(outcome.num_accepted, len(fresh))
         if fed.drafts:
             sequence.stats = sequence.stats.after(len(fed.drafts), num_accepted)
         sequence.tokens += fresh
         sequence.target.rollback(len(sequence.tokens))  # I3: this is the whole rollback
         sequence.draft.rollback(len(sequence.tokens))
-        return TokenEvent(
+        follow(sequence, fresh)
+        event = TokenEvent(
             request_id=sequence.request_id,
+            index=sequence.index,
             token_ids=tuple(fresh),
             from_draft=tuple(i < num_accepted for i in range(len(fresh))),
-            finished=self._end_if_over(sequence),
+            logprobs=outcome.logprobs[: len(fresh)],
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.num_generated == len(fresh) else (),
         )
-
-    def _length_before_stop(self, sequence: Sequence, fresh: list[int]) -> int:
-        """How many of `fresh` one-token-at-a-time decoding would have made: up to a stop token, or `max_len`."""
-        room = min(len(fresh), sequence.max_len - len(sequence.tokens))
-        return next((i + 1 for i in range(room) if self._stops(sequence, fresh[i])), room)
-
-    def _stops(self, sequence: Sequence, token: int) -> bool:
-        wanted = sequence.request.sampling
-        return token in wanted.stop_token_ids or (token in self.limits.eos_token_ids and not wanted.ignore_eos)
+        return replace(event, finished=self._end_if_over(sequence, outcome.problem))
 
     # ------------------------------------------------------------------------------- a request's way in and out
 
@@ -120,33 +117,40 @@ class Engine:
         self.check(request)
         if request.request_id in self._live:
             raise DuplicateRequest(f"request_id {request.request_id!r} is live")
-        sequence = self._live[request.request_id] = self._intake.open(request)
-        self._scheduler.add(sequence)
+        outputs = self._intake.open(request)
+        self._live[request.request_id] = {sequence.index: sequence for sequence in outputs}
+        self._scheduler.add(*outputs)
 
     def finish(
-        self, request_id: str, reason: FinishReason, *, keep: int | None = None, error: str | None = None
-    ) -> TokenEvent | None:
-        """End a live request now and free its pages; its terminal event, or None if it is not live.
+        self,
+        request_id: str,
+        reason: FinishReason,
+        *,
+        index: int | None = None,
+        keep: int | None = None,
+        error: str | None = None,
+    ) -> tuple[TokenEvent, ...]:
+        """End a live request, or one output of it, now and free its pages; the terminal events of what was live.
 
-        `keep` says how many of its generated tokens count, where text decided (a stop string). The statistics
-        then still count the drafts beyond it: they were verified.
+        `keep` says how many of an output's generated tokens count, where text decided (a stop string). The
+        statistics then still count the drafts beyond it: they were verified.
         """
-        sequence = self._live.get(request_id)
-        if sequence is None:
-            return None
-        return TokenEvent(request_id=request_id, finished=self._end(sequence, reason, keep=keep, error=error))
+        outputs = self._live.get(request_id, {})
+        ended = [s for s in list(outputs.values()) if index is None or s.index == index]
+        return tuple(self._end(sequence, reason, keep=keep, error=error) for sequence in ended)
 
     def finish_all(self, reason: FinishReason, error: str | None = None) -> tuple[TokenEvent, ...]:
         """End every live request."""
-        events = [self.finish(request_id, reason, error=error) for request_id in list(self._live)]
-        return tuple(event for event in events if event is not None)
+        return tuple(event for name in list(self._live) for event in self.finish(name, reason, error=error))
 
-    def _end_if_over(self, sequence: Sequence) -> Finished | None:
+    def _end_if_over(self, sequence: Sequence, problem: str | None) -> Finished | None:
         newest = sequence.tokens[-1]
-        if self._stops(sequence, newest):
-            return self._end(sequence, FinishReason.STOP, stop_token_id=newest)
+        if sequence.num_generated and newest in sequence.end_token_ids:
+            return self._end(sequence, FinishReason.STOP, stop_token_id=newest).finished
         if len(sequence.tokens) == sequence.max_len:
-            return self._end(sequence, FinishReason.LENGTH)
+            return self._end(sequence, FinishReason.LENGTH).finished
+        if problem is not None:
+            return self._end(sequence, FinishReason.ERROR, error=problem).finished
         return None
 
     def _end(
@@ -157,10 +161,13 @@ class Engine:
         keep: int | None = None,
         stop_token_id: int | None = None,
         error: str | None = None,
-    ) -> Finished:
-        del self._live[sequence.request_id]
-        self._scheduler.remove(sequence)
-        return Finished(
+    ) -> TokenEvent:
+        outputs = self._live[sequence.request_id]
+        del outputs[sequence.index]
+        if not outputs:
+            del self._live[sequence.request_id]
+        self._scheduler.remove(sequence, trust=reason is not FinishReason.ERROR)
+        finished = Finished(
             reason=reason,
             prompt_tokens=sequence.prompt_len,
             completion_tokens=sequence.num_generated if keep is None else keep,
@@ -168,8 +175,10 @@ class Engine:
             speculation=sequence.speculation,
             stats=sequence.stats,
             stop_token_id=stop_token_id,
+            cached_prompt_tokens=sequence.num_cached,
             error=error,
         )
+        return TokenEvent(request_id=sequence.request_id, index=sequence.index, finished=finished)
 
     # --------------------------------------------------------------------------------------------- how it stands
 
@@ -206,7 +215,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no pages: new, or preempted."""
-        return len(self._scheduler.waiting)
+        return self._scheduler.num_waiting
 
     @property
     def has_work(self) -> bool:
@@ -239,8 +248,9 @@ class Engine:
     def check_invariants(self) -> None:
         """I1 and I5 on every sequence and page, and that nobody is lost between the two."""
         self._scheduler.check_invariants()
-        scheduled = {s.request_id for s in (*self._scheduler.running, *self._scheduler.waiting)}
-        assert scheduled == set(self._live), "a live sequence is not scheduled, or a dead one is"
+        scheduled = {(s.request_id, s.index) for s in self._scheduler.sequences}
+        live = {(name, index) for name, outputs in self._live.items() for index in outputs}
+        assert scheduled == live, "a live sequence is not scheduled, or a dead one is"
         assert self.has_work or self.free_pages == self.total_pages, "idle, and pages are held"
 
 
@@ -248,10 +258,35 @@ def _feed(work: Work, drafts: tuple[int, ...]) -> Feed:
     """I2: the planned part of what the target has not seen, and the drafts."""
     tokens = [*work.sequence.tokens[work.span.start : work.span.stop], *drafts]
     num_logits = len(drafts) + 1 if work.reaches_end else 0
-    return Feed(tokens, work.span.start, work.sequence.target.page_table, num_logits)
+    if work.sequence.wants_prompt_logprobs:
+        num_logits = len(tokens)
+    cursor = work.sequence.target
+    return Feed(tokens, work.span.start, cursor.page_table, num_logits, cursor.table)
 
 
 def _fed_to_the_end(plan: StepPlan, proposal: Proposal) -> list[Fed]:
     """The sequences whose newest token was fed: they get a next one."""
     everyone = zip(plan.works, proposal.tokens, proposal.draft_probs, strict=True)
     return [Fed(work.sequence, drafts, probs) for work, drafts, probs in everyone if work.reaches_end]
+
+
+def _without_prompt_rows(plan: StepPlan, feeds: list[Feed], logits: Tensor) -> Tensor:
+    """The rows that decide a token. Others are of prompts whose logprobs were asked for: recorded here."""
+    if not any(work.sequence.wants_prompt_logprobs for work in plan.works):
+        return logits
+    deciding: list[int] = []
+    first = 0
+    for work, feed in zip(plan.works, feeds, strict=True):
+        num_prompt_rows = 0
+        if work.sequence.wants_prompt_logprobs:
+            num_prompt_rows = len(work.span) - work.reaches_end
+            record_prompt(work.sequence, work.span.start, logits[first : first + num_prompt_rows])
+        deciding += range(first + num_prompt_rows, first + feed.num_logits)
+        first += feed.num_logits
+    return logits[torch.tensor(deciding, dtype=torch.int64, device=logits.device)]
+
+
+def _length_before_stop(sequence: Sequence, fresh: tuple[int, ...]) -> int:
+    """How many of `fresh` one-token-at-a-time decoding would have made: up to an end token, or `max_len`."""
+    room = min(len(fresh), sequence.max_len - len(sequence.tokens))
+    return next((i + 1 for i in range(room) if fresh[i] in sequence.end_token_ids), room)

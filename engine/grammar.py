@@ -11,7 +11,8 @@ from torch import Tensor
 class GrammarState(Protocol):
     """Where one output stands in its structure. After any `advance` it can go back: drafts are tried and taken back.
 
-    A fault of the structure (its limits, a state with no way on) raises GrammarFault, and ends that request alone.
+    A fault of the structure (its limits, a state with no way on) raises GrammarFault; the state is then of no more
+    use, and a new one takes its place. An output ends where it cannot go on without what failed, and no other does.
     """
 
     def fill(self, mask: Tensor) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from dataclasses import dataclass
 
+from engine.checks import violations
 from engine.config import EngineConfig
-from engine.errors import Unsupported
-from engine.types import MAX_SEED, Request, Sequence, Speculation, SpeculationMode
+from engine.errors import InvalidRequest, Unsupported
+from engine.types import MAX_SEED, KVCursor, Request, Sequence, Speculation, SpeculationMode, Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,8 @@ class Limits:
     vocab_size: int  # width of the target's logits
     max_model_len: int  # most tokens of prompt and output together
     eos_token_ids: frozenset[int] = frozenset()
+    target_border: int | None = None  # longest sequence of the model's first rotary table; None: it has but one
+    draft_border: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +34,48 @@ class Intake:
     @property
     def default_proposer(self) -> str:
         """The proposer of a request that names none."""
-        return self.config.proposer or ("model" if "model" in self.proposers else "ngram")
+        best_first = (name for name in ("auto", "model", "ngram") if name in self.proposers)
+        return self.config.proposer or next(best_first, "none")
 
     def check(self, request: Request) -> None:
         """Refuse what cannot be served.
 
         Raises:
             InvalidRequest: with every violation at once.
-            Unsupported: a proposer that this server does not have.
+            Unsupported: a proposer that this server does not have, or a rule that it promises no bits for.
         """
-        request.check(self.limits.vocab_size, self.limits.max_model_len)
+        found = list(violations(request, self.limits.vocab_size, self.limits.max_model_len))
+        if found:
+            raise InvalidRequest(found)
         name = request.speculation.proposer
         if name is not None and name not in self.proposers:
             raise Unsupported(f"speculation.proposer is {name!r}; this server has {', '.join(self.proposers)}")
+        if self.config.reproducible and request.speculation.verification is Verification.REJECTION:
+            raise Unsupported(
+                "speculation.verification is 'rejection'; this server is reproducible, and has coupled alone: "
+                "under rejection the drafts decide, too"
+            )
 
-    def open(self, request: Request) -> Sequence:
-        """The sequence of a request that `check` let through."""
-        wanted = request.sampling.seed
-        return Sequence(
-            request=request,
-            seed=secrets.randbelow(MAX_SEED + 1) if wanted is None else wanted,
-            speculation=self._speculation(request),
-            max_len=request.max_len(self.limits.max_model_len),
-            tokens=list(request.token_ids),
-        )
+    def open(self, request: Request) -> list[Sequence]:
+        """The outputs of a request that `check` let through, each a sequence of its own."""
+        wanted, length = request.sampling, len(request.token_ids)
+        seed = secrets.randbelow(MAX_SEED + 1) if wanted.seed is None else wanted.seed
+        model_ends = frozenset() if wanted.ignore_eos else self.limits.eos_token_ids
+        return [
+            Sequence(
+                request=request,
+                index=index,
+                seed=_seed_of(seed, index),
+                speculation=self._speculation(request),
+                max_len=request.max_len(self.limits.max_model_len),
+                end_token_ids=model_ends | frozenset(wanted.stop_token_ids),
+                tokens=list(request.token_ids),
+                target=KVCursor.of(self.limits.target_border, length),
+                draft=KVCursor.of(self.limits.draft_border, length),
+                grammar=None if request.grammar is None else request.grammar.start(),
+            )
+            for index in range(wanted.n)
+        ]
 
     def _speculation(self, request: Request) -> Speculation:
         """The request's wishes over the server's defaults; the server's limit on drafts holds for all."""
@@ -67,3 +89,10 @@ class Intake:
             proposer=proposer,
             verification=asked.verification or config.verification,
         )
+
+
+def _seed_of(seed: int, index: int) -> int:
+    """Output 0 has the request's own seed; the others one each, as if drawn, so that any can be asked for alone."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from engine import noise, sampling
+from engine.logprobs import token_logprobs
 from engine.noise import Stream
-from engine.sampling import Row, RowParams
-from engine.types import Sequence, Verification
+from engine.processors import process
+from engine.row import Row
+from engine.sampling import RowParams
+from engine.types import Sequence, TokenLogprob, Verification
 from engine.verify import NO_DRAFT, Verdict, coupled, leading_run, rejection
 
 
@@ -32,17 +35,20 @@ class Fed:
 
     def rows(self, stream: Stream) -> list[Row]:
         """The positions that those speak of."""
-        first = len(self.sequence.tokens)
-        return [Row(self.sequence, first + i, stream) for i in range(self.num_rows)]
+        return [Row(self.sequence, self.drafts[:i], stream) for i in range(self.num_rows)]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one sequence gets from one step; nothing if a row that it rests on was not a number."""
+    """What one sequence gets from one step: tokens, and why there can be no more of them, if so.
 
+    Plain decoding would have met `problem` only after these tokens, and never if one of them ends the output.
+    """
+
+    tokens: tuple[int, ...]  # kept drafts, then the target's own
     num_accepted: int
-    next_token: int
-    is_sound: bool
+    problem: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, where asked for
 
 
 def judge(fed: Seq[Fed], logits: Tensor) -> list[Outcome]:
@@ -64,12 +70,36 @@ Decide = Callable[[Seq[Fed], Tensor, Tensor], Verdict]
 
 def _decide(decide: Decide, fed: Seq[Fed], logits: Tensor) -> list[Outcome]:
     """One rule on the sequences that asked for it."""
+    processed = process(logits, [row for f in fed for row in f.rows(Stream.COUPLED)])
     rows = _padded_rows(fed, logits.device)
-    verdict = decide(fed, logits, rows)
+    verdict = decide(fed, processed, rows)
     # What a sequence gets rests on the rows up to and with the one its next token came from; a NaN reaches the maximum.
     num_sound = leading_run(logits.amax(-1).isfinite()[rows])
-    answers = torch.stack([verdict.num_accepted, verdict.next_token, num_sound], 1).tolist()  # the step's one wait
-    return [Outcome(accepted, token, is_sound=sound > accepted) for accepted, token, sound in answers]
+    num_open = leading_run(processed.amax(-1).isfinite()[rows])
+    columns = [verdict.num_accepted, verdict.next_token, num_sound, num_open]
+    answers = torch.stack(columns, 1).tolist()  # the step's one wait
+    outcomes = [_outcome(f, *answer) for f, answer in zip(fed, answers, strict=True)]
+    return _with_logprobs(fed, logits, outcomes)
+
+
+def _outcome(fed: Fed, num_accepted: int, next_token: int, num_sound: int, num_open: int) -> Outcome:
+    tokens = (*fed.drafts[:num_accepted], next_token)
+    if num_sound < len(tokens) and num_sound <= num_open:
+        return Outcome(tokens[:num_sound], min(num_accepted, num_sound), "the model's output was not a number")
+    if num_open < len(tokens):
+        problem = fed.sequence.fault or "no token may come here: what is allowed, banned and required leaves none"
+        return Outcome(tokens[:num_open], min(num_accepted, num_open), problem)
+    return Outcome(tokens, num_accepted)
+
+
+def _with_logprobs(fed: Seq[Fed], logits: Tensor, outcomes: list[Outcome]) -> list[Outcome]:
+    """The same outcomes; those that asked for logprobs have them, of the unprocessed logits."""
+    for i, (f, outcome, first) in enumerate(zip(fed, outcomes, _offsets(fed), strict=False)):
+        wanted = f.sequence.request.sampling.logprobs
+        if wanted is not None and outcome.tokens:
+            found = token_logprobs(logits[first : first + len(outcome.tokens)], outcome.tokens, wanted)
+            outcomes[i] = replace(outcome, logprobs=found)
+    return outcomes
 
 
 def _coupled(fed: Seq[Fed], logits: Tensor, rows: Tensor) -> Verdict:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import count
 from numbers import Integral
 from os import PathLike, fspath
 from typing import Any, cast
@@ -19,23 +20,40 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
+from engine.grammar import Grammar
+from engine.guided import GrammarCompiler
 from engine.text import Codec, OutputText
-from engine.types import Finished, FinishReason, Request, SamplingParams, SpeculationStats, TokenEvent
+from engine.types import (
+    Finished,
+    FinishReason,
+    Guided,
+    Request,
+    SamplingParams,
+    Speculation,
+    SpeculationParams,
+    SpeculationStats,
+    TokenEvent,
+    TokenLogprob,
+)
 
 Prompt = str | Seq[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What came of one prompt. `text` is None where the checkpoint has no tokenizer; logprobs come later."""
+    """What came of one prompt. `text` is None where the checkpoint has no tokenizer."""
 
+    index: int  # which of the prompt's `n` outputs
     text: str | None
     token_ids: tuple[int, ...]
     from_draft: tuple[bool, ...]  # which of `token_ids` were accepted drafts
-    logprobs: None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, where asked for
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # one per prompt token, None for the first
     finish_reason: FinishReason
     matched_stop: str | int | None  # the stop string, or the id of the token, that ended it
     prompt_tokens: int
+    cached_prompt_tokens: int  # of those, found in the prefix cache
+    speculation: Speculation  # the settings in force
     seed: int  # asked again with this seed it gives the same tokens (rejection: if K and batch mates are the same too)
     stats: SpeculationStats
     error: str | None = None  # with finish_reason "error": what went wrong with this prompt, and with no other
@@ -44,17 +62,32 @@ class Completion:
 class LLM:
     """A model to call in a program of one's own; `pilotfish serve` is the same engine behind a network."""
 
+    _ids = count(1)
+
     def __init__(self, target: str | PathLike[str], draft: str | PathLike[str] | None = None, **config: Any) -> None:
         """Load a target, and a draft if there is one; `config` as in `engine.config.EngineConfig`."""
         settings = EngineConfig(target=fspath(target), draft=None if draft is None else fspath(draft), **config)
         self.engine: Engine = build_engine(settings)
         self.codec = Codec.load(settings.target, settings.revision)
-        self._num_requests = 0
+        self._compiler = GrammarCompiler.of(self.codec, self.engine.vocab_size, self.engine.eos_token_ids)
+
+    @classmethod
+    def of(cls, engine: Engine, codec: Codec | None = None) -> LLM:
+        """The same around an engine that is there already."""
+        llm = cls.__new__(cls)
+        llm.engine, llm.codec = engine, codec
+        llm._compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids)  # noqa: SLF001 - its own
+        return llm
 
     def generate(
-        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        speculation: SpeculationParams | None = None,
+        cache_salt: str | None = None,
     ) -> list[Completion]:
-        """Continue every prompt, all in one ragged batch; completions in the order of the prompts.
+        """Continue every prompt, all in one ragged batch; completions in the order of the prompts, `n` in a row each.
 
         A prompt is a string or token ids; `params` is one for all, or one for each.
 
@@ -62,27 +95,45 @@ class LLM:
             InvalidRequest: any prompt or its parameters are wrong; nothing was run.
             ValueError: as many `params` as prompts, or one, were expected.
         """
+        asked = SpeculationParams() if speculation is None else speculation
         shared = SamplingParams() if params is None else params
-        outputs = [self._output(p, s) for p, s in _paired(_as_list(prompts), shared)]
-        for output in outputs:
-            self.engine.check(output.request)
-        by_id = {output.request.request_id: output for output in outputs}
+        requests = [self._request(p, s, asked, cache_salt) for p, s in _paired(_as_list(prompts), shared)]
+        for request in requests:
+            self.engine.check(request)
+        outputs = {(r.request_id, i): self._output(r, i) for r in requests for i in range(r.sampling.n)}
         try:
-            for output in outputs:
-                self.engine.add(output.request)
+            for request in requests:
+                self.engine.add(request)
             while self.engine.has_work:
                 for event in self.engine.step().events:
-                    by_id[event.request_id].take(event, self.engine)
+                    outputs[event.request_id, event.index].take(event, self.engine)
         finally:
             self.engine.finish_all(FinishReason.ABORTED)
-        return [output.completion() for output in outputs]
+        return [output.completion() for output in outputs.values()]
 
-    def _output(self, prompt: Prompt, params: SamplingParams) -> _Output:
-        self._num_requests += 1
-        request = Request(request_id=f"offline-{self._num_requests}", token_ids=self._encode(prompt), sampling=params)
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams, cache_salt: str | None
+    ) -> Request:
         if self.codec is None and params.stop:
             raise InvalidRequest.of("stopping.stop", "is text; this checkpoint has no tokenizer")
-        return _Output(request, None if self.codec is None else OutputText(self.codec, params.stop))
+        return Request(
+            request_id=f"offline-{next(self._ids)}",
+            token_ids=self._encode(prompt),
+            sampling=params,
+            grammar=None if params.guided is None else self._compile(params.guided),
+            speculation=speculation,
+            cache_salt=cache_salt,
+        )
+
+    def _compile(self, guided: Guided) -> Grammar:
+        if self._compiler is None:
+            raise InvalidRequest.of("guided", "needs a tokenizer and an end token; this checkpoint lacks one")
+        return self._compiler.compile(guided)
+
+    def _output(self, request: Request, index: int) -> _Output:
+        sampling = request.sampling
+        text = None if self.codec is None else OutputText(self.codec, sampling.stop, sampling.min_tokens)
+        return _Output(request, index, text)
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -99,10 +150,13 @@ class _Output:
     """One completion as it grows."""
 
     request: Request
+    index: int
     text: OutputText | None
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     stop: str | None = None
     finished: Finished | None = None
 
@@ -118,25 +172,32 @@ class _Output:
                 self.stop, kept = piece.stop, piece.num_tokens
         self.token_ids += event.token_ids[:kept]
         self.from_draft += event.from_draft[:kept]
+        self.logprobs += event.logprobs[:kept]
+        self.prompt_logprobs = self.prompt_logprobs or event.prompt_logprobs
         if self.stop is not None and self.finished is None:
-            ended = engine.finish(event.request_id, FinishReason.STOP, keep=len(self.token_ids))
-            assert ended is not None
+            keep = len(self.token_ids)
+            (ended,) = engine.finish(event.request_id, FinishReason.STOP, index=self.index, keep=keep)
             self.finished = ended.finished
         if self.finished is not None and self.text is not None:
             self.pieces.append(self.text.flush())
 
     def completion(self) -> Completion:
         """The result, once finished."""
-        ended = self.finished
+        ended, asked = self.finished, self.request.sampling
         assert ended is not None, "the engine is idle and a request has no end"
         return Completion(
+            index=self.index,
             text=None if self.text is None else "".join(self.pieces),
             token_ids=tuple(self.token_ids),
             from_draft=tuple(self.from_draft),
+            logprobs=None if asked.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=None if asked.prompt_logprobs is None or self.index else self.prompt_logprobs,
             finish_reason=FinishReason.STOP if self.stop is not None else ended.reason,
             matched_stop=self.stop if self.stop is not None else ended.stop_token_id,
             prompt_tokens=ended.prompt_tokens,
+            cached_prompt_tokens=ended.cached_prompt_tokens,
             seed=ended.seed,
+            speculation=ended.speculation,
             stats=ended.stats,
             error=ended.error,
         )

@@ -44,6 +44,8 @@ def measure(
         generated_tokens=sum(len(event.token_ids) for event in events),
         prompt_tokens=sum(_num_prompt_tokens(work) for work in plan.works),
         preempted=plan.num_preempted,
+        prefix_lookups=plan.prefix_lookups,
+        prefix_hits=plan.prefix_hits,
         draft_failures=draft_failures,
         **_load(scheduler),
     )

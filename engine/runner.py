@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from engine.attention.registry import ATTENTION_NAME, Attend, Ragged
 from engine.batch import Feed, RaggedBatch
+from engine.checkpoint import (
+    check_complete,
+    check_weights,
+    end_tokens_of,
+    positions,
+    read_config,
+    shape_of,
+    told_as_model_error,
+)
 from engine.errors import ModelError
 from engine.kv import KVArena, KVLayout
+from engine.rope import install_tables
 
 
 class Runner(Protocol):
@@ -34,6 +44,7 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, arena: KVArena, attend: Attend) -> None:
         self._model, self.arena, self._attend = model.eval(), arena, attend
+        install_tables(model)
         self.vocab_size = vocab_size(model)
         self.device = model.device
 
@@ -43,13 +54,25 @@ class ModelRunner:
         batch = RaggedBatch.of(feeds, self.arena.page_size, self.device)
         output = self._model(
             input_ids=batch.input_ids[None],
-            position_ids=batch.positions[None],
+            position_ids=batch.position_ids[None],
             use_cache=False,
             logits_to_keep=batch.logit_rows,
             ragged=Ragged(batch, self.arena, self._attend),
         )
         logits: Tensor = output.logits[0]
         return logits.float()
+
+
+class Tap:
+    """Keeps the hidden states of a model's last pass: what its output matrix reads, after the final norm."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.hidden: Tensor | None = None  # [T, hidden], one row per token of the ragged batch
+        # The trunk, not the output matrix: that sees only the rows whose logits are asked for.
+        model.get_decoder().register_forward_hook(self._keep)
+
+    def _keep(self, _trunk: nn.Module, _inputs: object, output: Any) -> None:
+        self.hidden = output[0][0]
 
 
 def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -59,10 +82,11 @@ def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torc
         ModelError: nothing loadable is there, or it would need code of its own.
     """
     logging.disable_progress_bar()  # it would write into the log of a server
-    try:
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    config = read_config(name, revision)
+    check_weights(name)
+    with told_as_model_error(name):
         prepare(config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
             revision=revision,
@@ -70,16 +94,19 @@ def load_model(name: str, revision: str | None, dtype: torch.dtype, device: torc
             use_safetensors=True,
             trust_remote_code=False,
             attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `check_complete` tells them better
         )
-    except (OSError, ValueError, KeyError, AttributeError) as error:  # what transformers says of what it cannot load
-        raise ModelError(f"cannot load model {name!r}: {error!r}") from error
-    return model.to(device)  # type: ignore[arg-type, no-any-return]  # its decorator loses the signature
+    model, report = loaded
+    check_complete(name, report)
+    return model.to(device)  # type: ignore[no-any-return]
 
 
 def prepare(config: PreTrainedConfig) -> None:
     """Set what a ragged batch needs of any config."""
     # Some embeddings treat the pad token apart and look at its place on the host; a ragged batch has no padding.
-    config.pad_token_id = None
+    if config.pad_token_id is not None:
+        config.pad_token_id = None
 
 
 def kv_layout(config: PreTrainedConfig, dtype: torch.dtype) -> KVLayout:
@@ -91,28 +118,9 @@ def kv_layout(config: PreTrainedConfig, dtype: torch.dtype) -> KVLayout:
     return KVLayout(shape_of(config, "num_hidden_layers"), kv_heads, head_dim, dtype)
 
 
-def shape_of(config: PreTrainedConfig, name: str) -> int:
-    """A number that every family we serve has in its config under this name; ModelError where it is missing."""
-    value = getattr(config.get_text_config(), name, None)
-    if not isinstance(value, int):
-        raise ModelError(f"a {config.model_type} model cannot be served: its config has no {name}")
-    return value
-
-
 def known_positions(config: PreTrainedConfig) -> int:
-    """How many positions a model knows in a ragged batch.
-
-    Two kinds of rotary embedding pick one frequency table for the whole pass by its largest position, and so for all
-    sequences of the batch by that of the longest. Up to the length of their first training they pick the same.
-    """
-    text = config.get_text_config()
-    limit = shape_of(config, "max_position_embeddings")
-    rope = getattr(text, "rope_parameters", None) or {}
-    for table in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if table.get("rope_type") in ("dynamic", "longrope"):
-            original = table.get("original_max_position_embeddings")
-            limit = min(limit, int(original or getattr(text, "original_max_position_embeddings", None) or limit))
-    return limit
+    """How many positions a model knows in a ragged batch."""
+    return positions(config).limit
 
 
 def vocab_size(model: PreTrainedModel) -> int:
@@ -125,10 +133,4 @@ def vocab_size(model: PreTrainedModel) -> int:
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """Tokens at which the model was taught to stop, from its generation config or its config."""
-    generation: GenerationConfig | None = model.generation_config
-    found = generation.eos_token_id if generation is not None else None
-    if found is None:
-        found = model.config.get_text_config().eos_token_id
-    if found is None:
-        return frozenset()
-    return frozenset(found if isinstance(found, list) else [found])
+    return end_tokens_of(model.config, model.generation_config)

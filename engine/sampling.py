@@ -1,7 +1,8 @@
 """From logits to a law, and from a law to a token. Rows are independent; nothing here knows a batch.
 
-A row is one position of one sequence. Its law is the softmax of the logits after, in this order: temperature,
-top-k, top-p (of what top-k left), min-p. Temperature 0 puts all mass on the likeliest token, lowest id first.
+A row is one position of one sequence. Its law is the softmax of the logits, as `processors` left them, after, in
+this order: temperature, top-k, top-p (of what top-k left), min-p. Temperature 0 puts all mass on the likeliest
+token, lowest id first.
 """
 
 from __future__ import annotations
@@ -9,24 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine import noise
-from engine.noise import Stream
-from engine.types import SamplingParams, Sequence
+from engine.row import Row
+from engine.types import SamplingParams
 
 TINY = torch.finfo(torch.float32).tiny  # no positive temperature rounds to zero
-
-
-class Row(NamedTuple):
-    """The token at absolute `position` of `sequence` is to be drawn from `stream`."""
-
-    sequence: Sequence
-    position: int
-    stream: Stream
 
 
 class Kind(Enum):

@@ -7,10 +7,10 @@ the newest gives its own up and waits at the front, to be recomputed later with 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
-from engine.kv import BlockPool
+from engine.pages import BlockPool
 from engine.types import Sequence
 
 
@@ -41,6 +41,8 @@ class StepPlan:
 
     works: tuple[Work, ...] = ()
     num_preempted: int = 0
+    prefix_lookups: int = 0  # tokens of the prompts admitted for it
+    prefix_hits: int = 0
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -63,11 +65,25 @@ class Scheduler:
         max_batch_size: int,
         max_batch_tokens: int,
         draft_kv_users: frozenset[str] = frozenset(),  # names of the proposers that need draft pages
+        draft_kv_sharers: frozenset[str] = frozenset(),  # and of those whose pages the prefix cache may keep
     ) -> None:
-        self.target_pool, self.draft_pool, self._draft_kv_users = target_pool, draft_pool, draft_kv_users
+        self.target_pool, self.draft_pool = target_pool, draft_pool
+        self._draft_kv_users, self._draft_kv_sharers = draft_kv_users, draft_kv_sharers
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._siblings: dict[Sequence, tuple[Sequence, ...]] = {}  # by the one that feeds their prompt for them
+        self._prefix_lookups = self._prefix_hits = 0  # tokens, since the last plan
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that are not over."""
+        return [*self.running, *self.waiting, *(s for siblings in self._siblings.values() for s in siblings)]
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that do not run."""
+        return len(self.sequences) - len(self.running)
 
     @property
     def has_room(self) -> bool:
@@ -75,24 +91,63 @@ class Scheduler:
         promised = sum(self.target_pool.pages_for(len(sequence.tokens)) for sequence in self.waiting)
         return len(self.running) + len(self.waiting) < self._max_batch_size and self.target_pool.num_free > promised
 
-    def add(self, sequence: Sequence) -> None:
-        """Wait for a place, first come, first served."""
-        self.waiting.append(sequence)
+    def add(self, first: Sequence, *siblings: Sequence) -> None:
+        """Wait for a place, first come, first served. `siblings` have the same prompt and wait until it is fed."""
+        self.waiting.append(first)
+        if siblings:
+            self._siblings[first] = siblings
 
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it stands, and free its pages now."""
+    def remove(self, sequence: Sequence, *, trust: bool = True) -> None:
+        """Forget a sequence, wherever it stands, and free its pages now; unless trusted, nobody begins with them."""
+        if not trust:
+            self.target_pool.forget(sequence.target)
+        for first, siblings in self._siblings.items():
+            if sequence in siblings:
+                self._siblings[first] = tuple(s for s in siblings if s is not sequence)
+                return
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self._release(sequence)
 
     def admit(self) -> None:
         """Let waiting sequences run while there are places, and pages for all that they have to feed."""
+        for sequence in self.running:
+            self._share(sequence)
+        self._let_siblings_wait()
         while self.waiting and len(self.running) < self._max_batch_size:
             sequence = self.waiting[0]
-            wanted = self.target_pool.pages_for(len(sequence.tokens)) + self._num_growing()
-            if wanted > self.target_pool.num_free:
+            found = self._find(sequence)
+            fresh = self.target_pool.pages_for(len(sequence.tokens)) - len(found)
+            if fresh + self.target_pool.num_kept(found) + self._num_growing() > self.target_pool.num_free:
                 return  # in order: a short one does not overtake, or a long one might wait for ever
+            self._adopt(sequence, found)
             self.target_pool.reserve(sequence.target, len(sequence.tokens))
             self.running.append(self.waiting.popleft())
+
+    def _let_siblings_wait(self) -> None:
+        """Siblings of a fed prompt, or of one that is over, go to the front: they need little more than a place."""
+        for first in list(self._siblings):
+            if first.num_generated or first not in (*self.running, *self.waiting):
+                self.waiting.extendleft(reversed(self._siblings.pop(first)))
+
+    def _find(self, sequence: Sequence) -> list[int]:
+        """Pages of the prefix cache to begin with; none where every prompt position has to be seen."""
+        if sequence.wants_prompt_logprobs:
+            return []
+        sequence.target.table = sequence.target.table_for(len(sequence.tokens))
+        return self.target_pool.find(sequence.tokens, _target_salt(sequence))
+
+    def _adopt(self, sequence: Sequence, pages: list[int]) -> None:
+        self.target_pool.adopt(sequence.target, pages)
+        if self.target_pool.prefix_cache and not sequence.num_generated:  # what preemption made anew is no hit
+            sequence.num_cached = sequence.target.kv_len
+            self._prefix_lookups += sequence.prompt_len
+            self._prefix_hits += sequence.num_cached
+
+    def _share(self, sequence: Sequence) -> None:
+        """Tell the prefix caches what this sequence has fed."""
+        self.target_pool.share(sequence.target, sequence.tokens, _target_salt(sequence))
+        if self.draft_pool is not None and sequence.speculation.proposer in self._draft_kv_sharers:
+            self.draft_pool.share(sequence.draft, sequence.tokens, _draft_salt(sequence))
 
     def _num_growing(self) -> int:
         """Running sequences that will ask for another page: one is kept for each, or admission would preempt them."""
@@ -104,11 +159,21 @@ class Scheduler:
         A prompt token is worth one token of work done, a draft its chance of being accepted: prompts go first.
         """
         before = len(self.waiting)
+        self._renew_outgrown()
         steady = [Work.feeding(s, 1) for s in self._with_pages() if s.todo == 1]
         budget = self._max_batch_tokens - len(steady)
         chunks = list(self._chunks(budget))
         budget -= sum(len(work.span) for work in chunks)
-        return StepPlan((*self._with_drafts(steady, budget), *chunks), len(self.waiting) - before)
+        lookups, hits, self._prefix_lookups, self._prefix_hits = self._prefix_lookups, self._prefix_hits, 0, 0
+        return StepPlan((*self._with_drafts(steady, budget), *chunks), len(self.waiting) - before, lookups, hits)
+
+    def _renew_outgrown(self) -> None:
+        """Give up K/V made with another rotary table than a sequence's length now asks for: all of it is fed again."""
+        for sequence in self.running:
+            for pool, cursor in ((self.target_pool, sequence.target), (self.draft_pool, sequence.draft)):
+                if pool is not None and cursor.is_outgrown(len(sequence.tokens)):
+                    pool.release(cursor)
+                    cursor.table = cursor.table_for(len(sequence.tokens))
 
     def _with_pages(self) -> list[Sequence]:
         """Reserve what each running sequence will feed, oldest first; the newest make room where it must be."""
@@ -147,8 +212,13 @@ class Scheduler:
 
     @staticmethod
     def _num_draft_wanted(sequence: Sequence) -> int:
-        """K for this step; a draft that could not be emitted before `max_len` is never wanted."""
-        return max(0, min(sequence.speculation.num_draft_tokens, sequence.max_len - len(sequence.tokens) - 1))
+        """K for this step; a draft that could not be emitted before `max_len` is never wanted.
+
+        Nor one beyond a change of rotary table: every row of a verification is of one table.
+        """
+        length = len(sequence.tokens)
+        before_border = min(cursor.room_before_border(length) for cursor in (sequence.target, sequence.draft))
+        return max(0, min(sequence.speculation.num_draft_tokens, sequence.max_len - length - 1, before_border))
 
     def _reserve_drafts(self, sequence: Sequence, num_draft: int) -> bool:
         length = len(sequence.tokens) + num_draft
@@ -156,11 +226,14 @@ class Scheduler:
             return False
         if self.draft_pool is None or sequence.speculation.proposer not in self._draft_kv_users:
             return True
-        fits = self.draft_pool.reserve(sequence.draft, length)
-        assert fits, "both pools are of one size, and a sequence never needs more draft pages than target pages"
-        return True
+        if not sequence.draft.page_table and sequence.speculation.proposer in self._draft_kv_sharers:
+            found = self.draft_pool.find(sequence.tokens, _draft_salt(sequence))
+            self.draft_pool.adopt(sequence.draft, found)
+        # May fail although the pools are of one size: target pages that several share are fewer than their draft's.
+        return self.draft_pool.reserve(sequence.draft, length)
 
     def _release(self, sequence: Sequence) -> None:
+        self._share(sequence)
         self.target_pool.release(sequence.target)
         if self.draft_pool is not None:
             self.draft_pool.release(sequence.draft)
@@ -172,7 +245,17 @@ class Scheduler:
                 assert cursor.kv_len <= len(sequence.tokens) - 1, "I1: the newest token has been fed"
         for sequence in self.waiting:
             assert not sequence.target.page_table, "a waiting sequence holds pages"
-        everyone = [*self.running, *self.waiting]
+        everyone = self.sequences
         self.target_pool.check_invariants(s.target for s in everyone)
         if self.draft_pool is not None:
             self.draft_pool.check_invariants(s.draft for s in everyone)
+
+
+def _target_salt(sequence: Sequence) -> Hashable:
+    """What must be equal for K/V to be the same, besides tokens: the tenant's salt and the rotary table."""
+    return sequence.request.cache_salt, sequence.target.table
+
+
+def _draft_salt(sequence: Sequence) -> Hashable:
+    """Proposers have an arena each and share the pages of all: one's K/V means nothing to another."""
+    return sequence.request.cache_salt, sequence.draft.table, sequence.speculation.proposer

@@ -35,6 +35,8 @@ class StepStats:
     generated_tokens: int = 0
     prompt_tokens: int = 0  # prompt (or recomputed) tokens fed to the target
     preempted: int = 0
+    prefix_lookups: int = 0  # prompt tokens of admitted sequences
+    prefix_hits: int = 0  # those of them whose K/V was in the prefix cache
     draft_failures: int = 0
     running: int = 0
     waiting: int = 0

@@ -28,7 +28,7 @@ class Codec:
     @classmethod
     def load(cls, source: str | Path, revision: str | None = None) -> Codec | None:
         """The tokenizer of a local folder or hub id; None if the checkpoint has none and so serves token ids alone."""
-        path = _find(source, revision)
+        path = find_file(source, TOKENIZER_FILE, revision)
         if path is None:
             return None
         try:
@@ -36,22 +36,23 @@ class Codec:
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ModelError(f"cannot read the tokenizer {path}: {error}") from error
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a prompt, with the special tokens that the tokenizer puts around one."""
-        return tuple(self.tokenizer.encode(text).ids)
+    def encode(self, text: str, *, bare: bool = False) -> tuple[int, ...]:
+        """Token ids of a prompt, with the special tokens that the tokenizer puts around one; bare: without those."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=not bare).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of all of these tokens; bytes that are no UTF-8 become U+FFFD."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def _find(source: str | Path, revision: str | None) -> Path | None:
+def find_file(source: str | Path, name: str, revision: str | None = None) -> Path | None:
+    """One file of a local folder or hub id; None if it has none of that name."""
     folder = Path(source)
     if folder.is_dir():
-        path = folder / TOKENIZER_FILE
+        path = folder / name
         return path if path.is_file() else None
     try:
-        return Path(hf_hub_download(str(source), TOKENIZER_FILE, revision=revision))
+        return Path(hf_hub_download(str(source), name, revision=revision))
     except EntryNotFoundError:
         return None
     except (OSError, ValueError) as error:  # no such repository, no network, no valid name
@@ -116,6 +117,11 @@ class StopMatcher:
         self.matched = _extend(self.stop, self._fallback, self.matched, char)
         return self.matched == len(self.stop)
 
+    def go_on(self) -> None:
+        """Take a whole match for text like any other; its end may begin the next one."""
+        if self.matched == len(self.stop):
+            self.matched = self._fallback[-1]
+
 
 def _extend(stop: str, fallback: list[int], matched: int, char: str) -> int:
     while matched and stop[matched] != char:
@@ -154,11 +160,12 @@ class OutputText:
 
     Joined pieces and the final `flush` are the decoded tokens up to the stop string. Held back is only
     what may still change: bytes of an unfinished character, and the longest end of the text that begins
-    some stop string. A token that ends the output by its id is not pushed: it has no text.
+    some stop string. A token that ends the output by its id is not pushed: it has no text. A stop string that
+    completes within the first `min_tokens` tokens is text like any other.
     """
 
-    def __init__(self, codec: Codec, stop: Iterable[str] = ()) -> None:
-        self._decoder = Decoder(codec)
+    def __init__(self, codec: Codec, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
+        self._decoder, self._tokens_too_early = Decoder(codec), min_tokens
         self._matchers = tuple(map(StopMatcher, stop))
         self._held = ""
         self._stopped = False
@@ -169,6 +176,7 @@ class OutputText:
         texts = []
         for token in token_ids:
             self._held += self._decoder.push(token)
+            self._tokens_too_early -= 1
             stop = self._match()
             texts.append(self._release())
             if stop is not None:
@@ -188,10 +196,16 @@ class OutputText:
         unread = self._num_held()
         for end, char in enumerate(self._held[unread:], unread + 1):
             completed = [matcher.stop for matcher in self._matchers if matcher.push(char)]
-            if completed:
+            if completed and self._tokens_too_early >= 0:
+                self._go_on()
+            elif completed:
                 self._held, self._stopped = self._held[: end - len(completed[0])], True
                 return completed[0]
         return None
+
+    def _go_on(self) -> None:
+        for matcher in self._matchers:
+            matcher.go_on()
 
     def _release(self) -> str:
         shown = len(self._held) - (0 if self._stopped else self._num_held())

@@ -16,21 +16,31 @@ import torch
 from torch import Tensor
 
 from engine.batch import Feed
-from engine.runner import Runner
+from engine.runner import Runner, Tap
 
 TILE = 16
 
 
 class TiledRunner:
-    """Runs `inner` in passes of exactly `TILE` tokens; `scratch` is a page of its arena with `TILE` spare rows."""
+    """Runs `inner` in passes of exactly `TILE` tokens; `scratch` is a page of its arena with `TILE` spare rows.
 
-    def __init__(self, inner: Runner, scratch: int) -> None:
-        self._inner, self._scratch = inner, scratch
+    `tap` is of the same model: after all passes it holds what it would after a single one.
+    """
+
+    def __init__(self, inner: Runner, scratch: int, tap: Tap | None = None) -> None:
+        self._inner, self._scratch, self._tap = inner, scratch, tap
         self.vocab_size = inner.vocab_size
 
     def forward(self, feeds: Seq[Feed]) -> Tensor:
         """As `Runner.forward`. Tiles run in order, so a sequence finds its earlier tokens in the arena."""
-        return torch.cat([self._pass(tile) for tile in cut(feeds)])
+        logits, hidden = list[Tensor](), list[Tensor]()
+        for tile in cut(feeds):
+            logits.append(self._pass(tile))
+            if self._tap is not None and self._tap.hidden is not None:
+                hidden.append(self._tap.hidden[: sum(len(feed.tokens) for feed in tile)])
+        if self._tap is not None and hidden:
+            self._tap.hidden = torch.cat(hidden)
+        return torch.cat(logits)
 
     def _pass(self, tile: list[Feed]) -> Tensor:
         wanted = wanted_rows(tile)
@@ -66,7 +76,7 @@ def cut(feeds: Iterable[Feed], size: int = TILE) -> Iterator[list[Feed]]:
 def _piece(feed: Feed, start: int, stop: int) -> Feed:
     """Tokens start .. stop - 1 of a feed; of 5 tokens that want 2 logits, 2..4 want 1 and 4..5 the other."""
     num_logits = max(0, stop - max(start, len(feed.tokens) - feed.num_logits))
-    return Feed(feed.tokens[start:stop], feed.start + start, feed.page_table, num_logits)
+    return replace(feed, tokens=feed.tokens[start:stop], start=feed.start + start, num_logits=num_logits)
 
 
 def wanted_rows(tile: Iterable[Feed]) -> list[int]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.errors import InvalidRequest, Violation
+from engine.grammar import Grammar, GrammarState
 
 MAX_SEED = 2**64 - 1
 DEFAULT_MAX_TOKENS = 128
-MAX_STOPS = 16
-MAX_STOP_LENGTH = 256  # characters
 MAX_NUM_DRAFT = 16
+_ENDLESS = 2**31
 
 
 class FinishReason(StrEnum):
@@ -43,59 +42,6 @@ class Verification(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """What to sample and when to stop. Field names are those of `pilotfish.v1`.
-
-    Args:
-        temperature: 0 is greedy; otherwise logits are divided by it. At most 100.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches this; in (0, 1], 1 keeps all.
-        top_k: keep this many likeliest tokens; 0 keeps all.
-        min_p: drop tokens less likely than this fraction of the likeliest one; in [0, 1].
-        seed: the request's randomness; None draws one, which the result reports.
-        max_tokens: most tokens to generate; None is 128, or what the context has room for.
-        stop: strings that end the text; they are not part of it.
-        stop_token_ids: tokens that end the output; they are part of `token_ids`, not of the text.
-        ignore_eos: go on past the model's own end-of-text tokens.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def violations(self) -> Iterator[Violation]:
-        """Everything wrong with these values that can be told without a model."""
-        # `not (a <= x <= b)` rather than `x < a or x > b`: a NaN must fail, and every comparison with it is false.
-        if not (0.0 <= self.temperature <= 100.0):
-            yield Violation("sampling.temperature", f"is {self.temperature}; expected 0 to 100")
-        if not (0.0 < self.top_p <= 1.0):
-            yield Violation("sampling.top_p", f"is {self.top_p}; expected above 0, up to 1")
-        if not (0.0 <= self.min_p <= 1.0):
-            yield Violation("sampling.min_p", f"is {self.min_p}; expected 0 to 1")
-        if self.top_k < 0:
-            yield Violation("sampling.top_k", f"is {self.top_k}; expected 0 (off) or more")
-        if self.seed is not None and not (0 <= self.seed <= MAX_SEED):
-            yield Violation("sampling.seed", f"is {self.seed}; expected 0 to 2**64 - 1")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            yield Violation("stopping.max_tokens", f"is {self.max_tokens}; expected 1 or more")
-        yield from self._stop_violations()
-
-    def _stop_violations(self) -> Iterator[Violation]:
-        if len(self.stop) > MAX_STOPS:
-            yield Violation("stopping.stop", f"has {len(self.stop)} strings; the limit is {MAX_STOPS}")
-        if len(self.stop_token_ids) > MAX_STOPS:
-            yield Violation("stopping.stop_token_ids", f"has {len(self.stop_token_ids)} ids; the limit is {MAX_STOPS}")
-        for i, text in enumerate(self.stop[:MAX_STOPS]):
-            if not 1 <= len(text) <= MAX_STOP_LENGTH:
-                yield Violation(f"stopping.stop[{i}]", f"has {len(text)} characters; expected 1 to {MAX_STOP_LENGTH}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Guided:
     """The structure that an output must have: exactly one of these.
 
@@ -110,6 +56,57 @@ class Guided:
     regex: str | None = None
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """What to sample and when to stop. Field names are those of `pilotfish.v1`.
+
+    Args:
+        temperature: 0 is greedy; otherwise logits are divided by it. At most 100.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches this; in (0, 1], 1 keeps all.
+        top_k: keep this many likeliest tokens; 0 keeps all.
+        min_p: drop tokens less likely than this fraction of the likeliest one; in [0, 1].
+        repetition_penalty: divides the logit of a token of prompt or output if positive, else multiplies it;
+            above 0, up to 10 (Keskar et al. 2019, section 4.1).
+        presence_penalty: subtracted from the logit of each token of the output; -2 to 2.
+        frequency_penalty: subtracted once per time the output has the token; -2 to 2.
+        logit_bias: added to the logits of these tokens; -100 to 100.
+        allowed_token_ids: no other token may come; None allows all.
+        banned_token_ids: these tokens may not come.
+        guided: the structure that the output must have.
+        seed: the request's randomness; None draws one, which the result reports.
+        n: how many outputs; output 0 uses `seed`, the others seeds derived from it.
+        max_tokens: most tokens to generate; None is 128, or what the context has room for.
+        min_tokens: tokens before anything but `max_tokens` may end the output, unless its structure is complete.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: tokens that end the output; they are part of `token_ids`, not of the text.
+        ignore_eos: go on past the model's own end-of-text tokens.
+        logprobs: report the log-probability of each token, and of this many likeliest ones beside it; None reports
+            none. They are of the model's own law: before penalties, bias, bans, structure and temperature.
+        prompt_logprobs: the same for each token of the prompt but the first, which nothing precedes.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    guided: Guided | None = None
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,43 +131,26 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt to continue. `request_id` is unique among live requests; `token_ids` is the prompt."""
+    """One prompt to continue.
+
+    Args:
+        request_id: unique among live requests.
+        token_ids: the prompt, to be continued as `sampling` says.
+        grammar: `sampling.guided`, compiled by whoever knows the tokenizer.
+        cache_salt: requests share keys and values of equal prompts only under the same salt.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
-
-    def check(self, vocab_size: int, max_model_len: int) -> None:
-        """Raise InvalidRequest with every violation; `vocab_size` is the width of the logits."""
-        found = [*self.sampling.violations(), *self._prompt_violations(vocab_size, max_model_len)]
-        unknown = [token for token in self.sampling.stop_token_ids if not 0 <= token < vocab_size]
-        if unknown:
-            found.append(Violation("stopping.stop_token_ids", f"has {unknown[0]}; expected 0 to {vocab_size - 1}"))
-        wanted = self.speculation.num_draft_tokens
-        if wanted is not None and not 0 <= wanted <= MAX_NUM_DRAFT:
-            found.append(Violation("speculation.num_draft_tokens", f"is {wanted}; expected 0 to {MAX_NUM_DRAFT}"))
-        if found:
-            raise InvalidRequest(found)
+    grammar: Grammar | None = None
+    cache_salt: str | None = None
 
     def max_len(self, max_model_len: int) -> int:
         """Prompt plus the most tokens that may be generated: as asked, or the default where the context has room."""
         length, wanted = len(self.token_ids), self.sampling.max_tokens
         return min(max_model_len, length + (DEFAULT_MAX_TOKENS if wanted is None else wanted))
-
-    def _prompt_violations(self, vocab_size: int, max_model_len: int) -> Iterator[Violation]:
-        length, room = len(self.token_ids), max_model_len - len(self.token_ids)
-        if not length:
-            yield Violation("prompt", "is empty: there is nothing to continue")
-        if room < 1:
-            yield Violation("prompt", f"has {length} tokens; the limit is {max_model_len - 1}")
-        elif self.sampling.max_tokens is not None and self.sampling.max_tokens > room:
-            problem = f"is {self.sampling.max_tokens}; after {length} prompt tokens the context has room for {room}"
-            yield Violation("stopping.max_tokens", problem)
-        for i, token in enumerate(self.token_ids):
-            if not 0 <= token < vocab_size:
-                yield Violation(f"token_ids[{i}]", f"is {token}; expected 0 to {vocab_size - 1}")
-                break  # one is enough: a wrong tokenizer gets them all wrong
 
 
 @dataclass(slots=True)
@@ -180,10 +160,35 @@ class KVCursor:
     `page_table[i]` is the arena page that holds positions `[i * page_size, (i + 1) * page_size)`;
     the first `kv_len` positions hold valid keys and values. Rows beyond `kv_len` are stale and are
     overwritten before they are read, so nothing is ever copied, cleared or freed to take tokens back.
+
+    Where a model has two rotary tables, K/V made with one is no good for the other: a sequence that has grown
+    beyond `border` tokens starts again from nothing (`is_outgrown`), as if it had been that long from the start.
     """
 
     page_table: list[int] = field(default_factory=list)
     kv_len: int = 0
+    shared: list[int] = field(default_factory=list)  # what the prefix cache calls the leading pages that it knows
+    border: int | None = None  # longest sequence of the model's first rotary table; None: it has but one
+    table: int = 0  # the rotary table that the K/V was made with
+
+    @classmethod
+    def of(cls, border: int | None, num_tokens: int) -> KVCursor:
+        """The cursor of a new sequence of `num_tokens`."""
+        cursor = cls(border=border)
+        cursor.table = cursor.table_for(num_tokens)
+        return cursor
+
+    def table_for(self, num_tokens: int) -> int:
+        """The rotary table of a whole sequence of `num_tokens`."""
+        return int(self.border is not None and num_tokens > self.border)
+
+    def is_outgrown(self, num_tokens: int) -> bool:
+        """Whether a sequence of `num_tokens` asks for another table than the K/V was made with."""
+        return self.table_for(num_tokens) != self.table
+
+    def room_before_border(self, num_tokens: int) -> int:
+        """How many more tokens can be fed with the same table; 2**31 or so where that never ends."""
+        return self.border - num_tokens if self.border is not None and num_tokens <= self.border else _ENDLESS
 
     def advance(self, stop: int) -> None:
         """The model has now been fed every position before `stop`."""
@@ -222,18 +227,40 @@ class SpeculationStats:
         return SpeculationStats(self.rounds + 1, self.drafted + num_draft, self.accepted + num_accepted, tuple(kept))
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token that could have come, and the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely a token was under the target's own law; `top` holds the likeliest ones there, best first."""
+
+    logprob: float
+    top: tuple[Candidate, ...] = ()
+
+
 @dataclass(eq=False)  # compared by identity: two requests may hold the same tokens
 class Sequence:
-    """A request on its way. There is no prefill phase and no decode phase: `kv_len` chases `len(tokens)`."""
+    """One output on its way. There is no prefill phase and no decode phase: `kv_len` chases `len(tokens)`."""
 
     request: Request
     seed: int
     speculation: Speculation
     max_len: int  # prompt plus the most tokens that may be generated
+    end_token_ids: frozenset[int]  # what ends the output: the request's stop tokens and the model's own
     tokens: list[int]
+    index: int = 0  # which of the request's outputs
     target: KVCursor = field(default_factory=KVCursor)
     draft: KVCursor = field(default_factory=KVCursor)
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+    grammar: GrammarState | None = None
+    fault: str | None = None  # why this output cannot go on
+    num_cached: int = 0  # prompt tokens whose K/V an earlier request had made
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # None for the first token
 
     @property
     def request_id(self) -> str:
@@ -255,10 +282,16 @@ class Sequence:
         """Tokens that the target has not been fed; 1 when only the newest is left (I1)."""
         return len(self.tokens) - self.target.kv_len
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether some are still missing; output 0 collects them for all."""
+        wanted = self.request.sampling.prompt_logprobs is not None and self.index == 0
+        return wanted and len(self.prompt_logprobs) < self.prompt_len
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The one terminal event of a request (I6)."""
+    """The one terminal event of an output (I6)."""
 
     reason: FinishReason
     prompt_tokens: int
@@ -267,14 +300,21 @@ class Finished:
     speculation: Speculation
     stats: SpeculationStats
     stop_token_id: int | None = None
+    cached_prompt_tokens: int = 0
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """What one step brought one request; `from_draft[i]` tells an accepted draft from a target token."""
+    """What one step brought one output; `from_draft[i]` tells an accepted draft from a target token.
+
+    `logprobs` has one entry per token where they were asked for; `prompt_logprobs` come with the first tokens.
+    """
 
     request_id: str
+    index: int = 0
     token_ids: tuple[int, ...] = ()
     from_draft: tuple[bool, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     finished: Finished | None = None

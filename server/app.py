@@ -22,13 +22,16 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.types import FinishReason
 from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
+from server.admission import Admission
 from server.boundary import Boundary
 from server.config import ServerConfig
 from server.control_service import ControlService
 from server.driver import Driver
 from server.errors import Unavailable
+from server.grammars import GrammarPool
 from server.grpc_service import InferenceService
 from server.health import Health, add_health
+from server.http_api import add_generation
 from server.http_gateway import HttpServer, gateway
 from server.lifecycle import Lifecycle, State
 from server.metrics import Metrics
@@ -62,6 +65,8 @@ class App:
         self.grpc_port = self.http_port = 0
         self._load, self._on_ready = load, on_ready
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._grammars = GrammarPool()
+        self._admission = Admission(self._require_driver, self.metrics, self._grammars)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> int:
@@ -84,9 +89,7 @@ class App:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop)
         await self._open_grpc()
-        self._http = HttpServer(
-            gateway(self.lifecycle, lambda: self.driver, self.metrics.registry), self.config.host, self.config.http_port
-        )
+        self._http = self._http_server()
         self.http_port = self._http.port
         tasks.create_task(self._http.run_until_stopped())
         model = await self._load_model()
@@ -95,6 +98,12 @@ class App:
             self.driver = Driver(model, queue, self.metrics, self.lifecycle, self._compute)
             tasks.create_task(self.driver.run())
             await self._open()
+
+    def _http_server(self) -> HttpServer:
+        config = self.config
+        app = gateway(self.lifecycle, lambda: self.driver, self.metrics.registry, config.max_message_bytes)
+        add_generation(app, self._admission, self._require_driver, config.stall_seconds)
+        return HttpServer(app, config.host, config.http_port)
 
     async def _open_grpc(self) -> None:
         config = self.config
@@ -109,7 +118,7 @@ class App:
         self.lifecycle.listen(health.follow)
         await health.follow(self.lifecycle.state)
         add_health(health, self._grpc)
-        inference = InferenceService(self._require_driver, self.metrics, config.stall_seconds)
+        inference = InferenceService(self._admission, self.metrics, config.stall_seconds)
         generation_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._grpc)
         control = ControlService(self._require_driver, self.lifecycle, config)
         control_pb2_grpc.add_ControlServiceServicer_to_server(control, self._grpc)
@@ -175,6 +184,7 @@ class App:
             await self._drain(self.driver)
         await self._grpc.stop(LAST_MESSAGES_SECONDS)
         self._http.stop()
+        self._grammars.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().remove_signal_handler(number)

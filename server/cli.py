@@ -22,6 +22,7 @@ Exact speculative decoding in ragged batches, over gRPC.
 commands:
   serve [MODEL] [--draft MODEL]   serve a model; without MODEL the embedded pair
   generate PROMPT                 continue a prompt on a running server
+  check [MODEL] [--draft MODEL]   say whether and how this machine can serve a pair
   version                         print the version
 
 `pilotfish COMMAND --help` lists the options of a command.
@@ -31,7 +32,12 @@ commands:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     command, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
-    commands: dict[str, Callable[[list[str]], int]] = {"serve": serve, "generate": generate, "version": show_version}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "serve": serve,
+        "generate": generate,
+        "check": check,
+        "version": show_version,
+    }
     if command in commands:
         return commands[command](rest)
     if command in ("-h", "--help"):
@@ -60,6 +66,22 @@ def generate(arguments: list[str]) -> int:
     from client import terminal
 
     return terminal.main(arguments)
+
+
+def check(arguments: list[str]) -> int:
+    """Look at machine and models; 0 if they work, 1 with the reasons if not."""
+    from pydantic import ValidationError
+
+    from server.check import Check
+
+    try:
+        wanted = Check.of(arguments)
+    except (ValidationError, OSError) as error:
+        print(f"pilotfish check: {error}", file=sys.stderr)
+        return 2
+    text, works = wanted.run()
+    print(text)
+    return 0 if works else 1
 
 
 def show_version(_arguments: list[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 from pydantic_settings import (
@@ -23,6 +23,8 @@ from engine.config import EngineConfig
 from models import embedded_draft, embedded_target
 
 LogFormat = Literal["auto", "json", "text"]
+
+Config = TypeVar("Config", bound="ServerConfig")
 
 
 class ServerConfig(BaseSettings, EngineConfig):
@@ -73,24 +75,24 @@ class ServerConfig(BaseSettings, EngineConfig):
         return init_settings, env_settings
 
     @classmethod
-    def load(cls, arguments: Sequence[str]) -> ServerConfig:
+    def load(cls, arguments: Sequence[str]) -> Self:
         """From flags, variables and the file that one of them names, in this order of precedence."""
         flags: CliSettingsSource[Any] = CliSettingsSource(cls, cli_parse_args=list(arguments))
         path = flags().get("config") or os.environ.get("PILOTFISH_CONFIG")
-        return CliApp.run(_with_file(Path(path)) if path else cls, cli_args=list(arguments))
+        return CliApp.run(_with_file(cls, Path(path)) if path else cls, cli_args=list(arguments))
 
     def engine(self) -> EngineConfig:
         """The engine's share of it."""
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
 
 
-def _with_file(path: Path) -> type[ServerConfig]:
-    """ServerConfig with a file as its last source."""
+def _with_file(base: type[Config], path: Path) -> type[Config]:
+    """The same options with a file as their last source."""
     source = TomlConfigSettingsSource if path.suffix == ".toml" else YamlConfigSettingsSource
     if not path.is_file():
         raise FileNotFoundError(f"there is no configuration file {path}")
 
-    class _FromFile(ServerConfig):
+    class _FromFile(base):  # type: ignore[valid-type, misc]
         @classmethod
         def settings_customise_sources(
             cls, settings_cls: type[BaseSettings], *args: Any, **kwargs: Any

@@ -15,7 +15,7 @@ from engine.text import Codec
 from engine.types import FinishReason
 from pilotfish.v1 import control_pb2 as pb
 from pilotfish.v1 import control_pb2_grpc
-from server import convert
+from server import answers, convert
 from server.config import ServerConfig
 from server.driver import Driver
 from server.errors import NotFound
@@ -62,7 +62,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
         """The model and its limits."""
-        return convert.model_info(self._model(request))
+        return answers.model_info(self._model(request))
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:  # noqa: N802
         """How busy it is."""

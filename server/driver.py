@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from engine.errors import DuplicateRequest, PilotfishError
 from engine.stats import Clock
-from engine.text import OutputText
 from engine.types import FinishReason, Request, TokenEvent
 from server.errors import Aborted, RequestFailed, Unavailable
 from server.lifecycle import Lifecycle, State
@@ -78,14 +77,19 @@ class Driver:
     def _apply_endings(self) -> None:
         endings, self._endings = self._endings, {}
         for request_id, ending in endings.items():
-            event = self._engine.finish(request_id, ending.reason)
-            if event is not None:
-                self._close(self._live[request_id], event, ending.error)
+            stream = self._live[request_id]
+            events = self._engine.finish(request_id, ending.reason)
+            if ending.error is not None:
+                stream.fail(ending.error)
+            else:
+                for event in events:
+                    stream.close(event)
+            self._forget(stream, ending.reason)
 
     def _admit(self) -> None:
         while self.queue and self._engine.has_room:
             stream = self._live[self.queue.pop().request_id]
-            stream.timeline.started = self._clock()
+            stream.start()
             self._metrics.requests.start(stream.timeline)
             try:
                 self._engine.add(stream.request)
@@ -97,7 +101,9 @@ class Driver:
 
     def _emit(self, output: StepOutput) -> None:
         for event in output.events:
-            self._deliver(self._live[event.request_id], event)
+            stream = self._live.get(event.request_id)
+            if stream is not None:  # else another output's fault has just ended it
+                self._deliver(stream, event)
         self._metrics.steps.observe(output.stats)
         self._report_load()
 
@@ -120,9 +126,8 @@ class Driver:
         self._lifecycle.require_ready()
         if request.request_id in self._live:
             raise DuplicateRequest(f"request_id {request.request_id!r} is live")
-        text = None if self.model.codec is None else OutputText(self.model.codec, request.sampling.stop)
-        stream = OutputStream(request, text, self._clock, interval)
-        self.queue.push(request, request.max_len(self._engine.max_model_len))
+        stream = OutputStream(request, self.model.codec, self._clock, interval)
+        self.queue.push(request, request.sampling.n * request.max_len(self._engine.max_model_len))
         self._live[request.request_id] = stream
         self._idle.clear()
         self._wake.set()
@@ -164,39 +169,36 @@ class Driver:
     # -------------------------------------------------------------------------------------------- one request's end
 
     def _deliver(self, stream: OutputStream, event: TokenEvent) -> None:
-        """Hand over one step's tokens. A fault in doing so is this request's alone."""
-        previous = stream.timeline.last_token
+        """Hand over what one step brought one output. A fault in doing so is this request's alone."""
+        timeline = stream.outputs[event.index].timeline
+        previous = timeline.last_token
         try:
             self._push(stream, event)
         except Exception as error:  # noqa: BLE001  # `_fail` logs it
             self._engine.finish(stream.request_id, FinishReason.ERROR)
             self._fail(stream, "the output could not be turned into text", error)
             return
-        if stream.timeline.last_token != previous:
-            self._metrics.requests.deliver(stream.timeline, previous)
+        if timeline.last_token != previous:
+            self._metrics.requests.deliver(timeline, previous)
 
     def _push(self, stream: OutputStream, event: TokenEvent) -> None:
         if event.finished is not None and event.finished.reason is FinishReason.ERROR:
-            self._close(stream, event)
+            self._end_for_fault(stream, event.finished.error)
             return
-        hit = stream.push(event)
-        if hit is not None:
-            finished = self._engine.finish(stream.request_id, FinishReason.STOP, keep=hit.num_tokens)
-            assert finished is not None, "text stopped a request that the engine did not have"
-            self._close(stream, finished)
-        elif stream.end is not None:
-            self._forget(stream, stream.end.finished.reason)
+        output = stream.outputs[event.index]
+        if stream.push(event):
+            kept = output.num_tokens
+            (ended,) = self._engine.finish(stream.request_id, FinishReason.STOP, index=event.index, keep=kept)
+            stream.close(ended)
+        if stream.ended:
+            assert output.end is not None, "the last output to end"
+            self._forget(stream, output.end.finished.reason)
 
-    def _close(self, stream: OutputStream, event: TokenEvent, error: PilotfishError | None = None) -> None:
-        """Pass the engine's terminal event on, or `error` in its place."""
-        assert event.finished is not None, "not a terminal event"
-        if error is None and event.finished.reason is FinishReason.ERROR:
-            error = RequestFailed(event.finished.error or "the request failed")
-        if error is None:
-            stream.close(event.finished)
-        else:
-            stream.fail(error)
-        self._forget(stream, event.finished.reason)
+    def _end_for_fault(self, stream: OutputStream, problem: str | None) -> None:
+        """One output cannot go on: its call ends with one error, so the other outputs have no reader any more."""
+        self._engine.finish(stream.request_id, FinishReason.CANCELLED)
+        stream.fail(RequestFailed(problem or "the request failed"))
+        self._forget(stream, FinishReason.ERROR)
 
     def _fail(self, stream: OutputStream, problem: str, error: Exception) -> None:
         """End one request for a fault that is its own: its caller hears `problem`, the log hears the rest."""
@@ -207,7 +209,9 @@ class Driver:
     def _forget(self, stream: OutputStream, reason: FinishReason) -> None:
         del self._live[stream.request_id]
         self._endings.pop(stream.request_id, None)
-        self._metrics.requests.end(reason, stream.timeline, stream.num_tokens)
+        self._metrics.requests.end(reason, stream.timeline)
+        for output in stream.outputs:
+            self._metrics.requests.end_output(output.timeline, output.num_tokens)
         if not self._live:
             self._idle.set()
 

@@ -8,18 +8,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, HTTPException, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.driver import Driver
 from server.lifecycle import Lifecycle, State
 from server.version import version
 
+LAST_RESPONSES_SECONDS = 2  # for what is written but not yet taken: a stalled reader must not keep the server up
 
-def gateway(lifecycle: Lifecycle, driver: Callable[[], Driver | None], registry: CollectorRegistry) -> FastAPI:
-    """The routes; `driver` gives None until the model is loaded."""
+
+def gateway(
+    lifecycle: Lifecycle, driver: Callable[[], Driver | None], registry: CollectorRegistry, max_body_bytes: int
+) -> FastAPI:
+    """The routes that generate nothing; `driver` gives None until the model is loaded."""
     app = FastAPI(title="Pilotfish", version=version())
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -47,11 +53,34 @@ def gateway(lifecycle: Lifecycle, driver: Callable[[], Driver | None], registry:
     return app
 
 
+class BodyLimit:
+    """Refuses a body that is larger than a gRPC message may be, before all of it is in memory."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count what is received on its way to the routes."""
+        left = self._max_bytes
+
+        async def counted() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise HTTPException(413, f"the body has more than {self._max_bytes} bytes")
+            return message
+
+        await self._app(scope, counted, send)
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn on a socket of ours and without its signal handlers: `app` has its own, for all doors."""
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        config.timeout_graceful_shutdown = LAST_RESPONSES_SECONDS
+        super().__init__(config)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)
 

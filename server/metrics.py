@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.stats import ForwardKind, StepStats
 from engine.types import MAX_NUM_DRAFT, FinishReason
-from server.streams import Timeline
+from server.outputs import Timeline
 from server.version import version
 
 PHASES = ("plan", "propose", "forward", "verify", "commit")
@@ -57,6 +57,8 @@ class StepMetrics:
         self._generated = _counter(registry, "generated_tokens", "Tokens generated.")
         self._prompt = _counter(registry, "prompt_tokens", "Prompt tokens fed to the target, recomputed ones too.")
         self._preempted = _counter(registry, "preemptions", "Sequences that lost their pages to others.")
+        self._lookups = _counter(registry, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hits = _counter(registry, "prefix_cache_hits", "Prompt tokens whose keys and values it had.")
         self._draft_failures = _counter(registry, "draft_failures", "Faults of a proposer, answered by plain decoding.")
         self._last = _gauge(registry, "engine_last_step_timestamp_seconds", "When the last step ended, Unix time.")
 
@@ -70,6 +72,8 @@ class StepMetrics:
         self._generated.inc(stats.generated_tokens)
         self._prompt.inc(stats.prompt_tokens)
         self._preempted.inc(stats.preempted)
+        self._lookups.inc(stats.prefix_lookups)
+        self._hits.inc(stats.prefix_hits)
         self._draft_failures.inc(stats.draft_failures)
         self._last.set_to_current_time()
         if stats.rounds:
@@ -88,18 +92,22 @@ class RequestMetrics:
     """Fed as requests come, get tokens and go."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        total = _counter(registry, "requests", "Requests that ended, by reason.", ["finish_reason"])
+        total = _counter(
+            registry, "requests", "Requests that ended, by reason of their last output.", ["finish_reason"]
+        )
         rejected = _counter(registry, "admission_rejected", "Requests refused before they were queued.", ["reason"])
         self._ended = {reason: total.labels(reason.value) for reason in FinishReason}
         self._rejected = {reason: rejected.labels(reason) for reason in REJECTIONS}
-        self._running = _gauge(registry, "requests_running", "Requests that take part in steps.")
-        self._waiting = _gauge(registry, "requests_waiting", "Requests that wait to take part.")
+        self._running = _gauge(registry, "requests_running", "Outputs of requests that take part in steps.")
+        self._waiting = _gauge(
+            registry, "requests_waiting", "Queued requests, and outputs of others that wait to take part."
+        )
         self._kv_usage = _gauge(registry, "kv_usage_ratio", "Share of the target's pages in use, 0 to 1.")
         self._queue = _seconds(registry, "queue_time", "Time from arrival to the engine.")
-        self._first = _seconds(registry, "time_to_first_token", "Time from arrival to the first token.")
-        self._gap = _seconds(registry, "inter_token_latency", "Time between two rounds of tokens of one request.")
+        self._first = _seconds(registry, "time_to_first_token", "Time from arrival to the first token of an output.")
+        self._gap = _seconds(registry, "inter_token_latency", "Time between two rounds of tokens of one output.")
         self._per_token = _seconds(
-            registry, "time_per_output_token", "Mean time per token of a request after its first."
+            registry, "time_per_output_token", "Mean time per token of an output after its first."
         )
         self._duration = _seconds(registry, "request_duration", "Time from arrival to the end.")
         self.disconnects = _counter(registry, "client_disconnects", "Requests whose caller went away before the end.")
@@ -115,18 +123,21 @@ class RequestMetrics:
         self._queue.observe(timeline.started - timeline.arrived)
 
     def deliver(self, timeline: Timeline, previous: float | None) -> None:
-        """A round brought a request tokens; `previous` is when the one before did."""
+        """A round brought an output tokens; `previous` is when the one before did."""
         assert timeline.last_token is not None, "a delivery without tokens"
         if previous is None:
             self._first.observe(timeline.last_token - timeline.arrived)
         else:
             self._gap.observe(timeline.last_token - previous)
 
-    def end(self, reason: FinishReason, timeline: Timeline, num_tokens: int) -> None:
-        """A request ended."""
+    def end(self, reason: FinishReason, timeline: Timeline) -> None:
+        """A request ended, the last of its outputs for this reason."""
         assert timeline.ended is not None, "an end without a time"
         self._ended[reason].inc()
         self._duration.observe(timeline.ended - timeline.arrived)
+
+    def end_output(self, timeline: Timeline, num_tokens: int) -> None:
+        """One output of a request that ended, and how many tokens it has."""
         if num_tokens > 1 and timeline.first_token is not None and timeline.last_token is not None:
             self._per_token.observe((timeline.last_token - timeline.first_token) / (num_tokens - 1))
 

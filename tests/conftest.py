@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+from tests.features import FeatureTable
 
 # The models here are so small that a second thread only waits for the first, and fights the server's event loop.
 torch.set_num_threads(1)
+# Machines are shared: how long an example takes says nothing of the code.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--features", type=Path, help="write the table of features to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "feature: a cell of docs/features.md, with parameters (row, column)")
+    if config.getoption("--features"):
+        config.pluginmanager.register(FeatureTable(config.getoption("--features")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

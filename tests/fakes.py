@@ -13,11 +13,11 @@ from engine.batch import Feed
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.intake import Limits
-from engine.kv import BlockPool
+from engine.pages import BlockPool
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
 from engine.scheduler import Scheduler
 from engine.stats import StepStats
-from engine.types import Finished, Request
+from engine.types import Finished, Request, TokenLogprob
 
 Law = Callable[[tuple[int, ...]], Tensor]  # context -> logits [vocab]
 STALE = -1
@@ -87,16 +87,23 @@ def fake_engine(
         draft = TableModel(draft_law, vocab_size, num_pages, page_size)
         by_name["model"] = ModelProposer(draft, settings.max_batch_tokens)
     chosen = Proposers({**by_name, **(proposers or {})}, vocab_size)
+    pools = [BlockPool(num_pages, page_size, prefix_cache=settings.prefix_cache) for _ in range(2)]
     scheduler = Scheduler(
-        BlockPool(num_pages, page_size),
-        BlockPool(num_pages, page_size) if draft_law is not None else None,
+        pools[0],
+        pools[1] if draft_law is not None else None,
         settings.max_batch_size,
         settings.max_batch_tokens,
         chosen.draft_kv_users,
+        chosen.draft_kv_sharers,
     )
     limits = Limits(vocab_size, min(max_model_len, num_pages * page_size), eos)
     target = TableModel(law, vocab_size, num_pages, page_size)
     return Engine(settings, limits, target, chosen, scheduler)
+
+
+def output_name(request_id: str, index: int) -> str:
+    """Output 0 goes by the name of its request."""
+    return f"{request_id}/{index}" if index else request_id
 
 
 class Outputs:
@@ -106,15 +113,23 @@ class Outputs:
         self.tokens: dict[str, list[int]] = {}
         self.from_draft: dict[str, list[bool]] = {}
         self.finished: dict[str, Finished] = {}
+        self.logprobs: dict[str, list[TokenLogprob]] = {}
+        self.prompt_logprobs: dict[str, tuple[TokenLogprob | None, ...]] = {}
 
     def take(self, events: Sequence[object]) -> None:
         for event in events:
-            assert event.request_id not in self.finished, "an event after the last"
+            name = output_name(event.request_id, event.index)
+            assert name not in self.finished, "an event after the last"
             assert len(event.token_ids) == len(event.from_draft)
-            self.tokens.setdefault(event.request_id, []).extend(event.token_ids)
-            self.from_draft.setdefault(event.request_id, []).extend(event.from_draft)
+            assert len(event.logprobs) in (0, len(event.token_ids))
+            self.tokens.setdefault(name, []).extend(event.token_ids)
+            self.from_draft.setdefault(name, []).extend(event.from_draft)
+            self.logprobs.setdefault(name, []).extend(event.logprobs)
+            if event.prompt_logprobs:
+                assert name not in self.prompt_logprobs, "prompt logprobs twice"
+                self.prompt_logprobs[name] = event.prompt_logprobs
             if event.finished is not None:
-                self.finished[event.request_id] = event.finished
+                self.finished[name] = event.finished
 
 
 def run(engine: Engine, requests: Sequence[Request], *, most_steps: int = 10_000, failures: int = 0) -> Outputs:

@@ -9,12 +9,17 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     OPTConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
     Qwen3Config,
 )
 
@@ -34,37 +39,101 @@ _COMMON = {
     "bos_token_id": 1,
     "eos_token_id": END,
 }
+_GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": END,
+}
+_OPT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "word_embed_proj_dim": 32,
+    "bos_token_id": 1,
+    "eos_token_id": END,
+}
+_LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_ALTERNATING = ["sliding_attention", "full_attention"]
 
 
 def configs() -> dict[str, PreTrainedConfig]:
     """One config per family; grouped heads, learned and rotary positions, norms on q and k, windows, softcaps."""
     return {
         "llama": LlamaConfig(**_COMMON),
-        "gpt2": GPT2Config(
-            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=END
-        ),
-        "opt": OPTConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            ffn_dim=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=128,
-            word_embed_proj_dim=32,
-            bos_token_id=1,
-            eos_token_id=END,
-        ),
+        "gpt2": GPT2Config(**_GPT2),
+        "opt": OPTConfig(**_OPT),
         "qwen3": Qwen3Config(**_COMMON, head_dim=16),
         "mistral": MistralConfig(**_COMMON, sliding_window=9),
         "gemma2": Gemma2Config(**_COMMON, head_dim=16, sliding_window=9, query_pre_attn_scalar=7),
     }
 
 
+BORDER = 32  # where the longrope config changes its table
+
+
+def families() -> dict[str, PreTrainedConfig]:
+    """Every layout that docs/models.md calls tested: the ones above, and these besides."""
+    gemma = {**_COMMON, "head_dim": 16}
+    return configs() | {
+        "llama-tied": LlamaConfig(**_COMMON, tie_word_embeddings=True),
+        "llama-3": LlamaConfig(**_COMMON, rope_parameters=_LLAMA_3_ROPE),
+        "tinyllama-1.1b": LlamaConfig(**_COMMON | {"hidden_size": 64, "num_attention_heads": 16}),
+        "llama-160m": LlamaConfig(
+            **_COMMON | {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 12}, attention_bias=False
+        ),
+        "distilgpt2": GPT2Config(**_GPT2 | {"n_layer": 1}),
+        "opt-350m": OPTConfig(**_OPT | {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+        "opt-1.3b": OPTConfig(**_OPT | {"hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 8}),
+        "phi3": Phi3Config(**_COMMON, pad_token_id=0, original_max_position_embeddings=128, sliding_window=20),
+        "phi3-longrope": longrope(),
+        "qwen2": Qwen2Config(**_COMMON),
+        "qwen2-window": Qwen2Config(**_COMMON, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+        "gemma": GemmaConfig(**gemma),
+        "gemma3": Gemma3TextConfig(**gemma, sliding_window=9, query_pre_attn_scalar=7, layer_types=_ALTERNATING),
+        "mixtral": MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
+    }
+
+
+def longrope(border: int = BORDER) -> PreTrainedConfig:
+    """Phi-3 with two rotary tables, the second for sequences longer than `border`."""
+    return Phi3Config(
+        **_COMMON,
+        pad_token_id=0,
+        original_max_position_embeddings=border,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": border,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
+        },
+    )
+
+
 @lru_cache
 def reference(family: str, seed: int = 0) -> PreTrainedModel:
     """The plain transformers model, with weights large enough for attention to matter."""
+    return with_large_weights(families()[family], seed)
+
+
+def with_large_weights(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """The plain transformers model of a config."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(configs()[family]).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

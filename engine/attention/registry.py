@@ -22,7 +22,9 @@ AttentionName = Literal["auto", "sdpa", "reference", "fixed"]
 # Under this name transformers finds us. It must NOT be registered with its mask interface: then no mask is built.
 ATTENTION_NAME = "pilotfish_ragged"
 # What layers pass besides, and what changes nothing of inference over our arena.
-_HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"})
+_HARMLESS = frozenset(
+    {"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"}
+)
 
 
 class Attend(Protocol):
@@ -51,16 +53,9 @@ class Ragged:
     attend: Attend
 
 
-def choose(name: AttentionName, *, contiguous: bool) -> Attend:
-    """Pick an implementation; `contiguous` says that one page holds a whole sequence.
-
-    Raises:
-        ValueError: `sdpa` was asked for and pages are smaller than a sequence.
-    """
-    if name == "sdpa" and not contiguous:
-        raise ValueError("attention is sdpa, which needs page_size to be max_model_len (the default)")
-    fast: Callable[..., Tensor] = sdpa.attend if contiguous else reference.attend
-    found = {"fixed": fixed.attend, "reference": reference.attend}.get(name, fast)
+def choose(name: AttentionName) -> Attend:
+    """Pick an implementation."""
+    found: Callable[..., Tensor] = {"reference": reference.attend, "fixed": fixed.attend}.get(name, sdpa.attend)
     log.info("attention: %s", found.__module__.rpartition(".")[2])
     return found
 
@@ -72,13 +67,15 @@ def _hook(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    ragged: Ragged,
+    ragged: Ragged | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Write the new K/V in place, then attend. Called by every layer of a transformers model."""
+    if ragged is None:
+        raise ModelError(f"{type(module).__name__} is not handed the ragged batch: its model drops keyword arguments")
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} builds its own mask, which knows nothing of ragged batches")
     unknown = [name for name, value in others.items() if value is not None and name not in _HARMLESS]

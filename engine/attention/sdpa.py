@@ -1,6 +1,7 @@
-"""Attention by torch's SDPA on views of contiguous slots: no copy of the context, on any device.
+"""Attention by torch's SDPA, one sequence at a time, on any device.
 
-Needs a page to hold a whole sequence, so that its K/V is one slice of the arena.
+Where the pages of a sequence lie in a row, and the pool sees to it that most do, its K/V is a view of the arena;
+else it is gathered first.
 """
 
 from __future__ import annotations
@@ -31,14 +32,22 @@ def attend(
         rows = slice(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
         num_rows = rows.stop - rows.start
         oldest = 0 if window is None else max(0, kv_len - num_rows + 1 - window)
-        slot = batch.page_tables[i][0] * batch.page_size
         mask = None
         if num_rows > 1:
             keys = range(oldest, kv_len)
             mask = batch.once(("mask", i, window), partial(reference.causal_mask, batch.positions[rows], keys, window))
-        span = slice(slot + oldest, slot + kv_len)
-        out[rows] = _one_sequence(query[rows], k[span], v[span], mask, scale)
+        key, value = (_positions(arena, batch, i, oldest) for arena in (k, v))
+        out[rows] = _one_sequence(query[rows], key, value, mask, scale)
     return out
+
+
+def _positions(arena: Tensor, batch: RaggedBatch, i: int, oldest: int) -> Tensor:
+    """K or V of sequence i from position `oldest` on, `[s, kv_heads, head_dim]`."""
+    if batch.is_contiguous[i]:
+        start = batch.page_tables[i][0] * batch.page_size
+        return arena[start + oldest : start + batch.kv_lens[i]]
+    rows = batch.once(("rows", i), partial(reference.arena_rows, batch, i, arena.device))
+    return arena.index_select(0, rows[oldest:])
 
 
 def _one_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -5,5 +5,6 @@ from engine.proposers.model import ModelProposer
 from engine.proposers.ngram import NGramProposer
 from engine.proposers.none import NoProposer
 from engine.proposers.select import Proposers
+from engine.proposers.suffix import SuffixProposer
 
-__all__ = ["ModelProposer", "NGramProposer", "NoProposer", "Proposal", "Proposer", "Proposers"]
+__all__ = ["ModelProposer", "NGramProposer", "NoProposer", "Proposal", "Proposer", "Proposers", "SuffixProposer"]

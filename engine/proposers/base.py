@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from engine.batch import Feed
 from engine.stats import Forward
 from engine.types import Sequence
 
@@ -38,6 +39,33 @@ class Proposer(Protocol):
         """Whether sequences need pages in the draft model's arena."""
         ...
 
+    @property
+    def shares_draft_kv(self) -> bool:
+        """Whether those pages depend on tokens and positions alone, so that the prefix cache may keep them."""
+        ...
+
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Guess; may advance the draft cursors, may change nothing else."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What the target has just been fed of one sequence: `feed`, rows `first_row` and on of the flat pass."""
+
+    sequence: Sequence
+    feed: Feed
+    first_row: int
+
+    def rows_from(self, position: int) -> slice:
+        """Rows of the pass that are of this sequence, from `position` on."""
+        return slice(self.first_row + position - self.feed.start, self.first_row + len(self.feed.tokens))
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A proposer that reads what the target's pass leaves behind, besides logits."""
+
+    def observe(self, passed: Seq[Passed]) -> None:
+        """Called after each pass of the target, before drafts are judged: rows of drafts may turn out to be wrong."""
         ...

@@ -28,6 +28,7 @@ class NGramProposer:
     """Looks for the longest of `sizes` that occurred before and proposes what came after it."""
 
     uses_draft_kv = False
+    shares_draft_kv = False
 
     def __init__(self, sizes: Seq[int] = (4, 3, 2)) -> None:
         self._sizes = tuple(sizes)

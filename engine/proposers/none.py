@@ -12,6 +12,7 @@ class NoProposer:
     """Proposes nothing."""
 
     uses_draft_kv = False
+    shares_draft_kv = False
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """No drafts for anyone."""

@@ -15,6 +15,7 @@ class ScriptedProposer:
     """Proposes what a function says."""
 
     uses_draft_kv = False
+    shares_draft_kv = False
 
     def __init__(self, script: Script) -> None:
         self._script = script

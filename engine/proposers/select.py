@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 
 from torch import Tensor
 
-from engine.proposers.base import Proposal, Proposer
+from engine.batch import Feed
+from engine.processors import fitting
+from engine.proposers.base import Observer, Passed, Proposal, Proposer
 from engine.stats import Forward
 from engine.types import Sequence
 
@@ -23,6 +26,7 @@ class Proposers:
     def __init__(self, by_name: Mapping[str, Proposer], vocab_size: int) -> None:
         self._by_name, self._vocab_size = dict(by_name), vocab_size
         self._failures_in_a_row = dict.fromkeys(by_name, 0)
+        self._blind: set[str] = set()  # observers that failed to see the last pass
         self.num_failures = 0
 
     @property
@@ -35,6 +39,11 @@ class Proposers:
         """Those that need pages in the draft model's arena."""
         return frozenset(name for name, proposer in self._by_name.items() if proposer.uses_draft_kv)
 
+    @property
+    def draft_kv_sharers(self) -> frozenset[str]:
+        """Those whose pages there may serve other sequences that begin alike."""
+        return frozenset(name for name, proposer in self._by_name.items() if proposer.shares_draft_kv)
+
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Merge what each proposer says of its own sequences, in the order of `sequences`."""
         tokens: list[tuple[int, ...]] = [()] * len(sequences)
@@ -46,19 +55,42 @@ class Proposers:
                 part = self._ask(name, proposer, [sequences[i] for i in mine], [k_each[i] for i in mine])
                 forwards += part.forwards
                 for i, drafts, probs in zip(mine, part.tokens, part.draft_probs, strict=True):
-                    tokens[i], draft_probs[i] = drafts, probs
+                    tokens[i] = fitting(sequences[i], drafts)
+                    draft_probs[i] = None if probs is None else probs[: len(tokens[i])]
         return Proposal(tuple(tokens), tuple(draft_probs), tuple(forwards))
+
+    def observe(self, sequences: Seq[Sequence], feeds: Seq[Feed]) -> None:
+        """Show each observer what the target was just fed of those sequences that it may draft for."""
+        first_rows = accumulate((len(feed.tokens) for feed in feeds), initial=0)
+        # One row number more than feeds: where the next would begin.
+        passed = [Passed(*each) for each in zip(sequences, feeds, first_rows, strict=False)]
+        for name, proposer in self._by_name.items():
+            mine = [p for p in passed if p.sequence.speculation.proposer == name and _may_draft(p.sequence)]
+            if mine and isinstance(proposer, Observer) and self._failures_in_a_row[name] < GIVE_UP_AFTER:
+                self._show(name, proposer, mine)
+
+    def _show(self, name: str, observer: Observer, passed: list[Passed]) -> None:
+        """As in `_ask`: who cannot see costs speed alone, and is not asked until it has seen a pass again."""
+        self._blind.discard(name)
+        try:
+            observer.observe(passed)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the target can go on without
+            self._blind.add(name)
+            self._failed(name, error)
 
     def _ask(self, name: str, proposer: Proposer, sequences: list[Sequence], k_each: list[int]) -> Proposal:
         """A proposer that fails costs speed, never output: this step decodes plainly, and after three all do."""
         nothing = Proposal.certain([()] * len(sequences))
-        if self._failures_in_a_row[name] == GIVE_UP_AFTER:
+        known = [sequence.draft.kv_len for sequence in sequences]
+        if name in self._blind or self._failures_in_a_row[name] == GIVE_UP_AFTER:
             return nothing
         try:
             proposal = proposer.propose(sequences, k_each)
             self._check(proposal, k_each)
         except Exception as error:  # noqa: BLE001 - whatever it is, the target can go on without
-            self._failed(name, error, sequences)
+            self._failed(name, error)
+            for sequence, kv_len in zip(sequences, known, strict=True):
+                sequence.draft.kv_len = kv_len  # what it wrote beyond before it failed is not known
             return nothing
         self._failures_in_a_row[name] = 0
         return proposal
@@ -71,11 +103,13 @@ class Proposers:
             if not all(0 <= token < self._vocab_size for token in drafts):
                 raise ValueError(f"proposed {drafts}; token ids are 0 to {self._vocab_size - 1}")
 
-    def _failed(self, name: str, error: Exception, sequences: list[Sequence]) -> None:
+    def _failed(self, name: str, error: Exception) -> None:
         self.num_failures += 1
         self._failures_in_a_row[name] += 1
         log.error("proposer %s failed; this step goes on without its drafts", name, exc_info=error)
         if self._failures_in_a_row[name] == GIVE_UP_AFTER:
             log.error("proposer %s failed %d times in a row; it is not asked again", name, GIVE_UP_AFTER)
-        for sequence in sequences:
-            sequence.draft.kv_len = 0  # what it wrote before it failed is not known: feed it all again
+
+
+def _may_draft(sequence: Sequence) -> bool:
+    return sequence.speculation.num_draft_tokens > 0

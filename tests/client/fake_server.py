@@ -32,10 +32,17 @@ FINISHED = generation_pb2.Finished(
         verification=generation_pb2.VERIFICATION_COUPLED,
     ),
 )
-DELTAS = (
-    generation_pb2.TokenDelta(token_ids=[5, 6], text=" retürn", from_draft=[True, False], text_lengths=[4, 3]),
-    generation_pb2.TokenDelta(token_ids=[7, 8], text=" a+b", from_draft=[True, False], text_lengths=[2, 1]),
+EVENTS = tuple(
+    generation_pb2.GenerateStreamResponse(delta=delta)
+    for delta in (
+        generation_pb2.TokenDelta(token_ids=[5, 6], text=" retürn", from_draft=[True, False], text_lengths=[4, 3]),
+        generation_pb2.TokenDelta(token_ids=[7, 8], text=" a+b", from_draft=[True, False], text_lengths=[2, 1]),
+    )
 )
+OUTPUT = generation_pb2.Output(
+    text=" retürn a+b", token_ids=[5, 6, 7, 8], from_draft=[True, False] * 2, finished=FINISHED
+)
+ANSWER = generation_pb2.GenerateResponse(request_id="r1", model="tiny", outputs=[OUTPUT])
 
 
 def invalid(**problems: str) -> status_pb2.Status:
@@ -56,6 +63,8 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
 
     status: status_pb2.Status | None = None  # answer with this instead
     hold: bool = False  # stream one delta, then wait for the call's end
+    answer: generation_pb2.GenerateResponse = field(default_factory=lambda: ANSWER)
+    events: list[generation_pb2.GenerateStreamResponse] = field(default_factory=lambda: list(EVENTS))
     requests: list[object] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
     call_ended: threading.Event = field(default_factory=threading.Event)
@@ -64,16 +73,13 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
 
     def Generate(self, request, context):
         self._admit(request, context)
-        output = generation_pb2.Output(
-            text=" retürn a+b", token_ids=[5, 6, 7, 8], from_draft=[True, False] * 2, finished=FINISHED
-        )
-        return generation_pb2.GenerateResponse(request_id="r1", model="tiny", outputs=[output])
+        return self.answer
 
     def GenerateStream(self, request, context):
         self._admit(request, context)
         context.add_callback(self.call_ended.set)
-        for delta in DELTAS:
-            yield generation_pb2.GenerateStreamResponse(delta=delta)
+        for event in self.events:
+            yield event
             if self.hold:
                 self.call_ended.wait(30)
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import socket
 from contextlib import aclosing, closing
 
@@ -15,7 +16,7 @@ from grpc_health.v1 import health_pb2
 import client
 from pilotfish.v1 import generation_pb2 as pb
 from tests.client import fake_server
-from tests.client.fake_server import invalid
+from tests.client.fake_server import FINISHED, invalid
 
 
 class Blocking:
@@ -98,6 +99,15 @@ def test_every_option_arrives_in_its_field(connected, fake):
             presence_penalty=0.25,
             frequency_penalty=0.125,
             seed=2**64 - 1,
+            n=2,
+            logit_bias={7: -1.5},
+            allowed_token_ids=[7, 8],
+            banned_token_ids=[9],
+            cache_salt="tenant",
+            logprobs=True,
+            top_logprobs=3,
+            prompt_logprobs=True,
+            regex="a+",
             max_tokens=9,
             min_tokens=2,
             stop=["\n\n", "def"],
@@ -125,11 +135,17 @@ def test_every_option_arrives_in_its_field(connected, fake):
             presence_penalty=0.25,
             frequency_penalty=0.125,
             seed=2**64 - 1,
+            n=2,
+            logit_bias={7: -1.5},
+            allowed_token_ids=pb.TokenIds(ids=[7, 8]),
+            banned_token_ids=[9],
         ),
+        cache_salt="tenant",
+        guided=pb.GuidedDecoding(regex="a+"),
         stopping=pb.StoppingParams(
             max_tokens=9, min_tokens=2, stop=["\n\n", "def"], stop_token_ids=[3], ignore_eos=True
         ),
-        output=pb.OutputOptions(stream_interval=4),
+        output=pb.OutputOptions(stream_interval=4, logprobs=True, top_logprobs=3, prompt_logprobs=True),
         speculation=pb.SpeculationOptions(
             mode=pb.SPECULATION_MODE_FIXED,
             num_draft_tokens=3,
@@ -139,7 +155,33 @@ def test_every_option_arrives_in_its_field(connected, fake):
     )
 
 
-@pytest.mark.parametrize("wrong", [{"temprature": 1.0}, {"stop": "def"}], ids=["misspelt", "stop is no list"])
+def test_every_structure_arrives_in_its_field(connected, fake):
+    schema = {"type": "object", "properties": {"ü": {"const": 1}}}
+    connected.generate("x", json_schema=schema)
+    connected.generate("x", json_schema='{"type": "null"}')
+    connected.generate("x", grammar="start: /a/")
+    connected.generate("x", choice=["yes", "no"])
+    connected.generate("x", allowed_token_ids=[])
+    first, second, third, fourth, fifth = fake.requests
+    assert json.loads(first.guided.json_schema) == schema
+    assert second.guided == pb.GuidedDecoding(json_schema='{"type": "null"}')
+    assert third.guided == pb.GuidedDecoding(grammar="start: /a/")
+    assert fourth.guided == pb.GuidedDecoding(choice=pb.Choice(choices=["yes", "no"]))
+    assert fifth.sampling.HasField("allowed_token_ids")  # none allowed is not the same as not set
+    assert not fifth.HasField("guided")
+
+
+def test_a_conversation_is_a_prompt(connected, fake):
+    connected.generate([{"role": "system", "content": "be brief"}, client.Message(role="user", content="hi")])
+    [request] = fake.requests
+    assert [(m.role, m.content) for m in request.messages.messages] == [("system", "be brief"), ("user", "hi")]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temprature": 1.0}, {"stop": "def"}, {"regex": "a", "choice": ["a"]}],
+    ids=["misspelt", "stop is no list", "two structures"],
+)
 def test_a_wrong_option_is_a_type_error_here(connected, fake, wrong):
     with pytest.raises(TypeError):
         connected.generate("x", **wrong)
@@ -160,6 +202,28 @@ def test_a_completion_has_everything(connected):
     assert finished.speculation_stats.acceptance_rate == 0.25
     assert finished.tokens_per_second == 2.0  # 4 tokens in 2.5 s less 0.5 s of queue
     assert finished.seed == 2**64 - 1
+
+
+def test_several_outputs_and_log_probabilities(connected, fake):
+    top = pb.TokenLogprob(logprob=-0.5, top=[pb.Candidate(token_id=5, logprob=-0.25)])
+    outputs = [pb.Output(index=i, text=str(i), token_ids=[i], logprobs=[top], finished=FINISHED) for i in range(2)]
+    prompt = pb.PromptLogprobs(logprobs=[top])
+    fake.answer = pb.GenerateResponse(outputs=outputs, prompt_logprobs=prompt)
+    fake.events = [
+        pb.GenerateStreamResponse(delta=pb.TokenDelta(index=1, logprobs=[top]), prompt_logprobs=prompt),
+        pb.GenerateStreamResponse(delta=pb.TokenDelta(index=0)),
+    ]
+    logprob = client.TokenLogprob(-0.5, (client.Candidate(5, -0.25),))
+    done = connected.generate("x", n=2)
+    assert [(output.index, output.text, output.logprobs) for output in done.outputs] == [
+        (0, "0", (logprob,)),
+        (1, "1", (logprob,)),
+    ]
+    assert (done.text, done.token_ids, done.logprobs) == ("0", (0,), (logprob,))
+    assert done.prompt_logprobs == (None, logprob)
+    first, second, _ = connected.stream("x")
+    assert (first.index, first.logprobs, first.prompt_logprobs) == (1, (logprob,), (None, logprob))
+    assert (second.index, second.logprobs, second.prompt_logprobs) == (0, (), None)
 
 
 def test_a_stream_is_deltas_and_one_end(connected):

@@ -14,8 +14,10 @@ import pytest
 from google.rpc import status_pb2
 
 from client import terminal
-from tests.client.fake_server import invalid
+from pilotfish.v1 import generation_pb2 as pb
+from tests.client.fake_server import FINISHED, invalid
 
+LOGPROB = pb.TokenLogprob(logprob=-0.5, top=[pb.Candidate(token_id=3, logprob=-0.5)])
 COMMAND = [sys.executable, "-c", "import sys; from client.terminal import main; sys.exit(main(sys.argv[1:]))"]
 
 
@@ -50,6 +52,35 @@ def test_options_reach_the_server(fake):
     assert not request.sampling.HasField("top_k")
 
 
+def test_more_options_reach_the_server(fake, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "null"}', "utf-8")
+    generate(fake, "x", "--logprobs", "2", "--json-schema", str(schema), "--repetition-penalty", "1.5")
+    generate(fake, "x", "--choice", "yes", "--choice", "no", "--min-tokens", "1", "--presence-penalty", "-1")
+    first, second = fake.requests
+    assert (first.output.logprobs, first.output.top_logprobs) == (True, 2)
+    assert first.guided.json_schema == '{"type": "null"}'
+    assert first.sampling.repetition_penalty == 1.5
+    assert list(second.guided.choice.choices) == ["yes", "no"]
+    assert (second.stopping.min_tokens, second.sampling.presence_penalty) == (1, -1)
+    assert not second.output.HasField("logprobs")
+
+
+def test_several_outputs_are_shown_one_after_the_other(fake, capsys):
+    deltas = [pb.TokenDelta(index=i, text=text, token_ids=[3], logprobs=[LOGPROB]) for i, text in ((1, "b"), (0, "a"))]
+    fake.events = [pb.GenerateStreamResponse(delta=delta) for delta in deltas]
+    other = pb.Finished()
+    other.CopyFrom(FINISHED)
+    other.index = 1
+    fake.events.append(pb.GenerateStreamResponse(finished=other))
+    assert generate(fake, "x", "--n", "2", "--logprobs", "1") == 0
+    out, err = capsys.readouterr()
+    assert out.split() == ["a", "b"]
+    assert err.index("output 0") < err.index("output 1")
+    assert "-0.500" in err
+    assert fake.requests[0].sampling.n == 2
+
+
 def test_compare_repeats_with_the_same_seed_and_no_drafts(fake, capsys):
     assert generate(fake, "x", "--temperature", "1", "--compare") == 0
     first, second = fake.requests
@@ -72,7 +103,11 @@ def test_prompt_from_standard_input(fake, arguments):
     assert fake.requests[0].prompt == "def f"
 
 
-@pytest.mark.parametrize("arguments", [[], ["x", "--file", "y"], ["x", "--speculation", "on"]], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["x", "--file", "y"], ["x", "--speculation", "on"], ["x", "--regex", "a", "--choice", "b"]],
+    ids=str,
+)
 def test_a_wrong_command_line_exits_with_2(fake, arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         generate(fake, *arguments)

@@ -20,4 +20,4 @@ def test_the_page_names_its_tests() -> None:
 @pytest.mark.parametrize(("path", "name"), NAMED)
 def test_is_there(path: str, name: str) -> None:
     tree = ast.parse((ROOT / path).read_text("utf-8"))
-    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}

@@ -96,7 +96,8 @@ async def test_64_streams_each_equal_to_its_own_single_run() -> None:
                 assert got.tokens == want.tokens
                 assert got.text == want.text
                 assert got.finished.finish_reason == want.finished.finish_reason
-                assert got.finished.usage == want.finished.usage
+                assert got.finished.usage.prompt_tokens == want.finished.usage.prompt_tokens
+                assert got.finished.usage.completion_tokens == want.finished.usage.completion_tokens
                 assert len(got.tokens) == got.finished.usage.completion_tokens
             assert sum(case.finished.speculation_stats.accepted for case in together) > 0
 
@@ -125,7 +126,8 @@ async def test_cancelling_half_of_100_streams_frees_their_pages_and_leaves_the_r
             engine.check_invariants()
             assert len(watch.steps_until_freed) == len(cancelled)
             assert max(watch.steps_until_freed) <= 1, "pages were held for more than one step"
-            assert watch.pages_freed == [1] * len(cancelled), "one page is one sequence's slot"
+            assert len(watch.pages_freed) == len(cancelled)
+            assert min(watch.pages_freed) >= 1, "the newest tokens' page is nobody else's"
 
             kept = [case for case in everyone if case.finished is not None]
             for got, want in zip(kept, await one_by_one(client, kept), strict=True):
@@ -148,11 +150,11 @@ class Watch:
 
         def watched_finish(request_id: str, *args: object, **kwargs: object) -> object:
             before = engine.free_pages
-            event = finish(request_id, *args, **kwargs)
-            if event is not None and request_id in self._asked:
+            events = finish(request_id, *args, **kwargs)
+            if events and request_id in self._asked:
                 self.steps_until_freed.append(self.steps - self._asked[request_id])
                 self.pages_freed.append(engine.free_pages - before)
-            return event
+            return events
 
         def watched_step() -> object:
             output = step()

@@ -110,9 +110,7 @@ def test_softcap_goes_to_the_reference() -> None:
 
 
 def test_registry() -> None:
-    assert choose("auto", contiguous=True) is sdpa.attend
-    assert choose("auto", contiguous=False) is reference.attend
-    assert choose("reference", contiguous=True) is reference.attend
-    assert choose("fixed", contiguous=True) is choose("fixed", contiguous=False) is fixed.attend
-    with pytest.raises(ValueError, match="page_size"):
-        choose("sdpa", contiguous=False)
+    assert choose("auto") is sdpa.attend
+    assert choose("sdpa") is sdpa.attend
+    assert choose("reference") is reference.attend
+    assert choose("fixed") is fixed.attend

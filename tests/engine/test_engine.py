@@ -265,8 +265,7 @@ def test_finish_with_keep_reports_the_kept() -> None:
     engine.add(request())
     engine.step()
     engine.step()
-    event = engine.finish("r", FinishReason.STOP, keep=3)
-    assert event is not None
+    (event,) = engine.finish("r", FinishReason.STOP, keep=3)
     assert event.finished is not None
     assert event.finished.completion_tokens == 3
     assert engine.free_pages == engine.total_pages

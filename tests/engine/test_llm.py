@@ -97,7 +97,7 @@ def test_dtypes(dtype: str) -> None:
 
 def test_pairs_that_cannot_work_are_refused_at_load(tmp_path: Path) -> None:
     zoo.reference("llama").save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="share the target's vocabulary"):
+    with pytest.raises(ModelError, match=r"97 tokens .* needs a tokenizer\.json"):
         LLM(embedded_target(), tmp_path)
     with pytest.raises(ModelError, match="cannot load model"):
         LLM(tmp_path / "nothing")

@@ -17,7 +17,9 @@ SPECULATION = Speculation(
 
 def sequence(tokens: list[int]) -> Sequence:
     request = Request(request_id="r", token_ids=tuple(tokens), sampling=SamplingParams())
-    return Sequence(request=request, seed=0, speculation=SPECULATION, max_len=999, tokens=list(tokens))
+    return Sequence(
+        request=request, seed=0, speculation=SPECULATION, max_len=999, end_token_ids=frozenset(), tokens=list(tokens)
+    )
 
 
 def by_rescan(tokens: list[int], k: int, sizes: tuple[int, ...]) -> list[int]:

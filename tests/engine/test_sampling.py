@@ -11,7 +11,8 @@ from scipy import stats
 
 from engine import sampling
 from engine.noise import Stream
-from engine.sampling import Row, RowParams
+from engine.row import Row
+from engine.sampling import RowParams
 from engine.types import Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
 
 SPECULATION = Speculation(
@@ -21,8 +22,15 @@ SPECULATION = Speculation(
 
 def row(params: SamplingParams, position: int = 0, seed: int = 0) -> Row:
     request = Request(request_id="r", token_ids=(1,), sampling=params)
-    sequence = Sequence(request=request, seed=seed, speculation=SPECULATION, max_len=9, tokens=[1])
-    return Row(sequence, position, Stream.COUPLED)
+    sequence = Sequence(
+        request=request,
+        seed=seed,
+        speculation=SPECULATION,
+        max_len=9,
+        end_token_ids=frozenset(),
+        tokens=[1] * (position + 1),
+    )
+    return Row(sequence, (), Stream.COUPLED)
 
 
 def definition(logits: list[float], params: SamplingParams) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv import BlockPool
+from engine.pages import BlockPool
 from engine.scheduler import Scheduler
 from engine.types import Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
 
@@ -16,7 +16,12 @@ def sequence(name: str, prompt: int, *, max_len: int | None = None, num_draft: i
     )
     request = Request(request_id=name, token_ids=(1,) * prompt, sampling=SamplingParams())
     return Sequence(
-        request=request, seed=0, speculation=speculation, max_len=max_len or prompt + 8, tokens=[1] * prompt
+        request=request,
+        seed=0,
+        speculation=speculation,
+        max_len=max_len or prompt + 8,
+        end_token_ids=frozenset(),
+        tokens=[1] * prompt,
     )
 
 

@@ -90,7 +90,7 @@ def test_shared_noise_makes_a_draft_better() -> None:
     coupled = engine_of("model", 4)
 
     class OtherNoise:
-        uses_draft_kv = True
+        uses_draft_kv = shares_draft_kv = True
 
         def propose(self, sequences: list[Sequence], k_each: list[int]) -> Proposal:
             for sequence in sequences:

@@ -25,11 +25,14 @@ async def until(condition, seconds: float = 10.0) -> None:
 
 
 @asynccontextmanager
-async def serving(engine=None, *, codec=CODEC, load=None, options=(), ready=True, **config):
+async def serving(
+    engine=None, *, codec=CODEC, compile_grammar=None, chat=None, load=None, options=(), ready=True, **config
+):
     """A running App and a channel to it; drained and stopped at the end."""
     engine = engine or FakeEngine()
     settings = {"target": "fake", "grpc_port": 0, "http_port": 0, "drain_seconds": 5.0} | config
-    app = App(ServerConfig(**settings), load=load or (lambda _config, _progress: served(engine, codec)))
+    model = served(engine, codec, compile_grammar=compile_grammar, chat=chat)
+    app = App(ServerConfig(**settings), load=load or (lambda _config, _progress: model))
     running = asyncio.create_task(app.run())
     await until(lambda: running.done() or (app.lifecycle.state is State.READY if ready else app.http_port))
     try:

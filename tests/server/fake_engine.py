@@ -4,25 +4,54 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import torch
+
+from engine.checks import violations
 from engine.config import EngineConfig
 from engine.engine import StepOutput
-from engine.errors import DuplicateRequest, Unsupported
+from engine.errors import DuplicateRequest, InvalidRequest, Unsupported
+from engine.grammar import GrammarState
 from engine.stats import Forward, StepStats
 from engine.text import Codec
-from engine.types import Finished, FinishReason, Request, Speculation, SpeculationStats, TokenEvent
+from engine.types import (
+    Candidate,
+    Finished,
+    FinishReason,
+    Request,
+    Speculation,
+    SpeculationStats,
+    TokenEvent,
+    TokenLogprob,
+)
 from server.model import ServedModel
 from tests.engine.test_text import CODEC, VOCAB_SIZE
 
 EOS = 0
 TEXT = "the quick brown fox says €5 and jumps over the lazy dog again and again. "
+SHIFT = 4  # output i begins this many tokens later in the text than output i - 1
+
+
+def logprob_of(token: int, top: int) -> TokenLogprob:
+    """What the fake says of a token, wherever it stands; the likeliest ones are always the first ids."""
+    return TokenLogprob(-token / 100, tuple(Candidate(i, -i / 1000) for i in range(top)))
+
+
+@dataclass
+class Live:
+    """One output on its way."""
+
+    request: Request
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    grammar: GrammarState | None = None
 
 
 class FakeEngine:
     """Repeats `text` for ever: request by request the same tokens, `burst` of them per step, all but one accepted.
 
-    A prompt token that is in `poison` ends its request with an error, alone.
+    A prompt token that is in `poison` ends the outputs `poisoned` of its request with an error; a grammar has its way.
     """
 
     def __init__(self, *, batch: int = 4, burst: int = 3, text: str = TEXT, step_seconds: float = 0.0) -> None:
@@ -33,24 +62,26 @@ class FakeEngine:
         self.total_pages = batch
         self.script = CODEC.encode(text)
         self.poison: set[int] = set()
+        self.poisoned = {0}
         self.fault: Exception | None = None  # raised by the next step
         self.gate = threading.Event()  # a step waits for it
         self.gate.set()
         self.steps = 0
         self.threads: set[int] = set()
+        self.requests: list[Request] = []
         self._batch, self._burst, self._step_seconds = batch, burst, step_seconds
-        self._live: dict[str, tuple[Request, list[int]]] = {}
+        self._live: dict[str, dict[int, Live]] = {}
         self._in_step = False
 
     num_waiting = 0
 
     @property
     def num_running(self) -> int:
-        return len(self._live)
+        return sum(map(len, self._live.values()))
 
     @property
     def free_pages(self) -> int:
-        return self.total_pages - len(self._live)
+        return self.total_pages - self.num_running
 
     @property
     def has_work(self) -> bool:
@@ -58,10 +89,12 @@ class FakeEngine:
 
     @property
     def has_room(self) -> bool:
-        return len(self._live) < self._batch
+        return self.num_running < self._batch
 
     def check(self, request: Request) -> None:
-        request.check(self.vocab_size, self.max_model_len)
+        found = list(violations(request, self.vocab_size, self.max_model_len))
+        if found:
+            raise InvalidRequest(found)
         if request.speculation.proposer not in (None, *self.proposer_names):
             raise Unsupported(f"speculation.proposer is {request.speculation.proposer!r}")
 
@@ -71,15 +104,17 @@ class FakeEngine:
         self.check(request)
         if request.request_id in self._live:
             raise DuplicateRequest(request.request_id)
-        self._live[request.request_id] = (request, [])
+        self.requests.append(request)
+        start = (lambda: None) if request.grammar is None else request.grammar.start
+        self._live[request.request_id] = {i: Live(request, i, grammar=start()) for i in range(request.sampling.n)}
 
-    def finish(self, request_id, reason, *, keep=None, error=None) -> TokenEvent | None:
+    def finish(self, request_id, reason, *, index=None, keep=None, error=None) -> tuple[TokenEvent, ...]:
         self._between_steps()
-        if request_id not in self._live:
-            return None
-        request, tokens = self._live.pop(request_id)
-        count = len(tokens) if keep is None else keep
-        return TokenEvent(request_id=request_id, finished=self._finished(request, reason, count, error=error))
+        outputs = [o for o in self._live.get(request_id, {}).values() if index in (None, o.index)]
+        return tuple(
+            TokenEvent(request_id=request_id, index=output.index, finished=self._end(output, reason, keep, error=error))
+            for output in outputs
+        )
 
     def step(self) -> StepOutput:
         self._in_step = True
@@ -94,58 +129,71 @@ class FakeEngine:
         finally:
             self._in_step = False
 
-    def expected(self, num_tokens: int) -> tuple[int, ...]:
-        """The first tokens of every output."""
-        script = self.script
-        return (script * (num_tokens // len(script) + 1))[:num_tokens]
+    def expected(self, num_tokens: int, index: int = 0) -> tuple[int, ...]:
+        """The first tokens of every request's output of this index."""
+        start, stop = index * SHIFT, index * SHIFT + num_tokens
+        return (self.script * (stop // len(self.script) + 1))[start:stop]
 
     def _step(self) -> StepOutput:
-        live = len(self._live)
-        events = tuple(self._advance(*entry) for entry in list(self._live.values()))
-        drafted = (self._burst - 1) * live
+        live = self.num_running
+        events = tuple(self._advance(output) for outputs in list(self._live.values()) for output in [*outputs.values()])
         stats = StepStats(
             forwards=(Forward("verify", live, live * self._burst),),
             phase_seconds={"forward": 0.001},
             rounds=live,
-            drafted=drafted,
+            drafted=(self._burst - 1) * live,
             accepted_per_position=(live,) * (self._burst - 1),
             generated_tokens=sum(len(event.token_ids) for event in events),
+            prefix_lookups=5 * live,
+            prefix_hits=2 * live,
             running=live,
-            kv_usage=live / self.total_pages,
+            kv_usage=min(1.0, live / self.total_pages),
         )
         return StepOutput(events, stats)
 
-    def _advance(self, request: Request, tokens: list[int]) -> TokenEvent:
-        if self.poison & set(request.token_ids):
-            return self._end(request, (), FinishReason.ERROR, error="poisoned")
-        limit = request.sampling.max_tokens or 128
-        fresh: list[int] = []
-        for token in self.expected(len(tokens) + self._burst)[len(tokens) :]:
+    def _advance(self, output: Live) -> TokenEvent:
+        request, index, sampling = output.request, output.index, output.request.sampling
+        if self.poison & set(request.token_ids) and index in self.poisoned:
+            ended = self._end(output, FinishReason.ERROR, error="poisoned")
+            return TokenEvent(request_id=request.request_id, index=index, finished=ended)
+        fresh, reason, stop = self._fresh(output)
+        first = not output.tokens
+        output.tokens += fresh
+        top = sampling.prompt_logprobs
+        prompt = (None, *(logprob_of(t, top) for t in request.token_ids[1:])) if first and top is not None else ()
+        return TokenEvent(
+            request_id=request.request_id,
+            index=index,
+            token_ids=tuple(fresh),
+            from_draft=tuple(i < len(fresh) - 1 for i in range(len(fresh))),
+            logprobs=() if sampling.logprobs is None else tuple(logprob_of(t, sampling.logprobs) for t in fresh),
+            prompt_logprobs=prompt if index == 0 else (),
+            finished=None if reason is None else self._end(output, reason, stop=stop),
+        )
+
+    def _fresh(self, output: Live) -> tuple[list[int], FinishReason | None, int | None]:
+        """A burst of tokens, cut where the output ends: why, and by which token."""
+        sampling, done, fresh = output.request.sampling, len(output.tokens), []
+        for scripted in self.expected(done + self._burst, output.index)[done:]:
+            token = scripted if output.grammar is None else _guided(output.grammar, scripted)
             fresh.append(token)
-            stops = token in request.sampling.stop_token_ids
-            if stops or len(tokens) + len(fresh) == limit:
-                tokens += fresh
-                return self._end(
-                    request, fresh, FinishReason.STOP if stops else FinishReason.LENGTH, stop=token if stops else None
-                )
-        tokens += fresh
-        return self._event(request, fresh)
+            if token in sampling.stop_token_ids or (output.grammar is not None and token == EOS):
+                return fresh, FinishReason.STOP, token
+            if done + len(fresh) == (sampling.max_tokens or 128):
+                return fresh, FinishReason.LENGTH, None
+        return fresh, None, None
 
-    def _end(self, request, fresh: Sequence[int], reason, stop=None, error=None) -> TokenEvent:
-        _, tokens = self._live.pop(request.request_id)
-        return self._event(request, fresh, self._finished(request, reason, len(tokens), stop, error))
-
-    @staticmethod
-    def _event(request: Request, fresh: Sequence[int], finished: Finished | None = None) -> TokenEvent:
-        drafts = tuple(i < len(fresh) - 1 for i in range(len(fresh)))
-        return TokenEvent(request_id=request.request_id, token_ids=tuple(fresh), from_draft=drafts, finished=finished)
-
-    def _finished(self, request, reason, count, stop=None, error=None) -> Finished:
+    def _end(self, output: Live, reason, keep=None, stop=None, error=None) -> Finished:
+        request = output.request
+        outputs = self._live[request.request_id]
+        del outputs[output.index]
+        if not outputs:
+            del self._live[request.request_id]
         return Finished(
             reason=reason,
             prompt_tokens=len(request.token_ids),
-            completion_tokens=count,
-            seed=7 if request.sampling.seed is None else request.sampling.seed,
+            completion_tokens=len(output.tokens) if keep is None else keep,
+            seed=(7 if request.sampling.seed is None else request.sampling.seed) + output.index,
             speculation=Speculation(
                 mode=self.config.speculation,
                 num_draft_tokens=self._burst - 1,
@@ -154,6 +202,7 @@ class FakeEngine:
             ),
             stats=SpeculationStats(2, 8, 4, (2, 2)),
             stop_token_id=stop,
+            cached_prompt_tokens=1 if len(request.token_ids) > 1 else 0,
             error=error,
         )
 
@@ -161,6 +210,17 @@ class FakeEngine:
         assert not self._in_step, "the engine was changed during a step"
 
 
-def served(engine: FakeEngine, codec: Codec | None = CODEC) -> ServedModel:
+def _guided(state: GrammarState, scripted: int) -> int:
+    """The scripted token if the grammar lets it come, else the first that may; end of text only where it must."""
+    mask = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+    state.fill(mask)
+    allowed = mask.nonzero().flatten().tolist()
+    token = scripted if scripted in allowed else (allowed[-1])
+    if token != EOS:
+        assert state.advance([token]) == 1
+    return token
+
+
+def served(engine: FakeEngine, codec: Codec | None = CODEC, **fields) -> ServedModel:
     """The fake as the server sees it."""
-    return ServedModel("fake", None, "cpu", engine, codec)
+    return ServedModel("fake", None, "cpu", engine, codec, **fields)

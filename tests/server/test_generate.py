@@ -177,7 +177,7 @@ async def test_all_violations_are_told_at_once(server):
         "sampling.n",
         "stopping.max_tokens",
         "stopping.stop[0]",
-        "stopping.stop_token_ids",
+        "stopping.stop_token_ids[0]",
         "output.stream_interval",
         "speculation.num_draft_tokens",
         "speculation.mode",
@@ -197,6 +197,23 @@ async def test_all_violations_are_told_at_once(server):
         ({"stopping": pb.StoppingParams(max_tokens=2**32 - 1)}, "stopping.max_tokens"),
         ({"stopping": pb.StoppingParams(stop=["x"] * 17)}, "stopping.stop"),
         ({"sampling": pb.SamplingParams(temperature=float("inf"))}, "sampling.temperature"),
+        ({"sampling": pb.SamplingParams(repetition_penalty=0.0)}, "sampling.repetition_penalty"),
+        ({"sampling": pb.SamplingParams(presence_penalty=2.1)}, "sampling.presence_penalty"),
+        ({"sampling": pb.SamplingParams(frequency_penalty=float("nan"))}, "sampling.frequency_penalty"),
+        ({"sampling": pb.SamplingParams(n=65)}, "sampling.n"),
+        ({"sampling": pb.SamplingParams(logit_bias={1: 101.0})}, "sampling.logit_bias[1]"),
+        ({"sampling": pb.SamplingParams(allowed_token_ids=pb.TokenIds())}, "sampling.allowed_token_ids"),
+        ({"sampling": pb.SamplingParams(banned_token_ids=[10**6])}, "sampling.banned_token_ids[0]"),
+        ({"stopping": pb.StoppingParams(min_tokens=3, max_tokens=2)}, "stopping.min_tokens"),
+        ({"output": pb.OutputOptions(top_logprobs=2)}, "output.top_logprobs"),
+        ({"output": pb.OutputOptions(logprobs=True, prompt_logprobs=True, top_logprobs=21)}, "output.top_logprobs"),
+        ({"guided": pb.GuidedDecoding()}, "guided"),
+        (
+            {"guided": pb.GuidedDecoding(regex="a"), "stopping": pb.StoppingParams(ignore_eos=True)},
+            "stopping.ignore_eos",
+        ),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"messages": pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])}, "messages"),
     ],
 )
 async def test_bad_fields_are_named(server, fields, violation):
@@ -214,29 +231,18 @@ async def test_a_request_without_input_is_refused(server):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"messages": pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])}, "messages"),
-        ({"sampling": pb.SamplingParams(repetition_penalty=1.1)}, "sampling.repetition_penalty"),
-        ({"sampling": pb.SamplingParams(repetition_penalty=float("nan"))}, "sampling.repetition_penalty"),
-        ({"sampling": pb.SamplingParams(presence_penalty=0.1)}, "sampling.presence_penalty"),
-        ({"sampling": pb.SamplingParams(frequency_penalty=-0.1)}, "sampling.frequency_penalty"),
-        ({"sampling": pb.SamplingParams(n=2)}, "sampling.n"),
-        ({"sampling": pb.SamplingParams(logit_bias={1: 2.0})}, "sampling.logit_bias"),
-        ({"stopping": pb.StoppingParams(min_tokens=1)}, "stopping.min_tokens"),
-        ({"output": pb.OutputOptions(logprobs=True)}, "output.logprobs"),
-        ({"output": pb.OutputOptions(top_logprobs=1)}, "output.top_logprobs"),
-        ({"output": pb.OutputOptions(prompt_logprobs=True)}, "output.prompt_logprobs"),
         ({"guided": pb.GuidedDecoding(regex="a+")}, "guided"),
         ({"priority": 1}, "priority"),
         ({"speculation": pb.SpeculationOptions(proposer="oracle")}, "speculation.proposer"),
     ],
 )
-async def test_what_is_not_served_yet_is_refused_by_name(server, fields, named):
+async def test_what_this_server_does_not_have_is_refused_by_name(server, fields, named):
     error = await refused(server, **fields)
     assert error.code() == grpc.StatusCode.UNIMPLEMENTED
     assert named in error.details()
 
 
-async def test_default_values_of_what_is_not_served_yet_are_harmless(server):
+async def test_default_values_are_harmless(server):
     harmless = request(
         pb.GenerateRequest,
         sampling=pb.SamplingParams(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, n=1),

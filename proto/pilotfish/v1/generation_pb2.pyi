@@ -133,6 +133,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     GUIDED_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of this request in Abort and in logs: 1 to 128 of A-Z a-z 0-9 . _ : -, unique among live requests.
     Default: the server makes one up.
@@ -143,13 +144,18 @@ class GenerateRequest(_message.Message):
     """Text, encoded with the model's tokenizer."""
     priority: _builtins.int
     """Higher goes first. Default: 0. Other values are not served yet: UNIMPLEMENTED."""
+    cache_salt: _builtins.str
+    """Keys and values of equal prompts are shared between requests of the same salt, and of no other: give each
+    tenant one, and none can learn from response times what another has sent. It changes no output.
+    1 to 256 characters. Default: none, which is a salt of its own.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Tokens of the model's vocabulary, taken as they are."""
 
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
-        """A conversation, rendered with the model's chat template. Not served yet: UNIMPLEMENTED."""
+        """A conversation, rendered with the model's own chat template, and the opening of the assistant's next turn."""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
@@ -169,7 +175,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def guided(self) -> Global___GuidedDecoding:
-        """Structure the output must have. Default: none. Not served yet: UNIMPLEMENTED."""
+        """Structure the output must have. Default: none."""
 
     def __init__(
         self,
@@ -185,11 +191,14 @@ class GenerateRequest(_message.Message):
         speculation: Global___SpeculationOptions | None = ...,
         guided: Global___GuidedDecoding | None = ...,
         priority: _builtins.int | None = ...,
+        cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
@@ -198,6 +207,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
     @_typing.overload
@@ -226,6 +237,7 @@ class GenerateStreamRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     GUIDED_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of this request in Abort and in logs: 1 to 128 of A-Z a-z 0-9 . _ : -, unique among live requests.
     Default: the server makes one up.
@@ -236,13 +248,18 @@ class GenerateStreamRequest(_message.Message):
     """Text, encoded with the model's tokenizer."""
     priority: _builtins.int
     """Higher goes first. Default: 0. Other values are not served yet: UNIMPLEMENTED."""
+    cache_salt: _builtins.str
+    """Keys and values of equal prompts are shared between requests of the same salt, and of no other: give each
+    tenant one, and none can learn from response times what another has sent. It changes no output.
+    1 to 256 characters. Default: none, which is a salt of its own.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Tokens of the model's vocabulary, taken as they are."""
 
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
-        """A conversation, rendered with the model's chat template. Not served yet: UNIMPLEMENTED."""
+        """A conversation, rendered with the model's own chat template, and the opening of the assistant's next turn."""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
@@ -262,7 +279,7 @@ class GenerateStreamRequest(_message.Message):
 
     @_builtins.property
     def guided(self) -> Global___GuidedDecoding:
-        """Structure the output must have. Default: none. Not served yet: UNIMPLEMENTED."""
+        """Structure the output must have. Default: none."""
 
     def __init__(
         self,
@@ -278,11 +295,14 @@ class GenerateStreamRequest(_message.Message):
         speculation: Global___SpeculationOptions | None = ...,
         guided: Global___GuidedDecoding | None = ...,
         priority: _builtins.int | None = ...,
+        cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
@@ -291,6 +311,8 @@ class GenerateStreamRequest(_message.Message):
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
     @_typing.overload
@@ -311,6 +333,7 @@ class GenerateResponse(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id asked for, or the one made up."""
     model: _builtins.str
@@ -319,16 +342,21 @@ class GenerateResponse(_message.Message):
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Output]:
         """One per continuation, by index."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """How likely the prompt was. Set if it was asked for."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         model: _builtins.str = ...,
         outputs: _abc.Iterable[Global___Output] | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "outputs", b"outputs", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "outputs", b"outputs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -343,6 +371,7 @@ class GenerateStreamResponse(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id asked for, or the one made up; on the first message of a stream only."""
     @_builtins.property
@@ -353,16 +382,21 @@ class GenerateStreamResponse(_message.Message):
     def finished(self) -> Global___Finished:
         """The end of one output."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """How likely the prompt was. Set if it was asked for, on the first message of output 0 and on no other."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         delta: Global___TokenDelta | None = ...,
         finished: Global___Finished | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -396,7 +430,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class ChatMessages(_message.Message):
-    """A conversation."""
+    """A conversation. A last turn of the assistant's is a turn like any other: what is generated is the next one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -427,9 +461,9 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks: "system", "user", "assistant" or "tool". Required."""
+    """Who speaks, for instance "system", "user" or "assistant"; the template says which it knows. Required."""
     content: _builtins.str
-    """What was said. Required."""
+    """What was said. May be empty."""
     def __init__(
         self,
         *,
@@ -480,6 +514,8 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Logits are divided by it; 0 is greedy. 0 to 100. Default: 0."""
     top_p: _builtins.float
@@ -489,18 +525,30 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Drop tokens less likely than this fraction of the likeliest. 0 to 1. Default: 0, none."""
     repetition_penalty: _builtins.float
-    """Divides the logits of tokens seen so far. Default: 1, off. Other values are not served yet: UNIMPLEMENTED."""
+    """Divides the logit of each token of prompt or output so far if it is positive, else multiplies it. Above 0, up
+    to 10. Default: 1, off.
+    """
     presence_penalty: _builtins.float
-    """Subtracted from the logits of tokens generated so far. Default: 0, off. Otherwise not served yet: UNIMPLEMENTED."""
+    """Subtracted from the logit of each token generated so far. -2 to 2. Default: 0, off."""
     frequency_penalty: _builtins.float
-    """Subtracted once per time a token was generated. Default: 0, off. Otherwise not served yet: UNIMPLEMENTED."""
+    """Subtracted from the logit of a token once per time it was generated. -2 to 2. Default: 0, off."""
     seed: _builtins.int
-    """All of the request's randomness: the same seed gives the same output. Default: drawn, and told in Finished."""
+    """All of the request's randomness: the same seed gives the same output. Output 0 uses it, the others one derived
+    from it each. Default: drawn, and told in Finished.
+    """
     n: _builtins.int
-    """Number of continuations. Default: 1. More are not served yet: UNIMPLEMENTED."""
+    """Number of continuations, each with an index from 0. 1 to 64. Default: 1. A fault of one of them ends the call."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these token ids. Default: none. Not served yet: UNIMPLEMENTED."""
+        """Added to the logits of these token ids; at most 1024 entries of -100 to 100. Default: none."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> Global___TokenIds:
+        """No other token may come; not set, all may. Default: not set."""
+
+    @_builtins.property
+    def banned_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """These tokens may not come. Default: none."""
 
     def __init__(
         self,
@@ -515,11 +563,15 @@ class SamplingParams(_message.Message):
         seed: _builtins.int | None = ...,
         n: _builtins.int | None = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: Global___TokenIds | None = ...,
+        banned_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids", "_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids", "_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__allowed_token_ids: _TypeAlias = _typing.Literal["allowed_token_ids"]  # noqa: Y015
+    _WhichOneofArgType__allowed_token_ids: _TypeAlias = _typing.Literal["_allowed_token_ids", b"_allowed_token_ids"]  # noqa: Y015
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
     _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
@@ -538,6 +590,8 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__allowed_token_ids) -> _WhichOneofReturnType__allowed_token_ids | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
     @_typing.overload
@@ -573,7 +627,7 @@ class StoppingParams(_message.Message):
     max_tokens: _builtins.int
     """Most tokens to generate, at least 1. Default: 128, or what the context has room for if that is less."""
     min_tokens: _builtins.int
-    """Tokens before anything but max_tokens may stop. Default: 0. Others are not served yet: UNIMPLEMENTED."""
+    """Tokens before anything but max_tokens, or the end of a guided structure, may end the output. Default: 0."""
     ignore_eos: _builtins.bool
     """Go on past the model's own end-of-text tokens. Default: false."""
     @_builtins.property
@@ -628,11 +682,13 @@ class OutputOptions(_message.Message):
     token_ids: _builtins.bool
     """Send token ids, and with them which token was a draft and how much text it brought. Default: true."""
     logprobs: _builtins.bool
-    """Send the log-probability of every token. Default: false. true is not served yet: UNIMPLEMENTED."""
+    """Send the log-probability of every generated token. Default: false."""
     top_logprobs: _builtins.int
-    """Alternatives to send with each log-probability. Default: 0. Others are not served yet: UNIMPLEMENTED."""
+    """Likeliest tokens to send with each log-probability, of output and prompt alike. 0 to 20; above 0 only together
+    with logprobs or prompt_logprobs. Default: 0.
+    """
     prompt_logprobs: _builtins.bool
-    """Send log-probabilities of the prompt. Default: false. true is not served yet: UNIMPLEMENTED."""
+    """Send the log-probability of every token of the prompt. Default: false."""
     stream_interval: _builtins.int
     """Tokens to gather before a message after the first is sent, at least 1. Default: 1, every round at once."""
     def __init__(
@@ -722,7 +778,7 @@ Global___SpeculationOptions: _TypeAlias = SpeculationOptions  # noqa: Y015
 
 @_typing.final
 class GuidedDecoding(_message.Message):
-    """Structure the output must have."""
+    """Structure the output must have. It ends where its structure ends, or cut short at max_tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -835,6 +891,30 @@ class TokenDelta(_message.Message):
 Global___TokenDelta: _TypeAlias = TokenDelta  # noqa: Y015
 
 @_typing.final
+class PromptLogprobs(_message.Message):
+    """How likely the tokens of a prompt were."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """One per token of the prompt but the first, which nothing precedes."""
+
+    def __init__(
+        self,
+        *,
+        logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
 class TokenLogprob(_message.Message):
     """How likely a token was."""
 
@@ -843,7 +923,9 @@ class TokenLogprob(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
-    """Natural logarithm of its probability under the target's own law, before temperature and filters."""
+    """Natural logarithm of its probability under the target's own law: before penalties, bias, bans, structure,
+    temperature and filters.
+    """
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """Likeliest tokens there, best first."""
@@ -968,7 +1050,7 @@ class Finished(_message.Message):
     stop_string: _builtins.str
     """The stop string, cut from the text."""
     seed: _builtins.int
-    """The seed used: sent again with the same prompt and parameters it gives the same output."""
+    """The seed of this output: sent again with n = 1 and the same prompt and parameters it gives the same output."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """What it counts for."""

@@ -1,0 +1,107 @@
+"""Everything that a config lets draft, loaded, sized and given its arena. Runs at start-up alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedModel
+
+from engine.attention import Attend
+from engine.checkpoint import shape_of
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.kv import KVArena, KVLayout
+from engine.probe import probe
+from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, SuffixProposer
+from engine.proposers.eagle import EagleProposer
+from engine.proposers.eagle_head import EagleHead, EagleRunner, load_eagle
+from engine.proposers.early_exit import first_layers
+from engine.proposers.first_of import FirstOf
+from engine.proposers.medusa import MedusaHeads, MedusaProposer, load_medusa
+from engine.runner import ModelRunner, Runner, Tap, kv_layout, vocab_size
+from engine.vocab import MappedRunner, VocabMap
+
+MakeArena = Callable[[KVLayout], KVArena]
+
+
+@dataclass(frozen=True)
+class Drafters:
+    """What drafts for a target, besides what needs no weights."""
+
+    target: PreTrainedModel
+    models: Mapping[str, PreTrainedModel]  # by proposer: a draft model, the target's own first layers
+    medusa: MedusaHeads | None
+    eagle: EagleHead | None
+    tap: Tap | None  # where the heads read the target's hidden states
+    layouts: Mapping[str, KVLayout]  # of those that need an arena
+    vocab: VocabMap | None = None  # for a draft model of another vocabulary
+
+    @classmethod
+    def load(
+        cls,
+        config: EngineConfig,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None,
+        vocab: VocabMap | None = None,
+    ) -> Drafters:
+        """Load the heads that `config` names, beside a draft model that is loaded already.
+
+        Raises:
+            ModelError: a draft or a head that is not of this target.
+        """
+        models, layouts = dict[str, PreTrainedModel](), dict[str, KVLayout]()
+        if draft is not None:
+            if vocab is None:
+                _check_vocabulary(config, target, draft)
+            models["model"], layouts["model"] = draft, kv_layout(draft.config, draft.dtype)
+        if config.self_layers is not None or config.proposer == "self":
+            layers = config.self_layers or max(1, shape_of(target.config, "num_hidden_layers") // 3)
+            models["self"] = first_layers(target, layers)
+            layouts["self"] = replace(kv_layout(target.config, target.dtype), layers=layers)
+        medusa = load_medusa(config.medusa, config.medusa_revision, target) if config.medusa else None
+        eagle = load_eagle(config.eagle, config.eagle_revision, target) if config.eagle else None
+        if eagle is not None:
+            layouts["eagle"] = kv_layout(eagle.config, target.dtype)
+        tap = Tap(target) if medusa is not None or eagle is not None else None
+        return cls(target, models, medusa, eagle, tap, layouts, vocab)
+
+    def proposers(self, make_arena: MakeArena, attend: Attend, max_batch_tokens: int) -> dict[str, Proposer]:
+        """One proposer per name that a request may ask for; the target has run by now.
+
+        Raises:
+            ModelError: a draft that keeps not to the contract of a ragged batch, a target without readable features.
+        """
+        by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer(), "suffix": SuffixProposer()}
+        for name, model in self.models.items():
+            probe(model, self.layouts[name], attend)
+            runner: Runner = ModelRunner(model, make_arena(self.layouts[name]), attend)
+            if name == "model" and self.vocab is not None:
+                runner = MappedRunner(runner, self.vocab, model.device)
+            by_name[name] = ModelProposer(runner, max_batch_tokens)
+        if self.tap is not None:
+            by_name |= self._heads(self.tap, make_arena, attend, max_batch_tokens)
+        drafter = next((by_name[name] for name in ("model", "eagle", "medusa") if name in by_name), None)
+        if drafter is not None:
+            by_name["auto"] = FirstOf(SuffixProposer(), drafter)
+        return by_name
+
+    def _heads(self, tap: Tap, make_arena: MakeArena, attend: Attend, max_batch_tokens: int) -> dict[str, Proposer]:
+        """Those that read the target's hidden states, through one tap."""
+        output, by_name = self.target.get_output_embeddings(), dict[str, Proposer]()
+        if tap.hidden is None:
+            raise ModelError(f"{type(self.target).__name__} runs past its decoder: no features can be read off it")
+        if self.medusa is not None:
+            by_name["medusa"] = MedusaProposer(self.medusa, output, tap)
+        if self.eagle is not None:
+            runner = EagleRunner(self.eagle, output, make_arena(self.layouts["eagle"]), attend)
+            by_name["eagle"] = EagleProposer(runner, tap, max_batch_tokens)
+        return by_name
+
+
+def _check_vocabulary(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    if vocab_size(draft) != vocab_size(target):
+        raise ModelError(
+            f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}: "
+            "a draft of another vocabulary needs a map"
+        )

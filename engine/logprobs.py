@@ -1,0 +1,42 @@
+"""How likely tokens were under the target's own law: log-softmax of its logits, before anything a request asked.
+
+That law does not depend on parameters, so numbers of different requests can be compared; and it is defined at
+every position, drafts or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from engine.types import Candidate, Sequence, TokenLogprob
+
+
+def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> tuple[TokenLogprob, ...]:
+    """Of token i at row i of `logits` `[R, vocab]`, and of the `top` likeliest there; ties by the lower id."""
+    laws = logits.double().log_softmax(-1)
+    chosen = laws.gather(1, torch.tensor(tokens, device=laws.device)[:, None]).squeeze(1).tolist()
+    best = _likeliest(laws, top)
+    return tuple(TokenLogprob(logprob, candidates) for logprob, candidates in zip(chosen, best, strict=True))
+
+
+def _likeliest(laws: Tensor, top: int) -> list[tuple[Candidate, ...]]:
+    if not top:
+        return [()] * len(laws)
+    values, ids = laws.sort(dim=-1, descending=True, stable=True)
+    pairs = zip(ids[:, :top].tolist(), values[:, :top].tolist(), strict=True)
+    return [tuple(map(Candidate, tokens, logprobs)) for tokens, logprobs in pairs]
+
+
+def record_prompt(sequence: Sequence, start: int, logits: Tensor) -> None:
+    """Add to `sequence.prompt_logprobs`; row i of `logits` came after position `start + i`."""
+    known = sequence.prompt_logprobs or [None]  # nothing precedes the first token
+    skip = len(known) - 1 - start
+    assert skip >= 0, "prompt positions were left out"
+    tokens = sequence.request.token_ids[len(known) : start + 1 + len(logits)]
+    wanted = sequence.request.sampling.prompt_logprobs
+    assert wanted is not None, "nobody asked"
+    found = token_logprobs(logits[skip : skip + len(tokens)], tokens, wanted) if tokens else ()
+    sequence.prompt_logprobs = [*known, *found]

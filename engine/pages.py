@@ -1,0 +1,160 @@
+"""Which pages of an arena are free, held, or kept for whoever starts with the same tokens. Knows no tensor.
+
+The prefix cache: a page that is full and fed is entered under (what stands before it, its own tokens). Entries
+are exact: no hash stands for tokens, so no collision can hand one caller the keys and values of another. What
+stands before is named by the number of the page before, which is given once and never again; before the first
+page stands the caller's salt. So equal prompts share pages only under equal salts, and a page whose predecessor
+is gone can never be found.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import count
+
+from engine.types import KVCursor
+
+Key = tuple[Hashable, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A page in the prefix cache: its name there, and what finds it."""
+
+    number: int
+    key: Key
+
+
+class BlockPool:
+    """The pages of one arena: each is free, or held by page tables, or kept by the prefix cache alone (I5)."""
+
+    def __init__(self, num_pages: int, page_size: int, *, run: int = 1, prefix_cache: bool = False) -> None:
+        self.num_pages, self.page_size, self.prefix_cache = num_pages, page_size, prefix_cache
+        self._run = run  # pages of a longest sequence: a new one starts where it may grow without a break
+        self._free = set(range(num_pages))
+        self._holders = [0] * num_pages
+        self._numbers = count()
+        self._pages: dict[Key, int] = {}  # the prefix cache
+        self._entries: dict[int, _Entry] = {}  # by page
+        self._kept: OrderedDict[int, None] = OrderedDict()  # cached pages that nobody holds, oldest first
+
+    @property
+    def num_free(self) -> int:
+        """Pages to be had: free ones, and those that only the prefix cache keeps."""
+        return len(self._free) + len(self._kept)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """page_size 16: 0 -> 0, 1 -> 1, 16 -> 1, 17 -> 2."""
+        return -(-num_tokens // self.page_size)
+
+    def reserve(self, cursor: KVCursor, num_tokens: int) -> bool:
+        """Give `cursor` pages for its first `num_tokens` positions; False, and nothing changed, if too few are free."""
+        missing = self.pages_for(num_tokens) - len(cursor.page_table)
+        if missing > self.num_free:
+            return False
+        for _ in range(missing):
+            cursor.page_table.append(self._take(cursor.page_table[-1] if cursor.page_table else None))
+        return True
+
+    def release(self, cursor: KVCursor) -> None:
+        """Take all pages back; the cursor starts again from nothing."""
+        for page in reversed(cursor.page_table):  # the deepest is the first to be reused: without it the rest is of use
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._put_away(page)
+        cursor.page_table.clear()
+        cursor.shared.clear()
+        cursor.kv_len = 0
+
+    def _take(self, previous: int | None) -> int:
+        """A page of its own for somebody; next to the previous one if that is free, so that most K/V lies in a row."""
+        if not self._free:
+            oldest, _ = self._kept.popitem(last=False)
+            del self._pages[self._entries.pop(oldest).key]
+            self._free.add(oldest)
+        page = self._best_free(previous)
+        self._free.remove(page)
+        self._holders[page] = 1
+        return page
+
+    def _best_free(self, previous: int | None) -> int:
+        if previous is not None and previous + 1 in self._free:
+            return previous + 1
+        starts = (page for page in range(0, self.num_pages, self._run) if page in self._free)
+        return next(starts, min(self._free))
+
+    def _put_away(self, page: int) -> None:
+        if page in self._entries:
+            self._kept[page] = None
+        else:
+            self._free.add(page)
+
+    # -------------------------------------------------------------------------------------------- the prefix cache
+
+    def find(self, tokens: Seq[int], salt: Hashable) -> list[int]:
+        """The cached pages that hold the beginning of `tokens`, in order, all but the newest token at most."""
+        found: list[int] = []
+        before: Hashable = ("salt", salt)
+        while self.prefix_cache and (len(found) + 1) * self.page_size < len(tokens):
+            page = self._pages.get((before, self._span(tokens, len(found))))
+            if page is None:
+                break
+            found.append(page)
+            before = self._entries[page].number
+        return found
+
+    def num_kept(self, pages: Iterable[int]) -> int:
+        """How many of these pages count as free as long as nobody holds them."""
+        return sum(page in self._kept for page in pages)
+
+    def adopt(self, cursor: KVCursor, pages: Seq[int]) -> None:
+        """Begin an empty page table with cached pages: their K/V is there, and stays as it is."""
+        assert not cursor.page_table, "only a sequence without pages can begin with others' pages"
+        for page in pages:
+            self._kept.pop(page, None)
+            self._holders[page] += 1
+        cursor.page_table += pages
+        cursor.shared += [self._entries[page].number for page in pages]
+        cursor.kv_len = len(pages) * self.page_size
+
+    def share(self, cursor: KVCursor, tokens: Seq[int], salt: Hashable) -> None:
+        """Enter the cursor's full and fed pages into the prefix cache, where they are not yet."""
+        while self.prefix_cache and (len(cursor.shared) + 1) * self.page_size <= cursor.kv_len:
+            i = len(cursor.shared)
+            before: Hashable = cursor.shared[-1] if i else ("salt", salt)
+            cursor.shared.append(self._enter((before, self._span(tokens, i)), cursor.page_table[i]))
+
+    def forget(self, cursor: KVCursor) -> None:
+        """Let nobody find these pages any more: what is in them cannot be trusted."""
+        for page in cursor.page_table:
+            entry = self._entries.pop(page, None)
+            if entry is not None:
+                del self._pages[entry.key]
+        cursor.kv_len = 0
+
+    def _enter(self, key: Key, page: int) -> int:
+        """The number under which `key` is known from now on. A twin that is there already keeps the place."""
+        known = self._pages.get(key)
+        if known is None:
+            self._pages[key], self._entries[page] = page, _Entry(next(self._numbers), key)
+            known = page
+        return self._entries[known].number
+
+    def _span(self, tokens: Seq[int], i: int) -> tuple[int, ...]:
+        return tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
+
+    def check_invariants(self, cursors: Iterable[KVCursor]) -> None:
+        """I5: free, kept and held pages are disjoint and together all; nobody stands beyond his pages."""
+        holders = [0] * self.num_pages
+        for cursor in cursors:
+            assert cursor.kv_len <= len(cursor.page_table) * self.page_size, "kv_len beyond the page table"
+            assert len(set(cursor.page_table)) == len(cursor.page_table), "a page is twice in one page table"
+            for page in cursor.page_table:
+                holders[page] += 1
+        assert holders == self._holders, "a page has other holders than was counted"
+        held = [page for page, number in enumerate(holders) if number]
+        assert sorted([*self._free, *self._kept, *held]) == list(range(self.num_pages)), "a page was lost or is twice"
+        assert {entry.key: page for page, entry in self._entries.items()} == self._pages, "the prefix cache disagrees"

@@ -1,0 +1,75 @@
+"""Drafts that are drawn one after another from logits: what all proposers with a law of their own share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine import sampling
+from engine.noise import Stream
+from engine.processors import process
+from engine.proposers.base import Proposal
+from engine.row import Row
+from engine.sampling import RowParams
+from engine.stats import Forward
+from engine.types import Sequence, Verification
+
+
+@dataclass(slots=True)
+class Chain:
+    """One sequence's drafts while they are being made, up to `k` of them."""
+
+    sequence: Sequence
+    k: int
+    tokens: list[int] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether another draft is wanted."""
+        return len(self.tokens) < self.k
+
+    @property
+    def row(self) -> Row:
+        """The draw of the next draft: with the target's own noise under the coupled rule, apart under rejection."""
+        coupled = self.sequence.speculation.verification is Verification.COUPLED
+        return Row(self.sequence, tuple(self.tokens), Stream.COUPLED if coupled else Stream.DRAFT)
+
+    @property
+    def is_judged_by_law(self) -> bool:
+        """Whether the rejection rule will ask for the law of each draft."""
+        return self.sequence.speculation.verification is Verification.REJECTION
+
+
+def chains_of(sequences: Seq[Sequence], k_each: Seq[int]) -> list[Chain]:
+    """One empty chain each."""
+    return [Chain(sequence, k) for sequence, k in zip(sequences, k_each, strict=True)]
+
+
+def draw(chains: Seq[Chain], logits: Tensor) -> None:
+    """Append one token to each chain, as the sequence's own parameters have it; `logits` `[len(chains), vocab]`.
+
+    The one place where a draft is drawn: whatever shapes the target's law shapes the draft's here.
+    """
+    if not chains:
+        return
+    rows = [chain.row for chain in chains]
+    logits, params = process(logits, rows), RowParams.of(rows, logits.shape[1], logits.device)
+    drawn = sampling.choose(logits, params).tolist()
+    probs = sampling.probabilities(logits, params) if any(chain.is_judged_by_law for chain in chains) else None
+    for i, chain in enumerate(chains):
+        chain.tokens.append(drawn[i])
+        if probs is not None and chain.is_judged_by_law:
+            chain.probs.append(probs[i])
+
+
+def proposal_of(chains: Seq[Chain], forwards: Seq[Forward]) -> Proposal:
+    """All chains, in their order."""
+    return Proposal(
+        tokens=tuple(tuple(chain.tokens) for chain in chains),
+        draft_probs=tuple(torch.stack(chain.probs) if chain.probs else None for chain in chains),
+        forwards=tuple(forwards),
+    )

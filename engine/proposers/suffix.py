@@ -1,0 +1,212 @@
+"""SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975): what followed the longest matches before, by frequency.
+
+Looks in the request itself (prompt and output) and in past outputs of the same tenant. Drafts can never change an
+output, so sharing past outputs tells nobody's text; but a draft that is kept makes a step faster, and time can be
+measured. So tenants (`Request.cache_salt`) never share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from engine.proposers.base import Proposal
+from engine.types import Sequence
+
+Pair = tuple[int, int]
+
+
+class Place(NamedTuple):
+    """Somewhere in a text: the run in question ended just before `text[end]`."""
+
+    text: list[int]
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Drafts, and how many of them are expected to be kept (the paper's score, section 4.2)."""
+
+    tokens: tuple[int, ...] = ()
+    score: float = 0.0
+    match: int = 0  # length of the run that was found before
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How far to trust a match; the defaults were chosen on the embedded pair."""
+
+    shortest: int = 2  # length of a match that is worth anything; the index knows pairs, so at least 2
+    longest: int = 16  # a longer match is no better
+    reach: float = 2.0  # drafts per token of match: the paper's alpha
+    least: float = 0.5  # stop where the estimated chance of being kept falls below this
+    most_places: int = 32  # newest occurrences that are counted
+
+
+class SuffixIndex:
+    """Where each pair of tokens ended, oldest first, over growing texts; longer runs are found by looking left.
+
+    It answers what a suffix tree would for runs of two tokens and more, in memory proportional to the tokens, with
+    constant work per token and per token forgotten.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self._places: dict[Pair, list[Place]] = {}
+        self._order: list[Pair] = []  # of `_places`' entries, oldest first; the first `_forgotten` are gone
+        self._forgotten, self._capacity = 0, capacity
+
+    def __len__(self) -> int:
+        """Places held, one per token."""
+        return len(self._order) - self._forgotten
+
+    def grow(self, text: list[int], start: int) -> None:
+        """Take in `text` from `start` to its end. The list is kept, not copied: it may grow, and change no token."""
+        for end in range(max(start, 1) + 1, len(text) + 1):
+            pair = (text[end - 2], text[end - 1])
+            self._places.setdefault(pair, []).append(Place(text, end))
+            self._order.append(pair)
+        while self._capacity is not None and len(self) > self._capacity:
+            self._forget_oldest()
+
+    def places(self, tokens: list[int], most: int) -> list[Place]:
+        """The newest places, at most `most`, where the last pair of `tokens` ended before."""
+        if len(tokens) < 2:
+            return []
+        found = self._places.get((tokens[-2], tokens[-1]), [])
+        # The end of the text itself is no earlier occurrence of it.
+        elsewhere = (p for p in reversed(found) if p.end < len(p.text))
+        return list(islice(elsewhere, most))
+
+    def _forget_oldest(self) -> None:
+        pair = self._order[self._forgotten]
+        del self._places[pair][0]
+        if not self._places[pair]:
+            del self._places[pair]
+        self._forgotten += 1
+        if self._forgotten * 2 > len(self._order):  # moved rarely, so that the average token costs constant work
+            del self._order[: self._forgotten]
+            self._forgotten = 0
+
+
+def match_length(tokens: list[int], place: Place, longest: int) -> int:
+    """How many tokens before `place` are those at the end of `tokens`, up to `longest`."""
+    text, end = place
+    limit = min(longest, end, len(tokens))
+    length = 2  # the pair that led here
+    while length < limit and text[end - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
+
+
+def best_guess(tokens: list[int], places: Seq[Place], k: int, rules: Rules) -> Guess:
+    """The continuation with the highest score over all lengths of match."""
+    lengths = [match_length(tokens, place, rules.longest) for place in places]
+    guesses = [Guess()]
+    for shortest in sorted({length for length in lengths if length >= rules.shortest}):
+        group = [place for place, length in zip(places, lengths, strict=True) if length >= shortest]
+        most = min(k, int(rules.reach * shortest))
+        steps = list(islice(_likeliest(tokens, group, rules.least), most))
+        guesses.append(Guess(tuple(t for t, _ in steps), sum(chance for _, chance in steps), shortest))
+    return max(guesses, key=lambda guess: (guess.score, guess.match))
+
+
+def _likeliest(tokens: list[int], places: list[Place], least: float) -> Iterator[tuple[int, float]]:
+    """Tokens that most often came next, with the estimated chance that all so far are right, while it is high enough.
+
+    A text that ends is continued by the guess itself if it is the request's own: [.. a b a b] goes round.
+    """
+    chance, made = 1.0, list[int]()
+    while places:
+        following = [(place, _next(place, len(made), tokens, made)) for place in places]
+        counts = Counter(token for _, token in following if token is not None)
+        if not counts:
+            return
+        # Equally frequent ones: the newest place comes first, and a Counter keeps the order of insertion.
+        token, count = counts.most_common(1)[0]
+        chance *= count / counts.total()
+        if chance < least:
+            return
+        made.append(token)
+        yield token, chance
+        places = [place for place, t in following if t == token]
+
+
+def _next(place: Place, offset: int, tokens: list[int], made: list[int]) -> int | None:
+    """The token `offset` places on, or None where the text ends."""
+    at = place.end + offset
+    if at < len(place.text):
+        return place.text[at]
+    return made[at - len(place.text)] if place.text is tokens else None
+
+
+class PastOutputs:
+    """One index per tenant: at most `capacity` tokens in all, at most a quarter of it for one.
+
+    Within a tenant the oldest tokens go first; beyond the whole, the tenant that was served least recently.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._tenants: OrderedDict[str | None, SuffixIndex] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Tokens held, over all tenants."""
+        return sum(len(index) for index in self._tenants.values())
+
+    def of(self, tenant: str | None) -> SuffixIndex:
+        """The tenant's own, now the most recently used."""
+        index = self._tenants.setdefault(tenant, SuffixIndex(max(1, self._capacity // 4)))
+        self._tenants.move_to_end(tenant)
+        while len(self) > self._capacity:
+            self._tenants.popitem(last=False)
+        return index
+
+
+@dataclass(slots=True)
+class _Reading:
+    """How far one sequence has been read: into its own index, and into its tenant's."""
+
+    own: SuffixIndex = field(default_factory=SuffixIndex)
+    num_read: int = 0
+    output: list[int] = field(default_factory=list)  # the end of the prompt, and what was generated
+
+
+class SuffixProposer:
+    """Proposes as far as what followed before is likely to follow again; often nothing."""
+
+    uses_draft_kv = False
+    shares_draft_kv = False
+
+    def __init__(self, rules: Rules | None = None, capacity: int = 2**17) -> None:
+        self._rules, self._past = rules or Rules(), PastOutputs(capacity)
+        self._readings: WeakKeyDictionary[Sequence, _Reading] = WeakKeyDictionary()
+
+    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+        """Look each sequence up in itself and in its tenant's past."""
+        return Proposal.certain([self.guess(s, k).tokens for s, k in zip(sequences, k_each, strict=True)])
+
+    def guess(self, sequence: Sequence, k: int) -> Guess:
+        """The better of the two places to look; the request's own text where they are equal."""
+        past, tokens, rules = self._past.of(sequence.request.cache_salt), sequence.tokens, self._rules
+        reading = self._read(sequence, past)
+        own = best_guess(tokens, reading.own.places(tokens, rules.most_places), k, rules)
+        # The sequence's own output is in the past too, where it would count twice.
+        others = [p for p in past.places(tokens, rules.most_places) if p.text is not reading.output]
+        return max(own, best_guess(tokens, others, k, rules), key=lambda guess: guess.score)
+
+    def _read(self, sequence: Sequence, past: SuffixIndex) -> _Reading:
+        """Take in what is new of a sequence. Its last round is never seen: nobody asks for drafts after it."""
+        reading = self._readings.setdefault(sequence, _Reading())
+        reading.own.grow(sequence.tokens, reading.num_read)
+        # The end of the prompt goes along, so that an output can be found from its first token on.
+        first = max(reading.num_read, sequence.prompt_len - self._rules.longest)
+        known = len(reading.output)
+        reading.output += sequence.tokens[first:]
+        past.grow(reading.output, known)
+        reading.num_read = len(sequence.tokens)
+        return reading

@@ -1,0 +1,77 @@
+"""Loads the checkpoint of a head: a local folder or a hub id, safetensors only, every tensor accounted for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from engine.errors import ModelError
+
+PICKLES = ("*.pt", "*.bin", "*.pth", "*.pkl")
+
+
+def load_checkpoint(name: str, revision: str | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and all tensors of a folder or hub id.
+
+    Raises:
+        ModelError: nothing is there, or only pickled weights, which could run code of their author's.
+    """
+    folder = Path(name) if Path(name).is_dir() else _download(name, revision)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickled = any(path for pattern in PICKLES for path in folder.glob(pattern))
+        why = "it has pickled weights, which are refused: convert them (safetensors.torch.save_file)" if pickled else ""
+        raise ModelError(f"{name!r} has no safetensors; {why or 'expected config.json and *.safetensors'}")
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        tensors = {key: tensor for file in files for key, tensor in load_file(file).items()}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"cannot load {name!r}: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{name!r}: config.json holds no object")
+    return config, tensors
+
+
+def _download(name: str, revision: str | None) -> Path:
+    # Names of pickles only tell what to say; their content is never fetched.
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(f"cannot load {name!r}: no such folder, and the hub says {error!r}") from error
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], name: str) -> None:
+    """Put `tensors` into `module`, each into its place.
+
+    Raises:
+        ModelError: what is missing, left over or of another shape.
+    """
+    wanted = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+    found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    problems = [f"{key} is missing" for key in sorted(wanted.keys() - found.keys())]
+    problems += [f"{key} is not known" for key in sorted(found.keys() - wanted.keys())]
+    problems += [
+        f"{key} is {found[key]}, expected {shape}"
+        for key, shape in sorted(wanted.items())
+        if found.get(key, shape) != shape
+    ]
+    if problems:
+        rest = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise ModelError(f"{name!r} does not fit the target: {'; '.join(problems[:4])}{rest}")
+    module.load_state_dict(dict(tensors))
+
+
+def number(config: Mapping[str, Any], key: str, name: str) -> int:
+    """A positive number of a config; ModelError where it is missing."""
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ModelError(f"{name!r}: config.json has {key} {value!r}; expected a positive number")
+    return value

@@ -1,0 +1,97 @@
+"""The one way in, for gRPC and HTTP alike: a message becomes a live request, or an error before any answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
+
+from engine.errors import PilotfishError
+from engine.types import FinishReason
+from pilotfish.v1 import generation_pb2 as pb
+from server import answers, convert
+from server.driver import Driver
+from server.errors import DeadlinePassed
+from server.grammars import GrammarPool
+from server.metrics import Metrics
+from server.model import ServedModel
+from server.status import refusal
+from server.streams import OutputStream
+
+# A longer prompt is encoded on another thread, so that other streams need not wait for it.
+MAX_TEXT_ON_LOOP = 2000  # characters
+
+
+def no_deadline() -> float:
+    """Seconds that are left to a caller who set no limit."""
+    return math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An admitted request. Whoever admitted it calls `release` when its reader is gone, whatever the reason."""
+
+    driver: Driver
+    wanted: convert.Wanted
+    stream: OutputStream
+    metrics: Metrics
+
+    async def response(self) -> pb.GenerateResponse:
+        """All of it, when all of it is there."""
+        return answers.response(await self.stream.read_all(), self.wanted, self.driver.model)
+
+    async def messages(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        """Every round's tokens as they come, or what has gathered while the reader was busy."""
+        first, unfinished = True, len(self.stream.outputs)
+        while unfinished:
+            for chunk in await self.stream.read():
+                unfinished -= chunk.end is not None
+                for message in answers.stream_responses(chunk, self.wanted, first=first):
+                    yield message
+                    first = False
+
+    def release(self, *, late: bool = False) -> None:
+        """Nobody reads any more: end what is still live, and free its pages before the next step."""
+        if self.stream.ended:
+            return
+        if not late:
+            self.metrics.requests.disconnects.inc()
+        self.driver.end(self.stream, FinishReason.DEADLINE if late else FinishReason.CANCELLED)
+
+
+class Admission:
+    """Checks, encodes, compiles what must be compiled, and queues."""
+
+    def __init__(self, driver: Callable[[], Driver], metrics: Metrics, grammars: GrammarPool) -> None:
+        self._driver, self._metrics, self._grammars = driver, metrics, grammars
+
+    async def admit(self, message: convert.AnyGenerateRequest, remaining: Callable[[], float] = no_deadline) -> Call:
+        """A live request, or an error that has been counted; `remaining` tells seconds until the caller's deadline."""
+        try:
+            driver = self._driver()
+            wanted = await self._compiled(await _wanted(message, driver.model), driver.model, remaining)
+            if remaining() <= 0:
+                raise DeadlinePassed("the deadline passed before the request could start")
+            stream = driver.submit(wanted.request, interval=wanted.interval)
+        except PilotfishError as error:
+            self._metrics.requests.reject(refusal(error).metric)
+            raise
+        return Call(driver, wanted, stream, self._metrics)
+
+    async def _compiled(
+        self, wanted: convert.Wanted, model: ServedModel, remaining: Callable[[], float]
+    ) -> convert.Wanted:
+        guided = wanted.request.sampling.guided
+        if guided is None:
+            return wanted
+        assert model.compile_grammar is not None, "refused before this"
+        grammar = await self._grammars.compile(model.compile_grammar, guided, remaining())
+        return replace(wanted, request=replace(wanted.request, grammar=grammar))
+
+
+async def _wanted(message: convert.AnyGenerateRequest, model: ServedModel) -> convert.Wanted:
+    """A chat template may take its time, whatever the length."""
+    if len(message.prompt) > MAX_TEXT_ON_LOOP or message.HasField("messages"):
+        return await asyncio.to_thread(convert.wanted, message, model)
+    return convert.wanted(message, model)

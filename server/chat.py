@@ -1,0 +1,190 @@
+"""Conversations to text, by the checkpoint's own template and no other. Knows no tokens and no tensors.
+
+A template is a program that came with the weights. It runs in jinja's sandbox, for a bounded number of loop turns
+and to a bounded length, so that no conversation can make it run for ever. Its memory is not bounded otherwise: like
+the weights, a template is taken from where it can be trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.errors import InvalidRequest, ModelError
+from engine.text import find_file
+
+MAX_TURNS = 200_000  # of all loops and macros together
+MAX_TEXT = 4 << 20  # characters of a rendered conversation, and of what one operator makes
+MAX_MESSAGES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class ChatTemplate:
+    """What a conversation looks like to the model."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Compile; ModelError if it is no template. It sees special tokens by name, for instance `bos_token`."""
+        self._special_tokens = dict(special_tokens)
+        self._environment = _Environment()
+        try:
+            self._template = self._environment.from_string(self._environment.counted(source))
+        except TemplateSyntaxError as error:
+            raise ModelError(f"the chat template is no template: line {error.lineno}: {error.message}") from error
+
+    @classmethod
+    def load(cls, source: str, revision: str | None = None) -> ChatTemplate | None:
+        """The template of a local folder or hub id; None if it has none."""
+        settings = _json(source, "special_tokens_map.json", revision)
+        settings |= _json(source, "tokenizer_config.json", revision)
+        file = find_file(source, "chat_template.jinja", revision)
+        text = _chosen(settings.get("chat_template")) if file is None else file.read_text("utf-8")
+        return None if text is None else cls(text, _special_tokens(settings))
+
+    def render(self, messages: Iterable[Message]) -> str:
+        """The conversation, and the opening of the assistant's next turn, with every special token written out.
+
+        Raises:
+            InvalidRequest: the template refuses it, or it cannot be rendered within bounds.
+        """
+        turns = list(messages)
+        if not 1 <= len(turns) <= MAX_MESSAGES:
+            raise InvalidRequest.of("messages", f"has {len(turns)} messages; expected 1 to {MAX_MESSAGES}")
+        values = {"messages": [asdict(turn) for turn in turns], "tools": None, "documents": None}
+        self._environment.start()
+        try:
+            pieces = self._template.generate(**self._special_tokens, **values, add_generation_prompt=True)
+            return _joined(pieces)
+        except TemplateError as error:
+            raise InvalidRequest.of("messages", f"cannot be rendered by the chat template: {error.message}") from error
+        except Exception as error:  # whatever a template's expressions raise
+            problem = f"cannot be rendered by the chat template: {type(error).__name__}: {error}"
+            raise InvalidRequest.of("messages", problem) from error
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """jinja as chat templates expect it; every turn of a loop counts."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters["tojson"] = _to_json
+        self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+        self._turns = threading.local()
+
+    def start(self) -> None:
+        """A rendering begins on this thread."""
+        self._turns.left = MAX_TURNS
+
+    def turn(self) -> None:
+        """Called by the compiled template at each turn."""
+        self._turns.left -= 1
+        if self._turns.left < 0:
+            raise SecurityError(f"its loops took more than {MAX_TURNS} turns")
+
+    def counted(self, source: str) -> nodes.Template:
+        """The template with a call of `turn` at the head of each loop and macro; it cannot name it to get rid of it."""
+        tree = self.parse(source)
+        loops: list[nodes.For | nodes.Macro | nodes.CallBlock] = [
+            *tree.find_all(nodes.For),
+            *tree.find_all(nodes.Macro),
+            *tree.find_all(nodes.CallBlock),
+        ]
+        for node in loops:
+            call = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno).set_environment(self))
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Numbers and repetitions that would not fit are refused before they are made."""
+        if operator == "**" and not (abs(left) <= 1 << 32 and abs(right) <= 64):
+            raise SecurityError("a power too large")
+        if operator == "*":
+            for one, other in ((left, right), (right, left)):
+                if isinstance(one, int) and hasattr(other, "__len__") and one * len(other) > MAX_TEXT:
+                    raise SecurityError(f"a repetition of more than {MAX_TEXT} items")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant said, for training; here it is what it contains."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The body alone."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    found, length = [], 0
+    for piece in pieces:
+        found.append(piece)
+        length += len(piece)
+        if length > MAX_TEXT:
+            raise SecurityError(f"the text is longer than {MAX_TEXT} characters")
+    return "".join(found)
+
+
+def _raise(message: object) -> None:
+    raise TemplateError(str(message))
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,  # templates give these by position
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja's own would escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(pattern: str) -> str:
+    """Templates that put the date into the prompt mean the server's."""
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def _json(source: str, name: str, revision: str | None) -> dict[str, Any]:
+    path = find_file(source, name, revision)
+    if path is None:
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _chosen(found: Any) -> str | None:
+    """One template, or the one called default of several with names."""
+    if isinstance(found, list):
+        found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
+    return None if found is None else str(found)
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """A token is written as its text, or as a record that has it."""
+    named = {name: value for name, value in settings.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

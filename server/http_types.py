@@ -1,0 +1,195 @@
+"""What the HTTP routes take, field by field. Knows names, types and defaults; what a value means is `http_requests`'.
+
+Unknown fields are refused by name, since most of them would change the output. Null is the same as not there, and so
+is a field of OpenAI's that is not served, as long as it asks for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
+UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
+
+# About the caller, not about the output: taken, and without effect.
+IGNORED = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
+# Values that ask for nothing of a feature that is not served.
+NEUTRAL: dict[str, Any] = {
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "modalities": ["text"],
+}
+
+
+class Body(BaseModel):
+    """Part of a request."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, found: Any) -> Any:
+        if not isinstance(found, dict):
+            return found
+        fields = cls.model_fields
+        return {
+            name: value
+            for name, value in found.items()
+            if value is not None and (name in fields or not (name in IGNORED or _is_neutral(name, value)))
+        }
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    return name in NEUTRAL and type(value) is type(NEUTRAL[name]) and value == NEUTRAL[name]
+
+
+class Speculation(Body):
+    """How to speculate, as in the protocol."""
+
+    mode: Literal["auto", "off", "fixed"] | None = None
+    num_draft_tokens: UInt32 | None = None
+    proposer: str | None = None
+    verification: Literal["coupled", "rejection"] | None = None
+
+
+class JsonSchema(Body):
+    """A schema with a name, which is not used."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # it is always kept strictly
+    schema_: dict[str, Any] = Field(default_factory=lambda: {"type": "object"}, alias="schema")
+
+
+class ResponseFormat(Body):
+    """What the text has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_is_named(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError(f"is {self.type!r}; json_schema goes with the type json_schema and with no other")
+        return self
+
+
+class StreamOptions(Body):
+    """What a stream has beside its text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # there is nothing to hide from a network on loopback or behind TLS
+
+
+def _one_or_many(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class Options(Body):
+    """What every generating route takes, named as in the protocol, without its groups."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: UInt32 | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[UInt32, float] | None = None
+    allowed_token_ids: list[UInt32] | None = None
+    banned_token_ids: list[UInt32] | None = None
+    seed: UInt64 | None = None
+    min_tokens: UInt32 | None = None
+    stop: Annotated[list[str], BeforeValidator(_one_or_many)] | None = None
+    stop_token_ids: list[UInt32] | None = None
+    ignore_eos: bool | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+    cache_salt: str | None = None
+    speculation: Speculation | None = None
+
+    @model_validator(mode="after")
+    def _one_structure(self) -> Options:
+        structures = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "response_format")
+        given = [name for name in structures if getattr(self, name, None) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given; expected one structure")
+        return self
+
+
+def _one_prompt(value: Any) -> Any:
+    """A list of one prompt is that prompt."""
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > 1:
+            raise ValueError(f"has {len(value)} prompts; send a request for each")
+        return value[0]
+    return value
+
+
+class GenerateBody(Options):
+    """`POST /generate`."""
+
+    prompt: str
+    max_new_tokens: UInt32 | None = None
+    k_draft: UInt32 | None = None
+
+
+class OpenAiBody(Options):
+    """What both OpenAI routes take."""
+
+    n: UInt32 | None = None
+    max_tokens: UInt32 | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat | None = None
+
+
+class CompletionBody(OpenAiBody):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[str | list[UInt32], BeforeValidator(_one_prompt)]
+    logprobs: UInt32 | None = None  # how many likeliest tokens beside each; 0: only the token's own
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatTurn(Body):
+    """A message."""
+
+    role: str
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatBody(OpenAiBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[ChatTurn]
+    max_completion_tokens: UInt32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: UInt32 | None = None
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatBody:
+        newer, older = self.max_completion_tokens, self.max_tokens
+        if newer is not None and older is not None and newer != older:
+            raise ValueError(f"max_completion_tokens is {newer} and max_tokens, its older name, is {older}")
+        return self

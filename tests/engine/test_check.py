@@ -1,0 +1,106 @@
+"""The doctor: what it says of sound pairs, and that what is wrong comes as reasons, never as a traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.check import Report, check
+from engine.config import EngineConfig
+from models import embedded_draft, embedded_target
+from tests import zoo
+from tests.respell import shuffled
+
+
+def doctor(target: object, draft: object = None, *, load: bool = False, **config: object) -> Report:
+    settings = {"target": str(target), "draft": None if draft is None else str(draft), "threads": 1}
+    return check(EngineConfig(**settings | config), load=load)
+
+
+def line(report: Report, section: str, name: str) -> str:
+    return report.as_dict()[section][name]
+
+
+@pytest.fixture
+def phi3(tmp_path: Path) -> Path:
+    zoo.reference("phi3-longrope").save_pretrained(tmp_path / "phi3")
+    return tmp_path / "phi3"
+
+
+def test_the_embedded_pair_works() -> None:
+    report = doctor(embedded_target(), embedded_draft(), load=True)
+    assert report.works
+    assert line(report, "target", "family") == "llama (LlamaForCausalLM)"
+    assert line(report, "target", "K/V") == "10240 bytes per token"
+    assert line(report, "target", "end tokens") == "0 <|endoftext|>"
+    assert line(report, "pair", "vocabulary") == "the same"
+    assert line(report, "pair", "proposer") == "model, up to 4 drafts (auto)"
+    assert line(report, "load", "probe").startswith("passed")
+    assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
+
+
+def test_without_a_draft_the_prompt_drafts() -> None:
+    report = doctor(embedded_target())
+    assert report.works
+    assert line(report, "pair", "proposer").startswith("ngram")
+    assert not {"draft", "load"} & set(report.as_dict())
+
+
+def test_weights_are_not_read_unless_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(embedded_target(), folder)
+    (folder / "model.safetensors").write_bytes(b"no weights at all")
+    assert doctor(folder).works
+    [problem] = doctor(folder, load=True).problems
+    assert "cannot load model" in problem
+
+
+def test_it_says_why_the_context_ends(phi3: Path, tmp_path: Path) -> None:
+    assert "another table beyond 32 tokens" in line(doctor(phi3), "target", "context")
+    model = zoo.with_large_weights(zoo.configs()["llama"])
+    model.config.rope_parameters = {
+        "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    model.save_pretrained(tmp_path / "dynamic")
+    assert line(doctor(tmp_path / "dynamic"), "target", "context").startswith("64 tokens (dynamic RoPE of llama")
+
+
+def test_a_draft_of_another_vocabulary(phi3: Path, tmp_path: Path) -> None:
+    shuffled(embedded_draft(), tmp_path / "mapped", without=300)
+    report = doctor(embedded_target(), tmp_path / "mapped", load=True)
+    assert report.works
+    assert line(report, "pair", "vocabulary") == "mapped: 1748 of the target's 2047 tokens shared"
+    [problem] = doctor(embedded_target(), phi3).problems
+    assert "needs a tokenizer.json" in problem
+    assert line(doctor(phi3, phi3), "pair", "vocabulary").startswith("of one size, taken to be the same")
+
+
+def test_end_tokens_that_differ_are_told(phi3: Path) -> None:
+    (phi3 / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    other = phi3.parent / "other"
+    zoo.reference("phi3-longrope").save_pretrained(other)
+    assert "target 2, 7; draft 2" in line(doctor(phi3, other), "pair", "end tokens")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"max_model_len": 5000}, "max_model_len is 5000"),
+        ({"kv_memory": 1e-9}, "kv_memory"),
+        ({"proposer": "oracle", "load": True}, "proposer is 'oracle'"),
+        ({"device": "cuda"}, "no CUDA device"),
+    ],
+)
+def test_settings_that_cannot_work(config: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    report = doctor(embedded_target(), **config)
+    assert [reason in problem for problem in report.problems] == [True]
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere"])
+def test_no_such_folder(name: str) -> None:
+    assert doctor(name).problems == [f"cannot load model {name!r}: there is no such folder"]
+    assert len(doctor(name, name + "2").problems) == 2

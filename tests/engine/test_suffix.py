@@ -1,0 +1,171 @@
+"""The suffix index says what counting by hand says, forgets what it must, and keeps tenants apart."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.proposers import Proposal, SuffixProposer
+from engine.proposers.first_of import FirstOf
+from engine.proposers.suffix import Guess, PastOutputs, Rules, SuffixIndex, best_guess
+from engine.types import Request, Sequence, Speculation, SpeculationMode, Verification
+
+SPECULATION = Speculation(
+    mode=SpeculationMode.AUTO, num_draft_tokens=8, proposer="suffix", verification=Verification.COUPLED
+)
+RULES = Rules(shortest=2, longest=5, reach=1.5, least=0.4, most_places=1000)
+
+
+def sequence(tokens: list[int], salt: str | None = None, prompt_len: int | None = None) -> Sequence:
+    request = Request(request_id="r", token_ids=tuple(tokens[:prompt_len]), cache_salt=salt)
+    return Sequence(
+        request=request, seed=0, speculation=SPECULATION, max_len=999, end_token_ids=frozenset(), tokens=list(tokens)
+    )
+
+
+def by_hand(tokens: list[int], texts: list[list[int]], k: int, rules: Rules) -> Guess:
+    """For each length of match: every earlier occurrence, by rescanning all texts; texts count in order of age."""
+    best = Guess()
+    for length in range(rules.shortest, min(rules.longest, len(tokens)) + 1):
+        places = [
+            (text, end)
+            for text in texts
+            for end in range(length, len(text))
+            if text[end - length : end] == tokens[len(tokens) - length :]
+        ]
+        made, chance, score = [], 1.0, 0.0
+        while len(made) < min(k, int(rules.reach * length)):
+            heard = [_after(text, end + len(made), tokens, made) for text, end in reversed(places)]
+            counts = Counter(token for token in heard if token is not None)
+            if not counts:
+                break
+            token, count = counts.most_common(1)[0]
+            chance *= count / counts.total()
+            if chance < rules.least:
+                break
+            places = [p for p, t in zip(places, reversed(heard), strict=True) if t == token]
+            made.append(token)
+            score += chance
+        if made and score >= best.score:
+            best = Guess(tuple(made), score, length)
+    return best
+
+
+def _after(text: list[int], at: int, tokens: list[int], made: list[int]) -> int | None:
+    if at < len(text):
+        return text[at]
+    return made[at - len(text)] if text is tokens else None
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 40))
+def test_a_request_in_itself(tokens: list[int], k: int, first: int) -> None:
+    """Grown token by token and looked up at every length: as counted by hand."""
+    text, index = tokens[:first], SuffixIndex()
+    index.grow(text, 0)
+    for token in [*tokens[first:], None]:
+        got = best_guess(text, index.places(text, 1000), k, RULES)
+        want = by_hand(text, [text], k, RULES)
+        assert (got.tokens, round(got.score, 9)) == (want.tokens, round(want.score, 9))
+        if token is not None:
+            text.append(token)
+            index.grow(text, len(text) - 1)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=5),
+    st.lists(st.integers(0, 2), max_size=8),
+    st.integers(1, 30),
+)
+def test_past_texts_within_bounds(texts: list[list[int]], tokens: list[int], capacity: int) -> None:
+    """What is held is the newest `capacity` places, no more, and those are what counting by hand finds in them."""
+    index = SuffixIndex(capacity)
+    for text in texts:
+        index.grow(text, 0)
+    everything = [(text, end) for text in texts for end in range(2, len(text) + 1)]
+    held = everything[-capacity:]
+    assert len(index) == len(held)
+    assert sum(map(len, index._places.values())) == len(held)
+    assert len(index._order) <= 2 * capacity + 1
+    found = index.places(tokens, 1000)
+    want = [(t, e) for t, e in reversed(held) if len(tokens) > 1 and t[e - 2 : e] == tokens[-2:] and e < len(t)]
+    assert [(id(p.text), p.end) for p in found] == [(id(t), e) for t, e in want]
+
+
+def test_frequency_decides_and_doubt_stops() -> None:
+    text = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2]
+    index = SuffixIndex()
+    index.grow(text, 0)
+    places = index.places(text, 100)
+    assert best_guess(text, places, 8, Rules(least=0.5, longest=2)).tokens == (3,), "two of three, then one of two"
+    assert best_guess(text, places, 8, Rules(least=0.3, longest=2)).tokens == (3, 8, 1, 2)
+    assert best_guess(text, places, 8, Rules(least=0.7, longest=2)).tokens == ()
+
+
+def test_a_longer_match_reaches_further() -> None:
+    text = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 5, 6]
+    assert SuffixProposer(Rules(reach=1)).propose([sequence(text)], [8]).tokens == ((7, 8),)
+    assert SuffixProposer(Rules(reach=1)).propose([sequence([*text, 7, 8])], [8]).tokens == ((9, 10, 11, 12),)
+
+
+def test_tenants_are_separate() -> None:
+    """An output is found by the requests of its own tenant, and by no others."""
+    proposer = SuffixProposer()
+    first = sequence([50, 51, *range(20)], "red", prompt_len=2)
+    proposer.propose([first], [4])
+    del first
+    later = [sequence([77, 3, 4], salt) for salt in ("red", "blue", None)]
+    assert proposer.propose(later, [3] * 3).tokens == ((5, 6, 7), (), ())
+
+
+def test_live_outputs_are_found_and_the_own_is_not_counted_twice() -> None:
+    proposer = SuffixProposer()
+    one, two = sequence([1, 2, 3, 4, 5, 6], prompt_len=1), sequence([9, 9, 1, 2])
+    proposer.propose([one], [4])
+    assert proposer.propose([two], [4]).tokens == ((3, 4, 5, 6),)
+    two.tokens += [3, 4]
+    assert proposer.propose([two], [4]).tokens == ((5, 6),)
+    past = proposer._past.of(None)
+    assert sum(p.text is proposer._readings[two].output for p in past._places[3, 4]) == 1
+
+
+def test_a_tenant_is_bounded_and_the_idle_one_goes_first() -> None:
+    past = PastOutputs(capacity=40)
+    for tenant in ("a", "b", "c", "a", "d", "e"):
+        past.of(tenant).grow(list(range(100)), 0)
+        assert len(past.of(tenant)) == 10, "a quarter of it"
+    assert len(past) <= 50
+    past.of("f")
+    assert len(past) == 40
+    assert list(past._tenants) == ["c", "a", "d", "e", "f"], "b was served least recently"
+
+
+def test_a_reading_goes_with_its_sequence() -> None:
+    proposer, mine = SuffixProposer(), sequence([1, 2, 3])
+    proposer.propose([mine], [2])
+    assert len(proposer._readings) == 1
+    del mine
+    gc.collect()
+    assert len(proposer._readings) == 0
+
+
+def test_first_of_asks_the_drafter_where_nothing_is_found() -> None:
+    class Asked:
+        uses_draft_kv = shares_draft_kv = True
+
+        def propose(self, sequences: list[Sequence], k_each: list[int]) -> Proposal:
+            self.seen = [(s.tokens[-1], k) for s, k in zip(sequences, k_each, strict=True)]
+            return Proposal(tuple((40 + k,) for k in k_each), tuple("pq"[: len(k_each)]))
+
+    drafter = Asked()
+    both = FirstOf(SuffixProposer(), drafter)
+    batch = [sequence([1, 2, 3]), sequence([5, 6, 7, 5, 6]), sequence([8, 8, 9])]
+    proposal = both.propose(batch, [2, 3, 4])
+    assert drafter.seen == [(3, 2), (9, 4)]
+    assert proposal.tokens == ((42,), (7, 5, 6), (44,))
+    assert proposal.draft_probs == ("p", None, "q")
+    assert both.uses_draft_kv

@@ -1,0 +1,81 @@
+"""Every family of docs/models.md: saved, loaded from its folder, and equal to `generate` in ragged batches."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoConfig
+
+from engine.build import assemble, build_engine
+from engine.config import EngineConfig
+from engine.types import Request, SamplingParams
+from tests import fakes, zoo
+from tests.families import NEW_TOKENS, Saved, generate, save
+
+
+@pytest.fixture(scope="module", params=zoo.families())
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def outputs_of(saved: Saved, **config: object) -> fakes.Outputs:
+    settings = {"target": saved.target, "draft": saved.draft, "threads": 1, "max_batch_size": 8}
+    engine = build_engine(EngineConfig(**settings | config))
+    params = SamplingParams(max_tokens=NEW_TOKENS)
+    requests = [Request(request_id=str(i), token_ids=tuple(p), sampling=params) for i, p in enumerate(saved.prompts)]
+    return fakes.run(engine, requests)
+
+
+def tokens_of(outputs: fakes.Outputs) -> list[list[int]]:
+    return [outputs.tokens[name] for name in sorted(outputs.tokens)]
+
+
+@pytest.mark.parametrize("max_batch_tokens", [512, 13], ids=["whole", "chunked"])
+@pytest.mark.parametrize("proposer", ["none", "ngram", "model"])
+def test_equals_generate(saved: Saved, proposer: str, max_batch_tokens: int) -> None:
+    outputs = outputs_of(saved, proposer=proposer, max_batch_tokens=max_batch_tokens)
+    assert tokens_of(outputs) == saved.expected
+    if proposer == "model":
+        assert sum(ended.stats.accepted for ended in outputs.finished.values()) > 0
+
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SERVED_UNASKED = {
+    "gpt_neox": {},
+    "phi": {},
+    "starcoder2": {"sliding_window": 9},
+    "granite": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 9},
+    "cohere2": {"sliding_window": 9},
+    "smollm3": {},
+    "exaone4": {"num_key_value_heads": 2, "sliding_window": 9},
+    "glm4": {"head_dim": 8},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", SERVED_UNASKED)
+def test_what_the_probe_lets_through_is_right(kind: str) -> None:
+    """Families without a word of code or test of their own: the probe alone decides."""
+    model = zoo.with_large_weights(AutoConfig.for_model(kind, **SIZES, **SERVED_UNASKED[kind]))
+    engine = assemble(EngineConfig(target=kind, max_batch_size=8), zoo.ours(model))
+    params, prompts = SamplingParams(max_tokens=NEW_TOKENS), zoo.prompts()
+    requests = [Request(request_id=str(i), token_ids=tuple(p), sampling=params) for i, p in enumerate(prompts)]
+    assert tokens_of(fakes.run(engine, requests)) == [generate(model, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
+def test_sharded_and_tied_or_not(family: str, tmp_path: object) -> None:
+    saved = save(family, tmp_path, max_shard_size="10KB")
+    assert tokens_of(outputs_of(saved)) == saved.expected

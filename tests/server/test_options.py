@@ -1,0 +1,308 @@
+"""What a request may ask for beyond one sampled text: several outputs, log-probabilities, structure, a salt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+import grpc
+import pytest
+
+from engine.types import FinishReason
+from pilotfish.v1 import generation_pb2 as pb
+from server.grammars import MAX_PENDING
+from tests.engine.test_text import CODEC
+from tests.server.conftest import serving, until
+from tests.server.fake_engine import EOS, SHIFT, TEXT, FakeEngine, logprob_of
+from tests.server.fake_grammar import FakeCompiler
+from tests.server.test_generate import collect, refused, request
+from tests.server.test_life import LONG, metric
+
+
+async def by_index(call):
+    """What a stream brought: {index: (text, token ids, logprobs, ends)}, and its messages."""
+    messages = [message async for message in call]
+    found = defaultdict(lambda: ("", [], [], []))
+    for message in messages:
+        if message.HasField("finished"):
+            text, ids, logprobs, ends = found[message.finished.index]
+            found[message.finished.index] = (text, ids, logprobs, [*ends, message.finished])
+        else:
+            delta = message.delta
+            text, ids, logprobs, ends = found[delta.index]
+            assert not ends, "a delta after the end of its output"
+            found[delta.index] = (
+                text + delta.text,
+                [*ids, *delta.token_ids],
+                [*logprobs, *delta.logprobs],
+                ends,
+            )
+    return dict(found), messages
+
+
+def plain(logprob):
+    """A message as the engine's noun."""
+    return logprob.logprob, [(c.token_id, c.logprob) for c in logprob.top]
+
+
+def expected_logprob(token, top):
+    noun = logprob_of(token, top)
+    return noun.logprob, [(c.token_id, c.logprob) for c in noun.top]
+
+
+# ------------------------------------------------------------------------------------------------- several outputs
+
+
+async def test_each_output_has_its_own_text_stop_end_and_seed(server):
+    asked = {
+        "sampling": pb.SamplingParams(n=3, seed=100),
+        "stopping": pb.StoppingParams(max_tokens=30, stop=["quick", "br", "ow"]),
+    }
+    whole = await server.inference.Generate(request(pb.GenerateRequest, **asked))
+    streamed, messages = await by_index(server.inference.GenerateStream(request(**asked)))
+    assert [output.index for output in whole.outputs] == [0, 1, 2]
+    for index, output in enumerate(whole.outputs):
+        text, ids, _, (end,) = streamed[index]
+        assert (text, ids) == (output.text, list(output.token_ids))
+        assert tuple(ids) == server.engine.expected(len(ids), index)
+        assert end.usage.completion_tokens == len(ids)
+        assert (end.seed, end.index) == (100 + index, index)
+        assert end.finish_reason == pb.FINISH_REASON_STOP
+    assert [output.finished.stop_string for output in whole.outputs] == ["quick", "quick", "br"]
+    assert len({len(output.token_ids) for output in whole.outputs}) == 3
+    assert [bool(message.request_id) for message in messages] == [True] + [False] * (len(messages) - 1)
+    assert server.engine.free_pages == server.engine.total_pages
+    assert metric(server, "requests_total", finish_reason="stop") == 2
+
+
+async def test_a_stop_string_ends_one_output_and_the_others_go_on(server):
+    stop = TEXT[SHIFT * 2 : SHIFT * 2 + 5]  # where output 2 begins
+    asked = request(sampling=pb.SamplingParams(n=3), stopping=pb.StoppingParams(max_tokens=9, stop=[stop]))
+    found, _ = await by_index(server.inference.GenerateStream(asked))
+    reasons = [found[i][3][0].finish_reason for i in range(3)]
+    assert reasons == [pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_STOP, pb.FINISH_REASON_STOP]
+    assert found[2][0] == ""
+    assert found[0][0] == CODEC.decode(server.engine.expected(9))
+
+
+async def test_cancel_and_abort_end_every_output():
+    engine = FakeEngine(step_seconds=0.01)
+    async with serving(engine) as server:
+        asked = request(sampling=pb.SamplingParams(n=3), stopping=LONG)
+        call = server.inference.GenerateStream(asked)
+        await call.read()
+        call.cancel()
+        await until(lambda: engine.free_pages == engine.total_pages)
+        running = asyncio.ensure_future(by_index(server.inference.GenerateStream(asked)))
+        await until(lambda: engine.num_running == 3)
+        server.app.driver.end(*server.app.driver.live(), FinishReason.ABORTED)
+        found, _ = await running
+        assert [found[i][3][0].finish_reason for i in range(3)] == [pb.FINISH_REASON_ABORTED] * 3
+        assert engine.free_pages == engine.total_pages
+
+
+@pytest.mark.parametrize("poisoned", [0, 1, 2])
+async def test_a_fault_of_one_output_ends_the_call_once_and_frees_the_others(server, poisoned):
+    server.engine.poison, server.engine.poisoned = {9}, {poisoned}
+    asked = {"token_ids": pb.TokenIds(ids=[9]), "sampling": pb.SamplingParams(n=3)}
+    error = await refused(server, **asked)
+    assert error.code() == grpc.StatusCode.INTERNAL
+    assert "poisoned" in error.details()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await collect(server.inference.GenerateStream(request(**asked)))
+    assert server.engine.free_pages == server.engine.total_pages
+    assert metric(server, "requests_total", finish_reason="error") == 2
+    await server.inference.Generate(request(pb.GenerateRequest))
+
+
+async def test_the_queue_counts_the_tokens_of_every_output():
+    engine = FakeEngine(batch=1)
+    engine.gate.clear()
+    async with serving(engine) as server:
+        first = asyncio.ensure_future(collect(server.inference.GenerateStream(request())))
+        await until(lambda: engine.num_running == 1)
+        asked = request(sampling=pb.SamplingParams(n=3), token_ids=pb.TokenIds(ids=[1, 2]))
+        second = asyncio.ensure_future(by_index(server.inference.GenerateStream(asked)))
+        await until(lambda: len(server.app.driver.queue) == 1)
+        assert server.app.driver.queue.num_tokens == 3 * (2 + 20)
+        engine.gate.set()
+        await asyncio.gather(first, second)
+
+
+# ------------------------------------------------------------------------------------------------ log-probabilities
+
+
+@pytest.mark.parametrize("stop", [[], ["brown"]])
+@pytest.mark.parametrize("top", [0, 2])
+async def test_every_kept_token_has_its_log_probability(server, stop, top):
+    asked = {
+        "sampling": pb.SamplingParams(n=2),
+        "stopping": pb.StoppingParams(max_tokens=20, stop=stop),
+        "output": pb.OutputOptions(logprobs=True, top_logprobs=top),
+    }
+    whole = await server.inference.Generate(request(pb.GenerateRequest, **asked))
+    found, _ = await by_index(server.inference.GenerateStream(request(**asked)))
+    for output in whole.outputs:
+        _, ids, logprobs, _ = found[output.index]
+        assert ids == list(output.token_ids)
+        assert list(map(plain, logprobs)) == [expected_logprob(token, top) for token in ids]
+        assert list(output.logprobs) == logprobs
+
+
+async def test_a_slow_reader_gets_the_same_log_probabilities():
+    engine = FakeEngine(burst=40)
+    engine.max_model_len = 10**5
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    async with serving(engine, options=options) as server:
+        asked = request(
+            sampling=pb.SamplingParams(n=2),
+            stopping=pb.StoppingParams(max_tokens=5000),
+            output=pb.OutputOptions(logprobs=True, top_logprobs=3),
+        )
+        call = aiter(server.inference.GenerateStream(asked))
+        first = await anext(call)
+        await until(lambda: not engine.has_work)  # it is all made before the second message is read
+        found, messages = await by_index(call)
+        assert first.delta.index == 0
+        for index in range(2):
+            _, ids, logprobs, _ = found[index]
+            skipped = 40 * (1 - index)
+            assert tuple(ids) == engine.expected(5000, index)[skipped:]
+            assert list(map(plain, logprobs)) == [expected_logprob(token, 3) for token in ids]
+        assert max(len(message.delta.token_ids) for message in messages) > 40, "nothing was merged"
+
+
+async def test_log_probabilities_come_without_token_ids_too(server):
+    output = pb.OutputOptions(token_ids=False, logprobs=True)
+    found, _ = await by_index(server.inference.GenerateStream(request(output=output)))
+    assert not found[0][1]
+    assert len(found[0][2]) == 20
+
+
+@pytest.mark.parametrize("ids", [[7], [7, 8, 9]])
+async def test_prompt_log_probabilities_come_once_on_the_first_message(server, ids):
+    asked = {
+        "token_ids": pb.TokenIds(ids=ids),
+        "sampling": pb.SamplingParams(n=2),
+        "output": pb.OutputOptions(prompt_logprobs=True, top_logprobs=1),
+    }
+    whole = await server.inference.Generate(request(pb.GenerateRequest, **asked))
+    _, messages = await by_index(server.inference.GenerateStream(request(**asked)))
+    wanted = [expected_logprob(token, 1) for token in ids[1:]]
+    assert whole.HasField("prompt_logprobs")
+    assert list(map(plain, whole.prompt_logprobs.logprobs)) == wanted
+    assert [m.HasField("prompt_logprobs") for m in messages] == [True] + [False] * (len(messages) - 1)
+    assert list(map(plain, messages[0].prompt_logprobs.logprobs)) == wanted
+    assert not messages[0].delta.logprobs
+
+
+# --------------------------------------------------------------------------------- what the engine gets, and gives
+
+
+async def test_every_option_reaches_the_engine(server):
+    sampling = pb.SamplingParams(
+        repetition_penalty=1.5,
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        logit_bias={3: -2.5},
+        allowed_token_ids=pb.TokenIds(ids=[3, 4]),
+        banned_token_ids=[5],
+    )
+    stopping = pb.StoppingParams(min_tokens=2, max_tokens=4)
+    for salt in ("one", "two"):
+        await server.inference.Generate(
+            request(pb.GenerateRequest, sampling=sampling, stopping=stopping, cache_salt=salt)
+        )
+    await server.inference.Generate(request(pb.GenerateRequest))
+    first, second, bare = server.engine.requests
+    assert [first.cache_salt, second.cache_salt, bare.cache_salt] == ["one", "two", None]
+    got = first.sampling
+    assert (got.repetition_penalty, got.presence_penalty, got.frequency_penalty) == (1.5, -1, 0.5)
+    assert (got.logit_bias, got.allowed_token_ids, got.banned_token_ids) == ({3: -2.5}, (3, 4), (5,))
+    assert (got.min_tokens, got.logprobs, got.prompt_logprobs) == (2, None, None)
+    assert bare.sampling.allowed_token_ids is None
+    assert (bare.sampling.n, bare.sampling.repetition_penalty) == (1, 1.0)
+
+
+async def test_a_stop_string_within_min_tokens_is_text(server):
+    stopping = pb.StoppingParams(max_tokens=60, min_tokens=15, stop=["the"])
+    text, _, (end,), _ = await collect(server.inference.GenerateStream(request(stopping=stopping)))
+    assert text == TEXT[: TEXT.index("the", 5)]
+    assert end.stop_string == "the"
+
+
+async def test_cached_prompt_tokens_and_cache_counters(server):
+    answer = await server.inference.Generate(request(pb.GenerateRequest, token_ids=pb.TokenIds(ids=[1, 2])))
+    assert answer.outputs[0].finished.usage.cached_prompt_tokens == 1
+    assert metric(server, "prefix_cache_queries_total") == 5 * server.engine.steps
+    assert metric(server, "prefix_cache_hits_total") == 2 * server.engine.steps
+
+
+# ----------------------------------------------------------------------------------------------- guided decoding
+
+
+def guided(*choices):
+    return pb.GuidedDecoding(choice=pb.Choice(choices=choices))
+
+
+async def test_a_structure_is_compiled_elsewhere_and_every_output_has_it():
+    compiler = FakeCompiler()
+    async with serving(compile_grammar=compiler) as server:
+        asked = request(pb.GenerateRequest, guided=guided("and over"), sampling=pb.SamplingParams(n=2))
+        answer = await server.inference.Generate(asked)
+        assert [output.text for output in answer.outputs] == ["and over"] * 2
+        assert [output.finished.stop_token_id for output in answer.outputs] == [EOS] * 2
+        assert compiler.asked[0].choice == ("and over",)
+        assert not compiler.threads & server.engine.threads
+        error = await refused(server, guided=pb.GuidedDecoding(regex="a+"))
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "guided.regex is 'a+'" in error.details()
+        assert metric(server, "admission_rejected_total", reason="invalid") == 1
+
+
+async def test_a_slow_structure_stalls_nobody_and_minds_deadline_and_cancellation():
+    compiler = FakeCompiler()
+    compiler.gate.clear()
+    async with serving(compile_grammar=compiler) as server:
+        room = server.app._grammars._room
+        asked = request(guided=guided("a"))
+        slow = [asyncio.ensure_future(by_index(server.inference.GenerateStream(asked))) for _ in range(2)]
+        await until(lambda: len(compiler.asked) == 2)  # both threads are busy: others wait
+        await server.inference.Generate(request(pb.GenerateRequest))
+        late = server.inference.Generate(request(pb.GenerateRequest, guided=guided("b")), timeout=0.3)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await late
+        assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        gone = server.inference.GenerateStream(asked)
+        waiting = asyncio.ensure_future(gone.read())
+        await until(lambda: room._value == MAX_PENDING - 3)
+        gone.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await until(lambda: room._value == MAX_PENDING - 2)  # neither of the two waits any more
+        compiler.gate.set()
+        for found, _ in await asyncio.gather(*slow):
+            assert found[0][0] == "a"
+        assert len(compiler.asked) == 2
+        assert len(server.engine.requests) == 3
+
+
+async def test_too_many_structures_at_once_are_refused_with_a_time_to_come_again():
+    compiler = FakeCompiler()
+    compiler.gate.clear()
+    async with serving(compile_grammar=compiler) as server:
+        asked = [
+            server.inference.Generate(request(pb.GenerateRequest, guided=guided("a"))) for _ in range(MAX_PENDING + 1)
+        ]
+        waiting = [asyncio.ensure_future(call) for call in asked]
+        await until(lambda: any(task.done() for task in waiting))
+        (full,) = [task for task in waiting if task.done()]
+        assert full.exception().code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        compiler.gate.set()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert (await server.inference.Generate(request(pb.GenerateRequest, guided=guided("a")))).outputs[0].text == "a"
+
+
+async def test_a_model_without_a_compiler_says_so(server):
+    error = await refused(server, guided=guided("a"))
+    assert error.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert "guided" in error.details()
