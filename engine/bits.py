@@ -78,6 +78,7 @@ def hold_bits(model: PreTrainedModel, layout: KVLayout) -> None:
     Raises:
         ModelError: they depend on something else all the same.
     """
+    _refuse_experts(model)
     sound: dict[str, bool] = {}
     for name, module in list(model.named_modules()):
         if isinstance(model.get_submodule(name.rpartition(".")[0]), Piecewise | RowByRow):
@@ -91,6 +92,16 @@ def hold_bits(model: PreTrainedModel, layout: KVLayout) -> None:
             if not sound[shape]:
                 _take_row_by_row(model, name, module, shape)
     _check_whole(model, layout)
+
+
+def _refuse_experts(model: PreTrainedModel) -> None:
+    """Stacked matrices: each is used on as many rows as a router sends there, and no tile fixes that shape."""
+    for name, weight in model.named_parameters():
+        if weight.ndim > 2:
+            raise ModelError(
+                f"reproducible: {name} has {weight.ndim} dimensions, as of a mixture of experts; how many rows meet "
+                "each expert hangs on the batch, and with it their bits"
+            )
 
 
 def shape_of(module: nn.Module) -> str:

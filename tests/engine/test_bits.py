@@ -11,9 +11,10 @@ from transformers import activations
 from engine.bits import Piecewise, RowByRow, hold_bits, is_independent, one_thread
 from engine.build import assemble
 from engine.config import EngineConfig
-from engine.errors import ModelError
+from engine.errors import ModelError, Unsupported
 from engine.runner import kv_layout
 from engine.tiles import TILE
+from engine.types import Request, SpeculationParams, Verification
 from tests import zoo
 
 
@@ -125,6 +126,25 @@ def test_refused_where_it_was_never_measured() -> None:
         assemble(EngineConfig(target="x", reproducible=True), model)
 
 
-def test_refused_where_drafts_decide() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_refused(dtype: torch.dtype) -> None:
+    """In bfloat16 a check by samples would let this one pass."""
+    model = zoo.ours(zoo.reference("mixtral")).to(dtype)
+    with pytest.raises(ModelError, match=r"experts\.\w+ has 3 dimensions"):
+        assemble(EngineConfig(target="x", reproducible=True), model)
+
+
+def test_a_server_with_rejection_as_its_rule_is_refused() -> None:
     with pytest.raises(ValueError, match="coupled"):
         EngineConfig(target="x", reproducible=True, verification="rejection")
+
+
+def test_a_request_for_rejection_is_refused(model: torch.nn.Module) -> None:
+    engine = assemble(EngineConfig(target="x", reproducible=True), model)
+    for rule in (None, *Verification):
+        request = Request(request_id="r", token_ids=(1,), speculation=SpeculationParams(verification=rule))
+        if rule is Verification.REJECTION:
+            with pytest.raises(Unsupported, match=r"speculation\.verification is 'rejection'.*reproducible"):
+                engine.check(request)
+        else:
+            engine.check(request)

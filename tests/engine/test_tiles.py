@@ -6,9 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.attention import choose
 from engine.batch import Feed
+from engine.kv import KVArena
+from engine.runner import ModelRunner, Tap, kv_layout
 from engine.tiles import TILE, TiledRunner, cut, wanted_rows
-from tests import fakes
+from tests import fakes, zoo
 
 VOCAB, PAGE, PAGES = 11, 4, 64
 LENS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=4)
@@ -28,6 +31,20 @@ def test_the_worked_example() -> None:
     assert [[len(f.tokens) for f in tile] for tile in tiles] == [[3, 1], [4], [1, 1]]
     assert [[f.start for f in tile] for tile in tiles] == [[5, 0], [1], [5, 9]]
     assert [wanted_rows(tile) for tile in tiles] == [[2], [3], [0, 1]]
+
+
+def test_a_tap_holds_the_rows_of_all_passes() -> None:
+    """What heads draft from: the hidden state of each token of the batch, in order, without padding."""
+    model = zoo.ours(zoo.reference("llama"))
+    tap, layout = Tap(model), kv_layout(model.config, model.dtype)
+    arena = KVArena(layout, num_pages=PAGES, page_size=PAGE, device=model.device, spare_rows=TILE)
+    inner = ModelRunner(model, arena, choose("reference"))
+    feeds = feeds_of([(3, 1), (20, 0), (17, 2)])
+    inner.forward(feeds)
+    whole = tap.hidden
+    TiledRunner(inner, scratch=PAGES, tap=tap).forward(feeds)
+    assert tap.hidden.shape == (40, model.config.hidden_size)
+    assert torch.allclose(tap.hidden, whole, atol=1e-5)
 
 
 @given(LENS)
