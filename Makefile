@@ -1,6 +1,6 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check features serve proto train bench clean
+.PHONY: help install demo test check features serve proto train heads bench clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -55,6 +55,9 @@ endef
 
 train: install ## Train the embedded pair again (about 90 minutes on two cores; resumes a stopped run)
 	$(BIN)/python -m models.train $(ARGS)
+
+heads: install ## Train the embedded target's Medusa and EAGLE heads again (about 20 minutes on one core)
+	$(BIN)/python -m models.heads $(ARGS)
 
 bench: install ## Measure the embedded pair by number of drafts; writes docs/benchmarks/
 	$(BIN)/python -m benchmarks.embedded --out docs/benchmarks/embedded-cpu $(ARGS)

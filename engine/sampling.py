@@ -158,4 +158,5 @@ def _kept(scores: Tensor, params: RowParams) -> Tensor:
     # Running sums in float64: a row's decision must not hinge on rounding that its batch mates could change.
     mass = weight.cumsum(-1)
     by_p = (mass - weight < params.top_p[:, None] * mass[:, -1:]) | (params.top_p[:, None] >= 1)
-    return by_k & by_p & (weight >= params.min_p[:, None] * weight[:, :1])
+    by_min_p = weight >= params.min_p[:, None] * weight[:, :1]
+    return by_k & by_p & by_min_p | (rank == 0)  # a row without any number keeps one too, for `judge` to report

@@ -15,3 +15,13 @@ def embedded_target() -> Path:
 def embedded_draft() -> Path:
     """Folder of the embedded draft model, distilled from the target; same tokenizer."""
     return _HERE / "draft"
+
+
+def embedded_medusa() -> Path:
+    """Folder of the Medusa heads for the embedded target."""
+    return _HERE / "medusa"
+
+
+def embedded_eagle() -> Path:
+    """Folder of the EAGLE head for the embedded target."""
+    return _HERE / "eagle"

@@ -20,9 +20,16 @@ from pydantic_settings import (
 )
 
 from engine.config import EngineConfig
-from models import embedded_draft, embedded_target
+from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 LogFormat = Literal["auto", "json", "text"]
+# Everything that can draft for the embedded target; together it loads in less than a second.
+_EMBEDDED = {
+    "draft": str(embedded_draft()),
+    "medusa": str(embedded_medusa()),
+    "eagle": str(embedded_eagle()),
+    "self_layers": 3,
+}
 
 Config = TypeVar("Config", bound="ServerConfig")
 
@@ -59,7 +66,7 @@ class ServerConfig(BaseSettings, EngineConfig):
     @classmethod
     def _embedded_pair(cls, values: Any) -> Any:
         if isinstance(values, dict) and not values.get("target"):
-            return {"draft": str(embedded_draft())} | values | {"target": str(embedded_target())}
+            return _EMBEDDED | values | {"target": str(embedded_target())}
         return values
 
     @classmethod

@@ -14,7 +14,7 @@ Written by `make features` from a test run; a test of the docs holds it against 
 Rows are what a request asks for or finds itself in, columns are proposers. A cell is a test of
 `tests/exactness/test_options.py` that passed: with this proposer, tokens, text, finish reason, stop position, usage,
 seed and log-probabilities are those of plain decoding, for several numbers of drafts. `right` and `wrong` are
-proposers of the tests that always or never guess what comes.
+proposers of the tests that always or never guess what comes; `mapped` is `model` with another vocabulary.
 """
 
 

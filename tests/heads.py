@@ -30,13 +30,15 @@ def random(shapes: dict[str, tuple[int, ...]], seed: int = 3) -> dict[str, Tenso
     return {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
 
 
-def medusa_tensors(heads: int = 4, blocks: int = 1, *, own_output: bool = True) -> dict[str, Tensor]:
+def medusa_tensors(
+    heads: int = 4, blocks: int = 1, *, own_output: bool = True, vocab: int = zoo.VOCAB
+) -> dict[str, Tensor]:
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(heads):
         for j in range(blocks):
             shapes |= {f"{i}.{j}.linear.weight": (HIDDEN, HIDDEN), f"{i}.{j}.linear.bias": (HIDDEN,)}
         if own_output:
-            shapes[f"{i}.{blocks}.weight"] = (zoo.VOCAB, HIDDEN)
+            shapes[f"{i}.{blocks}.weight"] = (vocab, HIDDEN)
     return random(shapes)
 
 
@@ -69,11 +71,11 @@ def save(folder: Path, config: object, tensors: dict[str, Tensor], file: str = "
     return str(folder)
 
 
-def medusa(folder: Path, heads: int = 4, blocks: int = 1, *, own_output: bool = True) -> str:
+def medusa(folder: Path, heads: int = 4, blocks: int = 1, *, own_output: bool = True, vocab: int = zoo.VOCAB) -> str:
     config = {"medusa_num_heads": heads, "medusa_num_layers": blocks}
-    tensors = medusa_tensors(heads, blocks, own_output=own_output)
+    tensors = medusa_tensors(heads, blocks, own_output=own_output, vocab=vocab)
     return save(folder / "medusa", config, tensors, "medusa_lm_head.safetensors")
 
 
-def eagle(folder: Path, **kind: bool) -> str:
-    return save(folder / "eagle", EAGLE_CONFIG, eagle_tensors(**kind))
+def eagle(folder: Path, vocab: int = zoo.VOCAB, **kind: bool) -> str:
+    return save(folder / "eagle", EAGLE_CONFIG | {"vocab_size": vocab}, eagle_tensors(**kind))

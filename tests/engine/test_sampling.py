@@ -97,6 +97,21 @@ def test_a_draw_does_not_see_its_batch_mates(
     assert both[0] == alone[0]
 
 
+@settings(deadline=None)
+@given(st.sampled_from([-math.inf, math.nan, math.inf]), st.lists(PARAMS, min_size=1, max_size=4))
+def test_a_row_without_a_law_is_no_ones_fault(value: float, mixed: list[SamplingParams]) -> None:
+    """`judge` ends its request; until then it must neither raise nor change what the healthy row beside it says."""
+    healthy, sick = [float(i % 5) for i in range(12)], [value] * 12
+    rows = [row(SamplingParams(temperature=1.0, top_k=3)), *map(row, mixed)]
+    logits = torch.tensor([healthy, *[sick] * len(mixed)])
+    params = RowParams.of(rows, 12, logits.device)
+    alone = RowParams.of(rows[:1], 12, logits.device)
+    among_sick = RowParams.of(rows[1:], 12, logits.device)
+    assert sampling.choose(logits[1:], among_sick).shape == (len(mixed),)
+    assert sampling.choose(logits, params)[0] == sampling.choose(logits[:1], alone)[0]
+    assert sampling.probabilities(logits, params)[0].equal(sampling.probabilities(logits[:1], alone)[0])
+
+
 def test_extreme_temperatures_stay_finite() -> None:
     logits = torch.tensor([[1e4, -1e4, 9.9e3]])
     for temperature in (5e-324, 1e-40, 1e-3, 100.0):

@@ -23,6 +23,8 @@ LAWS = (
     SamplingParams(max_tokens=24),
     SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=24),
     SamplingParams(temperature=1.3, seed=0, max_tokens=24),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=24, repetition_penalty=1.3, presence_penalty=0.5, min_tokens=20),
+    SamplingParams(max_tokens=24, frequency_penalty=0.7, logit_bias={5: 2.0, 9: -100.0}, banned_token_ids=(11, 12)),
 )
 PROPOSERS = ("suffix", "self", "medusa", "eagle", "auto")
 EVERYONE = ("none", "ngram", "model", *PROPOSERS)
@@ -51,7 +53,7 @@ def engine_of(folder: Path, family: str = "llama", *, own_output: bool = False, 
     return assemble(settings, target, draft)
 
 
-def requests(count: int = 9, **speculation: object) -> list[Request]:
+def requests(count: int = 10, **speculation: object) -> list[Request]:
     prompts = zoo.prompts(count)
     prompts[0] = prompts[0][:1]
     return [
@@ -102,7 +104,7 @@ def _renamed(asked: list[Request], name: str) -> list[Request]:
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_preempted(folder: Path, proposer: str) -> None:
-    """Pages for two of nine sequences: features and K/V of every drafter are given up and made again."""
+    """Pages for a few of ten sequences: features and K/V of every drafter are given up and made again."""
     config = zoo.configs()["llama"]
     per_token = 3 * kv_layout(config, torch.float32).bytes_per_token  # target 2 layers, draft 2, self 1, eagle 1
     engine = engine_of(

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from engine.config import EngineConfig
 from engine.types import SpeculationMode
-from models import embedded_draft, embedded_target
+from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from server import cli
 from server.config import ServerConfig
 from server.version import version
@@ -19,10 +19,13 @@ def test_without_a_model_the_embedded_pair_is_served() -> None:
     config = ServerConfig.load([])
     assert (config.target, config.draft) == (str(embedded_target()), str(embedded_draft()))
     assert config.host == "127.0.0.1"
+    assert (config.medusa, config.eagle) == (str(embedded_medusa()), str(embedded_eagle()))
+    assert config.self_layers == 3
 
 
 def test_a_model_without_a_draft_has_none() -> None:
-    assert ServerConfig.load(["some/model"]).draft is None
+    config = ServerConfig.load(["some/model"])
+    assert (config.draft, config.medusa, config.eagle, config.self_layers) == (None,) * 4
 
 
 def test_flags_come_before_variables_before_the_file(tmp_path, monkeypatch) -> None:

@@ -1,0 +1,220 @@
+"""Train Medusa heads and an EAGLE head for the embedded target: small drafts that read what it thinks.
+
+    python -m models.heads            # both, about 20 minutes on one core
+
+Both learn the frozen target's own law, from the same forward passes. They are stored in their published layouts, so
+that the engine loads them as it loads anyone's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import track
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from models import corpus, embedded_eagle, embedded_medusa, embedded_target
+from models.lessons import continuations, mixed, repeats
+from models.tokens import token_stream
+from models.train import DRAFT, NUM_CONTINUATIONS, POLISH, TARGET, WORK, batches
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Shape and schedule of both heads."""
+
+    num_heads: int = 4  # Medusa's: one per draft
+    num_layers: int = 1  # residual blocks in each of them
+    unroll: int = 3  # EAGLE's passes over its own features, which is what it meets when it drafts
+    steps: int = 1600
+    batch_tokens: int = 2048
+    matrix_lr: float = 0.01  # Muon
+    other_lr: float = 1e-3  # AdamW
+    decay: float = 0.8  # a deeper draft counts less: it is used only if all before it were right
+    feature_weight: float = 0.5
+    seed: int = 23
+
+
+HEADS = Recipe()
+
+
+class Residual(nn.Module):
+    """x + SiLU(linear(x)); begins as the identity."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden, hidden)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., hidden]` to the same."""
+        return x + F.silu(self.linear(x))
+
+
+class Medusa(nn.ModuleList):
+    """Head i guesses the token i + 2 places on (Cai et al. 2024, arXiv 2401.10774); the output matrix is shared."""
+
+    def __init__(self, recipe: Recipe, hidden: int) -> None:
+        heads = range(recipe.num_heads)
+        super().__init__(nn.Sequential(*[Residual(hidden) for _ in range(recipe.num_layers)]) for _ in heads)
+
+    def losses(self, seen: Seen, matrix: Tensor) -> Iterator[Tensor]:
+        """One per head: `features[t]` must give the law at t + 1 + i."""
+        for i, head in enumerate(self, start=1):
+            yield seen.divergence(head(seen.features[:, :-i]) @ matrix.T, ahead=i)
+
+    def config(self, recipe: Recipe, target: LlamaConfig) -> dict[str, object]:
+        """What the published folders say."""
+        return {
+            "medusa_num_heads": recipe.num_heads,
+            "medusa_num_layers": recipe.num_layers,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+        }
+
+
+class Eagle(nn.Module):
+    """One layer that continues the target's features (Li et al. 2024, arXiv 2401.15077)."""
+
+    def __init__(self, target: LlamaConfig) -> None:
+        super().__init__()
+        self.settings = copy.deepcopy(target)
+        self.settings.num_hidden_layers = 1
+        self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=False)
+        self.layers = nn.ModuleList([LlamaDecoderLayer(self.settings, 0)])
+        self.layers[0].input_layernorm = nn.Identity()
+        self.rotary = LlamaRotaryEmbedding(self.settings)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02 if "layers" in name else target.hidden_size**-0.5)
+
+    def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
+        """(feature of t, embedding of token t + 1), `[batch, length, hidden]` each -> feature of t + 1."""
+        x = self.fc(torch.cat([embedded, features], -1))
+        positions = torch.arange(x.shape[1])[None]
+        out = self.layers[0](x, position_embeddings=self.rotary(x, positions), position_ids=positions)
+        assert isinstance(out, Tensor)
+        return out
+
+    def losses(self, seen: Seen, matrix: Tensor, unroll: int, feature_weight: float) -> Iterator[Tensor]:
+        """One per pass: the first continues the target's features, each further one its own."""
+        fed = seen.features
+        for _ in range(unroll):
+            made = self(fed, seen.embedded)
+            away = F.smooth_l1_loss(made[:, :-1], seen.features[:, 1:])
+            yield seen.divergence(made[:, :-1] @ matrix.T, ahead=1) + feature_weight * away
+            fed = torch.cat([seen.features[:, :1], made[:, :-1]], 1)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the target makes of windows `[batch, length + 1]`."""
+
+    features: Tensor  # [batch, length, hidden], after the final norm
+    law: Tensor  # [batch, length, vocab], log probabilities of the token after each
+    embedded: Tensor  # [batch, length, hidden], of the token after each
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, target: LlamaForCausalLM, windows: Tensor) -> Seen:
+        """One pass of the frozen target."""
+        features = target.model(input_ids=windows[:, :-1], use_cache=False).last_hidden_state
+        return cls(
+            features, target.lm_head(features).float().log_softmax(-1), target.model.embed_tokens(windows[:, 1:])
+        )
+
+    def divergence(self, logits: Tensor, ahead: int) -> Tensor:
+        """Mean KL(target || head) in nats; `logits[:, t]` speaks of the law at t + `ahead`."""
+        wanted, got = self.law[:, ahead:].flatten(0, 1), logits.float().log_softmax(-1).flatten(0, 1)
+        return F.kl_div(got, wanted, reduction="batchmean", log_target=True)
+
+
+def train(recipe: Recipe, target: LlamaForCausalLM, data: Iterator[tuple[int, Tensor]]) -> tuple[Medusa, Eagle]:
+    """Both heads at once; the target's pass is the larger part of the cost."""
+    torch.manual_seed(recipe.seed)
+    medusa, eagle = Medusa(recipe, target.config.hidden_size), Eagle(target.config)
+    step_of = _optimiser(recipe, [*medusa.parameters(), *eagle.parameters()])
+    smooth = np.zeros(recipe.num_heads + recipe.unroll)
+    for step, windows in track(data, description="heads", total=recipe.steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            seen, matrix = Seen.of(target, windows), target.lm_head.weight.detach()
+            losses = [*medusa.losses(seen, matrix), *eagle.losses(seen, matrix, recipe.unroll, recipe.feature_weight)]
+        weights = [recipe.decay**i for n in (recipe.num_heads, recipe.unroll) for i in range(n)]
+        torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum().backward()
+        step_of(step)
+        smooth += (np.array([loss.item() for loss in losses]) - smooth) * max(0.02, 1 / (step + 1))
+        if step % 50 == 49:
+            print(step + 1, " ".join(f"{loss:.3f}" for loss in smooth), flush=True)
+    return medusa, eagle
+
+
+def _optimiser(recipe: Recipe, parameters: list[nn.Parameter]) -> Callable[[int], None]:
+    """A step of Muon for matrices and AdamW for the rest: warm up, hold, fall to zero over the last 60 %."""
+    groups = [[p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]]
+    rates = (recipe.matrix_lr, recipe.other_lr)
+    optimisers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(groups[0], lr=rates[0], weight_decay=0.01, momentum=0.95),
+        torch.optim.AdamW(groups[1], lr=rates[1], betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+    def step_of(step: int) -> None:
+        scale = min(1.0, (step + 1) / 50, (recipe.steps - step) / (0.6 * recipe.steps))
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for optimiser, rate in zip(optimisers, rates, strict=True):
+            optimiser.param_groups[0]["lr"] = rate * scale
+            optimiser.step()
+            optimiser.zero_grad()
+
+    return step_of
+
+
+def lessons(recipe: Recipe, target: LlamaForCausalLM) -> Iterator[tuple[int, Tensor]]:
+    """Of four steps one is of the corpus, one of repeats, two of what the target wrote: as the draft was polished."""
+    tokenizer = Tokenizer.from_file(str(embedded_target() / "tokenizer.json"))
+    stream = token_stream(tokenizer, corpus.find(), seed=TARGET.seed)
+    cache = WORK / "continuations.safetensors"
+    windows = continuations(copy.deepcopy(target), stream, NUM_CONTINUATIONS, POLISH.seed, cache)
+    schedule = replace(DRAFT, steps=recipe.steps, batch_tokens=recipe.batch_tokens, seed=recipe.seed)
+    copying = repeats(stream, recipe.batch_tokens, range(recipe.steps), recipe.seed)
+    return mixed(batches(stream, schedule, 0), copying, windows, recipe.batch_tokens, recipe.seed)
+
+
+def export(head: nn.Module, config: dict[str, object], out: Path) -> None:
+    """bf16 safetensors and a config.json."""
+    out.mkdir(parents=True, exist_ok=True)
+    weights = {name: p.detach().bfloat16().contiguous() for name, p in head.named_parameters()}
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def main() -> None:
+    """Train and write both."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=HEADS.steps)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    recipe = replace(HEADS, steps=options.steps)
+    target = LlamaForCausalLM.from_pretrained(embedded_target(), dtype=torch.float32).eval().requires_grad_(False)
+    medusa, eagle = train(recipe, target, lessons(recipe, target))
+    export(medusa, medusa.config(recipe, target.config), embedded_medusa())
+    shape = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    export(eagle, eagle.settings.to_diff_dict() | shape, embedded_eagle())
+    print(json.dumps(asdict(recipe)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Structured output through the whole engine: valid documents, the same with drafts and without."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import jsonschema
+import pytest
+
+from engine.llm import LLM, Completion
+from engine.types import FinishReason, Guided, SamplingParams
+from tests.sameness import PROPOSERS, asking, assert_same, embedded_pair
+from tests.schemas import random_schema
+
+SCHEMAS = [random_schema(seed) for seed in range(100)]
+OPTIONS = {"max_model_len": 1024, "max_batch_size": 32, "max_batch_tokens": 256, "page_size": 32}
+
+
+def asked(seed: int) -> tuple[str, SamplingParams]:
+    """The prompt, cut differently for each, and half of them greedy."""
+    guided = Guided(json_schema=json.dumps(SCHEMAS[seed]))
+    sampling = SamplingParams(guided=guided, temperature=seed % 2, seed=seed, max_tokens=900, logprobs=0)
+    return "import json\n\nprint(json.dumps(value)) # -> "[seed % 20 :], sampling
+
+
+def generate(llm: LLM, proposer: str) -> list[Completion]:
+    prompts, params = zip(*map(asked, range(100)), strict=True)
+    return llm.generate(list(prompts), list(params), speculation=asking(proposer, 4))
+
+
+@cache
+def plain() -> list[Completion]:
+    return generate(embedded_pair().llm("none", **OPTIONS, prefix_cache=False), "none")
+
+
+def test_100_random_schemas_give_100_valid_documents() -> None:
+    for schema, done in zip(SCHEMAS, plain(), strict=True):
+        assert done.finish_reason is FinishReason.STOP, done
+        assert done.error is None
+        jsonschema.validate(json.loads(done.text), schema)
+
+
+@pytest.mark.parametrize("proposer", [name for name in PROPOSERS if name not in ("none", "right", "wrong")])
+def test_100_random_schemas_are_the_same_with_drafts(proposer: str) -> None:
+    got = generate(embedded_pair().llm(proposer, **OPTIONS), proposer)
+    for ours, theirs in zip(got, plain(), strict=True):
+        assert_same(ours, theirs)
+    assert sum(done.stats.accepted for done in got) > 0, "no draft was kept, so nothing was shown"

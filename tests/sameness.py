@@ -1,0 +1,189 @@
+"""One prompt alone, one token at a time, is the law; here is what compares all else with it.
+
+A random target that speaks the embedded tokenizer's tokens, and every proposer that there is: a draft model that is
+often right, the same with its ids shuffled and some missing, the target's first layer, random heads, and two that are
+always right and always wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.build import assemble
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.llm import LLM, Completion
+from engine.proposers.scripted import ScriptedProposer
+from engine.runner import kv_layout, load_model
+from engine.text import Codec
+from engine.types import SamplingParams, Sequence, SpeculationMode, SpeculationParams, TokenLogprob
+from engine.vocab import VocabMap
+from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
+from tests import heads, zoo
+
+PROMPTS = (
+    "def add(a, b):\n    return a + b\n\ndef add(a",
+    "import os\nimport sys\n",
+    "x",
+    "for i in range(10):\n    print(i)\nfor i in range(10):\n    print(",
+)
+PROPOSERS = ("none", "ngram", "suffix", "model", "mapped", "self", "medusa", "eagle", "auto", "right", "wrong")
+VOCAB = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A target with all that drafts for it. It remembers what plain decoding said, for `right` and `wrong`."""
+
+    target: nn.Module
+    draft: nn.Module
+    parts: Mapping[str, object]  # of the config: the heads' folders and how many layers `self` has
+    _known: dict[tuple[object, ...], list[Completion]] = field(default_factory=dict)
+    _futures: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
+    _engines: dict[str, LLM] = field(default_factory=dict)
+
+    def plain(self, prompt: str, sampling: SamplingParams) -> list[Completion]:
+        """One prompt alone, no drafts, no cache, pages to spare."""
+        key = (prompt, repr(sampling))
+        if key not in self._known:
+            config = EngineConfig(target="target", proposer="none", prefix_cache=False)
+            alone = self._kept("plain", lambda: assemble(config, self.target))
+            self._known[key] = alone.generate(prompt, sampling)
+            for done in self._known[key]:
+                self._futures[self._key(codec().encode(prompt), done.seed, sampling)] = list(done.token_ids)
+        return self._known[key]
+
+    def llm(self, proposer: str, pages: int | None = None, **options: object) -> LLM:
+        """Every proposer in one engine, but `mapped`, which has one of its own; each engine is made once."""
+        options |= {} if pages is None else {"kv_memory": self._gib(pages)}
+        usual = {"num_draft_tokens": 8, "page_size": 4, "max_batch_size": 16, "max_batch_tokens": 64}
+        config = EngineConfig(**{"target": "target", "draft": "draft", **usual, **self.parts, **options})
+        name = f"{proposer == 'mapped'} {config!r}"
+        if proposer != "mapped":
+            scripted = {"right": ScriptedProposer(self._right), "wrong": ScriptedProposer(self._wrong)}
+            return self._kept(name, lambda: assemble(config, self.target, self.draft, extra_proposers=scripted))
+        draft, vocab = respelled(self.draft)
+        return self._kept(name, lambda: assemble(config, self.target, draft, vocab=vocab))
+
+    def _gib(self, pages: int) -> float:
+        """The memory of as many pages of 4 tokens, in all arenas together."""
+        whole, draft = (kv_layout(m.config, m.dtype).bytes_per_token for m in (self.target, self.draft))
+        layer = whole // self.target.config.num_hidden_layers
+        in_self_and_eagle = layer * (self.parts["self_layers"] + 1)
+        return (pages * 4 * (whole + draft + in_self_and_eagle) + 1) / 2**30
+
+    def _kept(self, name: str, make: Callable[[], Engine]) -> LLM:
+        if name not in self._engines:
+            self._engines[name] = LLM.of(make(), codec())
+        return self._engines[name]
+
+    def _right(self, sequence: Sequence, k: int) -> list[int]:
+        request, done = sequence.request, sequence.num_generated
+        return self._futures.get(self._key(request.token_ids, sequence.seed, request.sampling), [])[done : done + k]
+
+    def _wrong(self, sequence: Sequence, k: int) -> list[int]:
+        return [(token + 1) % VOCAB for token in self._right(sequence, k)]
+
+    @staticmethod
+    def _key(prompt: Seq[int], seed: int, sampling: SamplingParams) -> tuple[object, ...]:
+        return tuple(prompt), seed, repr(sampling)
+
+
+@cache
+def codec() -> Codec:
+    return Codec.load(embedded_target())
+
+
+@cache
+def random_pair() -> Pair:
+    """A small target, quick to run, and a draft that is often right; its heads hardly ever are."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=1,
+        eos_token_id=0,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.25)
+    folder = Path(tempfile.mkdtemp())
+    medusa, eagle = heads.medusa(folder, vocab=VOCAB), heads.eagle(folder, vocab=VOCAB)
+    parts = {"self_layers": 1, "medusa": medusa, "eagle": eagle, "max_model_len": 128}
+    return Pair(zoo.ours(model), zoo.near(model, 0.01), parts)
+
+
+@cache
+def embedded_pair() -> Pair:
+    """The embedded target with its trained draft and heads."""
+    target, draft = (
+        load_model(str(path), None, torch.float32, torch.device("cpu"))
+        for path in (embedded_target(), embedded_draft())
+    )
+    medusa, eagle = str(embedded_medusa()), str(embedded_eagle())
+    return Pair(target, draft, {"self_layers": 3, "medusa": medusa, "eagle": eagle, "max_model_len": 128})
+
+
+def respelled(draft: nn.Module) -> tuple[nn.Module, VocabMap]:
+    """The same draft with its ids shuffled, and one in nine of the target's tokens unknown to it."""
+    order = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(4))
+    other = copy.deepcopy(draft)
+    with torch.no_grad():
+        weights = {id(w): w for w in (other.get_input_embeddings().weight, other.get_output_embeddings().weight)}
+        for weight in weights.values():  # one, where they are tied
+            weight[order] = weight.clone()
+    ids = tuple(order.tolist())
+    return other, VocabMap(ids, tuple(-1 if i % 9 == 8 else ids[i] for i in range(VOCAB)), VOCAB, VOCAB)
+
+
+def assert_speculation_changes_nothing(
+    pair: Pair, engine: LLM, sampling: SamplingParams, proposer: str, num_draft: int, prompts: Seq[str] = PROMPTS
+) -> list[Completion]:
+    want = [done for prompt in prompts for done in pair.plain(prompt, sampling)]
+    got = engine.generate(list(prompts), sampling, speculation=asking(proposer, num_draft))
+    for ours, theirs in zip(got, want, strict=True):
+        assert_same(ours, theirs)
+    engine.engine.check_invariants()
+    return got
+
+
+def asking(proposer: str, num_draft: int) -> SpeculationParams:
+    name = "model" if proposer == "mapped" else proposer
+    return SpeculationParams(mode=SpeculationMode.FIXED, num_draft_tokens=num_draft, proposer=name)
+
+
+def assert_same(got: Completion, want: Completion) -> None:
+    for name in ("index", "token_ids", "text", "finish_reason", "matched_stop", "prompt_tokens", "seed", "error"):
+        assert getattr(got, name) == getattr(want, name), name
+    assert_close(got.logprobs, want.logprobs, len(want.token_ids))
+    assert_close(got.prompt_logprobs, want.prompt_logprobs, want.prompt_tokens)
+
+
+def assert_close(got: Seq[TokenLogprob | None] | None, want: Seq[TokenLogprob | None] | None, length: int) -> None:
+    assert (got is None) == (want is None)
+    if got is None or want is None:
+        return
+    assert len(got) == len(want) == length
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            numbers = [ours.logprob, *(c.logprob for c in ours.top)]
+            assert numbers == pytest.approx([theirs.logprob, *(c.logprob for c in theirs.top)], abs=1e-4)
