@@ -88,7 +88,7 @@ def assemble(
     layout = kv_layout(target.config, target.dtype)
     page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
     num_pages = pages_within(config, [layout, *drafters.layouts.values()], page_size, limit)
-    attend = attention.choose(config.attention)
+    attend = attention.choose(config.attention, target.device)
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
     probe(target, layout, attend)
     runner = ModelRunner(target, make_arena(layout), attend)

@@ -49,7 +49,9 @@ class EngineConfig(BaseModel):
         None, ge=1, description="Tokens per K/V page; default 32, or one page per sequence without prefix cache."
     )
     prefix_cache: bool = Field(True, description="Keep K/V of past requests for those that begin with the same tokens.")
-    attention: Literal["auto", "sdpa", "reference"] = Field("auto", description="Attention implementation.")
+    attention: Literal["auto", "native", "sdpa", "reference"] = Field(
+        "auto", description="Attention implementation; native is our C kernel, for CPUs."
+    )
     threads: int | None = Field(None, ge=1, description="Compute threads; default the cores this process may use.")
 
     @model_validator(mode="after")

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from engine.attention import reference, sdpa
+from engine.attention import native, reference, sdpa
 from engine.batch import RaggedBatch
 from engine.errors import ModelError
 from engine.kv import KVArena
+from engine.native import library
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +53,17 @@ class Ragged:
     attend: Attend
 
 
-def choose(name: Literal["auto", "sdpa", "reference"]) -> Attend:
-    """Pick an implementation."""
-    found: Callable[..., Tensor] = reference.attend if name == "reference" else sdpa.attend
+def choose(name: Literal["auto", "native", "sdpa", "reference"], device: torch.device) -> Attend:
+    """Pick an implementation; `auto` is the fastest that this machine has.
+
+    Raises:
+        ModelError: `native` is asked for and cannot be had.
+    """
+    has_native = device.type == "cpu" and name in ("auto", "native") and library() is not None
+    if name == "native" and not has_native:
+        raise ModelError("attention is native; it needs a CPU and a C compiler (the log says what is missing)")
+    known: dict[str, Callable[..., Tensor]] = {"sdpa": sdpa.attend, "reference": reference.attend}
+    found = native.attend if has_native else known.get(name, sdpa.attend)
     log.info("attention: %s", found.__module__.rpartition(".")[2])
     return found
 
