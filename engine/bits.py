@@ -158,7 +158,7 @@ def one_thread() -> Iterator[None]:
 def _check_whole(model: PreTrainedModel, layout: KVLayout) -> None:
     """Norms, activations, attention, routers, heads: the logits of one sequence wherever it lies in its tiles."""
     arena = KVArena(layout, num_pages=TILE, page_size=TILE, device=model.device, spare_rows=TILE)
-    runner = TiledRunner(ModelRunner(model, arena, choose("fixed")), scratch=TILE)
+    runner = TiledRunner(ModelRunner(model, arena, choose("fixed", model.device)), scratch=TILE)
     tokens = [(7 * i + 3) % runner.vocab_size for i in range(2 * TILE)]
     mine, other = tokens[:TILE], tokens[TILE:]
     with one_thread():

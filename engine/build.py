@@ -96,7 +96,7 @@ def assemble(
     make_runner = partial(_tiled_runner, tap=drafters.tap) if config.reproducible else _runner
     runner = make_runner(config, target, make_arena)
     # Under the coupled rule a draft's bits reach no output: only the target is slowed down for them.
-    attend = attention.choose(config.attention)
+    attend = attention.choose(config.attention, target.device)
     by_name = drafters.proposers(make_arena, attend, config.max_batch_tokens) | dict(extra_proposers)
     if config.proposer is not None and config.proposer not in by_name:
         raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(by_name)}")
@@ -151,7 +151,7 @@ def _check_bits_are_promised(config: EngineConfig, device: torch.device) -> None
 
 
 def _runner(config: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena]) -> Runner:
-    layout, attend = kv_layout(model.config, model.dtype), attention.choose(config.attention)
+    layout, attend = kv_layout(model.config, model.dtype), attention.choose(config.attention, model.device)
     probe(model, layout, attend)
     return ModelRunner(model, make_arena(layout), attend)
 
@@ -159,7 +159,7 @@ def _runner(config: EngineConfig, model: PreTrainedModel, make_arena: Callable[.
 def _tiled_runner(
     _: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena], tap: Tap | None
 ) -> Runner:
-    layout, attend = kv_layout(model.config, model.dtype), attention.choose("fixed")
+    layout, attend = kv_layout(model.config, model.dtype), attention.choose("fixed", model.device)
     probe(model, layout, attend)
     hold_bits(model, layout)
     arena = make_arena(layout, spare_rows=TILE)

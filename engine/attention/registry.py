@@ -7,17 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from engine.attention import fixed, reference, sdpa
+from engine.attention import fixed, native, reference, sdpa
 from engine.batch import RaggedBatch
 from engine.errors import ModelError
 from engine.kv import KVArena
+from engine.native import library
 
 log = logging.getLogger(__name__)
 
-AttentionName = Literal["auto", "sdpa", "reference", "fixed"]
+AttentionName = Literal["auto", "native", "sdpa", "reference", "fixed"]
 
 # Under this name transformers finds us. It must NOT be registered with its mask interface: then no mask is built.
 ATTENTION_NAME = "pilotfish_ragged"
@@ -53,9 +55,17 @@ class Ragged:
     attend: Attend
 
 
-def choose(name: AttentionName) -> Attend:
-    """Pick an implementation."""
-    found: Callable[..., Tensor] = {"reference": reference.attend, "fixed": fixed.attend}.get(name, sdpa.attend)
+def choose(name: AttentionName, device: torch.device) -> Attend:
+    """Pick an implementation; `auto` is the fastest that this machine has.
+
+    Raises:
+        ModelError: `native` is asked for and cannot be had.
+    """
+    has_native = device.type == "cpu" and name in ("auto", "native") and library() is not None
+    if name == "native" and not has_native:
+        raise ModelError("attention is native; it needs a CPU and a C compiler (the log says what is missing)")
+    known: dict[str, Callable[..., Tensor]] = {"reference": reference.attend, "fixed": fixed.attend}
+    found = native.attend if has_native else known.get(name, sdpa.attend)
     log.info("attention: %s", found.__module__.rpartition(".")[2])
     return found
 

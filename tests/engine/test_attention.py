@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention import choose, fixed, reference, sdpa
+from engine.attention import choose, fixed, native, reference, registry, sdpa
 from engine.batch import Feed, RaggedBatch
+from engine.errors import ModelError
 
 
 def _problem(seed: int, lens: list[tuple[int, int]], page: int, kv_heads: int, group: int, dim: int, longest: int = 64):
@@ -109,8 +110,15 @@ def test_softcap_goes_to_the_reference() -> None:
     )
 
 
-def test_registry() -> None:
-    assert choose("auto") is sdpa.attend
-    assert choose("sdpa") is sdpa.attend
-    assert choose("reference") is reference.attend
-    assert choose("fixed") is fixed.attend
+def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert choose("sdpa", cpu) is sdpa.attend
+    assert choose("reference", cpu) is reference.attend
+    assert choose("fixed", cpu) is fixed.attend
+    assert choose("auto", meta) is sdpa.attend
+    monkeypatch.setattr(registry, "library", lambda: object())
+    assert choose("auto", cpu) is choose("native", cpu) is native.attend
+    monkeypatch.setattr(registry, "library", lambda: None)
+    assert choose("auto", cpu) is sdpa.attend
+    with pytest.raises(ModelError, match="attention is native; it needs a CPU and a C compiler"):
+        choose("native", cpu)

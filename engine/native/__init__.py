@@ -1,0 +1,5 @@
+"""C for what torch does badly on a CPU: compiled when it is first wanted, done without where it cannot be."""
+
+from engine.native.compiled import library
+
+__all__ = ["library"]
