@@ -38,7 +38,7 @@ def test_a_tap_holds_the_rows_of_all_passes() -> None:
     model = zoo.ours(zoo.reference("llama"))
     tap, layout = Tap(model), kv_layout(model.config, model.dtype)
     arena = KVArena(layout, num_pages=PAGES, page_size=PAGE, device=model.device, spare_rows=TILE)
-    inner = ModelRunner(model, arena, choose("reference"))
+    inner = ModelRunner(model, arena, choose("reference", model.device))
     feeds = feeds_of([(3, 1), (20, 0), (17, 2)])
     inner.forward(feeds)
     whole = tap.hidden
