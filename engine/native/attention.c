@@ -9,23 +9,16 @@
  * Vectors are the compiler's own (GCC, Clang), so this runs on any CPU; bfloat16 products take AVX512-BF16 if any.
  */
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "vectors.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
 #define BLOCK 64 /* keys */
-#define LANES 16 /* floats in a vector */
 #define ROWS 32  /* query rows of a tile, at most */
 #define STRIP 4  /* rows, or vectors, that are kept in registers together */
 
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef uint16_t bf16;
 
 typedef struct {
   const void *query, *key, *value; /* [tokens, heads, dim], [arena rows, kv_heads, dim] twice */
@@ -52,67 +45,9 @@ typedef struct {
   float maximum[ROWS], weight[ROWS];
 } Work;
 
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE float wide(bf16 x) {
-  uint32_t bits = (uint32_t)x << 16;
-  float y;
-  memcpy(&y, &bits, 4);
-  return y;
-}
-
-INLINE bf16 narrow(float y) { /* round to nearest, ties to even; NaN stays one */
-  uint32_t bits;
-  memcpy(&bits, &y, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return (bf16)((bits >> 16) | 0x40);
-  return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-INLINE float element(const void *data, int64_t i, int bits) {
-  return bits == 32 ? ((const float *)data)[i] : wide(((const bf16 *)data)[i]);
-}
-
 /* Ask for one K/V head of a position ahead of time: they lie too far apart for the processor to foresee. */
 INLINE void fetch(const void *data, int64_t place, int64_t dim, int bits) {
   for (int64_t d = 0; d < dim; d += 512 / bits) __builtin_prefetch((const char *)data + (place + d) * bits / 8);
-}
-
-INLINE vec either(ivec which, vec yes, vec no) { return (vec)((which & (ivec)yes) | (~which & (ivec)no)); }
-
-/* e^x for x <= 0 in every lane, to about 2 ulp; -inf gives 0. */
-INLINE vec exponential(vec x) {
-  x = either(x < -87.0f, (vec){0} - 127.0f * 0.69314718f, x);
-  vec scaled = x * 1.44269504f;
-  vec rounded = (scaled + 12582912.0f) - 12582912.0f; /* 1.5 * 2^23: to the nearest integer */
-  vec r = x - rounded * 0.693359375f;
-  r = r + rounded * 2.12194440e-4f;
-  vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  ivec power = __builtin_convertvector(rounded, ivec);
-  power = (power + 127) << 23; /* 0 where x was cut off */
-  return p * (vec)power;
-}
-
-#define FOLD(x, combine)                                                                     \
-  combine(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
-  combine(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)); \
-  combine(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); \
-  combine(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))
-#define ADD(x, y) x = x + y
-#define LARGER(x, y) x = either(x > y, x, y)
-
-INLINE float sum_of(vec x) {
-  FOLD(x, ADD);
-  return x[0];
-}
-
-INLINE float maximum_of(vec x) {
-  FOLD(x, LARGER);
-  return x[0];
 }
 
 /* Where the block's keys lie, in elements of the arena; those behind the last stand for it, and nobody sees them. */
