@@ -60,7 +60,7 @@ class Variant:
     def runner(self, rows: int) -> ModelRunner:
         """With room for `rows` sequences."""
         arena = KVArena(kv_layout(self.model.config, self.model.dtype), rows, CONTEXT, self.model.device)
-        return ModelRunner(self.model, arena, choose(self.attention))
+        return ModelRunner(self.model, arena, choose(self.attention, self.model.device))
 
     @property
     def matrix_bytes(self) -> int:

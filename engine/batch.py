@@ -6,10 +6,12 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 TABLE_MARK = 1 << 32  # far above any position and exact in int64
 
 
@@ -55,13 +57,14 @@ class RaggedBatch:
     page_tables: tuple[Seq[int], ...]  # [B]
     page_size: int
     is_contiguous: tuple[bool, ...]  # [B], whether its pages lie in a row
-    _worked_out: dict[Hashable, Tensor] = field(default_factory=dict, repr=False)
+    _worked_out: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
-    def once(self, key: Hashable, work_out: Callable[[], Tensor]) -> Tensor:
+    def once(self, key: Hashable, work_out: Callable[[], T]) -> T:
         """What does not change from layer to layer (masks, row tables) is worked out by the first that asks."""
         if key not in self._worked_out:
             self._worked_out[key] = work_out()
-        return self._worked_out[key]
+        found: T = self._worked_out[key]
+        return found
 
     @classmethod
     def of(cls, feeds: Seq[Feed], page_size: int, device: torch.device) -> RaggedBatch:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine import attention
+from engine.bits import hold_bits
 from engine.checkpoint import read_config
 from engine.config import EngineConfig, Weights
 from engine.drafters import Drafters
@@ -24,10 +25,11 @@ from engine.probe import probe
 from engine.proposers import Proposer, Proposers
 from engine.quant import is_quantised, load_quantised
 from engine.rope import longrope_border
-from engine.runner import ModelRunner, end_tokens, known_positions, kv_layout, load_model, vocab_size
+from engine.runner import ModelRunner, Runner, Tap, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
 from engine.text import Codec
 from engine.threads import use_threads
+from engine.tiles import TILE, TiledRunner
 from engine.vocab import VocabMap, Vocabulary
 
 GIB = 2**30
@@ -41,6 +43,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
         ModelError: a checkpoint that cannot be served, or a pair that does not fit together.
     """
     device = pick_device(config.device)
+    _check_bits_are_promised(config, device)
     use_threads(config.threads)
     progress(f"loading target {config.target}")
     target = load(config, config.target, config.revision, config.weights, device)
@@ -112,15 +115,19 @@ def assemble(
     `extra_proposers` come to those that the config brings, or replace them by name. `vocab` is for a draft of
     another vocabulary.
     """
+    _check_bits_are_promised(config, target.device)
     drafters = Drafters.load(config, target, draft, vocab)
     limit = max_model_len(config, [model.config for model in (target, *drafters.models.values())])
     layout = kv_layout(target.config, target.dtype)
     page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
     num_pages = pages_within(config, [layout, *drafters.layouts.values()], page_size, limit)
-    attend = attention.choose(config.attention, row_wise=has_int8(target))
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
-    probe(target, layout, attend)
-    runner = ModelRunner(target, make_arena(layout), attend)
+    # int8 keeps its rows apart by itself; floats need passes of one shape.
+    needs_tiles = config.reproducible and not has_int8(target)
+    make_runner = partial(_tiled_runner, tap=drafters.tap) if needs_tiles else _runner
+    runner = make_runner(config, target, make_arena)
+    # Under the coupled rule a draft's bits reach no output: only the target is slowed down for them.
+    attend = attention.choose(config.attention, target.device, row_wise=has_int8(target))
     by_name = drafters.proposers(make_arena, attend, config.max_batch_tokens) | dict(extra_proposers)
     if config.proposer is not None and config.proposer not in by_name:
         raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(by_name)}")
@@ -167,3 +174,27 @@ def pages_within(config: EngineConfig, layouts: list[KVLayout], page_size: int, 
             "give more, or a smaller max_model_len or page_size"
         )
     return min(affordable, config.max_batch_size * -(-max_model_len // page_size))
+
+
+def _check_bits_are_promised(config: EngineConfig, device: torch.device) -> None:
+    if config.reproducible and device.type != "cpu":
+        raise ModelError(f"reproducible is for the CPU: on {device.type} it was never measured, so it is not promised")
+
+
+def _runner(config: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena]) -> Runner:
+    layout, attend = (
+        kv_layout(model.config, model.dtype),
+        attention.choose(config.attention, model.device, row_wise=has_int8(model)),
+    )
+    probe(model, layout, attend)
+    return ModelRunner(model, make_arena(layout), attend)
+
+
+def _tiled_runner(
+    _: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena], tap: Tap | None
+) -> Runner:
+    layout, attend = kv_layout(model.config, model.dtype), attention.choose("fixed", model.device)
+    probe(model, layout, attend)
+    hold_bits(model, layout)
+    arena = make_arena(layout, spare_rows=TILE)
+    return TiledRunner(ModelRunner(model, arena, attend), scratch=arena.num_pages, tap=tap)

@@ -55,8 +55,12 @@ class EngineConfig(BaseModel):
         None, ge=1, description="Tokens per K/V page; default 32, or one page per sequence without prefix cache."
     )
     prefix_cache: bool = Field(True, description="Keep K/V of past requests for those that begin with the same tokens.")
-    attention: Literal["auto", "sdpa", "rows", "reference"] = Field(
-        "auto", description="Attention implementation; auto takes rows for a target in int8, else sdpa."
+    attention: Literal["auto", "native", "rows", "sdpa", "reference", "fixed"] = Field(
+        "auto",
+        description="Attention implementation; native is our C kernel for CPUs, fixed is for reproducible.",
+    )
+    reproducible: bool = Field(
+        False, description="The same bits whatever else is in the batch; slower, CPU and coupled verification only."
     )
     threads: int | None = Field(None, ge=1, description="Compute threads; default the cores this process may use.")
 
@@ -67,4 +71,10 @@ class EngineConfig(BaseModel):
                 f"max_batch_tokens is {self.max_batch_tokens}; it must be at least max_batch_size "
                 f"({self.max_batch_size}), so that every running sequence can take a step"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _bits_can_be_promised(self) -> Self:
+        if self.reproducible and self.verification is not Verification.COUPLED:
+            raise ValueError("reproducible needs verification to be coupled: under rejection the drafts decide, too")
         return self

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine.checks import violations
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, Unsupported
-from engine.types import MAX_SEED, KVCursor, Request, Sequence, Speculation, SpeculationMode
+from engine.types import MAX_SEED, KVCursor, Request, Sequence, Speculation, SpeculationMode, Verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Intake:
 
         Raises:
             InvalidRequest: with every violation at once.
-            Unsupported: a proposer that this server does not have.
+            Unsupported: a proposer that this server does not have, or a rule that it promises no bits for.
         """
         found = list(violations(request, self.limits.vocab_size, self.limits.max_model_len))
         if found:
@@ -50,6 +50,11 @@ class Intake:
         name = request.speculation.proposer
         if name is not None and name not in self.proposers:
             raise Unsupported(f"speculation.proposer is {name!r}; this server has {', '.join(self.proposers)}")
+        if self.config.reproducible and request.speculation.verification is Verification.REJECTION:
+            raise Unsupported(
+                "speculation.verification is 'rejection'; this server is reproducible, and has coupled alone: "
+                "under rejection the drafts decide, too"
+            )
 
     def open(self, request: Request) -> list[Sequence]:
         """The outputs of a request that `check` let through, each a sequence of its own."""

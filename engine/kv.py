@@ -30,11 +30,14 @@ class KVLayout:
 class KVArena:
     """Keys and values of every sequence of one model: per layer `k` and `v` of `[rows, kv_heads, head_dim]`."""
 
-    def __init__(self, layout: KVLayout, num_pages: int, page_size: int, device: torch.device) -> None:
-        shape = (layout.layers, 2, num_pages * page_size, layout.kv_heads, layout.head_dim)
+    def __init__(
+        self, layout: KVLayout, num_pages: int, page_size: int, device: torch.device, spare_rows: int = 0
+    ) -> None:
+        # Spare rows lie behind the last page and belong to nobody: padding may write there.
+        shape = (layout.layers, 2, num_pages * page_size + spare_rows, layout.kv_heads, layout.head_dim)
         # Zeroed once: rows beyond `kv_len` may be read under a mask, and a stray NaN would survive the mask.
         storage = torch.zeros(shape, dtype=layout.dtype, device=device)
-        self.layout, self.page_size = layout, page_size
+        self.layout, self.num_pages, self.page_size = layout, num_pages, page_size
         self.k: tuple[Tensor, ...] = tuple(layer[0] for layer in storage)
         self.v: tuple[Tensor, ...] = tuple(layer[1] for layer in storage)
 

@@ -35,6 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.fixturenames.insert(0, "no_leaked_tasks")  # set up first, so torn down last
 
 
+def pytest_runtest_call(item: pytest.Item) -> None:
+    torch.set_num_threads(1)  # an engine that was built without `threads` has set it for the whole process
+
+
 @pytest.fixture
 async def no_leaked_tasks():
     """Fail if a task that was started during the test is still alive after it and its fixtures."""

@@ -5,17 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from engine.attention import reference, rows, sdpa
+from engine.attention import fixed, native, reference, rows, sdpa
 from engine.batch import RaggedBatch
 from engine.errors import ModelError
 from engine.kv import KVArena
+from engine.native import library
 
 log = logging.getLogger(__name__)
+
+AttentionName = Literal["auto", "native", "rows", "sdpa", "reference", "fixed"]
 
 # Under this name transformers finds us. It must NOT be registered with its mask interface: then no mask is built.
 ATTENTION_NAME = "pilotfish_ragged"
@@ -65,14 +70,28 @@ class Ragged:
         return self.attend(query, self.arena.k[layer], self.arena.v[layer], self.batch, scale, window, softcap)
 
 
-_BY_NAME: Mapping[str, Attend] = {"reference": reference.attend, "rows": rows.attend, "sdpa": sdpa.attend}
+_BY_NAME: Mapping[str, Attend] = {
+    "native": native.attend,
+    "rows": rows.attend,
+    "sdpa": sdpa.attend,
+    "reference": reference.attend,
+    "fixed": fixed.attend,
+}
 
 
-def choose(name: Literal["auto", "sdpa", "rows", "reference"], *, row_wise: bool = False) -> Attend:
-    """Pick an implementation; `auto` takes one in which no row's bits depend on other rows, if `row_wise`."""
-    chosen = name if name != "auto" else "rows" if row_wise else "sdpa"
+def choose(name: AttentionName, device: torch.device, *, row_wise: bool = False) -> Attend:
+    """Pick an implementation; `auto` is the fastest here, or if `row_wise` the fastest whose rows do not see each other.
+
+    Raises:
+        ModelError: `native` is asked for and cannot be had.
+    """
+    has_native = device.type == "cpu" and library() is not None
+    if name == "native" and not has_native:
+        raise ModelError("attention is native; it needs a CPU and a C compiler (the log says what is missing)")
+    others: AttentionName = "rows" if row_wise else "sdpa"
+    chosen: AttentionName = ("native" if has_native else others) if name == "auto" else name
     log.info("attention: %s", chosen)
-    return _BY_NAME[chosen]
+    return partial(native.attend, otherwise=_BY_NAME[others]) if chosen == "native" else _BY_NAME[chosen]
 
 
 def _hook(

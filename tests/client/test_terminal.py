@@ -145,7 +145,15 @@ def on_a_terminal(*arguments):
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"} | {"PYTHONUNBUFFERED": "1"}
     env.pop("NO_COLOR", None)
-    process = subprocess.Popen([*COMMAND, *arguments], stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=env)
+    process = subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+        env=env,
+        # A shell's background jobs ignore SIGINT, and so would what they start: these tests as well as any.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # one thread does this
+    )
     os.close(theirs)
 
     def read(until: bytes = b"\0") -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention import choose, reference, sdpa
+from engine.attention import choose, fixed, native, reference, registry, rows, sdpa
 from engine.batch import Feed, RaggedBatch
+from engine.errors import ModelError
 
 
-def _problem(seed: int, lens: list[tuple[int, int]], page: int, kv_heads: int, group: int, dim: int):
+def _problem(seed: int, lens: list[tuple[int, int]], page: int, kv_heads: int, group: int, dim: int, longest: int = 64):
     """Random queries over an arena whose unused rows hold garbage; `lens` are (fed now, fed before)."""
     generator = torch.Generator().manual_seed(seed)
-    per_sequence = -(-64 // page)
+    per_sequence = -(-longest // page)
     order = torch.randperm(per_sequence * len(lens), generator=generator).tolist()
     tables = [order[i * per_sequence : (i + 1) * per_sequence] for i in range(len(lens))]
     feeds = [Feed([0] * now, before, table) for (now, before), table in zip(lens, tables, strict=True)]
@@ -61,6 +63,46 @@ def test_reference_equals_the_formula(
                 assert torch.allclose(got[row, head], want, atol=2e-5)
 
 
+@settings(deadline=None)
+@given(st.integers(0, 1000), LENS, st.sampled_from([1, 3, 16, 64]), WINDOW, st.sampled_from([None, 5.0]))
+def test_fixed_equals_reference(
+    seed: int, lens: list[tuple[int, int]], page: int, window: int | None, softcap: float | None
+) -> None:
+    lens = [(now, before + 60 * (i % 2)) for i, (now, before) in enumerate(lens)]  # some in two blocks
+    batch, query, k, v = _problem(seed, lens, page, 2, 2, 7, longest=192)
+    got = fixed.attend(query, k, v, batch, 0.4, window, softcap)
+    assert torch.allclose(got, reference.attend(query, k, v, batch, 0.4, window, softcap), atol=2e-5)
+
+
+def _moved(k: torch.Tensor, batch: RaggedBatch, i: int, page: int) -> tuple[torch.Tensor, list[int]]:
+    """Sequence i alone in an arena of another page size, its pages in reverse order, all else not a number."""
+    pages = -(-batch.kv_lens[i] // page)
+    table = list(range(pages))[::-1]
+    arena = torch.full((pages * page, *k.shape[1:]), float("nan"))
+    for position, row in enumerate(reference.arena_rows(batch, i, k.device).tolist()):
+        arena[table[position // page] * page + position % page] = k[row]
+    return arena, table
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 1000), LENS, st.sampled_from([4, 16, 200]), WINDOW, st.sampled_from([None, 5.0]))
+@pytest.mark.parametrize("dim", [7, 8, 20])
+def test_fixed_gives_a_query_the_same_bits_everywhere(
+    dim: int, seed: int, lens: list[tuple[int, int]], page: int, window: int | None, softcap: float | None
+) -> None:
+    """One row alone, of one sequence, in other pages, beside rows that are not a number: nothing may show."""
+    lens = [(now, before + 60 * (i % 2)) for i, (now, before) in enumerate(lens)]
+    batch, query, k, v = _problem(seed, lens, 16, 2, 3, dim, longest=192)
+    together = fixed.attend(query, k, v, batch, 0.4, window, softcap)
+    for i, (now, before) in enumerate(lens):
+        (my_k, table), (my_v, _) = _moved(k, batch, i, page), _moved(v, batch, i, page)
+        for t in {0, now - 1, now // 2}:
+            alone = RaggedBatch.of([Feed([0], before + t, table)], page, torch.device("cpu"))
+            row = batch.cu_seqlens[i] + t
+            got = fixed.attend(query[row : row + 1], my_k, my_v, alone, 0.4, window, softcap)
+            assert torch.equal(got[0], together[row])
+
+
 def test_softcap_goes_to_the_reference() -> None:
     batch, query, k, v = _problem(3, [(2, 5)], 64, 2, 2, 8)
     assert torch.equal(
@@ -68,7 +110,18 @@ def test_softcap_goes_to_the_reference() -> None:
     )
 
 
-def test_registry() -> None:
-    assert choose("auto") is sdpa.attend
-    assert choose("sdpa") is sdpa.attend
-    assert choose("reference") is reference.attend
+def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert choose("sdpa", cpu) is sdpa.attend
+    assert choose("reference", cpu) is reference.attend
+    assert choose("fixed", cpu) is fixed.attend
+    assert choose("auto", meta) is sdpa.attend
+    assert choose("auto", meta, row_wise=True) is rows.attend
+    monkeypatch.setattr(registry, "library", lambda: object())
+    for row_wise, otherwise in ((False, sdpa.attend), (True, rows.attend)):
+        chosen = choose("auto", cpu, row_wise=row_wise)
+        assert (chosen.func, chosen.keywords) == (native.attend, {"otherwise": otherwise})
+    monkeypatch.setattr(registry, "library", lambda: None)
+    assert choose("auto", cpu) is sdpa.attend
+    with pytest.raises(ModelError, match="attention is native; it needs a CPU and a C compiler"):
+        choose("native", cpu)

@@ -25,7 +25,7 @@ ROTARY = sorted(name for name in zoo.families() if not name.startswith(("gpt2", 
 def logits(model: PreTrainedModel) -> torch.Tensor:
     """Of a ragged batch: a chunk, a prompt, then one token each."""
     arena = KVArena(kv_layout(model.config, model.dtype), 3, 64, torch.device("cpu"))
-    runner = ModelRunner(model, arena, choose("auto"))
+    runner = ModelRunner(model, arena, choose("auto", model.device))
     first = runner.forward([Feed(range(5, 25), 0, [1], 20), Feed([3, 4, 5], 0, [2], 0)])
     return torch.cat([first, runner.forward([Feed([9], 20, [1]), Feed([3, 4], 3, [2], 2)])])
 

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
     arena = KVArena(kv_layout(model.config, model.dtype), 1, 64, CPU)
-    return ModelRunner(model, arena, choose("rows")).forward([Feed(range(5, 25), 0, [0], 20)])
+    return ModelRunner(model, arena, choose("rows", model.device)).forward([Feed(range(5, 25), 0, [0], 20)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -108,7 +108,7 @@ def test_room() -> None:
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(8, 40), st.integers(0, 8))
 def test_the_budget_is_kept_and_used(prompts: list[int], tokens: int, num_draft: int) -> None:
-    schedule = scheduler(tokens=tokens)
+    schedule = scheduler(pages=200, tokens=tokens)  # enough for 8 of 90 tokens: nobody waits for a page
     for i, length in enumerate(prompts):
         schedule.add(sequence(str(i), length, max_len=90, num_draft=num_draft))
     for _ in range(12):

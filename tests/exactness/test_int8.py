@@ -30,7 +30,9 @@ def test_logits_are_bitwise_the_same_in_any_batch(family: str, dtype: torch.dtyp
     model = zoo.ours(zoo.reference(family)).to(dtype)
     quantise(model)
     fuse(model)
-    runner = ModelRunner(model, KVArena(kv_layout(model.config, dtype), 8, 64, torch.device("cpu")), choose("rows"))
+    runner = ModelRunner(
+        model, KVArena(kv_layout(model.config, dtype), 8, 64, torch.device("cpu")), choose("rows", model.device)
+    )
     draw = random.Random(family)
     texts = [[draw.randrange(3, zoo.VOCAB) for _ in range(draw.randrange(2, 60))] for _ in range(8)]
     torch.set_num_threads(threads)

@@ -1,0 +1,104 @@
+"""The C sources of this folder as a shared library, compiled by the machine's own compiler and kept in a cache.
+
+Nothing needs it: whoever asks is given None where there is no compiler, and takes torch's operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+# Loaded first, so that our library finds torch's OpenMP and shares its threads instead of starting as many again.
+import torch  # noqa: F401
+
+log = logging.getLogger(__name__)
+
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
+COMPILERS = ("cc", "gcc", "clang")
+PATIENCE = 120  # seconds
+SOURCES = sorted(Path(__file__).parent.glob("*.c"))
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled sources, or None, and a line in the log that says why."""
+    if os.environ.get("PILOTFISH_NATIVE") == "0":
+        log.info("native code: PILOTFISH_NATIVE is 0; torch's operations serve instead")
+        return None
+    try:
+        return ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        told = getattr(error, "stderr", None) or error
+        log.info("native code: not available (%s); torch's operations serve instead", str(told).strip()[-400:])
+        return None
+
+
+def _compiled() -> Path:
+    """The library's path; compiled if it is not there for these sources on this kind of processor.
+
+    Raises:
+        OSError: no compiler, or nowhere to write.
+        subprocess.SubprocessError: the compiler does not like the sources, or takes for ever.
+    """
+    name = f"native-{_fingerprint()}.so"
+    for folder in _folders():
+        if (folder / name).exists():
+            return folder / name
+    folder = next(_folders(writable=True))
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), *COMPILERS))), None)
+    if compiler is None:
+        raise FileNotFoundError("no C compiler")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / name
+        _compile(compiler, made)
+        return made.replace(folder / name)  # whole or not at all, however many start at once
+
+
+def _compile(compiler: str, made: Path) -> None:
+    command = [compiler, *FLAGS, "-o", str(made), *map(str, SOURCES), "-lm"]
+    try:
+        _run([*command, "-fopenmp"])
+    except subprocess.CalledProcessError:
+        _run(command)
+        log.info("native code: %s has no OpenMP here, so it runs on one thread", compiler)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)  # noqa: S603  # our own words
+
+
+def _fingerprint() -> str:
+    """Of all that the result depends on; a home folder may be shared by unlike machines."""
+    info = Path("/proc/cpuinfo")
+    flags = next((line for line in _lines(info) if line.startswith(("flags", "Features"))), "")
+    parts = [platform.machine(), platform.processor(), flags, *FLAGS, *(path.read_text("utf-8") for path in SOURCES)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text("utf-8").splitlines() if path.exists() else []
+
+
+def _folders(*, writable: bool = False) -> Iterator[Path]:
+    """Where the library may lie, the preferred one first. Never one that somebody else could write into."""
+    home = os.environ.get("PILOTFISH_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    own = Path(home) if home else Path.home() / ".cache"
+    for folder in (own / "pilotfish", Path(tempfile.gettempdir()) / f"pilotfish-{os.getuid()}"):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        found = folder.stat()
+        if found.st_uid == os.getuid() and not found.st_mode & 0o022 and (not writable or os.access(folder, os.W_OK)):
+            yield folder
+    if writable:
+        raise FileNotFoundError("no folder to keep the compiled code in")

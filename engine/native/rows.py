@@ -1,0 +1,109 @@
+"""What lies between matmuls, in C (`rows.c`): one call where torch takes from two to eight. CPU, float32, bfloat16."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from engine.native.compiled import library
+
+_BITS = {torch.float32: 32, torch.bfloat16: 16}
+_LANES = 16
+_I64, _F32, _PTR, _INT = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p, ctypes.c_int
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "round": (_PTR, _INT, _I64, _I64, _I64, _PTR, _PTR, _INT),
+    "gate_round": (_PTR, _INT, _I64, _I64, _PTR, _PTR, _INT),
+    "gate": (_PTR, _INT, _I64, _I64, _PTR, _INT),
+    "rms_norm": (_PTR, _INT, _I64, _I64, _PTR, _F32, _PTR, _INT),
+    "scale": (_PTR, _I64, _I64, _PTR, _PTR, _PTR, _INT, _INT),
+    "rotate": (_PTR, _INT, _I64, _I64, _I64, _I64, _PTR, _PTR, _PTR, _PTR, _PTR),
+}
+
+
+@cache
+def rows() -> Rows | None:
+    """The operations, or None where there is no compiler."""
+    found = library()
+    return None if found is None else Rows(found)
+
+
+class Rows:
+    """Every tensor here is dense, on the CPU, and of a width that `fits`; the caller sees to that, we only assert."""
+
+    def __init__(self, native: ctypes.CDLL) -> None:
+        self._call = {}
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(native, f"pilotfish_{name}")
+            function.argtypes, function.restype = arguments, None
+            self._call[name] = function
+
+    @staticmethod
+    def fits(dtype: torch.dtype, *widths: int) -> bool:
+        """Whether rows of this type and these widths can be worked on."""
+        return dtype in _BITS and not any(width % _LANES for width in widths)
+
+    def round(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`[M, n]` -> uint8 `[M, n]` around 128 and float32 scale `[M, 1]`: x is about (uint8 - 128) * scale."""
+        m, n = x.shape
+        out, scale = torch.empty(m, n, dtype=torch.uint8), torch.empty(m, 1)
+        assert x.stride(1) == 1
+        self._call["round"](
+            x.data_ptr(), _BITS[x.dtype], x.stride(0), m, n, out.data_ptr(), scale.data_ptr(), torch.get_num_threads()
+        )
+        return out, scale
+
+    def gate_round(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(gate, up) `[M, 2 n]` -> silu(gate) * up, rounded as by `round`."""
+        m, n = x.shape[0], x.shape[1] // 2
+        out, scale = torch.empty(m, n, dtype=torch.uint8), torch.empty(m, 1)
+        self._call["gate_round"](
+            _dense(x), _BITS[x.dtype], m, n, out.data_ptr(), scale.data_ptr(), torch.get_num_threads()
+        )
+        return out, scale
+
+    def gate(self, x: Tensor) -> Tensor:
+        """(gate, up) `[M, 2 n]` -> silu(gate) * up `[M, n]`, in its type."""
+        m, n = x.shape[0], x.shape[1] // 2
+        out = torch.empty(m, n, dtype=x.dtype)
+        self._call["gate"](_dense(x), _BITS[x.dtype], m, n, out.data_ptr(), torch.get_num_threads())
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over rows `[M, n]`, float32 inside, in the type of `x`."""
+        out = torch.empty_like(x)
+        self._call["rms_norm"](
+            _dense(x), _BITS[x.dtype], *x.shape, _dense(weight), eps, out.data_ptr(), torch.get_num_threads()
+        )
+        return out
+
+    def scale(self, sums: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """float32 `[M, n]` times `scale` `[M, 1]` plus `bias` `[n]`, in `dtype`."""
+        out = torch.empty(sums.shape, dtype=dtype)
+        bias_at = None if bias is None else _dense(bias)
+        self._call["scale"](
+            _dense(sums), *sums.shape, _dense(scale), bias_at, out.data_ptr(), _BITS[dtype], torch.get_num_threads()
+        )
+        return out
+
+    def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor, places: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Turn queries in place, keys on their way into the arena, write values there; returns the queries.
+
+        `qkv` is `[T, (heads + 2 kv_heads) * d]`, `cos` and `sin` `[T, d]` in its type, `places` `[T]` rows of the arena
+        `k`, `v` `[rows, kv_heads, d]`. What is returned is a view of `qkv`, `[T, heads, d]`.
+        """
+        kv_heads, dim = k.shape[1:]
+        heads = qkv.shape[1] // dim - 2 * kv_heads
+        self._call["rotate"](
+            _dense(qkv), _BITS[qkv.dtype], len(qkv), heads, kv_heads, dim,
+            _dense(cos), _dense(sin), _dense(places), _dense(k), _dense(v),
+        )  # fmt: skip
+        query: Tensor = qkv[:, : heads * dim].unflatten(1, (heads, dim))
+        return query
+
+
+def _dense(x: Tensor) -> int:
+    assert x.is_contiguous(), "rows lie apart"
+    return x.data_ptr()

@@ -1,0 +1,91 @@
+/* Vectors of 16 floats in the compiler's own terms (GCC, Clang), and bfloat16. For any CPU. */
+
+#ifndef PILOTFISH_VECTORS_H
+#define PILOTFISH_VECTORS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16 /* floats in a vector */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t bf16;
+typedef float vec_unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef bf16 bf16vec __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint8_t bytevec __attribute__((vector_size(LANES), aligned(1)));
+
+INLINE float wide(bf16 x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float y;
+  memcpy(&y, &bits, 4);
+  return y;
+}
+
+INLINE bf16 narrow(float y) { /* round to nearest, ties to even; NaN stays one */
+  uint32_t bits;
+  memcpy(&bits, &y, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (bf16)((bits >> 16) | 0x40);
+  return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+INLINE float element(const void *data, int64_t i, int bits) {
+  return bits == 32 ? ((const float *)data)[i] : wide(((const bf16 *)data)[i]);
+}
+
+INLINE vec either(ivec which, vec yes, vec no) { return (vec)((which & (ivec)yes) | (~which & (ivec)no)); }
+
+/* e^x for x <= 0 in every lane, to about 2 ulp; -inf gives 0. */
+INLINE vec exponential(vec x) {
+  x = either(x < -87.0f, (vec){0} - 127.0f * 0.69314718f, x);
+  vec scaled = x * 1.44269504f;
+  vec rounded = (scaled + 12582912.0f) - 12582912.0f; /* 1.5 * 2^23: to the nearest integer */
+  vec r = x - rounded * 0.693359375f;
+  r = r + rounded * 2.12194440e-4f;
+  vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  ivec power = __builtin_convertvector(rounded, ivec);
+  power = (power + 127) << 23; /* 0 where x was cut off */
+  return p * (vec)power;
+}
+
+#define FOLD(x, combine)                                                                     \
+  combine(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
+  combine(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)); \
+  combine(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); \
+  combine(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))
+#define ADD(x, y) x = x + y
+#define LARGER(x, y) x = either(x > y, x, y)
+
+INLINE float sum_of(vec x) {
+  FOLD(x, ADD);
+  return x[0];
+}
+
+INLINE float maximum_of(vec x) {
+  FOLD(x, LARGER);
+  return x[0];
+}
+
+/* Sixteen numbers as `narrow` does it. */
+INLINE bf16vec narrow_all(vec x) {
+  ivec bits = (ivec)x;
+  ivec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  ivec kept = (ivec)either(x == x, (vec)rounded, (vec)((bits >> 16) | 0x40));
+  return __builtin_convertvector(kept, bf16vec);
+}
+
+/* x / (1 + e^-x). The exponential is taken of what is not positive, so that it cannot overflow. */
+INLINE vec silu(vec x) {
+  vec small = exponential(either(x > 0, -x, x));
+  return x * either(x > 0, (vec){0} + 1.0f, small) / (1.0f + small);
+}
+
+#endif

@@ -1,0 +1,112 @@
+"""One request through gRPC, wherever it finds itself: the same tokens always, and with `reproducible` the same bits."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from client import AsyncClient, Completion
+from client.errors import Unsupported
+from engine.checkpoint import read_config
+from engine.engine import Engine, StepOutput
+from engine.measure import idle
+from engine.runner import kv_layout
+from engine.types import Sequence
+from models import corpus
+from server.model import ServedModel
+from tests.e2e.test_streams import SETTINGS
+from tests.server.conftest import serving, until
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 24, "logprobs": True, "top_logprobs": 20}
+PAGE_SIZE, FEW_PAGES = 4, 36
+
+
+def starved() -> dict[str, object]:
+    """Pages for three prompts of 40 tokens, and not for two outputs besides."""
+    per_token = kv_layout(read_config(SETTINGS["target"], None), torch.float32).bytes_per_token
+    memory = (FEW_PAGES * PAGE_SIZE * per_token + 1) / 2**30
+    return {"draft": None, "page_size": PAGE_SIZE, "kv_memory": memory, "max_model_len": 128, "prefix_cache": False}
+
+
+class Held:
+    """An engine whose first step waits until so many requests are there, and which notes who loses its pages."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.preempted, self._engine, self._until = set(), engine, 0
+        self._step, self._preempt = engine.step, engine._scheduler._preempt
+        engine.step, engine._scheduler._preempt = self.step, self.preempt
+
+    @property
+    def num_requests(self) -> int:
+        return self._engine.num_running + self._engine.num_waiting
+
+    def hold(self, until: int) -> None:
+        self._until = until
+
+    def step(self) -> StepOutput:
+        if self.num_requests < self._until:
+            time.sleep(0.001)
+            return StepOutput((), idle(self._engine._scheduler))
+        self._until = 0
+        return self._step()
+
+    def preempt(self, sequence: Sequence) -> None:
+        self.preempted.add(sequence.request_id)
+        self._preempt(sequence)
+
+
+@asynccontextmanager
+async def running(**config: object):
+    async with serving(load=ServedModel.load, **{**SETTINGS, **config}) as server:
+        model = server.app.driver.model
+        async with AsyncClient(f"127.0.0.1:{server.app.grpc_port}") as client:
+            yield SimpleNamespace(client=client, engine=Held(model.engine), codec=model.codec)
+
+
+async def ask(server: SimpleNamespace, *, others: int = 0) -> Completion:
+    """The watched request beside others that came before it and last longer; all prompts are of held-out code."""
+    ids = server.codec.encode("".join(corpus.held_out_prompts(60)))
+    mine, *strange = (ids[start : start + 40 - start % 19] for start in range(0, 32 * 50, 50))
+    server.engine.hold(others + 1)
+    async with asyncio.TaskGroup() as tasks:
+        for i, prompt in enumerate(strange[:others]):
+            options = {"temperature": 1.0 * (i % 2), "seed": i, "max_tokens": 40, "ignore_eos": True}
+            tasks.create_task(server.client.generate(prompt, **options))
+        await until(lambda: server.engine.num_requests == others)
+        watched = tasks.create_task(server.client.generate(mine, request_id="mine", ignore_eos=True, **SAMPLED))
+    return watched.result()
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+async def test_alone_in_company_after_preemption_and_after_a_restart(reproducible: bool) -> None:
+    found = {}
+    async with running(reproducible=reproducible) as server:
+        found["alone"] = alone = await ask(server)
+        found["over its own cached prefix"] = await ask(server)
+        found["among 31 others"] = await ask(server, others=31)
+    async with running(reproducible=reproducible) as server:
+        found["among 31 others after a restart"] = await ask(server, others=31)
+    async with running(reproducible=reproducible, **starved()) as server:
+        found["preempted"] = await ask(server, others=2)
+        assert "mine" in server.engine.preempted
+    cached = {how: got.finished.usage.cached_prompt_tokens > 0 for how, got in found.items()}
+    assert [how for how, was in cached.items() if was] == ["over its own cached prefix", "among 31 others"]
+    assert found["among 31 others"].finished.speculation_stats.accepted > 0
+    assert len(alone.token_ids) == len(alone.logprobs) == SAMPLED["max_tokens"]
+    for how, got in found.items():
+        assert got.token_ids == alone.token_ids, how
+        if reproducible:
+            assert got.logprobs == alone.logprobs, how
+        else:
+            assert [of.logprob for of in got.logprobs] == pytest.approx([of.logprob for of in alone.logprobs], abs=1e-4)
+
+
+async def test_rejection_is_refused_by_a_reproducible_server() -> None:
+    async with running(reproducible=True, draft=None) as server:
+        with pytest.raises(Unsupported, match=r"speculation\.verification is 'rejection'; this server is reproducible"):
+            await server.client.generate("x", verification="rejection")

@@ -1,0 +1,384 @@
+"""`reproducible`: the logits behind every token of a request have the same bits, whatever else happens.
+
+Stronger than equal tokens: the log-probabilities that a request asked for are equal, of the token and of the 20
+likeliest. They are float64, and every logit of the row is in their normaliser.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import sampling
+from engine.batch import Feed
+from engine.build import assemble, build_engine
+from engine.checks import MAX_LOGPROBS
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.logprobs import token_logprobs
+from engine.noise import Stream
+from engine.processors import process
+from engine.proposers.scripted import ScriptedProposer
+from engine.row import Row
+from engine.runner import kv_layout
+from engine.sampling import RowParams
+from engine.text import Codec
+from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationParams, TokenLogprob
+from models import corpus, embedded_draft, embedded_target
+from tests import fakes, heads, zoo
+
+FAMILIES = ["llama", "gpt2", "opt", "qwen3", "gemma2", "phi3-longrope"]
+DTYPES = [torch.float32, torch.bfloat16]
+BATCH, NEW_TOKENS = 32, 12
+PROMPTS = zoo.prompts(BATCH)
+WATCHED = (0, 5, 14, 31)  # held against themselves alone: 20, 3, 26 and 40 tokens of prompt, and a law each
+LAWS = (
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=2),
+    SamplingParams(
+        temperature=1.2,
+        top_k=20,
+        seed=3,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.2,
+        logit_bias={5: 1.5},
+    ),
+)
+
+Bits = tuple[list[int], list[TokenLogprob]]
+
+
+def request(i: int, label: str = "", **speculation: object) -> Request:
+    """Number i of 32; the watched ones tell what their tokens rest on."""
+    logprobs = MAX_LOGPROBS if i in WATCHED else None
+    return Request(
+        request_id=f"{i}{label}",
+        token_ids=tuple(PROMPTS[i]),
+        sampling=replace(LAWS[i % len(LAWS)], max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=logprobs),
+        speculation=SpeculationParams(**speculation),
+    )
+
+
+def bits_of(engine: Engine, requests: Iterable[Request]) -> dict[str, Bits]:
+    outputs = fakes.run(engine, list(requests))
+    return {name: (tokens, outputs.logprobs[name]) for name, tokens in outputs.tokens.items()}
+
+
+@lru_cache
+def pair(family: str, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.nn.Module]:
+    model = zoo.reference(family)
+    return torch.nn.Module.to(zoo.ours(model), dtype), torch.nn.Module.to(zoo.near(model), dtype)
+
+
+def engine_of(family: str, dtype: torch.dtype, *, reproducible: bool = True, **config: object) -> Engine:
+    options = {"max_batch_size": BATCH, "proposer": "none", "num_draft_tokens": 8, **config}
+    settings = EngineConfig(target=family, draft="near", reproducible=reproducible, **options)
+    scripts = {"right": 0, "wrong": 1}
+    return assemble(
+        settings,
+        *pair(family, dtype),
+        extra_proposers={name: ScriptedProposer(_script(family, dtype, off)) for name, off in scripts.items()},
+    )
+
+
+def _script(family: str, dtype: torch.dtype, off: int) -> Callable[[Sequence, int], list[int]]:
+    """Drafts for the watched requests that are always right, or off by one."""
+
+    def script(sequence: Sequence, k: int) -> list[int]:
+        tokens, _ = alone(family, dtype)[int(sequence.request_id.partition("/")[0])]
+        return [(token + off) % zoo.VOCAB for token in tokens[sequence.num_generated :][:k]]
+
+    return script
+
+
+@lru_cache
+def alone(family: str, dtype: torch.dtype) -> dict[int, Bits]:
+    """Each watched request by itself, one token at a time, in an engine that nobody used before."""
+    return {i: bits_of(engine_of(family, dtype, prefix_cache=False), [request(i)])[str(i)] for i in WATCHED}
+
+
+def assert_as_alone(bits: dict[str, Bits], family: str, dtype: torch.dtype, labels: Iterable[str] = ("",)) -> None:
+    for name, i in [(f"{i}{label}", i) for label in labels for i in WATCHED]:
+        assert bits[name] == alone(family, dtype)[i], f"request {name}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_bits_among_31_others(family: str, dtype: torch.dtype) -> None:
+    assert_as_alone(bits_of(engine_of(family, dtype), map(request, range(BATCH))), family, dtype)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("heads")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_bits_whoever_drafts(folder: Path, family: str, dtype: torch.dtype) -> None:
+    """All proposers in one batch, and speculation off."""
+    engine = engine_of(family, dtype, self_layers=1, medusa=heads.medusa(folder), eagle=heads.eagle(folder))
+    asked = {f"/{name}": {"proposer": name, "num_draft_tokens": 5} for name in engine.proposer_names}
+    asked["/off"] = {"mode": SpeculationMode.OFF}
+    assert len(asked) == 11
+    bits = bits_of(engine, [request(i, label, **asked[label]) for label in asked for i in WATCHED])
+    assert_as_alone(bits, family, dtype, asked)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("proposer", ["ngram", "model", "right", "wrong"])
+def test_same_bits_for_any_k(proposer: str, dtype: torch.dtype) -> None:
+    asked = {f"/{k}": {"proposer": proposer, "num_draft_tokens": k} for k in range(9)}
+    for together in (BATCH, 1):
+        engine = engine_of("llama", dtype, max_batch_size=together, prefix_cache=False)
+        bits = bits_of(engine, [request(i, label, **asked[label]) for label in asked for i in WATCHED])
+        assert_as_alone(bits, "llama", dtype, asked)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("page_size", [4, 16, 128])
+def test_same_bits_in_chunks_and_pages(page_size: int, family: str, dtype: torch.dtype) -> None:
+    sizes = (4, 7, 37) if family == "llama" else ({4: 7, 16: 37, 128: 4}[page_size],)
+    for size in sizes:
+        engine = engine_of(
+            family,
+            dtype,
+            page_size=page_size,
+            max_batch_size=4,
+            max_batch_tokens=size,
+            proposer="ngram",
+            prefix_cache=False,
+        )
+        assert_as_alone(bits_of(engine, map(request, WATCHED)), family, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_same_bits_after_preemption(prefix_cache: bool, family: str, dtype: torch.dtype) -> None:
+    """Pages for a few of 32: K/V is dropped, and computed again in other pages or found in the prefix cache."""
+    layout = kv_layout(zoo.families()[family], dtype)
+    few = {"page_size": 4, "kv_memory": 26 * 4 * 2 * layout.bytes_per_token / 2**30, "prefix_cache": prefix_cache}
+    engine = engine_of(family, dtype, proposer="model", num_draft_tokens=3, **few)
+    preempted, step = [0], engine.step
+
+    def counted() -> object:
+        output = step()
+        preempted[0] += output.stats.preempted
+        return output
+
+    engine.step = counted
+    assert_as_alone(bits_of(engine, map(request, range(BATCH))), family, dtype)
+    assert preempted[0] > 0
+
+
+# --------------------------------------------------------------------------------------------------- the prefix cache
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_bits_over_a_cached_prefix(family: str, dtype: torch.dtype) -> None:
+    """A prompt that strangers sent before, in one batch, with drafts in between and outputs of their own."""
+    engine = engine_of(family, dtype, page_size=4, proposer="model", num_draft_tokens=4)
+    strange = SamplingParams(temperature=1.0, seed=99, max_tokens=NEW_TOKENS, ignore_eos=True)
+    fakes.run(engine, [replace(request(i, " of a stranger"), sampling=strange) for i in range(BATCH)])
+    outputs = fakes.run(engine, list(map(request, WATCHED)))
+    assert [outputs.finished[str(i)].cached_prompt_tokens for i in WATCHED] == [16, 0, 24, 36]
+    bits = {name: (tokens, outputs.logprobs[name]) for name, tokens in outputs.tokens.items()}
+    assert_as_alone(bits, family, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_bits_over_a_cached_answer(family: str, dtype: torch.dtype) -> None:
+    """A conversation goes on: part of its K/V was written by verification, over drafts that fell."""
+    engine = engine_of(family, dtype, page_size=4, proposer="model", num_draft_tokens=4)
+    first = request(31)
+    answer = fakes.run(engine, [first]).tokens["31"]
+    second = replace(first, token_ids=(*first.token_ids, *answer, 7, 8))
+    outputs = fakes.run(engine, [second])
+    assert outputs.finished["31"].cached_prompt_tokens > len(first.token_ids)
+    want = bits_of(engine_of(family, dtype, prefix_cache=False), [second])
+    assert want == {"31": (outputs.tokens["31"], outputs.logprobs["31"])}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_keys_and_values_whoever_computed_them(family: str, dtype: torch.dtype) -> None:
+    """What a prefix cache hands on: the K/V that a stranger's pass left is the K/V of one's own."""
+    runner = engine_of(family, dtype, page_size=4)._target
+    arena, prompt = runner._inner.arena, [(5 * i + 3) % zoo.VOCAB for i in range(20)]
+    others = [Feed(PROMPTS[i], 0, range(20 * i + 20, 20 * i + 40)) for i in range(3)]
+    runner.forward([Feed(prompt, 0, [0, 1, 2, 3, 4])])
+    runner.forward([*others, Feed([*prompt, 5, 6], 0, [9, 8, 12, 10, 11, 15])])
+    theirs = [4 * page + slot for page in (9, 8, 12, 10, 11) for slot in range(4)]
+    for layer in (*arena.k, *arena.v):
+        assert torch.equal(layer[:20], layer[theirs])
+
+
+# ------------------------------------------------------------------------------------------------- what else is asked
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_logprobs_have_the_same_bits(family: str, dtype: torch.dtype) -> None:
+    """In one piece and alone, or in chunks among the others."""
+    asking = [replace(r, sampling=replace(r.sampling, prompt_logprobs=3)) for r in map(request, WATCHED)]
+    in_chunks = engine_of(family, dtype, max_batch_tokens=37, proposer="ngram")
+    together = fakes.run(in_chunks, [*asking, *(request(i) for i in range(BATCH) if i not in WATCHED)])
+    by_itself = engine_of(family, dtype)
+    for mine in asking:
+        want = fakes.run(by_itself, [mine]).prompt_logprobs[mine.request_id]
+        assert len(want) == len(mine.token_ids)
+        assert together.prompt_logprobs[mine.request_id] == want
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_of_several_outputs_has_the_same_bits_alone(dtype: torch.dtype) -> None:
+    """Output i of n, or a request with its seed: they share the prompt's K/V, or have their own."""
+    three = replace(request(5), sampling=replace(request(5).sampling, n=3))
+    outputs = fakes.run(engine_of("llama", dtype, proposer="model"), [three, request(14)])
+    for name in ("5", "5/1", "5/2"):
+        seeded = replace(request(5), sampling=replace(request(5).sampling, seed=outputs.finished[name].seed))
+        want = bits_of(engine_of("llama", dtype, prefix_cache=False), [seeded])["5"]
+        assert (outputs.tokens[name], outputs.logprobs[name]) == want
+
+
+# ----------------------------------------------------------------------------------------------- what is not promised
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_the_flag_bits_differ(dtype: torch.dtype) -> None:
+    """The flag is what does it: the same comparison fails without."""
+    by_itself = bits_of(engine_of("llama", dtype, reproducible=False), [request(14)])
+    company = engine_of("llama", dtype, reproducible=False, proposer="model", num_draft_tokens=4)
+    _, logprobs = bits_of(company, map(request, range(BATCH)))["14"]
+    assert logprobs != by_itself["14"][1]
+
+
+def test_under_rejection_tokens_hang_on_k() -> None:
+    """Why a reproducible server has no rejection: seed and prompt do not settle the tokens."""
+    engine = engine_of("llama", torch.float32, reproducible=False, verification="rejection", proposer="model")
+    labels = [f"/{k}" for k in range(9)]
+    outputs = fakes.run(engine, [request(5, f"/{k}", num_draft_tokens=k) for k in range(9)])
+    assert len({tuple(outputs.tokens[f"5{label}"]) for label in labels}) > 1
+
+
+def test_the_sampler_gives_a_row_the_same_bits_alone() -> None:
+    """Penalties, laws, draws and log-probabilities of one row do not depend on the rows beside it."""
+    generator = torch.Generator().manual_seed(0)
+    for vocab in (97, 2048):
+        logits = torch.randn(48, vocab, generator=generator) * 4
+        sequences = [
+            Sequence(request(i), seed=i, speculation=None, max_len=99, end_token_ids=frozenset(), tokens=PROMPTS[i])
+            for i in range(24)
+        ]
+        rows = [Row(s, drafts, Stream.COUPLED) for s in sequences for drafts in ((), (7, 8))]
+        together = _sampled(logits, rows)
+        for i in range(48):
+            for mine, all_rows in zip(_sampled(logits[i : i + 1], rows[i : i + 1]), together, strict=True):
+                assert mine[0].tolist() == all_rows[i].tolist()
+
+
+def _sampled(logits: torch.Tensor, rows: list[Row]) -> tuple[torch.Tensor, ...]:
+    params, processed = RowParams.of(rows, logits.shape[1], logits.device), process(logits, rows)
+    tokens = sampling.choose(processed, params)
+    logprobs = token_logprobs(logits, tokens.tolist(), MAX_LOGPROBS)
+    numbers = [[of.logprob, *(candidate.logprob for candidate in of.top)] for of in logprobs]
+    return processed, tokens, torch.tensor(numbers, dtype=torch.float64), sampling.probabilities(processed, params)
+
+
+# -------------------------------------------------------------------------------------------------- the embedded pair
+
+EMBEDDED = {"target": str(embedded_target()), "draft": str(embedded_draft()), "reproducible": True}
+WATCHED_TEXTS = (5, 6)
+
+
+@lru_cache
+def texts() -> list[tuple[int, ...]]:
+    codec = Codec.load(embedded_target())
+    return [codec.encode(text)[-10 - 12 * i :] for i, text in enumerate(corpus.held_out_prompts(8))]
+
+
+def completion(i: int, label: str = "", **speculation: object) -> Request:
+    logprobs = MAX_LOGPROBS if i in WATCHED_TEXTS else None
+    law = replace(LAWS[i % 3], max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=logprobs)
+    asked = SpeculationParams(**speculation)
+    return Request(request_id=f"{i}{label}", token_ids=texts()[i], sampling=law, speculation=asked)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_embedded_pair(dtype: str) -> None:
+    """Among others and whoever drafts, as one token at a time and alone."""
+    config = EngineConfig(**EMBEDDED, dtype=dtype, threads=1, prefix_cache=False)
+    asked = {f"/{name} {k}": {"proposer": name, "num_draft_tokens": k} for name, k in (("ngram", 4), ("model", 2))}
+    asked |= {f"/{name} {k}": {"proposer": name, "num_draft_tokens": k} for name, k in (("model", 4), ("none", 0))}
+    watched = [completion(i, label, **asked[label]) for label in asked for i in WATCHED_TEXTS]
+    together = bits_of(build_engine(config), [*watched, *(completion(i) for i in range(5))])
+    by_itself = build_engine(config)
+    for i in WATCHED_TEXTS:
+        want = bits_of(by_itself, [completion(i, proposer="none")])[str(i)]
+        assert [together[f"{i}{label}"] == want for label in asked] == [True] * len(asked)
+
+
+# --------------------------------------------------------------------------------------- another process, more threads
+
+THREADED = ["llama", "gpt2"]
+
+
+def digest(bits: object) -> str:
+    return hashlib.sha256(repr(bits).encode()).hexdigest()
+
+
+def random_digest(family: str, dtype: torch.dtype) -> str:
+    bits = bits_of(engine_of(family, dtype, proposer="model"), map(request, WATCHED))
+    return digest([bits[str(i)] for i in WATCHED])
+
+
+def embedded_digest(threads: int) -> str:
+    config = EngineConfig(**EMBEDDED, threads=threads, page_size=16, max_batch_tokens=64, max_batch_size=8)
+    return digest(sorted(bits_of(build_engine(config), map(completion, WATCHED_TEXTS)).items()))
+
+
+def print_digests() -> None:
+    """What the other process does."""
+    found = {"embedded": embedded_digest(threads=2)}
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        found |= {f"{f} {t} {threads}": random_digest(f, t) for f in THREADED for t in DTYPES}
+    print(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> dict[str, str]:
+    """Digests by another process, whose threads wait without spinning: they may have fewer cores than they are."""
+    code = "from tests.exactness.test_reproducible import print_digests; print_digests()"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True, env=env)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", THREADED)
+@pytest.mark.parametrize("threads", [2, 3])
+def test_same_bits_on_any_number_of_threads(
+    elsewhere: dict[str, str], threads: int, family: str, dtype: torch.dtype
+) -> None:
+    assert elsewhere[f"{family} {dtype} {threads}"] == digest([alone(family, dtype)[i] for i in WATCHED])
+
+
+def test_same_bits_after_a_restart_with_more_threads(elsewhere: dict[str, str]) -> None:
+    assert elsewhere["embedded"] == embedded_digest(threads=1)
