@@ -7,7 +7,7 @@ original and stays only if both say the same; what looks otherwise, or answers o
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -19,12 +19,13 @@ from transformers import PreTrainedModel
 from engine.attention.registry import Ragged
 from engine.batch import Feed, RaggedBatch
 from engine.int8 import Int8Linear
-from engine.kv import KVArena
+from engine.kv import KVArena, KVLayout
+from engine.native import Rows, rows_for
 
 log = logging.getLogger(__name__)
 
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_ROWS = 3  # of a trial
+_ROWS, _PAGE = 3, 8  # of a trial
 _FAULTS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 
 
@@ -35,7 +36,7 @@ def fuse(model: PreTrainedModel) -> Counter[str]:
         module = model.get_submodule(name)
         for group in _GROUPS:
             done["matmuls joined"] += _join(module, group)
-        for kind, stand_in in (("norms", _norm_for), ("attentions", _attention_for)):
+        for kind, stand_in in (("norms", _norm_for), ("gates", _gate_for), ("attentions", _attention_for)):
             found = stand_in(module, model)
             if found is not None:
                 model.set_submodule(name, found)
@@ -118,6 +119,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., size]`, in the type of `x`."""
+        native = rows_for(x.dtype, x.shape[-1])
+        if native is not None and x.is_cpu and x.stride(-1) == 1:
+            return native.norm(x.reshape(-1, x.shape[-1]), self.scale, self.eps).view(x.shape)
         wide = x.float()
         return (wide * (wide * wide).sum(-1, keepdim=True).add_(self.eps).rsqrt_()).mul_(self.scale).to(x.dtype)
 
@@ -133,6 +137,35 @@ def _norm_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
         if _agree(lambda m: m(x), module, stand_in):
             return stand_in
     return None
+
+
+class Gated(nn.Module):
+    """down(silu(gate) * up) on joined gate and up, in C; in int8 what `down` reads is rounded in the same breath."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., hidden]` -> `[..., hidden]`."""
+        inner = cast("Any", self.inner)
+        both = inner.gate_proj.joined(x)
+        native = rows_for(both.dtype, both.shape[-1] // 2)
+        if native is None or not both.is_cpu or not len(both):
+            return cast("Tensor", inner(x))
+        rows = both.view(-1, both.shape[-1])
+        if isinstance(inner.down_proj, Int8Linear):
+            return inner.down_proj.of_rounded(*native.gate_round(rows), x.dtype).view(x.shape)
+        return cast("Tensor", inner.down_proj(native.gate(rows).view(*x.shape[:-1], -1)))
+
+
+def _gate_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
+    gate = getattr(module, "gate_proj", None)
+    if not isinstance(gate, Part) or not hasattr(module, "down_proj") or model.device.type != "cpu":
+        return None
+    x = _random(model, 1, _ROWS, model.config.get_text_config().hidden_size)
+    stand_in = Gated(module)
+    return stand_in if _agree(lambda m: m(x), module, stand_in) else None
 
 
 class RotaryAttention(nn.Module):
@@ -160,12 +193,29 @@ class RotaryAttention(nn.Module):
             passed |= {} if ragged is None else {"ragged": ragged}
             return cast("tuple[Tensor, None]", self.inner(hidden_states=hidden_states, **passed))
         cos, sin = position_embeddings
-        heads = self._projected(hidden_states).unflatten(-1, (-1, seen.head_dim))
+        projected = self._projected(hidden_states)
+        native = self._native_for(projected, cos, ragged)
+        if native is not None:
+            out = self._attend(native, projected, cos[0], sin[0], ragged)
+            return cast("nn.Module", self.inner.o_proj)(out.flatten(1)[None]), None
+        heads = projected.unflatten(-1, (-1, seen.head_dim))
         turning, value = heads.split([seen.heads + seen.kv_heads, seen.kv_heads], 1)
         turned = _rotate(self._normed(turning), cos, ragged.batch.once(("sin", sin), partial(_signed, sin)))
         query, key = turned.split([seen.heads, seen.kv_heads], 1)
         out = ragged.attend_layer(self.layer_idx, query, key, value, seen.scale, seen.window, seen.softcap)
         return cast("nn.Module", self.inner.o_proj)(out.flatten(1)[None]), None
+
+    def _native_for(self, projected: Tensor, cos: Tensor, ragged: Ragged) -> Rows | None:
+        """Our C, where it can turn what was projected on its way into this arena."""
+        dtype, plain = ragged.arena.layout.dtype, getattr(self.inner, "q_norm", None) is None
+        one_type = projected.dtype == cos.dtype == dtype and projected.is_cpu and cos.shape[0] == 1
+        return rows_for(dtype, self.seen.head_dim // 2) if plain and one_type and not self.seen.head_dim % 2 else None
+
+    def _attend(self, native: Rows, projected: Tensor, cos: Tensor, sin: Tensor, ragged: Ragged) -> Tensor:
+        seen, arena = self.seen, ragged.arena
+        k, v = arena.k[self.layer_idx], arena.v[self.layer_idx]
+        query = native.rotate(projected, cos.contiguous(), sin.contiguous(), ragged.batch.kv_rows, k, v)
+        return ragged.attend(query, k, v, ragged.batch, seen.scale, seen.window, seen.softcap)
 
     def _projected(self, hidden_states: Tensor) -> Tensor:
         """q, k and v side by side, `[T, ...]`; some families have them so."""
@@ -214,17 +264,22 @@ class _Seen:
         self.scale, self.window, self.softcap = scale, window, softcap
         _, self.heads, self.head_dim = query.shape
         self.kv_heads = k.shape[1]
-        return query * scale + (k + 2 * v).repeat_interleave(self.heads // self.kv_heads, 1)
+        fresh = (k + 2 * v)[batch.kv_rows]
+        return query * scale + fresh.repeat_interleave(self.heads // self.kv_heads, 1)
 
 
 class _Page:
-    """An arena for one trial: the rows that were written last."""
+    """An arena of one page for a trial: of the shape that was seen, or that is written first."""
 
-    def __init__(self) -> None:
-        self.k, self.v = dict[int, Tensor](), dict[int, Tensor]()
+    def __init__(self, dtype: torch.dtype, seen: _Seen) -> None:
+        self.layout = KVLayout(1, seen.kv_heads, seen.head_dim, dtype)
+        self.k, self.v = (
+            defaultdict[int, Tensor](lambda: torch.zeros(_PAGE, seen.kv_heads, seen.head_dim, dtype=dtype))
+            for _ in "kv"
+        )
 
     def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        self.k[layer], self.v[layer] = key, value
+        self.k[layer], self.v[layer] = (x.new_zeros(_PAGE, *x.shape[1:]).index_copy_(0, rows, x) for x in (key, value))
 
 
 def _attention_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
@@ -233,13 +288,13 @@ def _attention_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | Non
     if not has_qkv or not hasattr(module, "o_proj") or not hasattr(module, "layer_idx") or not head_dim:
         return None
     seen = _Seen()
-    batch = RaggedBatch.of([Feed([0] * _ROWS, 4, [0])], 8, model.device)
+    batch = RaggedBatch.of([Feed([0] * _ROWS, 4, [0])], _PAGE, model.device)
     angles = _random(model, 1, _ROWS, head_dim // 2).float().repeat(1, 1, 2) * 3
     rotary = angles.cos().to(model.dtype), angles.sin().to(model.dtype)
     x = _random(model, 1, _ROWS, width)
 
     def run(candidate: nn.Module) -> Tensor:
-        ragged = Ragged(batch, cast("KVArena", _Page()), seen)
+        ragged = Ragged(batch, cast("KVArena", _Page(model.dtype, seen)), seen)
         out = candidate(hidden_states=x, position_embeddings=rotary, attention_mask=None, ragged=ragged)
         assert len(out) == 2
         return cast("Tensor", out[0])

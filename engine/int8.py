@@ -15,8 +15,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from engine.native import rows_for
+
 log = logging.getLogger(__name__)
 
+OFFSET = 128  # oneDNN takes rows as uint8: 128 stands for 0
 _TINY = 1e-30  # a row of zeros has a scale too
 _CHUNK = 4096  # rows of a matrix that are widened at once
 
@@ -31,7 +34,7 @@ class Kernel(Protocol):
         ...
 
     def multiply(self, rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-        """int8 `rows` `[M, in]` -> float32 `[M, out]`: the integer sum, rounded to float32, times `scale` `[out]`."""
+        """uint8 `rows` around 128, `[M, in]` -> float32 `[M, out]`: the integer sums times `scale` `[out]`."""
         ...
 
 
@@ -46,7 +49,7 @@ class Portable:
 
     def multiply(self, rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
         """See `Kernel`."""
-        wide = rows.double()
+        wide = rows.double() - OFFSET
         sums = [(wide @ part.double().t()).float() for part in packed.split(_CHUNK)]
         return torch.cat(sums, -1).mul_(scale)
 
@@ -66,22 +69,14 @@ class OneDNN:
         return cast("Tensor", self._pack(weight.contiguous(), None))
 
     def multiply(self, rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-        """See `Kernel`. It takes rows of uint8 around 128: q + 128 is q with its highest bit flipped."""
+        """See `Kernel`."""
         size = len(scale)
         zeros = self._zeros.get(size)
         if zeros is None:
             zeros = self._zeros[size] = torch.zeros(size, dtype=torch.int64)
-        unsigned = rows.view(torch.uint8).bitwise_xor(128)
-        plain: tuple[Any, ...] = (
-            None,
-            1.0,
-            0,
-            torch.float32,
-            "none",
-            [],
-            "",
-        )  # no bias, output scale 1 and offset 0, nothing after it
-        return cast("Tensor", self._multiply(unsigned, 1.0, 128, packed, scale, zeros, *plain))
+        # No bias, output scale 1 and offset 0, nothing after it.
+        plain: tuple[Any, ...] = (None, 1.0, 0, torch.float32, "none", [], "")
+        return cast("Tensor", self._multiply(rows, 1.0, OFFSET, packed, scale, zeros, *plain))
 
 
 @cache
@@ -102,9 +97,9 @@ def _is_right(candidate: Kernel) -> bool:
     """Against plain torch, with the extremes among the numbers: CPUs without VNNI add in 16 bits and may overflow."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(-127, 128, (80, 272), dtype=torch.int8, generator=generator)
-    rows = torch.randint(-127, 128, (5, 272), dtype=torch.int8, generator=generator)
-    weight[:2], rows[:2] = 127, 127
-    weight[2], rows[2] = -127, -127
+    rows = torch.randint(1, 256, (5, 272), dtype=torch.uint8, generator=generator)
+    weight[:2], rows[:2] = 127, 255
+    weight[2], rows[2] = -127, 1
     scale, plain = torch.linspace(0.001, 0.1, 80), Portable()
     want, packed = plain.multiply(rows, weight, scale), candidate.pack(weight)
     return all(torch.equal(candidate.multiply(rows[:m], packed, scale), want[:m]) for m in (1, 2, 5))
@@ -112,17 +107,26 @@ def _is_right(candidate: Kernel) -> bool:
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix `[out, in]` of any float type -> int8 of the same shape, float32 scale `[out]`; a few rows at a time."""
-    parts = [round_rows(part.detach().float()) for part in weight.split(_CHUNK)]
-    return torch.cat([rows for rows, _ in parts]), torch.cat([scale[:, 0] for _, scale in parts])
+    parts = [_round(part.detach().float()) for part in weight.split(_CHUNK)]
+    return torch.cat([rows for rows, _ in parts]).to(torch.int8), torch.cat([scale[:, 0] for _, scale in parts])
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 `[M, n]` -> int8 `[M, n]` and scale `[M, 1]`, x about int8 * scale; the largest of a row becomes 127.
+    """Floats `[M, n]` -> uint8 `[M, n]` and scale `[M, 1]`, x about (uint8 - 128) * scale; the largest is 255 or 1.
 
-    Each operation is exact to the last bit by itself, so that a row's place and neighbours cannot matter.
+    Each operation is exact to the last bit by itself, so that a row's place and neighbours cannot matter; in C or in
+    torch the bits are the same.
     """
+    native = rows_for(x.dtype, x.shape[1])
+    if native is not None and x.is_cpu and x.stride(1) == 1:
+        return native.round(x)
+    rounded, scale = _round(x.float())
+    return rounded.add_(OFFSET).to(torch.uint8), scale
+
+
+def _round(x: Tensor) -> tuple[Tensor, Tensor]:
     peak = x.abs().amax(-1, keepdim=True).clamp_min_(_TINY)
-    return (x * (127 / peak)).round_().to(torch.int8), peak.mul_(1 / 127)
+    return (x * (127 / peak)).round_(), peak.mul_(1 / 127)
 
 
 class Int8Linear(nn.Module):
@@ -172,12 +176,18 @@ class Int8Linear(nn.Module):
         rows = x.view(-1, self.in_features)
         if not len(rows):  # no logits are wanted in the middle of a prompt
             return x.new_empty(*x.shape[:-1], self.out_features)
+        return self.of_rounded(*round_rows(rows), x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def of_rounded(self, rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """`[M, in]`, rounded by `round_rows` or as it does -> `[M, out]`, in `dtype` unless this has one of its own."""
         packed = self.packed if self.packed is not None else self.pack()
-        rounded, scale = round_rows(rows.float())
-        out = kernel().multiply(rounded, packed, self.scale).mul_(scale)
-        if self.bias is not None:
-            out += self.bias
-        return out.to(self.dtype or x.dtype).view(*x.shape[:-1], self.out_features)
+        sums = kernel().multiply(rows, packed, self.scale)
+        dtype = self.dtype or dtype
+        native = rows_for(dtype, self.out_features)
+        if native is not None:
+            return native.scale(sums, scale, self.bias, dtype)
+        sums.mul_(scale)
+        return (sums if self.bias is None else sums.add_(self.bias)).to(dtype)
 
 
 def matmul_shape(module: object) -> tuple[int, int] | None:

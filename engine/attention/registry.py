@@ -80,7 +80,7 @@ _BY_NAME: Mapping[str, Attend] = {
 
 
 def choose(name: AttentionName, device: torch.device, *, row_wise: bool = False) -> Attend:
-    """Pick an implementation; `auto` is the fastest here, or if `row_wise` the fastest whose rows do not see each other.
+    """Pick an implementation; `auto` is the fastest here, or if `row_wise` that of those whose rows see no other.
 
     Raises:
         ModelError: `native` is asked for and cannot be had.

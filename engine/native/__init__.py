@@ -1,6 +1,6 @@
 """C for what torch does badly on a CPU: compiled when it is first wanted, done without where it cannot be."""
 
 from engine.native.compiled import library
-from engine.native.rows import Rows, rows
+from engine.native.rows import Rows, rows, rows_for
 
-__all__ = ["Rows", "library", "rows"]
+__all__ = ["Rows", "library", "rows", "rows_for"]

@@ -85,19 +85,19 @@ void pilotfish_gate(const void *x, int bits, int64_t rows, int64_t n, void *out,
   }
 }
 
-/* x / sqrt(mean(x^2) + eps) * weight. */
-void pilotfish_rms_norm(const void *x, int bits, int64_t rows, int64_t n, const float *weight, float eps, void *out,
-                        int threads) {
+/* x / sqrt(sum of x^2 + eps) * weight. Who wants the mean has the width in eps and its root in weight. */
+void pilotfish_norm(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, const float *weight, float eps,
+                        void *out, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * n > MANY)
   for (int64_t r = 0; r < rows; r++) {
-    const void *row = row_of(x, r, n, bits);
+    const void *row = row_of(x, r, stride, bits);
     void *to = (void *)row_of(out, r, n, bits);
     vec squares = {0};
     for (int64_t i = 0; i < n; i += LANES) {
       vec here = load(row, i, bits);
       squares += here * here;
     }
-    float factor = 1.0f / sqrtf(sum_of(squares) / (float)n + eps);
+    float factor = 1.0f / sqrtf(sum_of(squares) + eps);
     for (int64_t i = 0; i < n; i += LANES)
       store(to, i, load(row, i, bits) * factor * *(const vec_unaligned *)(weight + i), bits);
   }

@@ -17,7 +17,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "round": (_PTR, _INT, _I64, _I64, _I64, _PTR, _PTR, _INT),
     "gate_round": (_PTR, _INT, _I64, _I64, _PTR, _PTR, _INT),
     "gate": (_PTR, _INT, _I64, _I64, _PTR, _INT),
-    "rms_norm": (_PTR, _INT, _I64, _I64, _PTR, _F32, _PTR, _INT),
+    "norm": (_PTR, _INT, _I64, _I64, _I64, _PTR, _F32, _PTR, _INT),
     "scale": (_PTR, _I64, _I64, _PTR, _PTR, _PTR, _INT, _INT),
     "rotate": (_PTR, _INT, _I64, _I64, _I64, _I64, _PTR, _PTR, _PTR, _PTR, _PTR),
 }
@@ -30,8 +30,13 @@ def rows() -> Rows | None:
     return None if found is None else Rows(found)
 
 
+def rows_for(dtype: torch.dtype, *widths: int) -> Rows | None:
+    """The operations, for rows of this type and these widths; None where they cannot be had."""
+    return rows() if dtype in _BITS and not any(width % _LANES for width in widths) else None
+
+
 class Rows:
-    """Every tensor here is dense, on the CPU, and of a width that `fits`; the caller sees to that, we only assert."""
+    """Every tensor here is on the CPU and as `rows_for` was told, and dense; of `round` and `norm`, each row is."""
 
     def __init__(self, native: ctypes.CDLL) -> None:
         self._call = {}
@@ -40,18 +45,12 @@ class Rows:
             function.argtypes, function.restype = arguments, None
             self._call[name] = function
 
-    @staticmethod
-    def fits(dtype: torch.dtype, *widths: int) -> bool:
-        """Whether rows of this type and these widths can be worked on."""
-        return dtype in _BITS and not any(width % _LANES for width in widths)
-
     def round(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`[M, n]` -> uint8 `[M, n]` around 128 and float32 scale `[M, 1]`: x is about (uint8 - 128) * scale."""
         m, n = x.shape
         out, scale = torch.empty(m, n, dtype=torch.uint8), torch.empty(m, 1)
-        assert x.stride(1) == 1
         self._call["round"](
-            x.data_ptr(), _BITS[x.dtype], x.stride(0), m, n, out.data_ptr(), scale.data_ptr(), torch.get_num_threads()
+            _rows(x), _BITS[x.dtype], x.stride(0), m, n, out.data_ptr(), scale.data_ptr(), torch.get_num_threads()
         )
         return out, scale
 
@@ -71,11 +70,11 @@ class Rows:
         self._call["gate"](_dense(x), _BITS[x.dtype], m, n, out.data_ptr(), torch.get_num_threads())
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over rows `[M, n]`, float32 inside, in the type of `x`."""
-        out = torch.empty_like(x)
-        self._call["rms_norm"](
-            _dense(x), _BITS[x.dtype], *x.shape, _dense(weight), eps, out.data_ptr(), torch.get_num_threads()
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(sum of x^2 + eps) * weight over rows `[M, n]`, float32 inside, in the type of `x`."""
+        out, (m, n) = torch.empty(x.shape, dtype=x.dtype), x.shape
+        self._call["norm"](
+            _rows(x), _BITS[x.dtype], x.stride(0), m, n, _dense(weight), eps, out.data_ptr(), torch.get_num_threads()
         )
         return out
 
@@ -102,6 +101,11 @@ class Rows:
         )  # fmt: skip
         query: Tensor = qkv[:, : heads * dim].unflatten(1, (heads, dim))
         return query
+
+
+def _rows(x: Tensor) -> int:
+    assert x.stride(1) == 1, "numbers of a row lie apart"
+    return x.data_ptr()
 
 
 def _dense(x: Tensor) -> int:

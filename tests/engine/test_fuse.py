@@ -7,13 +7,14 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 
 from engine.attention import choose
 from engine.batch import Feed
 from engine.fuse import Joined, RotaryAttention, fuse
 from engine.int8 import Int8Linear
 from engine.kv import KVArena
+from engine.native import rows
 from engine.quant import quantise
 from engine.runner import ModelRunner, kv_layout
 from tests import zoo
@@ -86,7 +87,7 @@ def test_parts_of_other_kinds_are_left() -> None:
     attention = model.get_submodule("model.layers.0.self_attn")
     attention.q_proj = Int8Linear.of(attention.q_proj.weight, None)
     model.get_submodule("model.layers.1.mlp").gate_proj.register_parameter("bias", nn.Parameter(torch.zeros(48)))
-    assert fuse(model) == {"matmuls joined": 2, "norms": 5, "attentions": 1}
+    assert fuse(model) == {"matmuls joined": 2, "norms": 5, "gates": 1, "attentions": 1}
 
 
 def test_a_norm_of_another_formula_is_left() -> None:
@@ -125,3 +126,35 @@ def test_transformers_own_pass_still_runs() -> None:
     model.set_attn_implementation("eager")
     ids = torch.tensor([[5, 6, 7]])
     assert torch.allclose(model(ids).logits, zoo.reference("qwen3")(ids).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_shape_that_our_c_is_for(dtype: torch.dtype, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, gates and rotations in C, beside the same stand-ins in torch, beside the model as it was."""
+    shape = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=zoo.VOCAB, num_hidden_layers=2, max_position_embeddings=64, head_dim=32, **shape)
+    plain = zoo.ours(zoo.with_large_weights(config)).to(dtype)
+    if int8:
+        quantise(plain)
+    fused = copy.deepcopy(plain)
+    assert fuse(fused) == {"matmuls joined": 4, "norms": 5, "gates": 2, "attentions": 2}
+    want, got = logits(plain), logits(fused)
+    assert native_calls(fused, monkeypatch) >= {"norm", "rotate", "gate_round" if int8 else "gate"}
+    off = (got - want).square().mean(-1).sqrt().max() / want.std()
+    assert off < (1e-5 if dtype == torch.float32 and not int8 else 0.25)
+    monkeypatch.setattr("engine.fuse.rows_for", lambda *_: None)
+    off = (logits(fused) - got).square().mean(-1).sqrt().max() / want.std()
+    assert off < (1e-5 if dtype == torch.float32 and not int8 else 0.25)
+
+
+def native_calls(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Which of our C functions a pass of `model` calls."""
+    found = rows()
+    if found is None:
+        pytest.skip("no C compiler here")
+    called = set()
+    for name, function in found._call.items():
+        monkeypatch.setitem(found._call, name, lambda *a, n=name, f=function: (called.add(n), f(*a)))
+    logits(model)
+    return called

@@ -23,11 +23,16 @@ def int8s(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(-127, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
 
 
+def unsigned(rows: torch.Tensor) -> torch.Tensor:
+    """As kernels take them."""
+    return (rows.int() + int8.OFFSET).to(torch.uint8)
+
+
 @has_onednn
 @settings(max_examples=60)
 @given(st.integers(1, 64), st.integers(1, 300), st.integers(1, 300), st.integers(0, 10**6))
 def test_both_kernels_give_the_same_bits(rows: int, width: int, outputs: int, seed: int) -> None:
-    weight, x = int8s(outputs, width, seed=seed), int8s(rows, width, seed=seed + 1)
+    weight, x = int8s(outputs, width, seed=seed), unsigned(int8s(rows, width, seed=seed + 1))
     scale = numbers(outputs, seed=seed).abs() + 1e-3
     fast, plain = OneDNN(), Portable()
     assert torch.equal(fast.multiply(x, fast.pack(weight), scale), plain.multiply(x, plain.pack(weight), scale))
@@ -39,7 +44,7 @@ def test_large_sums_are_exact(shape: tuple[int, int]) -> None:
     """All extremes: sums beyond what float32 holds exactly, and far beyond 16 bits."""
     weight, x = torch.full(shape, 127, dtype=torch.int8), torch.full((3, shape[1]), 127, dtype=torch.int8)
     x[1], x[2, ::2] = -127, -127
-    scale, fast = torch.ones(shape[0]), OneDNN()
+    scale, fast, x = torch.ones(shape[0]), OneDNN(), unsigned(x)
     assert torch.equal(fast.multiply(x, fast.pack(weight), scale), Portable().multiply(x, weight, scale))
 
 
@@ -65,9 +70,10 @@ def test_near_the_float_matmul() -> None:
 def test_rounding() -> None:
     x = torch.tensor([[0.0, 0, 0], [1, -2, 0.5], [1e-20, 0, -1e-20], [3e38, -3e38, 0]])
     rounded, scale = round_rows(x)
+    rounded = rounded.int() - int8.OFFSET
     assert rounded.tolist() == [[0, 0, 0], [64, -127, 32], [127, 0, -127], [127, -127, 0]]
     assert torch.allclose(rounded * scale, x, rtol=1e-2)
-    assert torch.equal(rounded, round_weight(x)[0])
+    assert torch.equal(rounded, round_weight(x)[0].int())
 
 
 def test_no_rows_and_more_dimensions() -> None:

@@ -213,8 +213,8 @@ def test_gates_norms_and_scales_are_the_formula(size, dtype) -> None:
     steps, scale = rows().gate_round(x)
     assert ((steps.float() - 128) * scale - want).abs().le(0.51 * scale + 1e-6).all()
     x, weight = x[:, :n].contiguous(), numbers((n,), torch.float32, 1)
-    want = x.float() * (x.float().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
-    assert torch.allclose(rows().rms_norm(x, weight, 1e-5).float(), want, **near)
+    want = x.float() * (x.float().pow(2).sum(-1, keepdim=True) + 1e-5).rsqrt() * weight
+    assert torch.allclose(rows().norm(x, weight, 1e-5).float(), want, **near)
     sums, row_scale = numbers(size, torch.float32), numbers((m, 1), torch.float32, 2)
     for bias in (None, weight):
         want = sums * row_scale + (0 if bias is None else bias)
@@ -253,7 +253,7 @@ def test_no_row_sees_another_and_what_is_no_number_stays_none(dtype) -> None:
     sick = x.clone()
     sick[7, 5] = float("nan")
     sick[9, 6] = float("inf")
-    for run in (rows().round, rows().gate_round, rows().gate, lambda x: rows().rms_norm(x, weight, 1e-6)):
+    for run in (rows().round, rows().gate_round, rows().gate, lambda x: rows().norm(x, weight, 1e-6)):
         whole, alone, beside = run(x), run(x[3:4]), run(sick)
         whole, alone, beside = (out if isinstance(out, tuple) else (out,) for out in (whole, alone, beside))
         for w, a, b in zip(whole, alone, beside, strict=True):
