@@ -18,6 +18,7 @@ from torch import Tensor, nn
 log = logging.getLogger(__name__)
 
 _TINY = 1e-30  # a row of zeros has a scale too
+_LEVELS = torch.tensor(127.0)  # a tensor: a number over a tensor is two operations
 _CHUNK = 4096  # rows of a matrix that are widened at once
 
 
@@ -113,16 +114,16 @@ def _is_right(candidate: Kernel) -> bool:
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix `[out, in]` of any float type -> int8 of the same shape, float32 scale `[out]`; a few rows at a time."""
     parts = [round_rows(part.detach().float()) for part in weight.split(_CHUNK)]
-    return torch.cat([rows for rows, _ in parts]), torch.cat([scale[:, 0] for _, scale in parts])
+    return torch.cat([rows for rows, _ in parts]), torch.cat([peak[:, 0] / _LEVELS for _, peak in parts])
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 `[M, n]` -> int8 `[M, n]` and scale `[M, 1]`, x about int8 * scale; the largest of a row becomes 127.
+    """float32 `[M, n]` -> int8 `[M, n]` and peak `[M, 1]`, x about int8 * peak / 127; the largest of a row becomes 127.
 
     Each operation is exact to the last bit by itself, so that a row's place and neighbours cannot matter.
     """
     peak = x.abs().amax(-1, keepdim=True).clamp_min_(_TINY)
-    return (x * (127 / peak)).round_().to(torch.int8), peak.mul_(1 / 127)
+    return (x * torch.div(_LEVELS, peak)).round_().to(torch.int8), peak
 
 
 class Int8Linear(nn.Module):
@@ -136,10 +137,12 @@ class Int8Linear(nn.Module):
         self.weight_int8: Tensor | None
         self.packed: Tensor | None
         self.scale: Tensor
+        self.step: Tensor | None  # scale / 127: what one more in the integer sum is worth, per peak of the row
         self.bias: Tensor | None
         self.register_buffer("weight_int8", weight, persistent=False)
         self.register_buffer("packed", None, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("step", None, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
 
     @classmethod
@@ -160,21 +163,21 @@ class Int8Linear(nn.Module):
             parts[0].dtype,
         )
 
-    def pack(self) -> Tensor:
+    def pack(self) -> None:
         """Make the kernel's own form of the weight, and let go of the plain one."""
-        assert self.weight_int8 is not None
-        packed, self.weight_int8 = kernel().pack(self.weight_int8), None
-        self.packed = packed
-        return packed
+        assert self.weight_int8 is not None, "packed already"
+        self.packed, self.step = kernel().pack(self.weight_int8), self.scale / _LEVELS
+        self.weight_int8 = None
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
         rows = x.view(-1, self.in_features)
         if not len(rows):  # no logits are wanted in the middle of a prompt
             return x.new_empty(*x.shape[:-1], self.out_features)
-        packed = self.packed if self.packed is not None else self.pack()
-        rounded, scale = round_rows(rows.float())
-        out = kernel().multiply(rounded, packed, self.scale).mul_(scale)
+        if self.packed is None or self.step is None:
+            self.pack()
+        rounded, peak = round_rows(rows.float())
+        out = kernel().multiply(rounded, cast("Tensor", self.packed), cast("Tensor", self.step)).mul_(peak)
         if self.bias is not None:
             out += self.bias
         return out.to(self.dtype or x.dtype).view(*x.shape[:-1], self.out_features)

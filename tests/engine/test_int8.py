@@ -64,9 +64,9 @@ def test_near_the_float_matmul() -> None:
 
 def test_rounding() -> None:
     x = torch.tensor([[0.0, 0, 0], [1, -2, 0.5], [1e-20, 0, -1e-20], [3e38, -3e38, 0]])
-    rounded, scale = round_rows(x)
+    rounded, peak = round_rows(x)
     assert rounded.tolist() == [[0, 0, 0], [64, -127, 32], [127, 0, -127], [127, -127, 0]]
-    assert torch.allclose(rounded * scale, x, rtol=1e-2)
+    assert torch.allclose(rounded * (peak / 127), x, rtol=1e-2)
     assert torch.equal(rounded, round_weight(x)[0])
 
 
