@@ -77,11 +77,12 @@ def _bytes_of(module: nn.Module) -> int:
 @torch.no_grad()
 def random_model(config: LlamaConfig, dtype: torch.dtype, *, int8: bool) -> PreTrainedModel:
     """A model of this shape; before it is rounded to int8 its matrices are in bfloat16, to take less memory."""
-    model = skeleton(config, dtype)
+    model, drawn = skeleton(config, dtype), torch.randn(2**20).mul_(0.02)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta:
-                made = torch.empty_like(parameter, device="cpu", dtype=_type_for(module, dtype, int8)).normal_(0, 0.02)
+            if parameter.is_meta:  # the same million numbers over and over: drawing a billion takes a minute
+                many = drawn.to(_type_for(module, dtype, int8)).repeat(-(-parameter.numel() // drawn.numel()))
+                made = many[: parameter.numel()].view(parameter.shape)
                 setattr(module, name, nn.Parameter(made, requires_grad=False))
     if int8:
         quantise(model)

@@ -23,9 +23,10 @@ from tests import zoo
 WITHOUT_FLOAT_MATMULS = sorted(set(zoo.families()) - {"mixtral"})
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "threads"), [*((name, 1) for name in WITHOUT_FLOAT_MATMULS), ("llama", 2), ("gpt2", 2), ("gemma2", 2)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", WITHOUT_FLOAT_MATMULS)
 def test_logits_are_bitwise_the_same_in_any_batch(family: str, dtype: torch.dtype, threads: int) -> None:
     model = zoo.ours(zoo.reference(family)).to(dtype)
     quantise(model)
@@ -34,7 +35,7 @@ def test_logits_are_bitwise_the_same_in_any_batch(family: str, dtype: torch.dtyp
         model, KVArena(kv_layout(model.config, dtype), 8, 64, torch.device("cpu")), choose("rows", model.device)
     )
     draw = random.Random(family)
-    texts = [[draw.randrange(3, zoo.VOCAB) for _ in range(draw.randrange(2, 60))] for _ in range(8)]
+    texts = [[draw.randrange(3, zoo.VOCAB) for _ in range(draw.randrange(2, 60))] for _ in range(5)]
     torch.set_num_threads(threads)
     try:
         alone = [torch.cat([runner.forward([Feed([token], i, [0])]) for i, token in enumerate(text)]) for text in texts]
@@ -64,22 +65,23 @@ def plain(temperature: float, dtype: str) -> list[tuple[int, ...]]:
 @lru_cache
 def prompts() -> list[str]:
     """Of unequal lengths, some long enough to be cut into chunks."""
-    return [text[-n:] for text, n in zip(corpus.held_out_prompts(8), (900, 20, 300, 1, 77, 500, 40, 150), strict=True)]
+    return [text[-n:] for text, n in zip(corpus.held_out_prompts(8), (700, 20, 300, 1, 77, 200, 40, 150), strict=True)]
 
 
 def params(temperature: float) -> SamplingParams:
-    return SamplingParams(max_tokens=48, temperature=temperature, seed=5, ignore_eos=True)
+    return SamplingParams(max_tokens=32, temperature=temperature, seed=5, ignore_eos=True)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("proposer", ["model", "ngram", "suffix", "self", "medusa", "eagle", "auto", "none"])
 def test_speculation_changes_no_token(proposer: str, temperature: float) -> None:
-    for num_draft, config in ((1, {}), (4, {"max_batch_tokens": 48}), (7, {"page_size": 8})):
+    grid = ((4, {"max_batch_tokens": 48}), (1, {}), (7, {"page_size": 8}))
+    for num_draft, config in grid[:1] if temperature else grid:
         speculation = SpeculationParams(mode=SpeculationMode.FIXED, num_draft_tokens=num_draft, proposer=proposer)
         done = llm(**config).generate(prompts(), params(temperature), speculation=speculation)
         assert [c.token_ids for c in done] == plain(temperature, "float32"), (num_draft, config)
         if proposer in ("model", "auto"):
-            assert sum(c.stats.accepted for c in done) > 100
+            assert sum(c.stats.accepted for c in done) > 50
 
 
 @pytest.mark.parametrize(
