@@ -21,6 +21,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from engine.attention import choose
+from engine.attention.registry import AttentionName
 from engine.batch import Feed
 from engine.fuse import fuse
 from engine.int8 import Int8Linear, kernel
@@ -45,7 +46,7 @@ class Variant:
 
     name: str
     model: PreTrainedModel
-    attention: Literal["rows", "sdpa"]
+    attention: AttentionName
     milliseconds: dict[int, list[float]] = field(default_factory=dict)
 
     @classmethod
@@ -55,7 +56,7 @@ class Variant:
         model = random_model(LlamaConfig.from_dict(SHAPES[shape]), getattr(torch, dtype), int8=weights == "int8")
         if how == "fused":
             fuse(model)
-        return cls(name, model, "rows" if weights == "int8" else "sdpa")
+        return cls(name, model, "auto")
 
     def runner(self, rows: int) -> ModelRunner:
         """With room for `rows` sequences."""
