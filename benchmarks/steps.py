@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Literal
 
 import torch
 from torch import nn
