@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -92,3 +93,22 @@ def test_in_other_settings(config: dict[str, object]) -> None:
     off = SpeculationParams(mode=SpeculationMode.OFF)
     want = [engine.generate(prompt, params(0), speculation=off)[0].token_ids for prompt in prompts()]
     assert [c.token_ids for c in engine.generate(prompts(), params(0), speculation=fixed)] == want
+
+
+@pytest.mark.parametrize("attention", ["auto", "rows"])
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_log_probabilities_are_the_same_bits(attention: str, reproducible: bool) -> None:
+    """With drafts and company, chunked and over cached pages, as alone: integers need no option for it."""
+    engine = llm(attention=attention, reproducible=reproducible, max_batch_tokens=48, page_size=8)
+    wanted = replace(params(0.8), logprobs=4, prompt_logprobs=1)
+    off, fixed = SpeculationParams(mode=SpeculationMode.OFF), SpeculationParams(num_draft_tokens=5, proposer="model")
+    alone = [
+        engine.generate(prompt, wanted, speculation=off, cache_salt=str(i))[0] for i, prompt in enumerate(prompts())
+    ]
+    for _ in range(2):
+        for got, want in zip(engine.generate(prompts(), wanted, speculation=fixed), alone, strict=True):
+            assert (got.token_ids, got.logprobs, got.prompt_logprobs) == (
+                want.token_ids,
+                want.logprobs,
+                want.prompt_logprobs,
+            )
