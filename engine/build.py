@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine import attention
 from engine.config import EngineConfig
+from engine.control import AdaptiveK
 from engine.drafters import Drafters
 from engine.engine import Engine
 from engine.errors import ModelError
@@ -105,6 +106,7 @@ def assemble(
         config.max_batch_tokens,
         proposers.draft_kv_users,
         proposers.draft_kv_sharers,
+        AdaptiveK(proposers.draft_kv_users),
     )
     borders = [longrope_border(model.config) for model in (target, draft or target)]
     limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)

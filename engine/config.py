@@ -50,6 +50,9 @@ class EngineConfig(BaseModel):
     )
     prefix_cache: bool = Field(True, description="Keep K/V of past requests for those that begin with the same tokens.")
     attention: Literal["auto", "sdpa", "reference"] = Field("auto", description="Attention implementation.")
+    warm_up_seconds: float = Field(
+        1.0, ge=0, description="Time to measure at load what steps cost, so that AUTO starts well; 0 measures nothing."
+    )
     threads: int | None = Field(None, ge=1, description="Compute threads; default the cores this process may use.")
 
     @model_validator(mode="after")

@@ -80,6 +80,10 @@ class FakeEngine:
         return sum(map(len, self._live.values()))
 
     @property
+    def spec_gain(self) -> float:
+        return 1.25
+
+    @property
     def free_pages(self) -> int:
         return self.total_pages - self.num_running
 
@@ -201,6 +205,7 @@ class FakeEngine:
                 verification=self.config.verification,
             ),
             stats=SpeculationStats(2, 8, 4, (2, 2)),
+            spec_gain=1.5,
             stop_token_id=stop,
             cached_prompt_tokens=1 if len(request.token_ids) > 1 else 0,
             error=error,

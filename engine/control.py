@@ -1,0 +1,276 @@
+"""How many drafts each sequence gets, step by step, from what steps were measured to cost and to bring.
+
+Knows no model and no clock: seconds are told to it. Whatever it chooses, the tokens are the same; only time differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from engine.acceptance import Acceptance, Ints
+from engine.gain import Gain
+from engine.goodput import Choice, Load, Offer, drafting_seconds
+from engine.prices import Prices, quantities, with_rows
+from engine.types import MAX_NUM_DRAFT, Sequence, SpeculationMode
+
+PROBE_SHARE = 0.01  # of the time, at most, for drafts of which no gain is expected
+PLAIN_SHARE = 0.01  # of what drafting gains, for plain steps, to know what it is compared with
+PLAIN_EVERY = (4, 128)  # steps: not more often than that, and not more seldom
+
+_SWITCH_ON, _SWITCH_OFF = 1.03, 1.01  # expected gains; between them all stays as it is
+_SMOOTH = 0.2  # weight of the newest expected gain in what is compared with those
+_PROBE_DEPTH = 2
+_HOPE = 0.95  # a chance of each draft at which a proposer would have to pay, or it is not even tried
+_TRIALS = 8  # rounds after which a proposer is known about as well as not
+_HORIZON = 128  # tokens: nobody knows whether an output goes on for longer
+_CREDIT = 4  # steps' worth of probing to begin with
+_FADE = 0.999  # of the time on the books, per step: what was saved in an hour is not spent at once
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a step did for sequences that fed their newest token, and the seconds it took."""
+
+    sequences: Seq[Sequence]
+    lengths: Seq[int]  # when the step was planned
+    asked: Seq[int]
+    drafted: Seq[int]
+    accepted: Seq[int]
+    draft_passes: Seq[tuple[int, int]]  # sequences and tokens of each pass of a draft model
+    draft_seconds: float
+    other_seconds: float
+    has_prompts: bool  # others fed prompts in the same pass
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.draft_seconds + self.other_seconds
+
+    @property
+    def load(self) -> Load:
+        """What the target was fed."""
+        return Load.of(self.lengths, self.drafted)
+
+
+class Control(Protocol):
+    """Chooses K."""
+
+    @property
+    def gain(self) -> Gain:
+        """How much faster than plain decoding it has been."""
+        ...
+
+    def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
+        """K of each sequence in the step that is being planned, at most its limit; they share the budget."""
+        ...
+
+    def learn(self, done: Round) -> None:
+        """What became of it."""
+        ...
+
+    def begin(self) -> None:
+        """What was learned so far was practice: its costs are true, its drafts and its gain are not."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+        ...
+
+
+class FixedK:
+    """As many as each may have, whatever they cost."""
+
+    def __init__(self) -> None:
+        self.gain = Gain()
+
+    def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
+        """First come, first served."""
+        return within(limits, budget)
+
+    def learn(self, done: Round) -> None:
+        """Nothing to learn."""
+
+    def begin(self) -> None:
+        """Nothing to forget."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing to forget."""
+
+
+def within(limits: Seq[int], budget: int) -> list[int]:
+    """Limits [3, 3, 3], budget 5 -> [3, 2, 0]."""
+    given = []
+    for limit in limits:
+        given.append(min(limit, budget))
+        budget -= given[-1]
+    return given
+
+
+@dataclass(slots=True)
+class _Proposer:
+    """What is known of one proposer."""
+
+    prices: Prices = field(default_factory=Prices)
+    share: float = 1.0  # of its sequences that need the draft model: the others are looked up
+    is_on: bool = True
+    expected_gain: float = _SWITCH_ON
+
+    def decide(self, gain: float) -> bool:
+        """Whether it drafts, after a step in which this much was expected of it."""
+        self.expected_gain += _SMOOTH * (min(gain, 4.0) - self.expected_gain)
+        self.is_on = self.expected_gain > (_SWITCH_OFF if self.is_on else _SWITCH_ON)
+        return self.is_on
+
+
+class AdaptiveK:
+    """As many as pay, down to none."""
+
+    def __init__(self, draft_kv_users: frozenset[str] = frozenset()) -> None:
+        self.gain, self.acceptance, self.target = Gain(), Acceptance(), Prices()
+        self._draft_kv_users = draft_kv_users  # names of the proposers whose sequences may have to catch up
+        self._proposers: dict[str, _Proposer] = {}
+        self._since_plain = 0
+        self._seconds = self._probe_seconds = 0.0  # faded
+        self.is_probing = False
+
+    # ---------------------------------------------------------------------------------------------------- choosing
+
+    def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
+        """AUTO gets what pays, FIXED what it asked for; now and then a step without drafts, or a probe."""
+        free = [
+            limit and s.speculation.mode is SpeculationMode.AUTO for s, limit in zip(sequences, limits, strict=True)
+        ]
+        chosen = within([0 if f else limit for f, limit in zip(free, limits, strict=True)], budget)
+        self.is_probing = False
+        if not any(free) or not self.target.count or self._is_plain_due():
+            return chosen
+        load = Load.of([len(s.tokens) for s in sequences], chosen, prompt_rows)
+        budget -= sum(chosen)
+        for name in sorted({s.speculation.proposer for s, f in zip(sequences, free, strict=True) if f}):
+            mine = [i for i, s in enumerate(sequences) if free[i] and s.speculation.proposer == name]
+            found = self._choose_for(name, [sequences[i] for i in mine], [limits[i] for i in mine], load, budget)
+            if found is not None:
+                load, budget = found.load, budget - int(found.num_draft.sum())
+                for i, k in zip(mine, found.num_draft.tolist(), strict=True):
+                    chosen[i] = k
+        return chosen
+
+    def _is_plain_due(self) -> bool:
+        """A plain step loses what drafting would have gained: near break-even, where it matters, hardly anything."""
+        least, most = PLAIN_EVERY
+        loss = 1 - 1 / max(1.0, self.gain.ratio)
+        return self._since_plain >= min(max(loss / PLAIN_SHARE, least), most)
+
+    def _choose_for(
+        self, name: str, sequences: Seq[Sequence], limits: Seq[int], load: Load, budget: int
+    ) -> Choice | None:
+        proposer = self._proposers.setdefault(name, _Proposer())
+        offer = self._offer(name, proposer, sequences, limits)
+        best = offer.best(load, self.target, budget)
+        if proposer.decide(best.gain):
+            return best
+        return None if load.prompt_rows else self._probe(offer, load, budget)
+
+    def _offer(self, name: str, proposer: _Proposer, sequences: Seq[Sequence], limits: Seq[int]) -> Offer:
+        rows, tokens = self.acceptance.chances(sequences, name, max(limits))
+        contexts = np.array([len(s.tokens) for s in sequences], float)
+        rooms = np.array([min(s.max_len - len(s.tokens), _HORIZON) for s in sequences], float)
+        unseen = np.zeros(len(sequences))
+        if name in self._draft_kv_users:
+            unseen = np.array([max(0, len(s.tokens) - 2 - s.draft.kv_len) for s in sequences], float)
+        trials = self.acceptance.trials(name)
+        # What is invested in catching up comes back in later rounds, if drafts are kept: as far as that is known.
+        rounds = np.maximum(rooms / 2 * trials / (trials + _TRIALS), 1)
+        seconds = drafting_seconds(proposer.prices, tokens, contexts, unseen, rounds, proposer.share)
+        offer = Offer(np.array(limits), rows, tokens, seconds, proposer.prices.a_call, contexts)
+        return offer if trials >= _TRIALS / 2 else offer.cheapest(1 + len(limits) // 8, MAX_NUM_DRAFT)
+
+    def _probe(self, offer: Offer, load: Load, budget: int) -> Choice | None:
+        """A few drafts for a few sequences, if they could pay at all and the time set aside for this allows it."""
+        allowance = PROBE_SHARE * self._seconds - self._probe_seconds
+        if allowance <= 0:
+            return None
+        if offer.hoping(_HOPE).best(load, self.target, budget).gain < _SWITCH_ON:
+            return None
+        probe = offer.cheapest(1 + len(offer.limits) // 8, _PROBE_DEPTH).all_of(load, self.target, budget)
+        if probe.extra_seconds > allowance:
+            return None
+        self.is_probing = True
+        return probe
+
+    # ---------------------------------------------------------------------------------------------------- learning
+
+    def learn(self, done: Round) -> None:
+        """Prices, chances and gain, from one step."""
+        asked = sorted({s.speculation.proposer for s, k in zip(done.sequences, done.asked, strict=True) if k})
+        self._learn_chances(done)
+        if len(asked) == 1:
+            self._learn_drafting(self._proposers.setdefault(asked[0], _Proposer()), done)
+        if done.has_prompts or not done.sequences:
+            return
+        self.target.learn(done.load.quantities, done.other_seconds)
+        self._account(done, is_plain=not asked)
+
+    def _account(self, done: Round, *, is_plain: bool) -> None:
+        plain = self.target.of(Load.of(done.lengths, [0] * len(done.lengths)).quantities)
+        if is_plain:
+            plain = done.seconds
+        self._since_plain = 0 if is_plain else self._since_plain + 1
+        if not self._seconds:
+            self._probe_seconds = -_CREDIT * plain
+        self._seconds = self._seconds * _FADE + plain
+        self._probe_seconds *= _FADE
+        if self.is_probing:
+            self._probe_seconds += max(0.0, done.seconds - plain)
+        self.gain.add(done.sequences, [accepted + 1 for accepted in done.accepted], done.seconds, plain)
+
+    def _learn_drafting(self, proposer: _Proposer, done: Round) -> None:
+        num_asked = sum(k > 0 for k in done.asked)
+        lengths = [length for length, k in zip(done.lengths, done.asked, strict=True) if k]
+        mean = sum(lengths) / num_asked
+        passes = done.draft_passes
+        in_passes, tokens = sum(n for n, _ in passes), [tokens for _, tokens in passes]
+        needed = min(1.0, passes[0][0] / num_asked) if passes else 0.0
+        proposer.share += (needed - proposer.share) * (1.0 if not proposer.prices.count else 0.05)
+        work = quantities(
+            calls=1,
+            asked=num_asked,
+            passes=len(passes),
+            sequences=in_passes,
+            context=in_passes * mean,
+            attended=sum(tokens) * mean,
+        )
+        proposer.prices.learn(with_rows(work, tokens), done.draft_seconds)
+
+    def _learn_chances(self, done: Round) -> None:
+        by_proposer: dict[str, list[int]] = {}
+        for i, sequence in enumerate(done.sequences):
+            if sequence.speculation.num_draft_tokens:
+                by_proposer.setdefault(sequence.speculation.proposer, []).append(i)
+        asked, drafted, accepted = (np.array(x, np.int64) for x in (done.asked, done.drafted, done.accepted))
+        if done.draft_passes:
+            asked = np.where(drafted > 0, asked, self._without_catching_up(done, asked))
+        for name, mine in by_proposer.items():
+            sequences = [done.sequences[i] for i in mine]
+            self.acceptance.learn(sequences, name, asked[mine], drafted[mine], accepted[mine])
+
+    def _without_catching_up(self, done: Round, asked: Ints) -> Ints:
+        """Whose draft model had too much to read to get to a draft was not refused one: as if it had not been asked."""
+        users = [sequence.speculation.proposer in self._draft_kv_users for sequence in done.sequences]
+        return np.where(users, 0, asked)
+
+    def begin(self) -> None:
+        """What was learned so far was practice: its costs are true, its drafts and its gain are not."""
+        self.gain, self.acceptance = Gain(), Acceptance()
+        self._seconds = self._probe_seconds = 0.0
+        for proposer in self._proposers.values():
+            proposer.is_on, proposer.expected_gain = True, _SWITCH_ON
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+        self.acceptance.forget(sequence)
+        self.gain.forget(sequence)
