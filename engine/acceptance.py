@@ -19,8 +19,8 @@ Ints = npt.NDArray[np.int64]
 _DEPTHS = np.arange(MAX_NUM_DRAFT)
 _OWN_KEEP, _IDLE_KEEP = 0.97, 0.995  # of a sequence's record, per step with drafts and without
 _COMMON_KEEP = 0.99  # of a proposer's record, per step
-_COMMON_LEAST = 4.0  # trials that stay: what was known long ago is still the best guess, and soon outweighed
-_SHRINK = 16.0  # trials that the proposer's record counts for beside a sequence's own
+_COMMON_LEAST = 8.0  # trials that stay: what was known long ago is still the best guess, and soon outweighed
+_SHRINK = 48.0  # trials that the proposer's record counts for beside a sequence's own
 _DEEPER = 4.0  # trials that the depth above counts for beside a depth's own
 
 
@@ -65,15 +65,14 @@ class Tally:
         prior = np.clip(average + luck[:, None], 0.0, 0.995)
         return (hits + _SHRINK * prior) / (trials + _SHRINK)  # type: ignore[no-any-return]
 
-    def add(self, places: Ints, proposer: str, num_hits: Ints, num_trials: Ints) -> None:
-        """One round: of each sequence, the first `num_trials` depths were tried and the first `num_hits` were hits."""
-        hits, trials = num_hits[:, None] > _DEPTHS, num_trials[:, None] > _DEPTHS
-        keep = np.where(num_trials > 0, _OWN_KEEP, _IDLE_KEEP)[:, None]
-        fresh = np.stack([hits, trials])
-        self._own[:, places] = self._own[:, places] * keep + fresh
+    def add(self, places: Ints, proposer: str, num_hits: Ints, num_trials: Ints, idle: int) -> None:
+        """One round, `idle` steps after the last: how many depths of each sequence were tried, and were hits."""
+        fresh = np.stack([num_hits[:, None] > _DEPTHS, num_trials[:, None] > _DEPTHS])
+        keep = np.where(num_trials > 0, _OWN_KEEP, _IDLE_KEEP) * _IDLE_KEEP**idle
+        self._own[:, places] = self._own[:, places] * keep[:, None] + fresh
         common = self._common.setdefault(proposer, np.zeros((2, MAX_NUM_DRAFT)))
-        keeps = np.where(common[1] > _COMMON_LEAST, _COMMON_KEEP, 1.0)
-        self._common[proposer] = common * keeps + fresh.sum(1)
+        least = np.minimum(1.0, _COMMON_LEAST / np.maximum(common[1], 1e-9))
+        self._common[proposer] = common * np.maximum(_COMMON_KEEP ** (1 + idle / 4), least) + fresh.sum(1)
 
 
 class Acceptance:
@@ -81,6 +80,7 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._returned, self._kept = Tally(prior=0.95), Tally(prior=0.7)
+        self._idle: dict[str, int] = {}  # steps since drafts of a proposer were last judged
         self._places: dict[Sequence, int] = {}
         self._free: list[int] = []
 
@@ -116,6 +116,9 @@ class Acceptance:
 
     def learn(self, sequences: Seq[Sequence], proposer: str, asked: Ints, drafted: Ints, accepted: Ints) -> None:
         """A round of the sequences of one proposer, those that it was not asked for too."""
-        places = self.places(sequences)
-        self._returned.add(places, proposer, drafted, asked)
-        self._kept.add(places, proposer, accepted, np.minimum(accepted + 1, drafted))
+        if not asked.any():
+            self._idle[proposer] = self._idle.get(proposer, 0) + 1
+            return
+        places, idle = self.places(sequences), self._idle.pop(proposer, 0)
+        self._returned.add(places, proposer, drafted, asked, idle)
+        self._kept.add(places, proposer, accepted, np.minimum(accepted + 1, drafted), idle)

@@ -5,6 +5,7 @@ Knows no model and no clock: seconds are told to it. Whatever it chooses, the to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,14 +19,18 @@ from engine.prices import Prices, quantities, with_rows
 from engine.types import MAX_NUM_DRAFT, Sequence, SpeculationMode
 
 PROBE_SHARE = 0.01  # of the time, at most, for drafts of which no gain is expected
-PLAIN_SHARE = 0.01  # of what drafting gains, for plain steps, to know what it is compared with
+PLAIN_SHARE = 0.02  # of what drafting gains, for plain steps, to know what it is compared with
 PLAIN_EVERY = (4, 128)  # steps: not more often than that, and not more seldom
 
-_SWITCH_ON, _SWITCH_OFF = 1.03, 1.01  # expected gains; between them all stays as it is
+_MARGIN, _DOUBT = 0.02, 0.2  # what a gain must exceed, and how much more for want of measured plain steps
+_HYSTERESIS = 0.5  # of that is enough to stay, where it was exceeded before
+_STRIDE = 1.5  # times as many rows as were ever measured, at most: beyond lies what rows cost nobody knows
 _SMOOTH = 0.2  # weight of the newest expected gain in what is compared with those
 _PROBE_DEPTH = 2
 _HOPE = 0.95  # a chance of each draft at which a proposer would have to pay, or it is not even tried
-_TRIALS = 8  # rounds after which a proposer is known about as well as not
+_PLENTY, _PLAIN_SAMPLE = 100, 4  # measurements, after which every fourth plain step is enough
+_LOOK_AGAIN = 8  # steps without drafts, in which nothing changed, before it is asked again whether they would pay
+_TRIALS = 4  # rounds after which a proposer is known about as well as not
 _HORIZON = 128  # tokens: nobody knows whether an output goes on for longer
 _CREDIT = 4  # steps' worth of probing to begin with
 _FADE = 0.999  # of the time on the books, per step: what was saved in an hour is not spent at once
@@ -117,13 +122,19 @@ class _Proposer:
     prices: Prices = field(default_factory=Prices)
     share: float = 1.0  # of its sequences that need the draft model: the others are looked up
     is_on: bool = True
-    expected_gain: float = _SWITCH_ON
+    expected_gain: float = 1.0 + _MARGIN
+    looked_at: tuple[int, int] = (0, 0)  # how many sequences, in which step
 
-    def decide(self, gain: float) -> bool:
+    def decide(self, gain: float, margin: float) -> bool:
         """Whether it drafts, after a step in which this much was expected of it."""
         self.expected_gain += _SMOOTH * (min(gain, 4.0) - self.expected_gain)
-        self.is_on = self.expected_gain > (_SWITCH_OFF if self.is_on else _SWITCH_ON)
+        self.is_on = self.expected_gain > 1 + margin * (_HYSTERESIS if self.is_on else 1)
         return self.is_on
+
+
+def _margin(num_plain: int) -> float:
+    """How far above 1 an expected gain must be, where so many plain steps were measured to compare with."""
+    return _MARGIN + _DOUBT / math.sqrt(1 + num_plain)
 
 
 class AdaptiveK:
@@ -133,7 +144,8 @@ class AdaptiveK:
         self.gain, self.acceptance, self.target = Gain(), Acceptance(), Prices()
         self._draft_kv_users = draft_kv_users  # names of the proposers whose sequences may have to catch up
         self._proposers: dict[str, _Proposer] = {}
-        self._since_plain = 0
+        self._since_plain = self._num_steps = 0
+        self._num_plain: dict[int, int] = {}  # plain steps measured, by the number of sequences, doubling
         self._seconds = self._probe_seconds = 0.0  # faded
         self.is_probing = False
 
@@ -169,9 +181,13 @@ class AdaptiveK:
         self, name: str, sequences: Seq[Sequence], limits: Seq[int], load: Load, budget: int
     ) -> Choice | None:
         proposer = self._proposers.setdefault(name, _Proposer())
+        seen, when = proposer.looked_at
+        if not proposer.is_on and seen == len(sequences) and self._num_steps - when < _LOOK_AGAIN:
+            return None
+        proposer.looked_at = len(sequences), self._num_steps
         offer = self._offer(name, proposer, sequences, limits)
-        best = offer.best(load, self.target, budget)
-        if proposer.decide(best.gain):
+        best = offer.best(load, self.target, min(budget, int(_STRIDE * self.target.most_rows - load.rows)))
+        if proposer.decide(best.gain, _margin(self._num_plain.get(load.sequences.bit_length(), 0))):
             return best
         return None if load.prompt_rows else self._probe(offer, load, budget)
 
@@ -187,14 +203,14 @@ class AdaptiveK:
         rounds = np.maximum(rooms / 2 * trials / (trials + _TRIALS), 1)
         seconds = drafting_seconds(proposer.prices, tokens, contexts, unseen, rounds, proposer.share)
         offer = Offer(np.array(limits), rows, tokens, seconds, proposer.prices.a_call, contexts)
-        return offer if trials >= _TRIALS / 2 else offer.cheapest(1 + len(limits) // 8, MAX_NUM_DRAFT)
+        return offer if trials >= _TRIALS else offer.cheapest(1 + len(limits) // 8, MAX_NUM_DRAFT)
 
     def _probe(self, offer: Offer, load: Load, budget: int) -> Choice | None:
         """A few drafts for a few sequences, if they could pay at all and the time set aside for this allows it."""
         allowance = PROBE_SHARE * self._seconds - self._probe_seconds
         if allowance <= 0:
             return None
-        if offer.hoping(_HOPE).best(load, self.target, budget).gain < _SWITCH_ON:
+        if offer.hoping(_HOPE).best(load, self.target, budget).gain < 1 + _MARGIN:
             return None
         probe = offer.cheapest(1 + len(offer.limits) // 8, _PROBE_DEPTH).all_of(load, self.target, budget)
         if probe.extra_seconds > allowance:
@@ -212,13 +228,18 @@ class AdaptiveK:
             self._learn_drafting(self._proposers.setdefault(asked[0], _Proposer()), done)
         if done.has_prompts or not done.sequences:
             return
-        self.target.learn(done.load.quantities, done.other_seconds)
+        self._num_steps += 1
+        if asked or self.target.count < _PLENTY or self._num_steps % _PLAIN_SAMPLE == 0:
+            self.target.learn(done.load.quantities, done.other_seconds)
+        if not asked:
+            size = len(done.sequences).bit_length()
+            self._num_plain[size] = self._num_plain.get(size, 0) + 1
         self._account(done, is_plain=not asked)
 
     def _account(self, done: Round, *, is_plain: bool) -> None:
-        plain = self.target.of(Load.of(done.lengths, [0] * len(done.lengths)).quantities)
-        if is_plain:
-            plain = done.seconds
+        plain = done.seconds
+        if not is_plain:
+            plain = self.target.of(Load.of(done.lengths, [0] * len(done.lengths)).quantities)
         self._since_plain = 0 if is_plain else self._since_plain + 1
         if not self._seconds:
             self._probe_seconds = -_CREDIT * plain
@@ -268,7 +289,7 @@ class AdaptiveK:
         self.gain, self.acceptance = Gain(), Acceptance()
         self._seconds = self._probe_seconds = 0.0
         for proposer in self._proposers.values():
-            proposer.is_on, proposer.expected_gain = True, _SWITCH_ON
+            proposer.is_on, proposer.expected_gain = True, 1.0 + _MARGIN
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over."""

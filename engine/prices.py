@@ -24,7 +24,7 @@ _FIRST_RAMP = 6  # where the prices of rows begin: before them calls, passes, se
 NUM_QUANTITIES = _FIRST_RAMP + len(_WIDTHS)
 
 _KEEP = 0.99  # of what was known along a measurement's direction: half is forgotten in 69 measurements
-_LEAST, _MOST = 0.3, 1.5  # a measurement beyond these multiples of what was expected counts as one of them
+_LEAST, _MOST = 0.3, 2.0  # a measurement beyond these multiples of what was expected counts as one of them
 _IMPROVE_EVERY, _YOUNG = 2, 64  # measurements
 
 
@@ -49,6 +49,7 @@ class Prices:
 
     def __init__(self) -> None:
         self.count = 0
+        self.most_rows = 0.0  # of any measurement
         self._values = np.zeros(NUM_QUANTITIES)
         self._curve = np.zeros(len(KNOTS))
         # Normal equations of the fit; at first a weak belief that nothing costs anything.
@@ -102,6 +103,7 @@ class Prices:
         self._information += np.outer(work, work) * scale**2
         self._moments += work * (seconds * scale**2)
         self.count += 1
+        self.most_rows = max(self.most_rows, float(work[_FIRST_RAMP:].sum()))
         if self.count < _YOUNG or self.count % _IMPROVE_EVERY == 0:
             self._improve()
 

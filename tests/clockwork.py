@@ -99,6 +99,7 @@ class Machine:
         self.switches = 0
         self._was_on: bool | None = None
         self._count = 0
+        self._seen: set[Sequence] = set()
 
     def run(self, steps: int) -> Books:
         """Books of these steps alone."""
@@ -114,7 +115,7 @@ class Machine:
         plan = self.schedule.plan()
         steady = [w for w in plan.works if len(w.span) == 1 and w.reaches_end]
         others = [w for w in plan.works if w not in steady]
-        drafted, passes, draft_seconds, caught_up = self._propose(steady)
+        drafted, passes, draft_seconds = self._propose(steady)
         accepted = [min(self._coin(self.acceptance), k) for k in drafted]
         rows = sum(drafted) + len(steady) + sum(len(w.span) for w in others)
         context = sum(w.length for w in plan.works)
@@ -122,7 +123,7 @@ class Machine:
         attended += sum(len(w.span) * w.span.stop / 2 for w in others)
         target_seconds = self._target(len(plan.works), rows, context, attended)
         if steady and not others:
-            self._account(steady, drafted, draft_seconds + target_seconds, caught_up)
+            self._account(steady, drafted, draft_seconds + target_seconds)
         done = Round(
             sequences=[w.sequence for w in steady],
             lengths=[w.length for w in steady],
@@ -169,11 +170,11 @@ class Machine:
         """Hits in a row."""
         return int(self.random.geometric(1 - chance)) - 1 if chance < 1 else MOST
 
-    def _propose(self, works: list[Work]) -> tuple[list[int], list[tuple[int, int]], float, float]:
+    def _propose(self, works: list[Work]) -> tuple[list[int], list[tuple[int, int]], float]:
         if self.looks_up:
             found = [w.num_draft * (self.random.random() < self.hits) for w in works]
-            return found, [], 0.00003 * sum(w.num_draft > 0 for w in works), 0.0
-        passes, seconds, caught_up, made = [], 0.0, 0.0, {id(w): 0 for w in works}
+            return found, [], 0.00003 * sum(w.num_draft > 0 for w in works)
+        passes, seconds, made = [], 0.0, {id(w): 0 for w in works}
         now = [w for w in works if w.num_draft]
         while now:
             budget, fed, grown = BUDGET, [], []
@@ -190,10 +191,8 @@ class Machine:
             cost = self.costs.draft(len(now), sum(fed), context, attended)
             passes.append((len(now), sum(fed)))
             seconds += cost
-            if max(fed) > 2:
-                caught_up += cost - self.costs.draft(len(now), len(now), context, context)
             now = [w for w in grown if made[id(w)] < w.num_draft]
-        return [made[id(w)] for w in works], passes, seconds, caught_up
+        return [made[id(w)] for w in works], passes, seconds
 
     def _target(self, n: int, rows: float, context: float, attended: float) -> float:
         return self.costs.overhead + self.costs.target(n, rows, context, attended)
@@ -213,13 +212,16 @@ class Machine:
                 if len(sequence.tokens) >= sequence.max_len - 1:
                     self.schedule.remove(sequence)
 
-    def _account(self, works: list[Work], drafted: list[int], seconds: float, caught_up: float) -> None:
+    def _account(self, works: list[Work], drafted: list[int], seconds: float) -> None:
         books, n = self.books, len(works)
         lengths = np.array([w.length for w in works])
         context = float(lengths.sum())
         tokens = sum(expected(self.acceptance, w.num_draft, self.hits) for w in works)
         books.tokens += tokens
         books.seconds += seconds
+        fresh = [w.length for w in works if w.sequence not in self._seen]
+        self._seen.update(w.sequence for w in works)
+        first_reading = 0.0 if self.looks_up else sum(self.costs.draft(1, n, n, n * n / 2) for n in fresh)
         plain = self._target(n, n, context, context)
         for k in range(MOST + 1):
             if self.looks_up:
@@ -228,7 +230,7 @@ class Machine:
                 drafting, fed = k * self.costs.draft(n, n, context, context), 1 + k
             step = self._target(n, n * fed, context, context * fed) + drafting
             books.fixed[k] += tokens * step / (n * expected(self.acceptance, k, self.hits))
-            books.fixed[k] += caught_up if k else 0.0
+            books.fixed[k] += first_reading if k else 0.0
         if getattr(self.control, "is_probing", False):
             books.probe_seconds += seconds - plain
 
