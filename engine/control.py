@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,10 +26,11 @@ _MARGIN, _DOUBT = 0.02, 0.2  # what a gain must exceed, and how much more for wa
 _HYSTERESIS = 0.5  # of that is enough to stay, where it was exceeded before
 _STRIDE = 1.5  # times as many rows as were ever measured, at most: beyond lies what rows cost nobody knows
 _SMOOTH = 0.2  # weight of the newest expected gain in what is compared with those
-_PROBE_DEPTH = 2
+_PROBE_DEPTH = 1
 _HOPE = 0.95  # a chance of each draft at which a proposer would have to pay, or it is not even tried
 _PLENTY, _PLAIN_SAMPLE = 100, 4  # measurements, after which every fourth plain step is enough
 _LOOK_AGAIN = 8  # steps without drafts, in which nothing changed, before it is asked again whether they would pay
+_TRY_MORE_EVERY, _MODESTY = 16, 0.95  # steps; then as many drafts as reach this share of the best rate
 _TRIALS = 4  # rounds after which a proposer is known about as well as not
 _HORIZON = 128  # tokens: nobody knows whether an output goes on for longer
 _CREDIT = 4  # steps' worth of probing to begin with
@@ -123,13 +124,23 @@ class _Proposer:
     share: float = 1.0  # of its sequences that need the draft model: the others are looked up
     is_on: bool = True
     expected_gain: float = 1.0 + _MARGIN
-    looked_at: tuple[int, int] = (0, 0)  # how many sequences, in which step
+    seen: tuple[int, Sequence | None] = (0, None)  # how many sequences, and the newest, when it was looked at
+    seen_in: int = 0  # step
 
     def decide(self, gain: float, margin: float) -> bool:
         """Whether it drafts, after a step in which this much was expected of it."""
-        self.expected_gain += _SMOOTH * (min(gain, 4.0) - self.expected_gain)
+        self.expected_gain += _SMOOTH * (gain - self.expected_gain)
         self.is_on = self.expected_gain > 1 + margin * (_HYSTERESIS if self.is_on else 1)
         return self.is_on
+
+
+class _Group(NamedTuple):
+    """The sequences of one step that one proposer may draft for."""
+
+    name: str
+    proposer: _Proposer
+    sequences: Seq[Sequence]
+    limits: Seq[int]
 
 
 def _margin(num_plain: int) -> float:
@@ -148,6 +159,7 @@ class AdaptiveK:
         self._num_plain: dict[int, int] = {}  # plain steps measured, by the number of sequences, doubling
         self._seconds = self._probe_seconds = 0.0  # faded
         self.is_probing = False
+        self._is_reading = False  # a probe's draft model was fed, and not yet to the end
 
     # ---------------------------------------------------------------------------------------------------- choosing
 
@@ -164,7 +176,9 @@ class AdaptiveK:
         budget -= sum(chosen)
         for name in sorted({s.speculation.proposer for s, f in zip(sequences, free, strict=True) if f}):
             mine = [i for i, s in enumerate(sequences) if free[i] and s.speculation.proposer == name]
-            found = self._choose_for(name, [sequences[i] for i in mine], [limits[i] for i in mine], load, budget)
+            proposer = self._proposers.setdefault(name, _Proposer())
+            group = _Group(name, proposer, [sequences[i] for i in mine], [limits[i] for i in mine])
+            found = self._choose_for(group, load, budget)
             if found is not None:
                 load, budget = found.load, budget - int(found.num_draft.sum())
                 for i, k in zip(mine, found.num_draft.tolist(), strict=True):
@@ -177,46 +191,61 @@ class AdaptiveK:
         loss = 1 - 1 / max(1.0, self.gain.ratio)
         return self._since_plain >= min(max(loss / PLAIN_SHARE, least), most)
 
-    def _choose_for(
-        self, name: str, sequences: Seq[Sequence], limits: Seq[int], load: Load, budget: int
-    ) -> Choice | None:
-        proposer = self._proposers.setdefault(name, _Proposer())
-        seen, when = proposer.looked_at
-        if not proposer.is_on and seen == len(sequences) and self._num_steps - when < _LOOK_AGAIN:
+    def _choose_for(self, group: _Group, load: Load, budget: int) -> Choice | None:
+        proposer, count = group.proposer, len(group.sequences)
+        seen = count, group.sequences[-1]
+        is_quiet = not proposer.is_on and not self._is_reading and proposer.seen == seen
+        if is_quiet and self._num_steps - proposer.seen_in < _LOOK_AGAIN:
             return None
-        proposer.looked_at = len(sequences), self._num_steps
-        offer = self._offer(name, proposer, sequences, limits)
-        best = offer.best(load, self.target, min(budget, int(_STRIDE * self.target.most_rows - load.rows)))
-        if proposer.decide(best.gain, _margin(self._num_plain.get(load.sequences.bit_length(), 0))):
+        proposer.seen, proposer.seen_in = seen, self._num_steps
+        trials = self.acceptance.trials(group.name)
+        offer = self._offer(group, trials / (trials + _TRIALS))
+        if trials < _TRIALS:  # a stranger: let it show what it can with a few
+            offer = offer.cheapest(1 + count // 8, MAX_NUM_DRAFT)
+        known = min(budget, int(_STRIDE * self.target.most_rows - load.rows))
+        modesty = _MODESTY if proposer.is_on and self._num_steps % _TRY_MORE_EVERY == 0 else 1.0
+        best = offer.best(load, self.target, known, modesty=modesty)
+        if load.prompt_rows:  # a step out of the ordinary decides for itself alone
+            return best if proposer.is_on else None
+        if proposer.decide(best.gain, _margin(self._plain_steps_like(load.sequences))):
             return best
-        return None if load.prompt_rows else self._probe(offer, load, budget)
+        return self._probe(group, load, budget)
 
-    def _offer(self, name: str, proposer: _Proposer, sequences: Seq[Sequence], limits: Seq[int]) -> Offer:
-        rows, tokens = self.acceptance.chances(sequences, name, max(limits))
+    def _plain_steps_like(self, sequences: int) -> int:
+        """How many were measured with about as many sequences."""
+        size = sequences.bit_length()
+        return max(self._num_plain.get(size + i, 0) for i in (-1, 0, 1))
+
+    def _offer(self, group: _Group, trust: float) -> Offer:
+        """What could be drafted. What is invested in catching up comes back in later rounds: in `trust` of them."""
+        sequences = group.sequences
+        rows, tokens = self.acceptance.chances(sequences, group.name, max(group.limits))
         contexts = np.array([len(s.tokens) for s in sequences], float)
         rooms = np.array([min(s.max_len - len(s.tokens), _HORIZON) for s in sequences], float)
         unseen = np.zeros(len(sequences))
-        if name in self._draft_kv_users:
+        if group.name in self._draft_kv_users:
             unseen = np.array([max(0, len(s.tokens) - 2 - s.draft.kv_len) for s in sequences], float)
-        trials = self.acceptance.trials(name)
-        # What is invested in catching up comes back in later rounds, if drafts are kept: as far as that is known.
-        rounds = np.maximum(rooms / 2 * trials / (trials + _TRIALS), 1)
-        seconds = drafting_seconds(proposer.prices, tokens, contexts, unseen, rounds, proposer.share)
-        offer = Offer(np.array(limits), rows, tokens, seconds, proposer.prices.a_call, contexts)
-        return offer if trials >= _TRIALS else offer.cheapest(1 + len(limits) // 8, MAX_NUM_DRAFT)
+        prices, rounds = group.proposer.prices, np.maximum(rooms / 2 * trust, 1)
+        seconds = drafting_seconds(prices, tokens, contexts, unseen, rounds, group.proposer.share)
+        return Offer(np.array(group.limits), rows, tokens, seconds, prices.a_call, contexts)
 
-    def _probe(self, offer: Offer, load: Load, budget: int) -> Choice | None:
+    def _probe(self, group: _Group, load: Load, budget: int) -> Choice | None:
         """A few drafts for a few sequences, if they could pay at all and the time set aside for this allows it."""
         allowance = PROBE_SHARE * self._seconds - self._probe_seconds
+        if self._is_reading:  # what has begun is finished: half a catch-up tells nothing
+            allowance = math.inf
         if allowance <= 0:
             return None
-        if offer.hoping(_HOPE).best(load, self.target, budget).gain < 1 + _MARGIN:
+        hope = self._offer(group, 1.0).hoping(_HOPE).best(load, self.target, budget)
+        if hope.gain < 1 + _MARGIN:
             return None
-        probe = offer.cheapest(1 + len(offer.limits) // 8, _PROBE_DEPTH).all_of(load, self.target, budget)
-        if probe.extra_seconds > allowance:
-            return None
-        self.is_probing = True
-        return probe
+        offer = self._offer(group, 0.0)
+        for count in sorted({1 + len(group.limits) // 4, 1}, reverse=True):
+            probe = offer.cheapest(count, _PROBE_DEPTH).all_of(load, self.target, budget)
+            if probe.extra_seconds <= allowance:
+                self.is_probing = True
+                return probe
+        return None
 
     # ---------------------------------------------------------------------------------------------------- learning
 
@@ -245,8 +274,10 @@ class AdaptiveK:
             self._probe_seconds = -_CREDIT * plain
         self._seconds = self._seconds * _FADE + plain
         self._probe_seconds *= _FADE
+        self._is_reading = self.is_probing and bool(done.draft_passes) and not any(done.drafted)
         if self.is_probing:
-            self._probe_seconds += max(0.0, done.seconds - plain)
+            gained = plain * sum(done.accepted) / len(done.sequences)
+            self._probe_seconds = max(self._probe_seconds + done.seconds - plain - gained, -_CREDIT * plain)
         self.gain.add(done.sequences, [accepted + 1 for accepted in done.accepted], done.seconds, plain)
 
     def _learn_drafting(self, proposer: _Proposer, done: Round) -> None:
@@ -263,7 +294,6 @@ class AdaptiveK:
             passes=len(passes),
             sequences=in_passes,
             context=in_passes * mean,
-            attended=sum(tokens) * mean,
         )
         proposer.prices.learn(with_rows(work, tokens), done.draft_seconds)
 

@@ -56,13 +56,13 @@ class Offer:
     a_call: float  # seconds of asking at all
     contexts: Floats  # [sequences]
 
-    def best(self, load: Load, target: Prices, budget: int) -> Choice:
-        """As many slots, from the likeliest on, as make the rate highest."""
+    def best(self, load: Load, target: Prices, budget: int, *, modesty: float = 1.0) -> Choice:
+        """As many slots, from the likeliest on, as make the rate highest, or most that reach this share of it."""
         sums = self._sums(load, budget)
         steady = np.maximum(_pass_seconds(target, load, sums) + sums.seconds, 1e-9)
         rates = sums.tokens / steady
-        count = int(rates.argmax())
-        gain = float(rates[count] / rates[0])
+        count = int(np.flatnonzero(rates >= modesty * rates.max())[-1])
+        gain = float(rates.max() / rates[0])
         if load.prompt_rows and count:
             # Beside prompts a second is worth what it would bring in a step without them; rows cost what they add.
             beside = replace(sums, rows=sums.rows + load.prompt_rows)
@@ -162,8 +162,8 @@ def drafting_seconds(
     width = asked * share / np.maximum(busy, 1e-9)
     passes = busy * (prices.a_pass + prices.rows(width)) + asked * share * prices.a_sequence
     ranks = np.argsort(np.argsort(-chances, 0, "stable"), 0, "stable")
-    each, per_row = prices.context
-    seconds = np.diff(passes)[ranks] + (share * (each + per_row) * contexts)[:, None]
-    catch_up = prices.rows(1 + unseen) - prices.rows(np.ones(1)) + per_row * unseen * contexts / 2
+    per_token, _ = prices.context
+    seconds = np.diff(passes)[ranks] + (share * per_token * contexts)[:, None]
+    catch_up = prices.rows(1 + unseen) - prices.rows(np.ones(1))
     seconds[:, 0] += prices.an_asked_one + share * catch_up / rounds
     return seconds

@@ -49,7 +49,7 @@ class Prices:
 
     def __init__(self) -> None:
         self.count = 0
-        self.most_rows = 0.0  # of any measurement
+        self.most_rows = 0.0  # of any pass, up to the next knot
         self._values = np.zeros(NUM_QUANTITIES)
         self._curve = np.zeros(len(KNOTS))
         # Normal equations of the fit; at first a weak belief that nothing costs anything.
@@ -61,8 +61,9 @@ class Prices:
         return float(work @ self._values)
 
     def rows(self, count: Floats) -> Floats:
-        """Seconds for so many rows of one pass, beside what the pass itself costs."""
-        return np.interp(count, KNOTS, self._curve)
+        """Seconds for so many rows of one pass, beside what the pass itself costs; beyond what is known, in proportion."""
+        known = np.minimum(count, self.most_rows)
+        return np.interp(known, KNOTS, self._curve) * (count / np.maximum(known, 1e-9))
 
     @property
     def a_call(self) -> float:
@@ -103,7 +104,8 @@ class Prices:
         self._information += np.outer(work, work) * scale**2
         self._moments += work * (seconds * scale**2)
         self.count += 1
-        self.most_rows = max(self.most_rows, float(work[_FIRST_RAMP:].sum()))
+        ramps = np.flatnonzero(work[_FIRST_RAMP:])
+        self.most_rows = max(self.most_rows, float(KNOTS[ramps[-1] + 1]) if ramps.size else 0.0)
         if self.count < _YOUNG or self.count % _IMPROVE_EVERY == 0:
             self._improve()
 

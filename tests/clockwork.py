@@ -146,8 +146,10 @@ class Machine:
             lengths, ks = [shape.prompt] * shape.batch, [shape.num_draft] * shape.batch
             sequences = [self._sequence() for _ in lengths]
             context, rows = float(sum(lengths)), shape.batch * (1 + shape.num_draft)
-            tokens = [shape.batch] * shape.num_draft
-            for _ in range(shape.steps):
+            for step in range(shape.steps):
+                tokens = [shape.batch] * shape.num_draft
+                if step == 0 and shape.num_draft:  # the draft model reads the prompts first
+                    tokens[0] = min(shape.batch * shape.prompt, BUDGET)
                 drafting = sum(self.costs.draft(shape.batch, n, context, context) for n in tokens)
                 target = self._target(shape.batch, rows, context, shape.prompt * rows)
                 passes = [(shape.batch, n) for n in tokens]
@@ -232,7 +234,7 @@ class Machine:
             books.fixed[k] += tokens * step / (n * expected(self.acceptance, k, self.hits))
             books.fixed[k] += first_reading if k else 0.0
         if getattr(self.control, "is_probing", False):
-            books.probe_seconds += seconds - plain
+            books.probe_seconds += seconds - plain * tokens / n
 
     def _watch(self, works: list[Work]) -> None:
         self.chosen.append([w.num_draft for w in works])
