@@ -105,15 +105,15 @@ def _batch(
 
 
 def _engine(proposer: str, batch: int) -> Engine:
-    config = EngineConfig(
-        target=str(embedded_target()),
-        draft=str(embedded_draft()),
-        proposer=proposer,
-        num_draft_tokens=MOST,
-        max_batch_size=batch,
-        threads=1,
-    )
-    engine = build_engine(config)
+    settings = {
+        "target": str(embedded_target()),
+        "draft": str(embedded_draft()),
+        "proposer": proposer,
+        "num_draft_tokens": MOST,
+        "max_batch_size": batch,
+        "threads": 1,
+    }
+    engine = build_engine(EngineConfig.model_validate(settings))
     engine.warm_up()
     return engine
 

@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 
 _DEPTHS = np.arange(MAX_NUM_DRAFT)
 _OWN_KEEP, _IDLE_KEEP = 0.97, 0.995  # of a sequence's record, per step with drafts and without
-_COMMON_KEEP = 0.99  # of a proposer's record, per step
+_COMMON_KEEP = 0.98  # of a proposer's record, per step
 _COMMON_LEAST = 8.0  # trials that stay: what was known long ago is still the best guess, and soon outweighed
 _SHRINK = 48.0  # trials that the proposer's record counts for beside a sequence's own
 _DEEPER = 4.0  # trials that the depth above counts for beside a depth's own

@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine import attention
+from engine.adaptive import AdaptiveK
 from engine.config import EngineConfig
-from engine.control import AdaptiveK
 from engine.drafters import Drafters
 from engine.engine import Engine
 from engine.errors import ModelError

@@ -61,7 +61,7 @@ class Prices:
         return float(work @ self._values)
 
     def rows(self, count: Floats) -> Floats:
-        """Seconds for so many rows of one pass, beside what the pass itself costs; beyond what is known, in proportion."""
+        """Seconds for so many rows of a pass, beside the pass itself; beyond what is known, in proportion."""
         known = np.minimum(count, self.most_rows)
         return np.interp(known, KNOTS, self._curve) * (count / np.maximum(known, 1e-9))
 

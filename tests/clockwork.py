@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.adaptive import AdaptiveK
 from engine.calibrate import SHAPES
-from engine.control import AdaptiveK, Control, Round
+from engine.control import Control, Round
 from engine.pages import BlockPool
 from engine.scheduler import Scheduler, Work
 from engine.types import Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
