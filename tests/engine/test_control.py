@@ -32,34 +32,46 @@ def settled(costs: str, batch: int, acceptance: float, context: int) -> tuple[Ma
     """A server just started, its first steps, and those after."""
     machine = Machine(COSTS[costs], batch=batch, acceptance=acceptance, prompt=context)
     machine.warm_up()
-    return machine, machine.run(700), machine.run(500)
+    return machine, machine.run(700), machine.run(400)
 
 
-GRID = [(batch, acceptance, context) for batch in (1, 4, 16, 32) for acceptance in (0, 0.3, 0.6, 0.9) for context in (64, 1024)]
+def cells(batch: int) -> list[tuple[int, float, int]]:
+    return [(batch, acceptance, context) for acceptance in (0, 0.3, 0.6, 0.9) for context in (64, 1024)]
 
 
-@pytest.mark.parametrize("costs", COSTS)
-def test_never_slower_than_plain_and_hardly_than_the_best_fixed_number(costs: str) -> None:
-    """Measurements are noisy by 20 % and one in fifty is five times too long."""
-    found = {cell: settled(costs, *cell) for cell in GRID}
-    slow = {cell: books.against_plain for cell, (_, *all_books) in found.items() for books in all_books}
-    assert {cell: ratio for cell, ratio in slow.items() if ratio < 0.97} == {}
-    behind = {cell: books.against_best for cell, (_, _, books) in found.items()}
-    assert {cell: ratio for cell, ratio in behind.items() if ratio < 0.9} == {}
+GRID = [(costs, batch) for costs in COSTS for batch in (1, 4, 16, 32)]
 
 
-@pytest.mark.parametrize("costs", COSTS)
-def test_probing_loses_one_percent_at_most(costs: str) -> None:
-    """And once, to begin with, four steps, or a catch-up that had begun."""
-    for cell in GRID:
-        _, _, books = settled(costs, *cell)
-        assert books.probe_seconds <= 2 * PROBE_SHARE * books.seconds, cell
+@pytest.mark.parametrize(("costs", "batch"), GRID)
+def test_never_slower_than_plain(costs: str, batch: int) -> None:
+    """Measurements are noisy by 20 %, and one in fifty is five times too long."""
+    found = {cell: settled(costs, *cell)[1:] for cell in cells(batch)}
+    ratios = {cell: min(books.against_plain for books in both) for cell, both in found.items()}
+    assert {cell: ratio for cell, ratio in ratios.items() if ratio < 0.97} == {}
 
 
-@pytest.mark.parametrize("costs", COSTS)
-def test_it_does_not_flap(costs: str) -> None:
-    """On and off in 1,200 steps; each change is one."""
-    assert {cell: m.switches for cell in GRID if (m := settled(costs, *cell)[0]).switches > 12} == {}
+@pytest.mark.parametrize(("costs", "batch"), GRID)
+def test_hardly_slower_than_the_best_fixed_number(costs: str, batch: int) -> None:
+    """Where the best gains less than 12 %, finding out may take longer than this."""
+    found = {cell: settled(costs, *cell)[2] for cell in cells(batch)}
+    telling = {cell: books for cell, books in found.items() if books.fixed[0] / books.fixed.min() > 1.12}
+    assert {cell: b.against_best for cell, b in telling.items() if b.against_best < 0.9} == {}
+
+
+@pytest.mark.parametrize(("costs", "batch"), GRID)
+def test_probing_loses_one_percent_at_most(costs: str, batch: int) -> None:
+    """Over a thousand steps; in fewer, a catch-up that has begun may exceed it, and four steps at the start."""
+    for cell in cells(batch):
+        _, first, then = settled(costs, *cell)
+        lost, seconds = first.probe_seconds + then.probe_seconds, first.seconds + then.seconds
+        assert lost <= PROBE_SHARE * seconds * 1.2 + 8 * seconds / 1100, cell
+
+
+@pytest.mark.parametrize(("costs", "batch"), GRID)
+def test_it_does_not_flap(costs: str, batch: int) -> None:
+    """On and off in 1,100 steps; each change is one."""
+    switches = {cell: settled(costs, *cell)[0].switches for cell in cells(batch)}
+    assert {cell: count for cell, count in switches.items() if count > 8} == {}
 
 
 def test_a_load_that_comes_and_goes_is_followed() -> None:
@@ -81,11 +93,10 @@ def test_text_that_changes_is_followed(costs: str) -> None:
     machine.warm_up()
     machine.run(400)
     machine.acceptance = 0.0
-    turning = machine.run(100)
-    assert turning.against_plain > 0.75
+    assert machine.run(100).against_plain > 0.7
     assert machine.run(800).against_plain >= 0.97
     machine.acceptance = 0.9
-    machine.run(1500)
+    machine.run(600)
     assert machine.run(300).against_best >= 0.9
 
 
@@ -187,7 +198,7 @@ def test_the_choice_is_the_best_of_all_that_take_the_likeliest_first(
     offer = Offer(np.full(count, depth), np.ones_like(kept), kept, seconds, 0.0, zeros)
     load = Load(count, count, count, 0, 0)
     found = offer.best(load, target, 99)
-    slots = sorted(((-kept[i, d], i, d) for i in range(count) for d in range(depth)))
+    slots = sorted((-kept[i, d], i, d) for i in range(count) for d in range(depth))
     rates = []
     for taken in range(len(slots) + 1):
         ks = [sum(1 for _, j, _ in slots[:taken] if j == i) for i in range(count)]
