@@ -25,7 +25,7 @@ PLAIN_EVERY = (4, 128)  # steps: not more often than that, and not more seldom
 
 _MARGIN, _DOUBT = 0.02, 0.3  # what a gain must exceed, and how much more for want of measured plain steps
 _HYSTERESIS = 0.5  # of that is enough to stay, where it was exceeded before
-_STRIDE = 1.5  # times as many rows as were ever measured, at most: beyond lies what rows cost nobody knows
+_STEP, _STRIDE = 4, 1.5  # more rows, or times as many, as were ever measured, at most: nobody knows what more cost
 _SMOOTH = 0.2  # weight of the newest expected gain in what is compared with those
 _PROBE_DEPTH, _TRIES = 1, 8  # a probe that had to catch up first is followed by so many, or it was paid for in vain
 _PROBE_ALL_EVERY = 4  # probes
@@ -131,7 +131,7 @@ class AdaptiveK:
         offer = self._offer(group, trials / (trials + _TRIALS))
         if trials < _TRIALS:  # a stranger: let it show what it can with a few
             offer = offer.cheapest(1 + count // 8, MAX_NUM_DRAFT)
-        known = min(budget, int(_STRIDE * self.target.most_rows - load.rows))
+        known = min(budget, max(_STEP, int(_STRIDE * self.target.most_rows - load.rows)))
         modesty = _MODESTY if proposer.is_on and self._num_steps % _TRY_MORE_EVERY == 0 else 1.0
         best = offer.best(load, self.target, known, modesty=modesty)
         if load.prompt_rows:  # a step out of the ordinary decides for itself alone

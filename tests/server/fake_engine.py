@@ -143,6 +143,7 @@ class FakeEngine:
         events = tuple(self._advance(output) for outputs in list(self._live.values()) for output in [*outputs.values()])
         stats = StepStats(
             forwards=(Forward("verify", live, live * self._burst),),
+            spec_gain=self.spec_gain,
             phase_seconds={"forward": 0.001},
             rounds=live,
             drafted=(self._burst - 1) * live,

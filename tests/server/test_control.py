@@ -124,6 +124,7 @@ async def test_metrics_count_a_request_once(server):
     assert value("pilotfish_batch_size_count", {"kind": "verify"}) == 3 * rounds
     assert value("pilotfish_spec_accepted_tokens_per_position_total", {"position": "1"}) == 3 * rounds
     assert value("pilotfish_requests_running") == 0
+    assert value("pilotfish_spec_gain_ratio") == 1.25
 
 
 def test_every_series_exists_from_the_start():
