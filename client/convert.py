@@ -119,6 +119,7 @@ def load(message: control_pb2.GetLoadResponse) -> results.Load:
         queued_tokens=message.queued_tokens,
         total_pages=message.total_pages,
         free_pages=message.free_pages,
+        spec_gain_ratio=message.spec_gain_ratio,
     )
 
 
@@ -137,6 +138,7 @@ def _speculation_stats(message: generation_pb2.SpeculationStats) -> results.Spec
         accepted=message.accepted,
         accepted_per_position=tuple(message.accepted_per_position),
         acceptance_length=message.acceptance_length,
+        gain_ratio=message.gain_ratio,
     )
 
 

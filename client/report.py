@@ -20,6 +20,7 @@ def statistics(finished: Finished) -> Table:
     if stats.drafted:
         table.add_row("acceptance", f"{stats.acceptance_rate:.1%} of {stats.drafted} drafts")
         table.add_row("tokens per round", f"{stats.acceptance_length:.2f} in {stats.rounds} rounds")
+        table.add_row("gain", f"{stats.gain_ratio:.2f} times plain decoding, estimated")
     drafting = f"{speculation.mode}, {speculation.proposer}, K={speculation.num_draft_tokens}"
     table.add_row("speculation", f"{drafting}, {speculation.verification}")
     table.add_row("finished by", _reason(finished))

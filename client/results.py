@@ -77,6 +77,7 @@ class SpeculationStats:
     accepted: int
     accepted_per_position: Tokens
     acceptance_length: float
+    gain_ratio: float  # tokens per second over plain decoding's, by the server's estimate
 
     @property
     def acceptance_rate(self) -> float:
@@ -212,3 +213,4 @@ class Load:
     queued_tokens: int
     total_pages: int
     free_pages: int
+    spec_gain_ratio: float  # tokens per second over plain decoding's, by the server's estimate

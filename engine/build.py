@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine import attention
+from engine.adaptive import AdaptiveK
 from engine.bits import hold_bits
 from engine.checkpoint import read_config
 from engine.config import EngineConfig, Weights
@@ -141,6 +142,7 @@ def assemble(
         config.max_batch_tokens,
         proposers.draft_kv_users,
         proposers.draft_kv_sharers,
+        AdaptiveK(proposers.draft_kv_users),
     )
     borders = [longrope_border(model.config) for model in (target, draft or target)]
     limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)

@@ -62,6 +62,9 @@ class EngineConfig(BaseModel):
     reproducible: bool = Field(
         False, description="The same bits whatever else is in the batch; slower, CPU and coupled verification only."
     )
+    warm_up_seconds: float = Field(
+        1.0, ge=0, description="Time to measure at load what steps cost, so that AUTO starts well; 0 measures nothing."
+    )
     threads: int | None = Field(None, ge=1, description="Compute threads; default the cores this process may use.")
 
     @model_validator(mode="after")

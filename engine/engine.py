@@ -18,7 +18,7 @@ from engine.errors import DuplicateRequest
 from engine.intake import Intake, Limits
 from engine.judge import Fed, Outcome, judge
 from engine.logprobs import record_prompt
-from engine.measure import idle, measure
+from engine.measure import idle, measure, round_of
 from engine.processors import follow
 from engine.proposers import Proposal, Proposers
 from engine.runner import Runner
@@ -49,6 +49,7 @@ class Engine:
     ) -> None:
         self.config, self.limits = config, limits
         self._target, self._proposers, self._scheduler, self._clock = target, proposers, scheduler, clock
+        self.control = scheduler.control
         self._intake = Intake(config, limits, proposers.names)
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
 
@@ -75,6 +76,7 @@ class Engine:
             outcomes = judge(fed, _without_prompt_rows(plan, feeds, logits))
         with watch.phase("commit"):
             events = tuple(self._commit(f, outcome) for f, outcome in zip(fed, outcomes, strict=True))
+        self.control.learn(round_of(plan, proposal, outcomes, watch.seconds))
         failed = self._proposers.num_failures - failures
         stats = measure(plan, proposal, fed, events, watch.seconds, failed, self._scheduler)
         return StepOutput(events, stats)
@@ -166,6 +168,7 @@ class Engine:
         del outputs[sequence.index]
         if not outputs:
             del self._live[sequence.request_id]
+        gain = self.control.gain.of(sequence)
         self._scheduler.remove(sequence, trust=reason is not FinishReason.ERROR)
         finished = Finished(
             reason=reason,
@@ -174,6 +177,7 @@ class Engine:
             seed=sequence.seed,
             speculation=sequence.speculation,
             stats=sequence.stats,
+            spec_gain=gain,
             stop_token_id=stop_token_id,
             cached_prompt_tokens=sequence.num_cached,
             error=error,
@@ -206,6 +210,11 @@ class Engine:
     def proposer_names(self) -> tuple[str, ...]:
         """What a request may ask for as `speculation.proposer`."""
         return self._proposers.names
+
+    @property
+    def spec_gain(self) -> float:
+        """Tokens per second of the last steps over what plain decoding would have made, as far as known."""
+        return self.control.gain.ratio
 
     @property
     def num_running(self) -> int:

@@ -56,6 +56,7 @@ class Completion:
     speculation: Speculation  # the settings in force
     seed: int  # asked again with this seed it gives the same tokens (rejection: if K and batch mates are the same too)
     stats: SpeculationStats
+    spec_gain: float  # tokens per second over what plain decoding would have made, as far as known
     error: str | None = None  # with finish_reason "error": what went wrong with this prompt, and with no other
 
 
@@ -199,6 +200,7 @@ class _Output:
             seed=ended.seed,
             speculation=ended.speculation,
             stats=ended.stats,
+            spec_gain=ended.spec_gain,
             error=ended.error,
         )
 

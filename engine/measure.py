@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import TypedDict
 
-from engine.judge import Fed
+from engine.control import Round
+from engine.judge import Fed, Outcome
 from engine.proposers import Proposal
 from engine.scheduler import Scheduler, StepPlan, Work
 from engine.stats import Forward, StepStats
@@ -22,6 +23,25 @@ class _Load(TypedDict):
 def idle(scheduler: Scheduler) -> StepStats:
     """A step in which nobody took part."""
     return StepStats(**_load(scheduler))
+
+
+def round_of(plan: StepPlan, proposal: Proposal, outcomes: Seq[Outcome], phase_seconds: Mapping[str, float]) -> Round:
+    """What control learns from: the part of a step that fed newest tokens and drafts."""
+    works = [(w, drafts) for w, drafts in zip(plan.works, proposal.tokens, strict=True) if w.reaches_end]
+    decided = zip(works, outcomes, strict=True)
+    steady = [(w, drafts, outcome) for (w, drafts), outcome in decided if _feeds_newest_only(w)]
+    draft_seconds = phase_seconds["propose"]
+    return Round(
+        sequences=[w.sequence for w, _, _ in steady],
+        lengths=[w.length for w, _, _ in steady],
+        asked=[w.num_draft for w, _, _ in steady],
+        drafted=[len(drafts) for _, drafts, _ in steady],
+        accepted=[outcome.num_accepted for _, _, outcome in steady],
+        draft_passes=[(forward.sequences, forward.tokens) for forward in proposal.forwards],
+        draft_seconds=draft_seconds,
+        other_seconds=sum(phase_seconds.values()) - draft_seconds,
+        has_prompts=len(steady) < len(plan.works),
+    )
 
 
 def measure(
@@ -47,6 +67,7 @@ def measure(
         prefix_lookups=plan.prefix_lookups,
         prefix_hits=plan.prefix_hits,
         draft_failures=draft_failures,
+        spec_gain=scheduler.control.gain.ratio,
         **_load(scheduler),
     )
 

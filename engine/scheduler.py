@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
+from engine.control import Control, FixedK
 from engine.pages import BlockPool
 from engine.types import Sequence
 
@@ -66,7 +67,9 @@ class Scheduler:
         max_batch_tokens: int,
         draft_kv_users: frozenset[str] = frozenset(),  # names of the proposers that need draft pages
         draft_kv_sharers: frozenset[str] = frozenset(),  # and of those whose pages the prefix cache may keep
+        control: Control | None = None,  # default: as many drafts as each may have
     ) -> None:
+        self.control = control or FixedK()
         self.target_pool, self.draft_pool = target_pool, draft_pool
         self._draft_kv_users, self._draft_kv_sharers = draft_kv_users, draft_kv_sharers
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
@@ -99,6 +102,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence, *, trust: bool = True) -> None:
         """Forget a sequence, wherever it stands, and free its pages now; unless trusted, nobody begins with them."""
+        self.control.forget(sequence)
         if not trust:
             self.target_pool.forget(sequence.target)
         for first, siblings in self._siblings.items():
@@ -163,9 +167,10 @@ class Scheduler:
         steady = [Work.feeding(s, 1) for s in self._with_pages() if s.todo == 1]
         budget = self._max_batch_tokens - len(steady)
         chunks = list(self._chunks(budget))
-        budget -= sum(len(work.span) for work in chunks)
+        prompt_rows = sum(len(work.span) for work in chunks)
         lookups, hits, self._prefix_lookups, self._prefix_hits = self._prefix_lookups, self._prefix_hits, 0, 0
-        return StepPlan((*self._with_drafts(steady, budget), *chunks), len(self.waiting) - before, lookups, hits)
+        works = (*self._with_drafts(steady, budget - prompt_rows, prompt_rows), *chunks)
+        return StepPlan(works, len(self.waiting) - before, lookups, hits)
 
     def _renew_outgrown(self) -> None:
         """Give up K/V made with another rotary table than a sequence's length now asks for: all of it is fed again."""
@@ -200,19 +205,19 @@ class Scheduler:
                 budget -= size
                 yield Work.feeding(sequence, size)
 
-    def _with_drafts(self, steady: list[Work], budget: int) -> Iterator[Work]:
-        """Add as many drafts as the sequence wants, the budget leaves and free pages hold; nobody is preempted."""
-        for work in steady:
-            num_draft = min(self._num_draft_wanted(work.sequence), budget)
+    def _with_drafts(self, steady: list[Work], budget: int, prompt_rows: int) -> Iterator[Work]:
+        """Add as many drafts as control chooses within the budget and free pages hold; nobody is preempted."""
+        sequences = [work.sequence for work in steady]
+        chosen = self.control.choose(sequences, [self._most_drafts(s) for s in sequences], budget, prompt_rows)
+        for work, num_draft in zip(steady, chosen, strict=True):
             if num_draft and self._reserve_drafts(work.sequence, num_draft):
-                budget -= num_draft
                 yield replace(work, num_draft=num_draft)
             else:
                 yield work
 
     @staticmethod
-    def _num_draft_wanted(sequence: Sequence) -> int:
-        """K for this step; a draft that could not be emitted before `max_len` is never wanted.
+    def _most_drafts(sequence: Sequence) -> int:
+        """Most K for this step: a draft that could not be emitted before `max_len` is never wanted.
 
         Nor one beyond a change of rotary table: every row of a verification is of one table.
         """

@@ -38,6 +38,7 @@ class StepStats:
     prefix_lookups: int = 0  # prompt tokens of admitted sequences
     prefix_hits: int = 0  # those of them whose K/V was in the prefix cache
     draft_failures: int = 0
+    spec_gain: float = 1.0  # tokens per second of the last steps, over what plain decoding would have made
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0  # share of the target's pages in use, 0 to 1

@@ -222,8 +222,7 @@ class SpeculationStats:
     def after(self, num_draft: int, num_accepted: int) -> SpeculationStats:
         """These counts and one more verified round."""
         kept = list(self.accepted_per_position) + [0] * (num_draft - len(self.accepted_per_position))
-        for position in range(num_accepted):
-            kept[position] += 1
+        kept[:num_accepted] = [count + 1 for count in kept[:num_accepted]]
         return SpeculationStats(self.rounds + 1, self.drafted + num_draft, self.accepted + num_accepted, tuple(kept))
 
 
@@ -299,6 +298,7 @@ class Finished:
     seed: int
     speculation: Speculation
     stats: SpeculationStats
+    spec_gain: float = 1.0  # tokens per second over what plain decoding would have made, as far as known
     stop_token_id: int | None = None
     cached_prompt_tokens: int = 0
     error: str | None = None

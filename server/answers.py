@@ -82,7 +82,7 @@ def finished(index: int, end: End) -> pb.Finished:
         index=index,
         finish_reason=_FINISH_REASONS[result.reason],
         usage=_usage(result),
-        speculation_stats=_stats(result.stats),
+        speculation_stats=_stats(result.stats, result.spec_gain),
         timing=_timing(end.timeline),
         seed=result.seed,
         speculation=speculation_settings(result.speculation),
@@ -117,13 +117,14 @@ def _timing(timeline: Timeline) -> pb.Timing:
     )
 
 
-def _stats(stats: SpeculationStats) -> pb.SpeculationStats:
+def _stats(stats: SpeculationStats, gain: float) -> pb.SpeculationStats:
     return pb.SpeculationStats(
         rounds=stats.rounds,
         drafted=stats.drafted,
         accepted=stats.accepted,
         accepted_per_position=stats.accepted_per_position,
         acceptance_length=stats.acceptance_length if stats.rounds else 0.0,
+        gain_ratio=gain,
     )
 
 

@@ -74,6 +74,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             queued_tokens=driver.queue.num_tokens,
             total_pages=engine.total_pages,
             free_pages=engine.free_pages,
+            spec_gain_ratio=engine.spec_gain,
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802

@@ -60,6 +60,8 @@ class StepMetrics:
         self._lookups = _counter(registry, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = _counter(registry, "prefix_cache_hits", "Prompt tokens whose keys and values it had.")
         self._draft_failures = _counter(registry, "draft_failures", "Faults of a proposer, answered by plain decoding.")
+        self._gain = _gauge(registry, "spec_gain_ratio", "Tokens per second of the last steps over plain decoding's.")
+        self._gain.set(1)
         self._last = _gauge(registry, "engine_last_step_timestamp_seconds", "When the last step ended, Unix time.")
 
     def observe(self, stats: StepStats) -> None:
@@ -75,6 +77,7 @@ class StepMetrics:
         self._lookups.inc(stats.prefix_lookups)
         self._hits.inc(stats.prefix_hits)
         self._draft_failures.inc(stats.draft_failures)
+        self._gain.set(stats.spec_gain)
         self._last.set_to_current_time()
         if stats.rounds:
             self._observe_speculation(stats)

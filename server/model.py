@@ -37,6 +37,7 @@ class ServedModel:
     def load(cls, config: EngineConfig, progress: Progress) -> ServedModel:
         """Load and warm up. Takes seconds to minutes: call it on the compute thread."""
         from engine.build import build_engine, pick_device
+        from engine.calibrate import calibrate
         from engine.guided import GrammarCompiler
 
         engine = build_engine(config, progress)
@@ -45,6 +46,7 @@ class ServedModel:
         chat = None if codec is None else ChatTemplate.load(config.target, config.revision)
         progress("warming up")
         engine.warm_up()
+        calibrate(engine, config.warm_up_seconds)
         draft_name = None if config.draft is None else model_name(config.draft)
         device = str(pick_device(config.device))
         return cls(

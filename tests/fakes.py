@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from engine.batch import Feed
 from engine.config import EngineConfig
+from engine.control import Control
 from engine.engine import Engine
 from engine.intake import Limits
 from engine.pages import BlockPool
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
 from engine.scheduler import Scheduler
-from engine.stats import StepStats
+from engine.stats import Clock, StepStats
 from engine.types import Finished, Request, TokenLogprob
 
 Law = Callable[[tuple[int, ...]], Tensor]  # context -> logits [vocab]
@@ -78,6 +80,8 @@ def fake_engine(
     max_model_len: int = 64,
     proposers: Mapping[str, Proposer] | None = None,
     eos: frozenset[int] = frozenset(),
+    control: Control | None = None,
+    clock: Clock = time.perf_counter,
     **config: object,
 ) -> Engine:
     """A whole engine around table models."""
@@ -95,10 +99,11 @@ def fake_engine(
         settings.max_batch_tokens,
         chosen.draft_kv_users,
         chosen.draft_kv_sharers,
+        control,
     )
     limits = Limits(vocab_size, min(max_model_len, num_pages * page_size), eos)
     target = TableModel(law, vocab_size, num_pages, page_size)
-    return Engine(settings, limits, target, chosen, scheduler)
+    return Engine(settings, limits, target, chosen, scheduler, clock)
 
 
 def output_name(request_id: str, index: int) -> str:

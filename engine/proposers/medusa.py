@@ -105,12 +105,14 @@ class MedusaProposer:
         if not known:
             return proposal_of(chains, ())
         active, features = [chain for chain, _ in known], torch.stack([row for _, row in known])
+        forwards: list[Forward] = []
         for head in range(len(self._heads)):
             rows = [i for i, chain in enumerate(active) if chain.k > head]
             if rows:
                 logits = self._heads.logits(head, features[rows], self._output)
                 draw([active[i] for i in rows], logits)
-        return proposal_of(chains, [Forward("draft", len(active), len(active))])
+                forwards.append(Forward("draft", len(rows), len(rows)))
+        return proposal_of(chains, forwards)
 
     def _newest(self, chain: Chain) -> Tensor | None:
         """The hidden state of the position before the newest token's: the newest token itself has never been fed."""

@@ -21,7 +21,7 @@ FINISHED = generation_pb2.Finished(
     stop_string="\n\n",
     usage=generation_pb2.Usage(prompt_tokens=3, completion_tokens=4),
     speculation_stats=generation_pb2.SpeculationStats(
-        rounds=2, drafted=8, accepted=2, accepted_per_position=[2, 0, 0, 0], acceptance_length=2.0
+        rounds=2, drafted=8, accepted=2, accepted_per_position=[2, 0, 0, 0], acceptance_length=2.0, gain_ratio=1.5
     ),
     timing=generation_pb2.Timing(queue_seconds=0.5, time_to_first_token_seconds=0.75, total_seconds=2.5),
     seed=2**64 - 1,

@@ -32,7 +32,9 @@ def test_pieces_join_to_the_text(tokens, rest):
 
 
 def test_no_drafts_have_no_rate():
-    stats = SpeculationStats(rounds=0, drafted=0, accepted=0, accepted_per_position=(), acceptance_length=0.0)
+    stats = SpeculationStats(
+        rounds=0, drafted=0, accepted=0, accepted_per_position=(), acceptance_length=0.0, gain_ratio=1.0
+    )
     assert math.isnan(stats.acceptance_rate)
 
 

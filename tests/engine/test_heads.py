@@ -35,7 +35,9 @@ def target() -> torch.nn.Module:
 
 def engine_of(**config: object) -> Engine:
     """A fresh target each: its features are read by a hook that stays."""
-    return assemble(EngineConfig(target="llama", **config), zoo.ours(zoo.reference("llama")))
+    return assemble(
+        EngineConfig(target="llama", **{"speculation": "fixed", **config}), zoo.ours(zoo.reference("llama"))
+    )
 
 
 # ------------------------------------------------------------------------------------------------- what is refused
@@ -253,7 +255,7 @@ def test_a_head_that_was_long_not_asked_catches_up(tmp_path: Path) -> None:
     [sequence] = engine._scheduler.running
     waiting = []
     for step in range(8):
-        engine._scheduler._num_draft_wanted = lambda _, k=(0, 0, 3)[step % 3]: k
+        engine._scheduler._most_drafts = lambda _, k=(0, 0, 3)[step % 3]: k
         engine.step()
         waiting.append(len(eagle._unfed[sequence].rows))
         assert waiting[-1] <= len(sequence.tokens) + 3

@@ -7,16 +7,19 @@ the same with any proposer, any K, batch mates, preemption, and with the prefix 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.control import FixedK, within
 from engine.engine import Engine
 from engine.llm import LLM, Completion
-from engine.types import Guided, Request, SamplingParams
+from engine.types import Guided, Request, SamplingParams, Sequence, SpeculationMode
 from tests.sameness import (
     PROMPTS,
     PROPOSERS,
@@ -92,6 +95,7 @@ CONDITIONS = {
     "prefix cache": {"prefix_cache": True},
     "prefix cache and preemption": {"prefix_cache": True, "pages": 30},
     "one page per sequence": {"prefix_cache": False, "page_size": 128},
+    "as many drafts as pay": {"prefix_cache": True, "pages": 60},
 }
 
 
@@ -101,6 +105,8 @@ CONDITIONS = {
 def test_each_condition(condition: str, proposer: str) -> None:
     """The same four requests, greedy and sampled, with penalties and logprobs, wherever they find themselves."""
     engine, asked = random_pair().llm(proposer, **CONDITIONS[condition]), asking(proposer, 4)
+    if condition == "as many drafts as pay":
+        asked = replace(asked, mode=SpeculationMode.AUTO, num_draft_tokens=8)
     others = [(PROMPTS[i % 4], replace(REQUESTS[i % 3][1], seed=100 + i)) for i in range(28)]
     crowd = REQUESTS + (others if condition == "among 31 others" else [])
     for _ in range(2):  # the second time, a prefix cache is warm
@@ -109,6 +115,31 @@ def test_each_condition(condition: str, proposer: str) -> None:
         else:
             got = engine.generate([p for p, _ in crowd], [params for _, params in crowd], speculation=asked)
         for ours, (prompt, params) in zip(got, REQUESTS, strict=False):
+            assert_same(ours, random_pair().plain(prompt, params)[0])
+    engine.engine.check_invariants()
+
+
+class AnyK(FixedK):
+    """Any number of drafts in any step, and often none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._random = random.Random(0)
+
+    def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
+        return within([self._random.choice([0, self._random.randint(0, limit)]) for limit in limits], budget)
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_any_number_of_drafts_in_any_step(proposer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What control could ever choose, and more: drafts that fall behind, catch up, and are not asked for long."""
+    engine = llm(proposer, plenty=False, prefix_cache=True)
+    monkeypatch.setattr(engine.engine._scheduler, "control", AnyK())
+    for _ in range(3):
+        got = engine.generate(
+            [p for p, _ in REQUESTS], [params for _, params in REQUESTS], speculation=asking(proposer, 8)
+        )
+        for ours, (prompt, params) in zip(got, REQUESTS, strict=True):
             assert_same(ours, random_pair().plain(prompt, params)[0])
     engine.engine.check_invariants()
 

@@ -85,7 +85,7 @@ def test_held_out_loss_is_what_the_card_says(name: str) -> None:
 
 def test_acceptance_on_held_out_modules() -> None:
     """The quality gate: at K=4, greedy, at least 0.60 of all drafts are kept on code that neither model saw."""
-    llm = LLM(embedded_target(), embedded_draft(), num_draft_tokens=4, proposer="model", threads=1)
+    llm = LLM(embedded_target(), embedded_draft(), num_draft_tokens=4, speculation="fixed", proposer="model", threads=1)
     done = llm.generate(corpus.held_out_prompts(32), SamplingParams(max_tokens=64))
     drafted, accepted = sum(c.stats.drafted for c in done), sum(c.stats.accepted for c in done)
     assert drafted > 1000

@@ -80,6 +80,10 @@ class FakeEngine:
         return sum(map(len, self._live.values()))
 
     @property
+    def spec_gain(self) -> float:
+        return 1.25
+
+    @property
     def free_pages(self) -> int:
         return self.total_pages - self.num_running
 
@@ -139,6 +143,7 @@ class FakeEngine:
         events = tuple(self._advance(output) for outputs in list(self._live.values()) for output in [*outputs.values()])
         stats = StepStats(
             forwards=(Forward("verify", live, live * self._burst),),
+            spec_gain=self.spec_gain,
             phase_seconds={"forward": 0.001},
             rounds=live,
             drafted=(self._burst - 1) * live,
@@ -201,6 +206,7 @@ class FakeEngine:
                 verification=self.config.verification,
             ),
             stats=SpeculationStats(2, 8, 4, (2, 2)),
+            spec_gain=1.5,
             stop_token_id=stop,
             cached_prompt_tokens=1 if len(request.token_ids) > 1 else 0,
             error=error,

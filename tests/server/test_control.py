@@ -57,6 +57,7 @@ async def test_load_counts_running_and_waiting():
         await asyncio.gather(*calls)
         load = await server.control.GetLoad(control.GetLoadRequest())
         assert (load.running_requests, load.waiting_requests, load.free_pages) == (0, 0, 2)
+        assert load.spec_gain_ratio == engine.spec_gain
 
 
 async def test_tokenize_and_detokenize_are_the_models_own(server):
@@ -123,6 +124,7 @@ async def test_metrics_count_a_request_once(server):
     assert value("pilotfish_batch_size_count", {"kind": "verify"}) == 3 * rounds
     assert value("pilotfish_spec_accepted_tokens_per_position_total", {"position": "1"}) == 3 * rounds
     assert value("pilotfish_requests_running") == 0
+    assert value("pilotfish_spec_gain_ratio") == 1.25
 
 
 def test_every_series_exists_from_the_start():

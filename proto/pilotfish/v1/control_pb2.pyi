@@ -231,6 +231,7 @@ class GetLoadResponse(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     TOTAL_PAGES_FIELD_NUMBER: _builtins.int
     FREE_PAGES_FIELD_NUMBER: _builtins.int
+    SPEC_GAIN_RATIO_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests that hold pages for keys and values."""
     waiting_requests: _builtins.int
@@ -241,6 +242,10 @@ class GetLoadResponse(_message.Message):
     """Pages for keys and values of the target."""
     free_pages: _builtins.int
     """Of these, free."""
+    spec_gain_ratio: _builtins.float
+    """Tokens per second of the last steps over what plain decoding would have made, by the server's estimate. 1 where
+    nothing is known.
+    """
     def __init__(
         self,
         *,
@@ -249,10 +254,11 @@ class GetLoadResponse(_message.Message):
         queued_tokens: _builtins.int = ...,
         total_pages: _builtins.int = ...,
         free_pages: _builtins.int = ...,
+        spec_gain_ratio: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_pages", b"free_pages", "queued_tokens", b"queued_tokens", "running_requests", b"running_requests", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_pages", b"free_pages", "queued_tokens", b"queued_tokens", "running_requests", b"running_requests", "spec_gain_ratio", b"spec_gain_ratio", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1131,6 +1131,7 @@ class SpeculationStats(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_LENGTH_FIELD_NUMBER: _builtins.int
+    GAIN_RATIO_FIELD_NUMBER: _builtins.int
     rounds: _builtins.int
     """Verification rounds that had drafts."""
     drafted: _builtins.int
@@ -1139,6 +1140,8 @@ class SpeculationStats(_message.Message):
     """Drafts kept."""
     acceptance_length: _builtins.float
     """Tokens per round: 1 + accepted / rounds. 0 without rounds."""
+    gain_ratio: _builtins.float
+    """Tokens per second over what plain decoding would have made, by the server's estimate. 1 where nothing is known."""
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Entry i counts the rounds that kept draft i."""
@@ -1151,10 +1154,11 @@ class SpeculationStats(_message.Message):
         accepted: _builtins.int = ...,
         accepted_per_position: _abc.Iterable[_builtins.int] | None = ...,
         acceptance_length: _builtins.float = ...,
+        gain_ratio: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted", b"accepted", "accepted_per_position", b"accepted_per_position", "drafted", b"drafted", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted", b"accepted", "accepted_per_position", b"accepted_per_position", "drafted", b"drafted", "gain_ratio", b"gain_ratio", "rounds", b"rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,90 @@
+"""Who chooses how many drafts each sequence gets, and what is told about the outcome; the simplest such choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.gain import Gain
+from engine.goodput import Load
+from engine.types import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a step did for sequences that fed their newest token, and the seconds it took."""
+
+    sequences: Seq[Sequence]
+    lengths: Seq[int]  # when the step was planned
+    asked: Seq[int]
+    drafted: Seq[int]
+    accepted: Seq[int]
+    draft_passes: Seq[tuple[int, int]]  # sequences and tokens of each pass of a draft model
+    draft_seconds: float
+    other_seconds: float
+    has_prompts: bool  # others fed prompts in the same pass
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.draft_seconds + self.other_seconds
+
+    @property
+    def load(self) -> Load:
+        """What the target was fed."""
+        return Load.of(self.lengths, self.drafted)
+
+
+class Control(Protocol):
+    """Chooses K."""
+
+    @property
+    def gain(self) -> Gain:
+        """How much faster than plain decoding it has been."""
+        ...
+
+    def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
+        """K of each sequence in the step that is being planned, at most its limit; they share the budget."""
+        ...
+
+    def learn(self, done: Round) -> None:
+        """What became of it."""
+        ...
+
+    def begin(self) -> None:
+        """What was learned so far was practice: its costs are true, its drafts and its gain are not."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+        ...
+
+
+class FixedK:
+    """As many as each may have, whatever they cost."""
+
+    def __init__(self) -> None:
+        self.gain = Gain()
+
+    def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
+        """First come, first served."""
+        return within(limits, budget)
+
+    def learn(self, done: Round) -> None:
+        """Nothing to learn."""
+
+    def begin(self) -> None:
+        """Nothing to forget."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing to forget."""
+
+
+def within(limits: Seq[int], budget: int) -> list[int]:
+    """Limits [3, 3, 3], budget 5 -> [3, 2, 0]."""
+    given = []
+    for limit in limits:
+        given.append(min(limit, budget))
+        budget -= given[-1]
+    return given

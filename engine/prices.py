@@ -1,0 +1,132 @@
+"""What work costs, learned from work done: time as a sum of prices. Knows no model, no clock and no sequence.
+
+    seconds = price of a pass + n * price of a sequence + ... = prices . quantities
+
+Prices are never negative, so that more work never looks cheaper. They are fitted as measurements come, each of them
+in proportion to what was expected. What has not been done for a while is not forgotten: a measurement makes room for
+itself alone, along its own direction (directional forgetting, Kulhavy 1987).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+# Rows cost by size: the first few may be nearly free, later ones cost what they compute. Straight between these.
+KNOTS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 8192], float)
+_WIDTHS = np.diff(KNOTS)
+_FIRST_RAMP = 6  # where the prices of rows begin: before them calls, passes, sequences, contexts
+NUM_QUANTITIES = _FIRST_RAMP + len(_WIDTHS)
+
+_KEEP = 0.99  # of what was known along a measurement's direction: half is forgotten in 69 measurements
+_LEAST, _MOST = 0.3, 2.0  # a measurement beyond these multiples of what was expected counts as one of them
+_IMPROVE_EVERY, _YOUNG = 2, 64  # measurements
+
+
+def quantities(
+    *, calls: int = 0, asked: int = 0, passes: int = 0, sequences: float = 0, context: float = 0, attended: float = 0
+) -> Floats:
+    """All but rows, which `with_rows` adds. `context`: tokens with K/V, each once; `attended`: once per row."""
+    found = np.zeros(NUM_QUANTITIES)
+    found[:_FIRST_RAMP] = calls, passes, asked, sequences, context / 1024, attended / 1024
+    return found
+
+
+def with_rows(found: Floats, rows_of_passes: Seq[float]) -> Floats:
+    """The rows of each pass, cut at the knots: 5 -> 1, 1, 1, 1, 1 of the 2 from 4 to 6, and nothing beyond."""
+    for rows in rows_of_passes:
+        found[_FIRST_RAMP:] += np.clip(rows - KNOTS[:-1], 0, _WIDTHS)
+    return found
+
+
+class Prices:
+    """The prices of one kind of work."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.most_rows = 0.0  # of any pass, up to the next knot
+        self._values = np.zeros(NUM_QUANTITIES)
+        self._curve = np.zeros(len(KNOTS))
+        # Normal equations of the fit; at first a weak belief that nothing costs anything.
+        self._information = np.eye(NUM_QUANTITIES)
+        self._moments = np.zeros(NUM_QUANTITIES)
+
+    def of(self, work: Floats) -> float:
+        """Seconds that `work` is expected to take."""
+        return float(work @ self._values)
+
+    def rows(self, count: Floats) -> Floats:
+        """Seconds for so many rows of a pass, beside the pass itself; beyond what is known, in proportion."""
+        known = np.minimum(count, self.most_rows)
+        return np.interp(known, KNOTS, self._curve) * (count / np.maximum(known, 1e-9))
+
+    @property
+    def a_call(self) -> float:
+        """Seconds of asking for anything at all."""
+        return float(self._values[0])
+
+    @property
+    def a_pass(self) -> float:
+        """Seconds of a pass before its first row."""
+        return float(self._values[1])
+
+    @property
+    def an_asked_one(self) -> float:
+        """Seconds that asking for one more sequence adds, beside passes."""
+        return float(self._values[2])
+
+    @property
+    def a_sequence(self) -> float:
+        """Seconds that a sequence adds to a pass beside its rows."""
+        return float(self._values[3])
+
+    @property
+    def context(self) -> tuple[float, float]:
+        """Seconds per token of context: once for a sequence, and once for each of its rows."""
+        return float(self._values[4] / 1024), float(self._values[5] / 1024)
+
+    def learn(self, work: Floats, seconds: float) -> None:
+        """One measurement. A clock that stood still or ran away teaches nothing."""
+        if not (math.isfinite(seconds) and 1e-9 < seconds < 1e6):
+            return
+        expected = self.of(work)
+        if self.count:
+            seconds = min(max(seconds, _LEAST * expected), max(_MOST * expected, 1e-9))
+        self._forget(work)
+        scale = 1 / seconds if not self.count else 1 / max(expected, 0.1 * seconds)
+        if not self.count:
+            self._information *= (scale * 0.01) ** 2
+        self._information += np.outer(work, work) * scale**2
+        self._moments += work * (seconds * scale**2)
+        self.count += 1
+        ramps = np.flatnonzero(work[_FIRST_RAMP:])
+        self.most_rows = max(self.most_rows, float(KNOTS[ramps[-1] + 1]) if ramps.size else 0.0)
+        if self.count < _YOUNG or self.count % _IMPROVE_EVERY == 0:
+            self._improve()
+
+    def _forget(self, work: Floats) -> None:
+        known = self._information @ work
+        total = float(work @ known)
+        if self.count and total > 0:
+            self._moments -= known * ((1 - _KEEP) * float(work @ self._moments) / total)
+            self._information -= np.outer(known, known) * ((1 - _KEEP) / total)
+
+    def _improve(self) -> None:
+        """One round of coordinate descent toward the best fit among prices that are not negative.
+
+        It starts where the last one ended, and a pass's own price comes first: whoever has seen one size alone
+        believes that all cost the same, tries others, and learns.
+        """
+        values, slopes = self._values, self._information @ self._values - self._moments
+        for i, curvature in enumerate(self._information.diagonal().tolist()):
+            change = -float(slopes[i]) / curvature
+            if values[i] or change > 0:
+                change = max(change, -float(values[i]))
+                values[i] += change
+                slopes += change * self._information[i]
+        self._curve[1:] = np.cumsum(values[_FIRST_RAMP:] * _WIDTHS)

@@ -1,0 +1,282 @@
+"""K as it pays: on a virtual clock with known costs, noisy measurements and the engine's own scheduler and control."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.acceptance import Acceptance
+from engine.adaptive import PROBE_SHARE, AdaptiveK
+from engine.control import FixedK, Round
+from engine.gain import Gain
+from engine.goodput import Load, Offer, drafting_seconds
+from engine.prices import KNOTS, Prices, quantities, with_rows
+from engine.types import MAX_NUM_DRAFT, SpeculationMode
+from tests.clockwork import COSTS, MOST, Books, Machine, expected
+from tests.engine.test_scheduler import sequence
+
+INT8, SMALL, GPU = COSTS
+
+# ------------------------------------------------------------------------------------------------- never slower
+
+
+@cache
+def settled(costs: str, batch: int, acceptance: float, context: int) -> tuple[Machine, Books, Books]:
+    """A server just started, its first steps, and those after."""
+    machine = Machine(COSTS[costs], batch=batch, acceptance=acceptance, prompt=context)
+    machine.warm_up()
+    return machine, machine.run(700), machine.run(400)
+
+
+def cells(batch: int) -> list[tuple[int, float, int]]:
+    return [(batch, acceptance, context) for acceptance in (0, 0.3, 0.6, 0.9) for context in (64, 1024)]
+
+
+GRID = [(costs, batch) for costs in COSTS for batch in (1, 4, 16, 32)]
+
+
+@pytest.mark.parametrize(("costs", "batch"), GRID)
+def test_never_slower_than_plain(costs: str, batch: int) -> None:
+    """Measurements are noisy by 20 %, and one in fifty is five times too long."""
+    found = {cell: settled(costs, *cell)[1:] for cell in cells(batch)}
+    ratios = {cell: min(books.against_plain for books in both) for cell, both in found.items()}
+    assert {cell: ratio for cell, ratio in ratios.items() if ratio < 0.97} == {}
+
+
+@pytest.mark.parametrize(("costs", "batch"), GRID)
+def test_hardly_slower_than_the_best_fixed_number(costs: str, batch: int) -> None:
+    """Where the best gains less than 12 %, finding out may take longer than this."""
+    found = {cell: settled(costs, *cell)[2] for cell in cells(batch)}
+    telling = {cell: books for cell, books in found.items() if books.fixed[0] / books.fixed.min() > 1.12}
+    assert {cell: b.against_best for cell, b in telling.items() if b.against_best < 0.9} == {}
+
+
+@pytest.mark.parametrize(("costs", "batch"), GRID)
+def test_probing_loses_one_percent_at_most(costs: str, batch: int) -> None:
+    """Over a thousand steps; in fewer, a catch-up that has begun may exceed it, and four steps at the start."""
+    for cell in cells(batch):
+        _, first, then = settled(costs, *cell)
+        lost, seconds = first.probe_seconds + then.probe_seconds, first.seconds + then.seconds
+        assert lost <= PROBE_SHARE * seconds * 1.2 + 8 * seconds / 1100, cell
+
+
+@pytest.mark.parametrize(("costs", "batch"), GRID)
+def test_it_does_not_flap(costs: str, batch: int) -> None:
+    """On and off in 1,100 steps; each change is one."""
+    switches = {cell: settled(costs, *cell)[0].switches for cell in cells(batch)}
+    assert {cell: count for cell, count in switches.items() if count > 8} == {}
+
+
+def test_a_load_that_comes_and_goes_is_followed() -> None:
+    """Speculation pays for one sequence, not for 32 of them, and again for one."""
+    machine = Machine(COSTS[INT8], batch=1, acceptance=0.6, prompt=64)
+    machine.warm_up()
+    for batch in (1, 32, 1):
+        machine.batch = batch
+        machine.run(300)
+        books = machine.run(300)
+        assert books.against_plain >= 0.97
+        assert books.against_best >= 0.9
+
+
+@pytest.mark.parametrize("costs", COSTS)
+def test_text_that_changes_is_followed(costs: str) -> None:
+    """From predictable to hopeless within a hundred steps; back again as fast as 1 % of the time finds out."""
+    machine = Machine(COSTS[costs], batch=1, acceptance=0.9, prompt=64)
+    machine.warm_up()
+    machine.run(400)
+    machine.acceptance = 0.0
+    assert machine.run(100).against_plain > 0.7
+    assert machine.run(800).against_plain >= 0.97
+    machine.acceptance = 0.9
+    machine.run(600)
+    assert machine.run(300).against_best >= 0.9
+
+
+def test_looking_up_pays_where_it_finds_and_costs_nothing_where_not() -> None:
+    """A proposer that returns nothing three times of four, and costs microseconds."""
+    for acceptance, hits in ((0.8, 0.25), (0.8, 0.8), (0.0, 0.5)):
+        machine = Machine(COSTS[INT8], batch=8, acceptance=acceptance, hits=hits, prompt=64, looks_up=True)
+        machine.warm_up()
+        machine.run(500)
+        books = machine.run(300)
+        assert books.against_plain >= 0.97, (acceptance, hits)
+        assert books.against_best >= 0.9, (acceptance, hits)
+
+
+def test_its_own_estimate_of_the_gain_is_about_right() -> None:
+    for acceptance in (0.3, 0.9):
+        machine = Machine(COSTS[GPU], batch=4, acceptance=acceptance, prompt=64, noise=0.1, outliers=0)
+        machine.warm_up()
+        machine.run(700)
+        books = machine.run(200)
+        assert machine.control.gain.ratio == pytest.approx(books.against_plain, rel=0.15)
+
+
+def test_fixed_stays_fixed_and_off_stays_off() -> None:
+    """Whatever it costs; control only learns from them."""
+    fixed = Machine(COSTS[SMALL], batch=4, acceptance=0.0, prompt=64, output=500, mode=SpeculationMode.FIXED)
+    off = Machine(COSTS[GPU], batch=4, acceptance=0.9, prompt=64, output=500, mode=SpeculationMode.OFF)
+    fixed.run(100)
+    off.schedule._most_drafts = lambda _: 0
+    off.run(100)
+    assert {k for step in fixed.chosen[5:] for k in step} == {MOST}
+    assert {k for step in off.chosen for k in step} == {0}
+
+
+# ------------------------------------------------------------------------------------------------ broken clocks
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    times=st.lists(st.sampled_from([0.0, -1.0, 1e-12, 0.004, 0.02, 1e3, 1e9, 1e300, math.inf, math.nan]), min_size=1),
+    batch=st.integers(1, 9),
+    looks_up=st.booleans(),
+    acceptance=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_a_broken_clock_costs_speed_at_most(times: list[float], batch: int, looks_up: bool, acceptance: float) -> None:
+    machine = Machine(COSTS[SMALL], batch=batch, acceptance=acceptance, prompt=9, output=30, looks_up=looks_up)
+    count = iter(range(10**9))
+    machine._measured = lambda _: times[next(count) % len(times)]
+    for _ in range(40):
+        machine.step()
+        assert all(0 <= k <= MOST for k in machine.chosen[-1])
+    machine.schedule.check_invariants()
+
+
+# ---------------------------------------------------------------------------------------------------- the parts
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    wishes=st.lists(st.tuples(st.sampled_from(SpeculationMode), st.integers(0, MAX_NUM_DRAFT)), min_size=1, max_size=9),
+    budget=st.integers(0, 40),
+    prompt_rows=st.sampled_from([0, 0, 30]),
+)
+def test_limits_and_budget_are_kept(wishes: list[tuple[SpeculationMode, int]], budget: int, prompt_rows: int) -> None:
+    sequences = [sequence(str(i), 5 + i, max_len=60) for i in range(len(wishes))]
+    for one, (mode, limit) in zip(sequences, wishes, strict=True):
+        one.speculation = replace(one.speculation, mode=mode, num_draft_tokens=limit)
+    limits = [limit if mode is not SpeculationMode.OFF else 0 for mode, limit in wishes]
+    for control in (FixedK(), AdaptiveK(), AdaptiveK(frozenset({"model"}))):
+        for _ in range(6):
+            chosen = control.choose(sequences, limits, budget, prompt_rows)
+            assert sum(chosen) <= budget
+            assert all(k <= limit for k, limit in zip(chosen, limits, strict=True))
+            control.learn(round_of(sequences, chosen))
+
+
+def round_of(sequences: Seq[object], chosen: list[int], seconds: float = 0.01) -> Round:
+    passes = [(len(sequences), len(sequences))] * max(chosen)
+    lengths = [len(s.tokens) for s in sequences]
+    accepted = [k // 2 for k in chosen]
+    return Round(sequences, lengths, chosen, chosen, accepted, passes, seconds / 4, seconds, has_prompts=False)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    chances=st.lists(st.lists(st.floats(0.05, 0.99), min_size=3, max_size=3), min_size=1, max_size=3),
+    a_row=st.floats(0, 2),
+    a_pass=st.floats(0, 1),
+)
+def test_the_choice_is_the_best_of_all_that_take_the_likeliest_first(
+    chances: list[list[float]], a_row: float, a_pass: float
+) -> None:
+    """Against every prefix of the ranking, each priced by hand."""
+    kept = np.cumprod(np.array(chances), 1)
+    count, depth = kept.shape
+    prices, target = priced(a_pass, 0.1), priced(5.0, a_row)
+    zeros = np.zeros(count)
+    seconds = drafting_seconds(prices, kept, zeros, zeros, np.ones(count), 1.0)
+    offer = Offer(np.full(count, depth), np.ones_like(kept), kept, seconds, 0.0, zeros)
+    load = Load(count, count, count, 0, 0)
+    found = offer.best(load, target, 99)
+    slots = sorted((-kept[i, d], i, d) for i in range(count) for d in range(depth))
+    rates = []
+    for taken in range(len(slots) + 1):
+        ks = [sum(1 for _, j, _ in slots[:taken] if j == i) for i in range(count)]
+        tokens = count + sum(-slot[0] for slot in slots[:taken])
+        passes = [sum(k > d for k in ks) for d in range(max(ks))]
+        cost = 5.0 + a_row * (count + sum(ks)) + sum(a_pass + 0.1 * n for n in passes)
+        rates.append(tokens / cost)
+    rate = found.load.tokens / (5.0 + a_row * found.load.rows + found.load.seconds)
+    assert rate == pytest.approx(max(rates), rel=1e-3)
+
+
+def priced(a_pass: float, a_row: float) -> Prices:
+    """Prices that are known."""
+    prices = Prices()
+    prices.most_rows, prices._values = 100.0, np.array([0, a_pass, *[0] * 4, *[a_row] * (len(prices._curve) - 1)])
+    prices._curve = a_row * np.cumsum([0, *np.diff(KNOTS)])
+    return prices
+
+
+def test_prices_are_found_and_never_fall() -> None:
+    """From noisy steps of many shapes: what unseen shapes between them cost."""
+    random, prices = np.random.default_rng(1), Prices()
+    for _ in range(2000):
+        n, k = int(random.integers(1, 17)), int(random.integers(0, 8))
+        prices.learn(shape(n, n * (1 + k)), true_seconds(n, n * (1 + k)) * random.lognormal(0, 0.2))
+    for n, k in ((1, 0), (1, 5), (7, 2), (16, 0), (16, 7)):
+        rows = n * (1 + k)
+        assert prices.of(shape(n, rows)) == pytest.approx(true_seconds(n, rows), rel=0.12)
+    assert (np.diff(prices.rows(np.arange(1.0, 400.0))) >= 0).all()
+
+
+def shape(n: int, rows: int) -> np.ndarray:
+    return with_rows(quantities(passes=1, sequences=n), [rows])
+
+
+def true_seconds(n: int, rows: int) -> float:
+    return 0.01 + 0.0002 * n + 0.0004 * max(0, rows - 16)
+
+
+def test_what_was_not_measured_for_long_is_still_known() -> None:
+    """A thousand steps of one size leave what is known of another as it was."""
+    prices = Prices()
+    for _ in range(30):
+        prices.learn(shape(1, 1), 0.010)
+        prices.learn(shape(1, 5), 0.014)
+    for _ in range(1000):
+        prices.learn(shape(1, 5), 0.014)
+    assert prices.of(shape(1, 1)) == pytest.approx(0.010, rel=0.05)
+
+
+def test_acceptance_follows_the_text_and_strangers_get_the_average() -> None:
+    acceptance, old, new = Acceptance(), sequence("old", 4), sequence("new", 4)
+    for kept, least, most in ((4, 0.85, 1.0), (0, 0.0, 0.1)):
+        for _ in range(300):
+            acceptance.learn([old], "model", *(np.array([x]) for x in (4, 4, kept)))
+        _, tokens = acceptance.chances([old, new], "model", 4)
+        assert (tokens[:, 0] >= least).all()
+        assert (tokens[:, 0] <= most).all()
+    acceptance.forget(old)
+    assert len(acceptance.places([sequence("next", 4)])) == 1
+
+
+def test_a_proposer_that_returns_less_is_known_to() -> None:
+    acceptance, one = Acceptance(), sequence("one", 4)
+    for i in range(400):
+        acceptance.learn([one], "ngram", *(np.array([x]) for x in (4, 2 * (i % 2), 2 * (i % 2))))
+    returned, tokens = acceptance.chances([one], "ngram", 4)
+    assert returned[0] == pytest.approx([0.5, 0.5, 0.0, 0.0], abs=0.12)
+    assert tokens[0] == pytest.approx([0.5, 0.5, 0.0, 0.0], abs=0.12)
+
+
+def test_gain() -> None:
+    gain, one, two = Gain(), sequence("one", 4), sequence("two", 4)
+    assert (gain.ratio, gain.of(one)) == (1.0, 1.0)
+    gain.add([one, two], [4, 1], spent=0.02, plain_step=0.01)
+    assert gain.ratio == pytest.approx(1.25)
+    assert gain.of(one) == pytest.approx(2.0)
+    assert gain.of(two) == pytest.approx(0.5)
+    gain.forget(one)
+    assert gain.of(one) == 1.0
+    assert expected(0.5, 2) == 1.75
