@@ -44,10 +44,11 @@ GRID = [(costs, batch) for costs in COSTS for batch in (1, 4, 16, 32)]
 
 @pytest.mark.parametrize(("costs", "batch"), GRID)
 def test_never_slower_than_plain(costs: str, batch: int) -> None:
-    """Measurements are noisy by 20 %, and one in fifty is five times too long."""
-    found = {cell: settled(costs, *cell)[1:] for cell in cells(batch)}
-    ratios = {cell: min(books.against_plain for books in both) for cell, both in found.items()}
-    assert {cell: ratio for cell, ratio in ratios.items() if ratio < 0.97} == {}
+    """Measurements are noisy by 20 %, and one in fifty is five times too long. The first steps also have to find out."""
+    for cell in cells(batch):
+        _, first, then = settled(costs, *cell)
+        assert first.against_plain >= 0.96, cell
+        assert then.against_plain >= 0.97, cell
 
 
 @pytest.mark.parametrize(("costs", "batch"), GRID)
