@@ -50,6 +50,7 @@ async def serving(
         app.stop()
         async with asyncio.timeout(20):
             await running
+        app.driver = None  # FastAPI keeps routes for ever in a cache, and with them the App: its engine takes half a GB
 
 
 @pytest.fixture
