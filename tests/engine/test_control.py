@@ -44,7 +44,7 @@ GRID = [(costs, batch) for costs in COSTS for batch in (1, 4, 16, 32)]
 
 @pytest.mark.parametrize(("costs", "batch"), GRID)
 def test_never_slower_than_plain(costs: str, batch: int) -> None:
-    """Measurements are noisy by 20 %, and one in fifty is five times too long. The first steps also have to find out."""
+    """With noise of 20 %, and one measurement in fifty five times too long. The first steps also have to find out."""
     for cell in cells(batch):
         _, first, then = settled(costs, *cell)
         assert first.against_plain >= 0.96, cell
