@@ -28,6 +28,7 @@ from engine.quant import is_quantised, load_quantised
 from engine.rope import longrope_border
 from engine.runner import ModelRunner, Runner, Tap, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
+from engine.stack import stack
 from engine.text import Codec
 from engine.threads import use_threads
 from engine.tiles import TILE, TiledRunner
@@ -72,6 +73,7 @@ def load(
         model = load_model(name, revision, dtype, device)
     if config.fuse and device.type == "cpu":
         fuse(model)
+        stack(model)
     return model
 
 

@@ -9,41 +9,15 @@
  * Vectors are the compiler's own (GCC, Clang), so this runs on any CPU; bfloat16 products take AVX512-BF16 if any.
  */
 
-#include "vectors.h"
+#include "attention.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
 #define BLOCK 64 /* keys */
-#define ROWS 32  /* query rows of a tile, at most */
+#define ROWS ATTENTION_ROWS
 #define STRIP 4  /* rows, or vectors, that are kept in registers together */
-
-
-typedef struct {
-  const void *query, *key, *value; /* [tokens, heads, dim], [arena rows, kv_heads, dim] twice */
-  void *out;                       /* [tokens, heads, dim], dense */
-  const int32_t *first_rows;       /* [sequences + 1] */
-  const int32_t *kv_lens;          /* [sequences] */
-  const int32_t *tables;           /* [sequences, width]: page numbers */
-  int64_t query_stride;            /* elements from one token of the query to the next */
-  int64_t sequences, width, page_size, heads, kv_heads, dim, window; /* window 0: none */
-  float scale, softcap;                                               /* softcap 0: none */
-} Args;
-
-typedef struct {
-  int32_t sequence, head, first, count; /* `count` rows from `first` on, of group * tokens */
-} Job;
-
-/* What a thread works in. Sizes are for the widest head. */
-typedef struct {
-  float *query;  /* [ROWS, dim] */
-  float *keys;   /* [dim, BLOCK]: transposed */
-  float *values; /* [BLOCK, dim] */
-  float *scores; /* [ROWS, BLOCK], which become weights */
-  float *sums;   /* [ROWS, dim], of weighted values */
-  float maximum[ROWS], weight[ROWS];
-} Work;
 
 /* Ask for one K/V head of a position ahead of time: they lie too far apart for the processor to foresee. */
 INLINE void fetch(const void *data, int64_t place, int64_t dim, int bits) {
@@ -294,7 +268,7 @@ INLINE void finish(const Args *a, const Job *job, const Work *w, int64_t group, 
   }
 }
 
-static void attend(const Args *a, const Job *job, Work *w, int bits) {
+void attention_run(const Args *a, const Job *job, Work *w, int bits) {
   int fast = FAST(bits, a->dim);
   int64_t group = a->heads / a->kv_heads, start = a->first_rows[job->sequence];
   int64_t tokens = a->first_rows[job->sequence + 1] - start, kv_len = a->kv_lens[job->sequence];
@@ -336,7 +310,7 @@ static void attend(const Args *a, const Job *job, Work *w, int bits) {
   finish(a, job, w, group, start, bits);
 }
 
-static int plan(const Args *a, Job *jobs) {
+int attention_plan(const Args *a, Job *jobs) {
   int count = 0;
   int64_t group = a->heads / a->kv_heads;
   for (int64_t i = 0; i < a->sequences; i++) {
@@ -353,22 +327,28 @@ static int plan(const Args *a, Job *jobs) {
 
 static void *floats(int64_t count) { return aligned_alloc(64, (size_t)(count * 4 + 63) / 64 * 64); }
 
+int attention_begin(const Args *a, Work *w) {
+  w->query = floats(ROWS * a->dim), w->sums = floats(ROWS * a->dim), w->scores = floats(ROWS * BLOCK);
+  w->keys = floats(BLOCK * a->dim), w->values = floats(BLOCK * a->dim);
+  return w->keys && w->values && w->query && w->scores && w->sums;
+}
+
+void attention_end(Work *w) { free(w->query), free(w->keys), free(w->values), free(w->scores), free(w->sums); }
+
 /* Returns 0, or 1 if there was no memory. `bits`: 32 for float, 16 for bfloat16. */
 int pilotfish_attend(const Args *a, int bits, int threads) {
-  int count = plan(a, NULL), failed = 0;
+  int count = attention_plan(a, NULL), failed = 0;
   Job *jobs = malloc(sizeof(Job) * (size_t)(count ? count : 1));
   if (!jobs) return 1;
-  plan(a, jobs);
+  attention_plan(a, jobs);
 #pragma omp parallel num_threads(threads < count ? threads : (count ? count : 1)) reduction(| : failed)
   {
     Work w;
-    w.query = floats(ROWS * a->dim), w.sums = floats(ROWS * a->dim), w.scores = floats(ROWS * BLOCK);
-    w.keys = floats(BLOCK * a->dim), w.values = floats(BLOCK * a->dim);
-    failed = !(w.query && w.keys && w.values && w.scores && w.sums);
+    failed = !attention_begin(a, &w);
 #pragma omp for schedule(dynamic)
     for (int i = 0; i < count; i++)
-      if (!failed) attend(a, &jobs[i], &w, bits);
-    free(w.query), free(w.keys), free(w.values), free(w.scores), free(w.sums);
+      if (!failed) attention_run(a, &jobs[i], &w, bits);
+    attention_end(&w);
   }
   free(jobs);
   return failed;
