@@ -25,6 +25,7 @@ from engine.batch import Feed
 from engine.fuse import fuse
 from engine.int8 import Int8Linear, kernel_name
 from engine.kv import KVArena
+from engine.pack import PackedLinear, pack
 from engine.quant import quantise, skeleton
 from engine.runner import ModelRunner, kv_layout
 from engine.stack import stack
@@ -56,8 +57,10 @@ class Variant:
         model = random_model(LlamaConfig.from_dict(SHAPES[shape]), getattr(torch, dtype), int8=weights == "int8")
         if how in ("fused", "stacked"):
             fuse(model)
-        if how == "stacked" and not stack(model):
-            raise SystemExit(f"{name}: its layers do not run in one call here")
+        if how == "stacked":
+            pack(model)
+            if not stack(model):
+                raise SystemExit(f"{name}: its layers do not run in one call here")
         return cls(name, model, "auto")
 
     def runner(self, rows: int) -> ModelRunner:
@@ -74,6 +77,8 @@ class Variant:
 def _bytes_of(module: nn.Module) -> int:
     if isinstance(module, Int8Linear):
         return module.in_features * module.out_features
+    if isinstance(module, PackedLinear):
+        return module.packed.nbytes
     return module.weight.numel() * module.weight.element_size() if isinstance(module, nn.Linear) else 0
 
 

@@ -210,8 +210,9 @@ class Int8Linear(nn.Module):
 
 
 def matmul_shape(module: object) -> tuple[int, int] | None:
-    """(in, out) of a plain matmul, in float or int8; None for anything else."""
-    return (module.in_features, module.out_features) if isinstance(module, nn.Linear | Int8Linear) else None
+    """(in, out) of a plain matmul, in float, packed or int8; None for anything else."""
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return cast("tuple[int, int]", sizes) if None not in sizes else None
 
 
 def has_int8(model: nn.Module) -> bool:

@@ -15,10 +15,10 @@ from engine.attention import native
 from engine.attention.registry import Ragged
 from engine.batch import Feed, RaggedBatch
 from engine.fuse import Gated, RMSNorm, RotaryAttention, agree, random_rows
-from engine.int8 import Int8Linear
 from engine.kv import KVArena
 from engine.native import PackedMatrix, rows_for
 from engine.native.layers import LayerParts, Layers
+from engine.pack import packed_of
 from engine.runner import kv_layout
 
 log = logging.getLogger(__name__)
@@ -114,18 +114,13 @@ def _parts(layer: nn.Module) -> LayerParts | None:
         case RMSNorm() as first, RotaryAttention() as attention, RMSNorm() as second, Gated() as mlp:
             inner, gate = cast("Any", attention.inner), cast("Any", mlp.inner)
             qkv = inner.q_proj.joined.matmul if hasattr(inner, "q_proj") else inner.qkv_proj
-            packed = [_packed(m) for m in (qkv, inner.o_proj, gate.gate_proj.joined.matmul, gate.down_proj)]
+            packed = [packed_of(m) for m in (qkv, inner.o_proj, gate.gate_proj.joined.matmul, gate.down_proj)]
             if getattr(inner, "q_norm", None) is not None or not all(packed):
                 return None
             seen = attention.seen
             norms = (first.scale.data, first.eps), (second.scale.data, second.eps)
             return LayerParts(*cast("list[PackedMatrix]", packed), *norms, seen.scale, seen.softcap, seen.window)
     return None
-
-
-def _packed(matmul: nn.Module) -> PackedMatrix | None:
-    packed = matmul.pack() if isinstance(matmul, Int8Linear) and matmul.dtype is None else None
-    return packed if isinstance(packed, PackedMatrix) else None
 
 
 def _agrees(together: Stack, model: PreTrainedModel) -> bool:
