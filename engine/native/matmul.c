@@ -20,13 +20,6 @@
 #define LINE 64                /* bytes of a vector and of a cache line */
 #define AHEAD 8192             /* bytes, where there is one block of rows and the processor's own foresight falls short */
 
-/* Arrays of vectors stay in registers only if the loops over them are unrolled before anything else is done. */
-#if defined(__clang__)
-#define EACH _Pragma("clang loop unroll(full)") for
-#else
-#define EACH _Pragma("GCC unroll 8") for
-#endif
-
 /* sum + x * w for the G inputs of a step, in 16 outputs. */
 #ifdef __AVX512VNNI__
 INLINE vec step8(vec sum, int32_t x, const void *w) {

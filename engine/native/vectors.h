@@ -11,6 +11,13 @@
 #define LANES 16 /* floats in a vector */
 #define INLINE static inline __attribute__((always_inline))
 
+/* Arrays of vectors stay in registers only if the loops over them are unrolled before anything else is done. */
+#if defined(__clang__)
+#define EACH _Pragma("clang loop unroll(full)") for
+#else
+#define EACH _Pragma("GCC unroll 8") for
+#endif
+
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t bf16;
