@@ -17,6 +17,7 @@
 
 #define BLOCK 64 /* keys */
 #define ROWS ATTENTION_ROWS
+#define CHUNK 6  /* jobs */
 #define STRIP 4  /* rows, or vectors, that are kept in registers together */
 
 /* Ask for one K/V head of a position ahead of time: they lie too far apart for the processor to foresee. */
@@ -33,6 +34,14 @@ static void find(const Args *a, const int32_t *table, int64_t first, int64_t kv_
     places[j] = (table[page] * a->page_size + at) * step + head * a->dim;
     at += position < kv_len - 1;
   }
+}
+
+/* The same of the first block that a job will read. */
+static void find_first(const Args *a, const Job *job, int64_t *places) {
+  int64_t tokens = a->first_rows[job->sequence + 1] - a->first_rows[job->sequence], kv_len = a->kv_lens[job->sequence];
+  int64_t token = kv_len - tokens + job->first / (a->heads / a->kv_heads);
+  int64_t oldest = a->window && token >= a->window ? token - a->window + 1 : 0;
+  find(a, a->tables + job->sequence * a->width, oldest / BLOCK * BLOCK, kv_len, job->head, places);
 }
 
 static void cap(const Args *a, float *scores) {
@@ -289,20 +298,24 @@ INLINE void finish(const Args *a, const Job *job, const Work *w, int64_t group, 
   }
 }
 
-void attention_run(const Args *a, const Job *job, Work *w, int bits) {
+static void attention_run(const Args *a, const Job *job, const Job *after, Work *w, int bits) {
   int fast = FAST(bits, a->dim);
   int64_t group = a->heads / a->kv_heads, start = a->first_rows[job->sequence];
   int64_t tokens = a->first_rows[job->sequence + 1] - start, kv_len = a->kv_lens[job->sequence];
-  int64_t oldest_token = kv_len - tokens + job->first / group;
   int64_t newest_token = kv_len - tokens + (job->first + job->count - 1) / group;
+  int64_t oldest_token = kv_len - tokens + job->first / group;
   int64_t oldest_key = a->window && oldest_token >= a->window ? oldest_token - a->window + 1 : 0;
   const int32_t *table = a->tables + job->sequence * a->width;
   int64_t first = oldest_key / BLOCK * BLOCK, here[BLOCK], next[BLOCK], *places = here, *ahead = next;
   begin(a, job, w, group, start, bits, fast);
   find(a, table, first, kv_len, job->head, places);
+  /* Of a short context everything is the first block, and nobody asked for that ahead of time. */
+  for (int j = 0; j < BLOCK; j++) fetch(a->value, places[j], a->dim, bits);
   for (; first <= newest_token; first += BLOCK) {
     if (first + BLOCK <= newest_token) {
       find(a, table, first + BLOCK, kv_len, job->head, ahead);
+    } else if (after) {
+      find_first(a, after, ahead);
     } else {
       memcpy(ahead, places, sizeof here);
     }
@@ -345,19 +358,33 @@ int attention_begin(const Args *a, Work *w) {
 
 void attention_end(Work *w) { free(w->query), free(w->keys), free(w->values), free(w->scores), free(w->sums); }
 
+void attention_share(const Args *a, const Job *jobs, int count, Work *w, int bits) {
+  /* Several in a row, so that the first keys of the next can be asked for; one at a time if that left a thread idle. */
+  int many = count >= 16 * CHUNK;
+  if (many) {
+#pragma omp for schedule(dynamic, CHUNK)
+    for (int i = 0; i < count; i++)
+      attention_run(a, &jobs[i], i % CHUNK < CHUNK - 1 && i + 1 < count ? &jobs[i + 1] : NULL, w, bits);
+  } else {
+#pragma omp for schedule(dynamic)
+    for (int i = 0; i < count; i++) attention_run(a, &jobs[i], NULL, w, bits);
+  }
+}
+
 /* Returns 0, or 1 if there was no memory. `bits`: 32 for float, 16 for bfloat16. */
 int pilotfish_attend(const Args *a, int bits, int threads) {
   int count = attention_plan(a, NULL), failed = 0;
   Job *jobs = malloc(sizeof(Job) * (size_t)(count ? count : 1));
   if (!jobs) return 1;
   attention_plan(a, jobs);
-#pragma omp parallel num_threads(threads < count ? threads : (count ? count : 1)) reduction(| : failed)
+#pragma omp parallel num_threads(threads < count ? threads : (count ? count : 1))
   {
     Work w;
-    failed = !attention_begin(a, &w);
-#pragma omp for schedule(dynamic)
-    for (int i = 0; i < count; i++)
-      if (!failed) attention_run(a, &jobs[i], &w, bits);
+    int ready = attention_begin(a, &w);
+#pragma omp atomic
+    failed |= !ready;
+#pragma omp barrier
+    if (!failed) attention_share(a, jobs, count, &w, bits);
     attention_end(&w);
   }
   free(jobs);

@@ -39,6 +39,7 @@ int attention_plan(const Args *a, Job *jobs);
 int attention_begin(const Args *a, Work *w);
 void attention_end(Work *w);
 
-void attention_run(const Args *a, const Job *job, Work *w, int bits);
+/* The calling thread's share, and a meeting of all at the end. */
+void attention_share(const Args *a, const Job *jobs, int count, Work *w, int bits);
 
 #endif

@@ -66,8 +66,7 @@ static void attend(const Pass *p, const Layer *l, const Job *jobs, int count, Wo
   for (int64_t r = 0; r < p->rows; r++)
     rotate_row((void *)row_of(p->qkv, r, a.query_stride, p->bits), &h, row_of(p->cos, r, a.dim, p->bits),
                row_of(p->sin, r, a.dim, p->bits), p->places[r], p->bits);
-#pragma omp for schedule(dynamic)
-  for (int i = 0; i < count; i++) attention_run(&a, &jobs[i], w, p->bits);
+  attention_share(&a, jobs, count, w, p->bits);
 }
 
 static void mlp(const Pass *p, const Layer *l) {
