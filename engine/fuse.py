@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -21,12 +20,12 @@ from engine.batch import Feed, RaggedBatch
 from engine.int8 import Int8Linear
 from engine.kv import KVArena, KVLayout
 from engine.native import Rows, rows_for
+from engine.trial import agree, random_rows
 
 log = logging.getLogger(__name__)
 
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ROWS, _PAGE = 3, 8  # of a trial
-_FAULTS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 
 
 def fuse(model: PreTrainedModel) -> Counter[str]:
@@ -301,22 +300,3 @@ def _attention_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | Non
 
     stand_in = RotaryAttention(module, seen)
     return stand_in if agree(run, module, stand_in) else None
-
-
-def random_rows(model: PreTrainedModel, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator).to(model.device, model.dtype)
-
-
-@torch.inference_mode()
-def agree(run: Callable[[nn.Module], Tensor], original: nn.Module, stand_in: nn.Module) -> bool:
-    """Whether both give the same but for rounding; one that cannot run does not."""
-    try:
-        want, got = run(original), run(stand_in)
-    except _FAULTS:
-        return False
-    if want.dtype != got.dtype:
-        return False
-    # A row as a whole: where numbers are rounded coarsely, one of thousands is always far off.
-    off = (got - want).float().square().mean(-1).sqrt().max()
-    return bool(off <= (1e-4 if want.dtype == torch.float32 else 0.03) * want.float().std())

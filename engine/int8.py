@@ -81,7 +81,7 @@ class OneDNN:
 
 @cache
 def kernel() -> Kernel:
-    """The faster one that computes right on this machine with this torch; asked once, and where our C does not serve."""
+    """The faster one that computes right here with this torch; asked once, and where our C does not serve."""
     try:
         found = OneDNN()
         if _is_right(found):

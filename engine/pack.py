@@ -52,7 +52,8 @@ def pack(model: PreTrainedModel) -> int:
         if multiplies(weight.dtype) and rows_for(weight.dtype, weight.shape[1]) is not None:
             # Logits are wanted in float32: rounded to bfloat16, many would tie.
             dtype = torch.float32 if module is head else None
-            bias = None if module.bias is None else module.bias.detach().float()
+            bias = cast("Tensor | None", module.bias)
+            bias = None if bias is None else bias.detach().float()
             model.set_submodule(name, PackedLinear(PackedMatrix(weight.detach(), None, bias), dtype))
             done += 1
     if keeps_rows_apart(model):

@@ -1,5 +1,6 @@
-"""All decoder layers of a fused model in one call of our C: between two matmuls of a small model, Python takes longer
-than the matmuls. Knows shapes of modules and no family by name.
+"""All decoder layers of a fused model in one call of our C; knows shapes of modules and no family by name.
+
+Between two matmuls of a small model Python takes longer than the matmuls do.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from transformers import PreTrainedModel
 from engine.attention import native
 from engine.attention.registry import Ragged
 from engine.batch import Feed, RaggedBatch
-from engine.fuse import Gated, RMSNorm, RotaryAttention, agree, random_rows
+from engine.fuse import Gated, RMSNorm, RotaryAttention
 from engine.kv import KVArena
 from engine.native import PackedMatrix, rows_for
 from engine.native.layers import LayerParts, Layers
 from engine.pack import packed_of
 from engine.runner import kv_layout
+from engine.trial import agree, random_rows
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ class Stack(nn.ModuleList):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):  # the model goes through the first n of n
             kept = list(self._modules.values())[index]
-            return self if len(kept) == len(self) else Stack(nn.ModuleList(cast("list[nn.Module]", kept)))
+            return self if len(kept) == len(self) else Stack(nn.ModuleList(kept))
         return super().__getitem__(index)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,7 +103,7 @@ class Stack(nn.ModuleList):
     def _layers(self, arena: KVArena) -> Layers:
         if self._ready is None or self._ready[0] is not arena:
             layers = self._modules.values()
-            parts = [cast("LayerParts", _parts(cast("nn.Module", layer))) for layer in layers]
+            parts = [cast("LayerParts", _parts(layer)) for layer in layers]
             self._ready = arena, Layers(parts, arena.k[: len(parts)], arena.v[: len(parts)])
         return self._ready[1]
 
@@ -114,12 +116,14 @@ def _parts(layer: nn.Module) -> LayerParts | None:
         case RMSNorm() as first, RotaryAttention() as attention, RMSNorm() as second, Gated() as mlp:
             inner, gate = cast("Any", attention.inner), cast("Any", mlp.inner)
             qkv = inner.q_proj.joined.matmul if hasattr(inner, "q_proj") else inner.qkv_proj
-            packed = [packed_of(m) for m in (qkv, inner.o_proj, gate.gate_proj.joined.matmul, gate.down_proj)]
-            if getattr(inner, "q_norm", None) is not None or not all(packed):
-                return None
-            seen = attention.seen
+            matrices = map(packed_of, (qkv, inner.o_proj, gate.gate_proj.joined.matmul, gate.down_proj))
             norms = (first.scale.data, first.eps), (second.scale.data, second.eps)
-            return LayerParts(*cast("list[PackedMatrix]", packed), *norms, seen.scale, seen.softcap, seen.window)
+            seen = attention.seen
+            match tuple(matrices):
+                case (
+                    PackedMatrix() as qkv, PackedMatrix() as out, PackedMatrix() as up, PackedMatrix() as down
+                ) if getattr(inner, "q_norm", None) is None:  # fmt: skip
+                    return LayerParts(qkv, out, up, down, *norms, seen.scale, seen.softcap, seen.window)
     return None
 
 

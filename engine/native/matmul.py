@@ -82,7 +82,7 @@ class PackedMatrix:
 
 
 def _panels(weight: Tensor) -> Tensor:
-    """`[out, in]` -> `[out / 64, in / G, 64, G]`, G numbers in 4 bytes; a few panels at a time, to need no copy of all."""
+    """`[out, in]` -> `[out / 64, in / G, 64, G]`, G numbers in 4 bytes; panel by panel, to need no second copy."""
     outputs, inputs = weight.shape
     group = 4 // weight.element_size()
     packed = torch.zeros(-(-outputs // PANEL), inputs // group, PANEL, group, dtype=weight.dtype)

@@ -55,9 +55,7 @@ def test_int8_sums_of_extremes_are_exact() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 300), st.booleans(), st.integers(0, 10**6))
-def test_floats_are_close(
-    dtype: torch.dtype, rows: int, sixteens: int, outputs: int, bias: bool, seed: int
-) -> None:
+def test_floats_are_close(dtype: torch.dtype, rows: int, sixteens: int, outputs: int, bias: bool, seed: int) -> None:
     weight, x = (numbers(n, 16 * sixteens, seed=seed + n).to(dtype) for n in (outputs, rows))
     added = numbers(outputs, seed=1) if bias else None
     got = PackedMatrix(weight, None, added).multiply(x, None, torch.float32)
