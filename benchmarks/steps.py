@@ -23,10 +23,12 @@ from engine.attention import choose
 from engine.attention.registry import AttentionName
 from engine.batch import Feed
 from engine.fuse import fuse
-from engine.int8 import Int8Linear, kernel
+from engine.int8 import Int8Linear, kernel_name
 from engine.kv import KVArena
+from engine.pack import PackedLinear, pack
 from engine.quant import quantise, skeleton
 from engine.runner import ModelRunner, kv_layout
+from engine.stack import stack
 from engine.threads import use_threads
 
 SHAPES = {
@@ -53,8 +55,12 @@ class Variant:
         """From a name such as `int8-float32-fused`."""
         weights, dtype, how = name.split("-")
         model = random_model(LlamaConfig.from_dict(SHAPES[shape]), getattr(torch, dtype), int8=weights == "int8")
-        if how == "fused":
+        if how in ("fused", "stacked"):
             fuse(model)
+        if how == "stacked":
+            pack(model)
+            if not stack(model):
+                raise SystemExit(f"{name}: its layers do not run in one call here")
         return cls(name, model, "auto")
 
     def runner(self, rows: int) -> ModelRunner:
@@ -71,6 +77,8 @@ class Variant:
 def _bytes_of(module: nn.Module) -> int:
     if isinstance(module, Int8Linear):
         return module.in_features * module.out_features
+    if isinstance(module, PackedLinear):
+        return module.packed.nbytes
     return module.weight.numel() * module.weight.element_size() if isinstance(module, nn.Linear) else 0
 
 
@@ -133,7 +141,7 @@ def main() -> None:
     threads = use_threads(options.threads)
     variants = [Variant.of(name, options.shape) for name in options.variants]
     bandwidth = statistics.median(measure(variants, options.rows, options.rounds, options.passes))
-    print(f"{options.shape}, {threads} threads, torch {torch.__version__}, kernel {kernel().name}, "
+    print(f"{options.shape}, {threads} threads, torch {torch.__version__}, kernel {kernel_name()}, "
           f"memory read at {bandwidth:.1f} GB/s\n")  # fmt: skip
     print("| variant | " + " | ".join(f"M={count}" for count in options.rows) + " | GB/s at the first |")
     print("|" + "---|" * (len(options.rows) + 2))

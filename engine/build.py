@@ -18,9 +18,9 @@ from engine.drafters import Drafters
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.fuse import fuse
-from engine.int8 import has_int8
 from engine.intake import Limits
 from engine.kv import KVArena, KVLayout
+from engine.pack import keeps_rows_apart, pack
 from engine.pages import BlockPool
 from engine.probe import probe
 from engine.proposers import Proposer, Proposers
@@ -28,6 +28,7 @@ from engine.quant import is_quantised, load_quantised
 from engine.rope import longrope_border
 from engine.runner import ModelRunner, Runner, Tap, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
+from engine.stack import stack
 from engine.text import Codec
 from engine.threads import use_threads
 from engine.tiles import TILE, TiledRunner
@@ -72,6 +73,8 @@ def load(
         model = load_model(name, revision, dtype, device)
     if config.fuse and device.type == "cpu":
         fuse(model)
+        pack(model)
+        stack(model)
     return model
 
 
@@ -123,12 +126,12 @@ def assemble(
     page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
     num_pages = pages_within(config, [layout, *drafters.layouts.values()], page_size, limit)
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
-    # int8 keeps its rows apart by itself; floats need passes of one shape.
-    needs_tiles = config.reproducible and not has_int8(target)
+    # int8 and packed floats keep their rows apart by themselves; torch's matmuls need passes of one shape.
+    needs_tiles = config.reproducible and not keeps_rows_apart(target)
     make_runner = partial(_tiled_runner, tap=drafters.tap) if needs_tiles else _runner
     runner = make_runner(config, target, make_arena)
     # Under the coupled rule a draft's bits reach no output: only the target is slowed down for them.
-    attend = attention.choose(config.attention, target.device, row_wise=has_int8(target))
+    attend = attention.choose(config.attention, target.device, row_wise=keeps_rows_apart(target))
     by_name = drafters.proposers(make_arena, attend, config.max_batch_tokens) | dict(extra_proposers)
     if config.proposer is not None and config.proposer not in by_name:
         raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(by_name)}")
@@ -186,7 +189,7 @@ def _check_bits_are_promised(config: EngineConfig, device: torch.device) -> None
 def _runner(config: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena]) -> Runner:
     layout, attend = (
         kv_layout(model.config, model.dtype),
-        attention.choose(config.attention, model.device, row_wise=has_int8(model)),
+        attention.choose(config.attention, model.device, row_wise=keeps_rows_apart(model)),
     )
     probe(model, layout, attend)
     return ModelRunner(model, make_arena(layout), attend)

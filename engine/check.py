@@ -23,7 +23,7 @@ from engine import checkpoint
 from engine.build import GIB, build_engine, max_model_len, pages_within, pick_device, read_vocabulary, weights_of
 from engine.config import EngineConfig, Weights
 from engine.errors import ModelError
-from engine.int8 import kernel
+from engine.int8 import kernel_name
 from engine.kv import KVLayout
 from engine.quant import weight_bytes
 from engine.runner import kv_layout
@@ -108,7 +108,7 @@ class Facts:
         yield "family", f"{self.config.model_type} ({self.class_name})"
         yield "layers", f"{self.layout.layers}, with {self.layout.kv_heads} K/V heads of {self.layout.head_dim}"
         dtype = str(self.layout.dtype).removeprefix("torch.")
-        held = f"int8 ({kernel().name} kernel), the rest in {dtype}" if self.weights == "int8" else dtype
+        held = f"int8 ({kernel_name()} kernel), the rest in {dtype}" if self.weights == "int8" else dtype
         yield "weights", f"{_size(self.weight_bytes)} in {held}"
         yield "K/V", f"{self.layout.bytes_per_token} bytes per token"
         yield "context", f"{known.limit} tokens ({known.reason})"

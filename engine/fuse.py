@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -21,12 +20,12 @@ from engine.batch import Feed, RaggedBatch
 from engine.int8 import Int8Linear
 from engine.kv import KVArena, KVLayout
 from engine.native import Rows, rows_for
+from engine.trial import agree, random_rows
 
 log = logging.getLogger(__name__)
 
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ROWS, _PAGE = 3, 8  # of a trial
-_FAULTS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 
 
 def fuse(model: PreTrainedModel) -> Counter[str]:
@@ -131,10 +130,10 @@ def _norm_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not isinstance(eps, float):
         return None
-    x = _random(model, 1, _ROWS, weight.numel())
+    x = random_rows(model, 1, _ROWS, weight.numel())
     for scale in (weight, 1 + weight.float()):  # Gemma's weights are what is added to 1
         stand_in = RMSNorm(scale, eps)
-        if _agree(lambda m: m(x), module, stand_in):
+        if agree(lambda m: m(x), module, stand_in):
             return stand_in
     return None
 
@@ -163,9 +162,9 @@ def _gate_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
     gate = getattr(module, "gate_proj", None)
     if not isinstance(gate, Part) or not hasattr(module, "down_proj") or model.device.type != "cpu":
         return None
-    x = _random(model, 1, _ROWS, model.config.get_text_config().hidden_size)
+    x = random_rows(model, 1, _ROWS, model.config.get_text_config().hidden_size)
     stand_in = Gated(module)
-    return stand_in if _agree(lambda m: m(x), module, stand_in) else None
+    return stand_in if agree(lambda m: m(x), module, stand_in) else None
 
 
 class RotaryAttention(nn.Module):
@@ -289,9 +288,9 @@ def _attention_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | Non
         return None
     seen = _Seen()
     batch = RaggedBatch.of([Feed([0] * _ROWS, 4, [0])], _PAGE, model.device)
-    angles = _random(model, 1, _ROWS, head_dim // 2).float().repeat(1, 1, 2) * 3
+    angles = random_rows(model, 1, _ROWS, head_dim // 2).float().repeat(1, 1, 2) * 3
     rotary = angles.cos().to(model.dtype), angles.sin().to(model.dtype)
-    x = _random(model, 1, _ROWS, width)
+    x = random_rows(model, 1, _ROWS, width)
 
     def run(candidate: nn.Module) -> Tensor:
         ragged = Ragged(batch, cast("KVArena", _Page(model.dtype, seen)), seen)
@@ -300,20 +299,4 @@ def _attention_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | Non
         return cast("Tensor", out[0])
 
     stand_in = RotaryAttention(module, seen)
-    return stand_in if _agree(run, module, stand_in) else None
-
-
-def _random(model: PreTrainedModel, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator).to(model.device, model.dtype)
-
-
-@torch.inference_mode()
-def _agree(run: Callable[[nn.Module], Tensor], original: nn.Module, stand_in: nn.Module) -> bool:
-    """Whether both give the same but for rounding; one that cannot run does not."""
-    try:
-        want, got = run(original), run(stand_in)
-    except _FAULTS:
-        return False
-    tolerance = 1e-4 if want.dtype == torch.float32 else 0.03
-    return want.dtype == got.dtype and torch.allclose(got, want, rtol=tolerance, atol=tolerance * float(want.std()))
+    return stand_in if agree(run, module, stand_in) else None

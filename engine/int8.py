@@ -2,7 +2,7 @@
 
 Each row of a weight (one output) is rounded to int8 with a scale of its own, once; each row of activations likewise,
 every time. Their products are summed as integers, and sums of integers have no order: a row's result is the same
-bits alone, in a batch, on any number of threads, and in either of the two kernels below.
+bits alone, in a batch, on any number of threads, and in our C as in either of the two kernels below.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from engine.native import rows_for
+from engine.native import PackedMatrix, multiplies, rows_for
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class OneDNN:
 
 @cache
 def kernel() -> Kernel:
-    """The fastest one that computes right on this machine with this torch; asked once."""
+    """The faster one that computes right here with this torch; asked once, and where our C does not serve."""
     try:
         found = OneDNN()
         if _is_right(found):
@@ -90,6 +90,11 @@ def kernel() -> Kernel:
     except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
         log.warning("int8: torch's oneDNN operators cannot be used here (%r); using plain torch, which is slow", error)
     return Portable()
+
+
+def kernel_name() -> str:
+    """What multiplies here."""
+    return "native" if multiplies(torch.int8) else kernel().name
 
 
 @torch.inference_mode()
@@ -129,6 +134,26 @@ def _round(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * (127 / peak)).round_(), peak.mul_(1 / 127)
 
 
+class _Packed:
+    """`PackedMatrix` in int8 by another kernel. Copies share it."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._scale, self._bias = kernel().pack(weight), scale, bias
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _Packed:
+        return self
+
+    def multiply(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `PackedMatrix.multiply`."""
+        sums = kernel().multiply(rows, self._weight, self._scale)
+        native = rows_for(dtype, self.out_features)
+        if native is not None:
+            return native.scale(sums, step, self._bias, dtype)
+        sums.mul_(step)
+        return (sums if self._bias is None else sums.add_(self._bias)).to(dtype)
+
+
 class Int8Linear(nn.Module):
     """`nn.Linear` with an int8 weight and rows rounded to int8; what goes in and comes out is float."""
 
@@ -136,13 +161,12 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype  # of what comes out; that of what goes in, where it is None
+        self.packed: PackedMatrix | _Packed | None = None
         # Buffers, so that modules which share weights can share them.
         self.weight_int8: Tensor | None
-        self.packed: Tensor | None
         self.scale: Tensor
         self.bias: Tensor | None
         self.register_buffer("weight_int8", weight, persistent=False)
-        self.register_buffer("packed", None, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
 
@@ -164,12 +188,14 @@ class Int8Linear(nn.Module):
             parts[0].dtype,
         )
 
-    def pack(self) -> Tensor:
-        """Make the kernel's own form of the weight, and let go of the plain one."""
-        assert self.weight_int8 is not None
-        packed, self.weight_int8 = kernel().pack(self.weight_int8), None
-        self.packed = packed
-        return packed
+    def pack(self) -> PackedMatrix | _Packed:
+        """Bring the weight into the form that is multiplied, once, and let go of the plain one."""
+        if self.packed is None:
+            weight, self.weight_int8 = self.weight_int8, None
+            assert weight is not None
+            is_ours = multiplies(torch.int8) and rows_for(torch.float32, self.in_features) is not None
+            self.packed = (PackedMatrix if is_ours else _Packed)(weight, self.scale, self.bias)
+        return self.packed
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
@@ -180,19 +206,13 @@ class Int8Linear(nn.Module):
 
     def of_rounded(self, rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """`[M, in]`, rounded by `round_rows` or as it does -> `[M, out]`, in `dtype` unless this has one of its own."""
-        packed = self.packed if self.packed is not None else self.pack()
-        sums = kernel().multiply(rows, packed, self.scale)
-        dtype = self.dtype or dtype
-        native = rows_for(dtype, self.out_features)
-        if native is not None:
-            return native.scale(sums, scale, self.bias, dtype)
-        sums.mul_(scale)
-        return (sums if self.bias is None else sums.add_(self.bias)).to(dtype)
+        return self.pack().multiply(rows, scale, self.dtype or dtype)
 
 
 def matmul_shape(module: object) -> tuple[int, int] | None:
-    """(in, out) of a plain matmul, in float or int8; None for anything else."""
-    return (module.in_features, module.out_features) if isinstance(module, nn.Linear | Int8Linear) else None
+    """(in, out) of a plain matmul, in float, packed or int8; None for anything else."""
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return cast("tuple[int, int]", sizes) if None not in sizes else None
 
 
 def has_int8(model: nn.Module) -> bool:

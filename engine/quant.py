@@ -26,6 +26,7 @@ from engine.attention.registry import ATTENTION_NAME
 from engine.checkpoint import read_config, told_as_model_error
 from engine.errors import ModelError
 from engine.int8 import Int8Linear
+from engine.pack import matrix
 from engine.runner import load_model, prepare
 
 METHOD = "pilotfish-int8"  # in `quantization_config`, so that whoever does not know it refuses the weights
@@ -49,17 +50,11 @@ def quantise(model: PreTrainedModel) -> None:
         module = cast("nn.Linear | Conv1D", model.get_submodule(name))
         # Logits are wanted in float32: rounded to bfloat16, many would tie.
         dtype = torch.float32 if module is head else None
-        model.set_submodule(name, Int8Linear.of(_matrix(module), module.bias, dtype))
+        model.set_submodule(name, Int8Linear.of(matrix(module), module.bias, dtype))
 
 
 def _is_matmul(name: str, module: nn.Module) -> bool:
     return type(module) in _MATMULS and name.rpartition(".")[2] not in _ROUTERS
-
-
-def _matrix(matmul: nn.Module) -> Tensor:
-    """`[out, in]`; GPT-2 keeps it the other way round."""
-    weight = cast("Tensor", matmul.weight)
-    return weight.t() if isinstance(matmul, Conv1D) else weight
 
 
 def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, *, int8: bool) -> int:
@@ -73,7 +68,7 @@ def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, *, int8: bool) -> i
         id(p): p for m in modules.values() if not isinstance(m, nn.Linear | Conv1D) for p in m.parameters(recurse=False)
     }
     held: int = sum(p.numel() for p in others.values()) * dtype.itemsize
-    return held + sum(_matrix(m).numel() + 4 * _matrix(m).shape[0] for m in matmuls)  # scales take 4 bytes an output
+    return held + sum(matrix(m).numel() + 4 * matrix(m).shape[0] for m in matmuls)  # scales take 4 bytes an output
 
 
 def is_quantised(config: PreTrainedConfig) -> bool:

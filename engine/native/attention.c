@@ -9,41 +9,16 @@
  * Vectors are the compiler's own (GCC, Clang), so this runs on any CPU; bfloat16 products take AVX512-BF16 if any.
  */
 
-#include "vectors.h"
+#include "attention.h"
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
 #define BLOCK 64 /* keys */
-#define ROWS 32  /* query rows of a tile, at most */
+#define ROWS ATTENTION_ROWS
+#define CHUNK 6  /* jobs */
 #define STRIP 4  /* rows, or vectors, that are kept in registers together */
-
-
-typedef struct {
-  const void *query, *key, *value; /* [tokens, heads, dim], [arena rows, kv_heads, dim] twice */
-  void *out;                       /* [tokens, heads, dim], dense */
-  const int32_t *first_rows;       /* [sequences + 1] */
-  const int32_t *kv_lens;          /* [sequences] */
-  const int32_t *tables;           /* [sequences, width]: page numbers */
-  int64_t query_stride;            /* elements from one token of the query to the next */
-  int64_t sequences, width, page_size, heads, kv_heads, dim, window; /* window 0: none */
-  float scale, softcap;                                               /* softcap 0: none */
-} Args;
-
-typedef struct {
-  int32_t sequence, head, first, count; /* `count` rows from `first` on, of group * tokens */
-} Job;
-
-/* What a thread works in. Sizes are for the widest head. */
-typedef struct {
-  float *query;  /* [ROWS, dim] */
-  float *keys;   /* [dim, BLOCK]: transposed */
-  float *values; /* [BLOCK, dim] */
-  float *scores; /* [ROWS, BLOCK], which become weights */
-  float *sums;   /* [ROWS, dim], of weighted values */
-  float maximum[ROWS], weight[ROWS];
-} Work;
 
 /* Ask for one K/V head of a position ahead of time: they lie too far apart for the processor to foresee. */
 INLINE void fetch(const void *data, int64_t place, int64_t dim, int bits) {
@@ -59,6 +34,14 @@ static void find(const Args *a, const int32_t *table, int64_t first, int64_t kv_
     places[j] = (table[page] * a->page_size + at) * step + head * a->dim;
     at += position < kv_len - 1;
   }
+}
+
+/* The same of the first block that a job will read. */
+static void find_first(const Args *a, const Job *job, int64_t *places) {
+  int64_t tokens = a->first_rows[job->sequence + 1] - a->first_rows[job->sequence], kv_len = a->kv_lens[job->sequence];
+  int64_t token = kv_len - tokens + job->first / (a->heads / a->kv_heads);
+  int64_t oldest = a->window && token >= a->window ? token - a->window + 1 : 0;
+  find(a, a->tables + job->sequence * a->width, oldest / BLOCK * BLOCK, kv_len, job->head, places);
 }
 
 static void cap(const Args *a, float *scores) {
@@ -98,98 +81,37 @@ static float weigh(float *scores, float *maximum, float *weight) {
   return shrink;
 }
 
-/* One strip of rows: scores[row][key] = query[row] . key * scale. */
-static void multiply_keys(const Args *a, const Work *w, int row) {
+/* `rows` rows, a strip at most: scores[row][key] = query[row] . key * scale. */
+INLINE void multiply_keys(const Args *a, const Work *w, int row, const int rows) {
   vec sums[STRIP][BLOCK / LANES] = {0};
   const float *q = w->query + row * a->dim;
   for (int64_t d = 0; d < a->dim; d++) {
     const vec *k = (const vec *)(w->keys + d * BLOCK);
-    for (int i = 0; i < STRIP; i++)
-      for (int j = 0; j < BLOCK / LANES; j++) sums[i][j] += k[j] * q[i * a->dim + d];
+    EACH(int i = 0; i < rows; i++)
+      EACH(int j = 0; j < BLOCK / LANES; j++) sums[i][j] += k[j] * q[i * a->dim + d];
   }
-  for (int i = 0; i < STRIP; i++)
-    for (int j = 0; j < BLOCK / LANES; j++) ((vec *)(w->scores + (row + i) * BLOCK))[j] = sums[i][j] * a->scale;
+  EACH(int i = 0; i < rows; i++)
+    EACH(int j = 0; j < BLOCK / LANES; j++) ((vec *)(w->scores + (row + i) * BLOCK))[j] = sums[i][j] * a->scale;
 }
 
-/* One strip of rows and `width` vectors of the head from `d` on: sums = sums * shrink + weights . values. */
-INLINE void multiply_values(const Args *a, const Work *w, int row, int64_t d, const float *shrink, const int width) {
+/* `rows` rows and `width` vectors of the head from `d` on: sums = sums * shrink + weights . values. */
+INLINE void multiply_values(const Args *a, const Work *w, int row, int64_t d, const float *shrink, const int rows,
+                            const int width) {
   vec sums[STRIP][STRIP];
-  for (int i = 0; i < STRIP; i++)
-    for (int v = 0; v < width; v++) sums[i][v] = ((vec *)(w->sums + (row + i) * a->dim + d))[v] * shrink[i];
+  EACH(int i = 0; i < rows; i++)
+    EACH(int v = 0; v < width; v++) sums[i][v] = ((vec *)(w->sums + (row + i) * a->dim + d))[v] * shrink[i];
   for (int j = 0; j < BLOCK; j++)
-    for (int v = 0; v < width; v++) {
+    EACH(int v = 0; v < width; v++) {
       vec value = ((const vec *)(w->values + j * a->dim + d))[v];
-      for (int i = 0; i < STRIP; i++) sums[i][v] += value * w->scores[(row + i) * BLOCK + j];
+      EACH(int i = 0; i < rows; i++) sums[i][v] += value * w->scores[(row + i) * BLOCK + j];
     }
-  for (int i = 0; i < STRIP; i++)
-    for (int v = 0; v < width; v++) ((vec *)(w->sums + (row + i) * a->dim + d))[v] = sums[i][v];
+  EACH(int i = 0; i < rows; i++)
+    EACH(int v = 0; v < width; v++) ((vec *)(w->sums + (row + i) * a->dim + d))[v] = sums[i][v];
 }
 
-static void load_keys(const Args *a, const Work *w, const int64_t *places, const int64_t *ahead, int bits) {
-  for (int j = 0; j < BLOCK; j++) {
-    fetch(a->key, ahead[j], a->dim, bits);
-    for (int64_t d = 0; d < a->dim; d++) w->keys[d * BLOCK + j] = element(a->key, places[j] + d, bits);
-  }
-}
-
-static void load_values(const Args *a, const Work *w, const int64_t *places, const int64_t *ahead, int bits) {
-  for (int j = 0; j < BLOCK; j++) {
-    fetch(a->value, ahead[j], a->dim, bits);
-    for (int64_t d = 0; d < a->dim; d++) w->values[j * a->dim + d] = element(a->value, places[j] + d, bits);
-  }
-}
-
-static void load_query(const Args *a, const Work *w, int row, int64_t place, int bits) {
-  for (int64_t d = 0; d < a->dim; d++) w->query[row * a->dim + d] = element(a->query, place + d, bits);
-}
-
-#ifdef __AVX512BF16__
-/* The same with bfloat16 products: two neighbours of the summed dimension side by side in each 32-bit lane. `query` is
- * then [ROWS, dim / 2] pairs, `keys` [dim / 2, BLOCK], `values` [BLOCK / 2, dim]; weights are rounded to bfloat16. */
-
-INLINE __m512 dot(__m512 sum, __m512i pairs, uint32_t pair) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32((int)pair));
-}
-
-static void multiply_keys_bf16(const Args *a, const Work *w, int row) {
-  int64_t pairs = a->dim / 2;
-  __m512 sums[STRIP][BLOCK / LANES];
-  for (int i = 0; i < STRIP; i++)
-    for (int j = 0; j < BLOCK / LANES; j++) sums[i][j] = _mm512_setzero_ps();
-  const uint32_t *q = (const uint32_t *)w->query + row * pairs;
-  for (int64_t d = 0; d < pairs; d++) {
-    const float *k = w->keys + d * BLOCK;
-    for (int i = 0; i < STRIP; i++)
-      for (int j = 0; j < BLOCK / LANES; j++)
-        sums[i][j] = dot(sums[i][j], _mm512_load_si512(k + j * LANES), q[i * pairs + d]);
-  }
-  for (int i = 0; i < STRIP; i++)
-    for (int j = 0; j < BLOCK / LANES; j++) ((vec *)(w->scores + (row + i) * BLOCK))[j] = (vec)sums[i][j] * a->scale;
-}
-
-INLINE void multiply_values_bf16(const Args *a, const Work *w, int row, int64_t d, const float *shrink,
-                                 const int width) {
-  __m512 sums[STRIP][STRIP];
-  uint32_t weights[STRIP][BLOCK / 2];
-  for (int i = 0; i < STRIP; i++) {
-    for (int j = 0; j < BLOCK / LANES; j++) {
-      __m256bh rounded = _mm512_cvtneps_pbh(_mm512_load_ps(w->scores + (row + i) * BLOCK + j * LANES));
-      memcpy(weights[i] + j * LANES / 2, &rounded, sizeof rounded);
-    }
-    for (int v = 0; v < width; v++)
-      sums[i][v] = (__m512)(((vec *)(w->sums + (row + i) * a->dim + d))[v] * shrink[i]);
-  }
-  for (int j = 0; j < BLOCK / 2; j++)
-    for (int v = 0; v < width; v++) {
-      __m512i value = _mm512_load_si512(w->values + j * a->dim + d + v * LANES);
-      for (int i = 0; i < STRIP; i++) sums[i][v] = dot(sums[i][v], value, weights[i][j]);
-    }
-  for (int i = 0; i < STRIP; i++)
-    for (int v = 0; v < width; v++) ((vec *)(w->sums + (row + i) * a->dim + d))[v] = (vec)sums[i][v];
-}
-
+#ifdef __AVX512F__
 /* 16 rows of 16 32-bit numbers, rows[i] read from `from[i]`; column c goes to to + c * BLOCK. */
-static void transpose(const bf16 *const *from, float *to) {
+static void transpose(const void *const *from, float *to) {
   __m512i r[16], t[16];
   for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(from[i]);
   for (int i = 0; i < 16; i += 2) {
@@ -213,12 +135,84 @@ static void transpose(const bf16 *const *from, float *to) {
     _mm512_store_si512(to + (i + 8) * BLOCK, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
   }
 }
+#endif
+
+static void load_keys(const Args *a, const Work *w, const int64_t *places, const int64_t *ahead, int bits) {
+  for (int j = 0; j < BLOCK; j++) fetch(a->key, ahead[j], a->dim, bits);
+#ifdef __AVX512F__
+  for (int j = 0; j < BLOCK && bits == 32; j += 16)
+    for (int64_t d = 0; d < a->dim; d += 16) {
+      const void *from[16];
+      for (int i = 0; i < 16; i++) from[i] = (const float *)a->key + places[j + i] + d;
+      transpose(from, w->keys + d * BLOCK + j);
+    }
+  if (bits == 32) return;
+#endif
+  for (int j = 0; j < BLOCK; j++)
+    for (int64_t d = 0; d < a->dim; d++) w->keys[d * BLOCK + j] = element(a->key, places[j] + d, bits);
+}
+
+static void load_values(const Args *a, const Work *w, const int64_t *places, const int64_t *ahead, int bits) {
+  for (int j = 0; j < BLOCK; j++) {
+    fetch(a->value, ahead[j], a->dim, bits);
+    for (int64_t d = 0; d < a->dim; d += LANES) *(vec *)(w->values + j * a->dim + d) = load(a->value, places[j] + d, bits);
+  }
+}
+
+static void load_query(const Args *a, const Work *w, int row, int64_t place, int bits) {
+  for (int64_t d = 0; d < a->dim; d++) w->query[row * a->dim + d] = element(a->query, place + d, bits);
+}
+
+#ifdef __AVX512BF16__
+/* The same with bfloat16 products: two neighbours of the summed dimension side by side in each 32-bit lane. `query` is
+ * then [ROWS, dim / 2] pairs, `keys` [dim / 2, BLOCK], `values` [BLOCK / 2, dim]; weights are rounded to bfloat16. */
+
+INLINE __m512 dot(__m512 sum, __m512i pairs, uint32_t pair) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32((int)pair));
+}
+
+INLINE void multiply_keys_bf16(const Args *a, const Work *w, int row, const int rows) {
+  int64_t pairs = a->dim / 2;
+  __m512 sums[STRIP][BLOCK / LANES];
+  EACH(int i = 0; i < rows; i++)
+    EACH(int j = 0; j < BLOCK / LANES; j++) sums[i][j] = _mm512_setzero_ps();
+  const uint32_t *q = (const uint32_t *)w->query + row * pairs;
+  for (int64_t d = 0; d < pairs; d++) {
+    const float *k = w->keys + d * BLOCK;
+    EACH(int i = 0; i < rows; i++)
+      EACH(int j = 0; j < BLOCK / LANES; j++)
+        sums[i][j] = dot(sums[i][j], _mm512_load_si512(k + j * LANES), q[i * pairs + d]);
+  }
+  EACH(int i = 0; i < rows; i++)
+    EACH(int j = 0; j < BLOCK / LANES; j++) ((vec *)(w->scores + (row + i) * BLOCK))[j] = (vec)sums[i][j] * a->scale;
+}
+
+INLINE void multiply_values_bf16(const Args *a, const Work *w, int row, int64_t d, const float *shrink,
+                                 const int rows, const int width) {
+  __m512 sums[STRIP][STRIP];
+  uint32_t weights[STRIP][BLOCK / 2];
+  EACH(int i = 0; i < rows; i++) {
+    for (int j = 0; j < BLOCK / LANES; j++) {
+      __m256bh rounded = _mm512_cvtneps_pbh(_mm512_load_ps(w->scores + (row + i) * BLOCK + j * LANES));
+      memcpy(weights[i] + j * LANES / 2, &rounded, sizeof rounded);
+    }
+    EACH(int v = 0; v < width; v++)
+      sums[i][v] = (__m512)(((vec *)(w->sums + (row + i) * a->dim + d))[v] * shrink[i]);
+  }
+  for (int j = 0; j < BLOCK / 2; j++)
+    EACH(int v = 0; v < width; v++) {
+      __m512i value = _mm512_load_si512(w->values + j * a->dim + d + v * LANES);
+      EACH(int i = 0; i < rows; i++) sums[i][v] = dot(sums[i][v], value, weights[i][j]);
+    }
+  EACH(int i = 0; i < rows; i++)
+    EACH(int v = 0; v < width; v++) ((vec *)(w->sums + (row + i) * a->dim + d))[v] = (vec)sums[i][v];
+}
 
 static void load_keys_bf16(const Args *a, const Work *w, const int64_t *places, const int64_t *ahead) {
   for (int j = 0; j < BLOCK; j += 16) {
     for (int i = 0; i < 16; i++) fetch(a->key, ahead[j + i], a->dim, 16);
     for (int64_t d = 0; d < a->dim; d += 32) {
-      const bf16 *from[16];
+      const void *from[16];
       int64_t at = d + 32 <= a->dim ? d : a->dim - 32; /* where 32 is no divisor the last ones overlap */
       for (int i = 0; i < 16; i++) from[i] = (const bf16 *)a->key + places[j + i] + at;
       transpose(from, w->keys + at / 2 * BLOCK + j);
@@ -250,26 +244,41 @@ static void load_values_bf16(const Args *a, const Work *w, const int64_t *places
 #define load_values_bf16(a, w, places, ahead) load_values(a, w, places, ahead, 16)
 #endif
 
-#define CALL(width) \
-  fast ? multiply_values_bf16(a, w, row, d, shrink, width) : multiply_values(a, w, row, d, shrink, width)
+/* One strip against one block, for a number of rows and kind of products that are known when this is compiled. */
+INLINE void strip(const Args *a, Work *w, const Job *job, int row, int64_t first, const int rows, const int fast) {
+  int64_t group = a->heads / a->kv_heads, kv_len = a->kv_lens[job->sequence];
+  int64_t tokens = a->first_rows[job->sequence + 1] - a->first_rows[job->sequence];
+  float shrink[STRIP];
+  fast ? multiply_keys_bf16(a, w, row, rows) : multiply_keys(a, w, row, rows);
+  for (int i = 0; i < rows; i++) {
+    float *scores = w->scores + (row + i) * BLOCK;
+    cap(a, scores);
+    mask(a, scores, first, kv_len - tokens + (job->first + row + i) / group);
+    shrink[i] = weigh(scores, &w->maximum[row + i], &w->weight[row + i]);
+  }
+  int64_t d = 0;
+  for (; d + STRIP * LANES <= a->dim; d += STRIP * LANES)
+    fast ? multiply_values_bf16(a, w, row, d, shrink, rows, STRIP) : multiply_values(a, w, row, d, shrink, rows, STRIP);
+  for (; d < a->dim; d += LANES)
+    fast ? multiply_values_bf16(a, w, row, d, shrink, rows, 1) : multiply_values(a, w, row, d, shrink, rows, 1);
+}
 
-static void add_values(const Args *a, const Work *w, int row, const float *shrink, int fast) {
-  for (int64_t d = 0; d < a->dim; d += STRIP * LANES) {
-    switch ((a->dim - d) / LANES) {
-      case 1: CALL(1); break;
-      case 2: CALL(2); break;
-      case 3: CALL(3); break;
-      default: CALL(STRIP);
-    }
+#define STRIPS(rows) \
+  case rows: fast ? strip(a, w, job, row, first, rows, 1) : strip(a, w, job, row, first, rows, 0); break;
+
+static void meet(const Args *a, Work *w, const Job *job, int row, int64_t first, int fast) {
+  switch (job->count - row) {
+    STRIPS(1)
+    STRIPS(2)
+    STRIPS(3)
+    default: fast ? strip(a, w, job, row, first, STRIP, 1) : strip(a, w, job, row, first, STRIP, 0);
   }
 }
 
 /* Row r of a job is token r / group and query head head * group + r % group of its sequence. */
 INLINE void begin(const Args *a, const Job *job, Work *w, int64_t group, int64_t start, int bits, int fast) {
-  int padded = (job->count + STRIP - 1) / STRIP * STRIP;
-  memset(w->query, 0, sizeof(float) * padded * a->dim);
-  memset(w->sums, 0, sizeof(float) * padded * a->dim);
-  for (int r = 0; r < padded; r++) w->maximum[r] = -INFINITY, w->weight[r] = 0;
+  memset(w->sums, 0, sizeof(float) * job->count * a->dim);
+  for (int r = 0; r < job->count; r++) w->maximum[r] = -INFINITY, w->weight[r] = 0;
   for (int r = 0; r < job->count; r++) {
     int64_t row = job->first + r;
     int64_t at = (start + row / group) * a->query_stride + (job->head * group + row % group) * a->dim;
@@ -284,30 +293,29 @@ INLINE void finish(const Args *a, const Job *job, const Work *w, int64_t group, 
   for (int r = 0; r < job->count; r++) {
     int64_t row = job->first + r;
     int64_t at = ((start + row / group) * a->heads + job->head * group + row % group) * a->dim;
-    for (int64_t d = 0; d < a->dim; d++) {
-      float y = w->sums[r * a->dim + d] / w->weight[r];
-      if (bits == 32)
-        ((float *)a->out)[at + d] = y;
-      else
-        ((bf16 *)a->out)[at + d] = narrow(y);
-    }
+    for (int64_t d = 0; d < a->dim; d += LANES)
+      store(a->out, at + d, *(vec *)(w->sums + r * a->dim + d) / w->weight[r], bits);
   }
 }
 
-static void attend(const Args *a, const Job *job, Work *w, int bits) {
+static void attention_run(const Args *a, const Job *job, const Job *after, Work *w, int bits) {
   int fast = FAST(bits, a->dim);
   int64_t group = a->heads / a->kv_heads, start = a->first_rows[job->sequence];
   int64_t tokens = a->first_rows[job->sequence + 1] - start, kv_len = a->kv_lens[job->sequence];
-  int64_t oldest_token = kv_len - tokens + job->first / group;
   int64_t newest_token = kv_len - tokens + (job->first + job->count - 1) / group;
+  int64_t oldest_token = kv_len - tokens + job->first / group;
   int64_t oldest_key = a->window && oldest_token >= a->window ? oldest_token - a->window + 1 : 0;
   const int32_t *table = a->tables + job->sequence * a->width;
   int64_t first = oldest_key / BLOCK * BLOCK, here[BLOCK], next[BLOCK], *places = here, *ahead = next;
   begin(a, job, w, group, start, bits, fast);
   find(a, table, first, kv_len, job->head, places);
+  /* Of a short context everything is the first block, and nobody asked for that ahead of time. */
+  for (int j = 0; j < BLOCK; j++) fetch(a->value, places[j], a->dim, bits);
   for (; first <= newest_token; first += BLOCK) {
     if (first + BLOCK <= newest_token) {
       find(a, table, first + BLOCK, kv_len, job->head, ahead);
+    } else if (after) {
+      find_first(a, after, ahead);
     } else {
       memcpy(ahead, places, sizeof here);
     }
@@ -318,25 +326,14 @@ static void attend(const Args *a, const Job *job, Work *w, int bits) {
       load_keys(a, w, places, ahead, bits);
       load_values(a, w, places, ahead, bits);
     }
-    for (int row = 0; row < job->count; row += STRIP) {
-      float shrink[STRIP];
-      fast ? multiply_keys_bf16(a, w, row) : multiply_keys(a, w, row);
-      for (int i = 0; i < STRIP; i++) {
-        int64_t position = kv_len - tokens + (job->first + row + i) / group;
-        float *scores = w->scores + (row + i) * BLOCK;
-        cap(a, scores);
-        mask(a, scores, first, row + i < job->count ? position : newest_token);
-        shrink[i] = weigh(scores, &w->maximum[row + i], &w->weight[row + i]);
-      }
-      add_values(a, w, row, shrink, fast);
-    }
+    for (int row = 0; row < job->count; row += STRIP) meet(a, w, job, row, first, fast);
     int64_t *done = places;
     places = ahead, ahead = done;
   }
   finish(a, job, w, group, start, bits);
 }
 
-static int plan(const Args *a, Job *jobs) {
+int attention_plan(const Args *a, Job *jobs) {
   int count = 0;
   int64_t group = a->heads / a->kv_heads;
   for (int64_t i = 0; i < a->sequences; i++) {
@@ -353,22 +350,42 @@ static int plan(const Args *a, Job *jobs) {
 
 static void *floats(int64_t count) { return aligned_alloc(64, (size_t)(count * 4 + 63) / 64 * 64); }
 
+int attention_begin(const Args *a, Work *w) {
+  w->query = floats(ROWS * a->dim), w->sums = floats(ROWS * a->dim), w->scores = floats(ROWS * BLOCK);
+  w->keys = floats(BLOCK * a->dim), w->values = floats(BLOCK * a->dim);
+  return w->keys && w->values && w->query && w->scores && w->sums;
+}
+
+void attention_end(Work *w) { free(w->query), free(w->keys), free(w->values), free(w->scores), free(w->sums); }
+
+void attention_share(const Args *a, const Job *jobs, int count, Work *w, int bits) {
+  /* Several in a row, so that the first keys of the next can be asked for; one at a time if that left a thread idle. */
+  int many = count >= 16 * CHUNK;
+  if (many) {
+#pragma omp for schedule(dynamic, CHUNK)
+    for (int i = 0; i < count; i++)
+      attention_run(a, &jobs[i], i % CHUNK < CHUNK - 1 && i + 1 < count ? &jobs[i + 1] : NULL, w, bits);
+  } else {
+#pragma omp for schedule(dynamic)
+    for (int i = 0; i < count; i++) attention_run(a, &jobs[i], NULL, w, bits);
+  }
+}
+
 /* Returns 0, or 1 if there was no memory. `bits`: 32 for float, 16 for bfloat16. */
 int pilotfish_attend(const Args *a, int bits, int threads) {
-  int count = plan(a, NULL), failed = 0;
+  int count = attention_plan(a, NULL), failed = 0;
   Job *jobs = malloc(sizeof(Job) * (size_t)(count ? count : 1));
   if (!jobs) return 1;
-  plan(a, jobs);
-#pragma omp parallel num_threads(threads < count ? threads : (count ? count : 1)) reduction(| : failed)
+  attention_plan(a, jobs);
+#pragma omp parallel num_threads(threads < count ? threads : (count ? count : 1))
   {
     Work w;
-    w.query = floats(ROWS * a->dim), w.sums = floats(ROWS * a->dim), w.scores = floats(ROWS * BLOCK);
-    w.keys = floats(BLOCK * a->dim), w.values = floats(BLOCK * a->dim);
-    failed = !(w.query && w.keys && w.values && w.scores && w.sums);
-#pragma omp for schedule(dynamic)
-    for (int i = 0; i < count; i++)
-      if (!failed) attend(a, &jobs[i], &w, bits);
-    free(w.query), free(w.keys), free(w.values), free(w.scores), free(w.sums);
+    int ready = attention_begin(a, &w);
+#pragma omp atomic
+    failed |= !ready;
+#pragma omp barrier
+    if (!failed) attention_share(a, jobs, count, &w, bits);
+    attention_end(&w);
   }
   free(jobs);
   return failed;

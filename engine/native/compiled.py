@@ -26,6 +26,7 @@ FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
 COMPILERS = ("cc", "gcc", "clang")
 PATIENCE = 120  # seconds
 SOURCES = sorted(Path(__file__).parent.glob("*.c"))
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 
 
 @cache
@@ -80,7 +81,8 @@ def _fingerprint() -> str:
     """Of all that the result depends on; a home folder may be shared by unlike machines."""
     info = Path("/proc/cpuinfo")
     flags = next((line for line in _lines(info) if line.startswith(("flags", "Features"))), "")
-    parts = [platform.machine(), platform.processor(), flags, *FLAGS, *(path.read_text("utf-8") for path in SOURCES)]
+    parts = [platform.machine(), platform.processor(), flags, *FLAGS]
+    parts += [path.read_text("utf-8") for path in (*SOURCES, *HEADERS)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -9,31 +9,13 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
-#include "vectors.h"
+#include "rows.h"
 
 #define MANY 65536 /* numbers from which on a second thread is worth waking */
 
-INLINE vec load(const void *row, int64_t i, int bits) {
-  if (bits == 32) return *(const vec_unaligned *)((const float *)row + i);
-  ivec wide = __builtin_convertvector(*(const bf16vec *)((const bf16 *)row + i), ivec) << 16;
-  return (vec)wide;
-}
-
-INLINE void store(void *row, int64_t i, vec x, int bits) {
-  if (bits == 32)
-    *(vec_unaligned *)((float *)row + i) = x;
-  else
-    *(bf16vec *)((bf16 *)row + i) = narrow_all(x);
-}
-
-INLINE const void *row_of(const void *data, int64_t row, int64_t stride, int bits) {
-  return (const char *)data + row * stride * (bits / 8);
-}
-
 INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 
-/* A row to uint8 around 128, its largest number to 1 or 255; returns what one step is worth. */
-INLINE float round_row(const float *x, int64_t n, uint8_t *out) {
+float round_row(const float *x, int64_t n, uint8_t *out) {
   vec top = {0}, odd = {0};
   for (int64_t i = 0; i < n; i += LANES) {
     vec here = *(const vec *)(x + i), size = magnitude(here);
@@ -52,62 +34,100 @@ INLINE float round_row(const float *x, int64_t n, uint8_t *out) {
   return peak * (float)(1.0 / 127);
 }
 
-/* x [rows, n] -> uint8 [rows, n] and scale [rows]. */
+static void widen(const void *row, int bits, int64_t n, float *wide) {
+  for (int64_t i = 0; i < n; i += LANES) *(vec *)(wide + i) = load(row, i, bits);
+}
+
+/* x / sqrt(sum of x^2 + eps) * weight. */
+INLINE void norm(const void *row, int64_t n, const float *weight, float eps, void *to, int bits) {
+  vec squares = {0};
+  for (int64_t i = 0; i < n; i += LANES) {
+    vec here = load(row, i, bits);
+    squares += here * here;
+  }
+  float factor = 1.0f / sqrtf(sum_of(squares) + eps);
+  for (int64_t i = 0; i < n; i += LANES)
+    store(to, i, load(row, i, bits) * factor * *(const vec_unaligned *)(weight + i), bits);
+}
+
+void norm_row(const void *row, int bits, int64_t n, const float *weight, float eps, void *to) {
+  bits == 32 ? norm(row, n, weight, eps, to, 32) : norm(row, n, weight, eps, to, 16);
+}
+
+float norm_round_row(const void *row, int bits, int64_t n, const float *weight, float eps, uint8_t *to) {
+  float normed[n] __attribute__((aligned(64))), wide[n] __attribute__((aligned(64)));
+  norm_row(row, bits, n, weight, eps, normed);
+  widen(normed, bits, n, wide);
+  return round_row(wide, n, to);
+}
+
+INLINE void gate(const void *row, int64_t n, void *to, int bits, int out_bits) {
+  for (int64_t i = 0; i < n; i += LANES)
+    store(to, i, silu(load(row, i, bits)) * load(row, n + i, bits), out_bits);
+}
+
+void gate_row(const void *row, int bits, int64_t n, void *to) {
+  bits == 32 ? gate(row, n, to, 32, 32) : gate(row, n, to, 16, 16);
+}
+
+float gate_round_row(const void *row, int bits, int64_t n, uint8_t *to) {
+  float gated[n] __attribute__((aligned(64)));
+  bits == 32 ? gate(row, n, gated, 32, 32) : gate(row, n, gated, 16, 32);
+  return round_row(gated, n, to);
+}
+
+float wide_round_row(const void *row, int bits, int64_t n, uint8_t *to) {
+  float wide[n] __attribute__((aligned(64)));
+  widen(row, bits, n, wide);
+  return round_row(wide, n, to);
+}
+
+INLINE void rotate(void *row, const Heads *h, const void *c, const void *s, int64_t place, int bits) {
+  int64_t half = h->dim / 2;
+  for (int64_t head = 0; head < h->query + h->kv; head++) {
+    const void *from = row_of(row, head, h->dim, bits);
+    void *to = head < h->query ? (void *)from : (void *)row_of(h->key, place * h->kv + head - h->query, h->dim, bits);
+    for (int64_t i = 0; i < half; i += LANES) {
+      vec a = load(from, i, bits), b = load(from, half + i, bits), x = load(c, i, bits), y = load(s, i, bits);
+      store(to, i, a * x - b * y, bits);
+      store(to, half + i, b * x + a * y, bits);
+    }
+  }
+  memcpy((void *)row_of(h->value, place * h->kv, h->dim, bits), row_of(row, h->query + h->kv, h->dim, bits),
+         (size_t)(h->kv * h->dim * (bits / 8)));
+}
+
+void rotate_row(void *row, const Heads *h, const void *c, const void *s, int64_t place, int bits) {
+  bits == 32 ? rotate(row, h, c, s, place, 32) : rotate(row, h, c, s, place, 16);
+}
+
+/* What Python calls. `stride` is from row to row, in numbers. */
+
+#define EVERY_ROW                                                    \
+  _Pragma("omp parallel for num_threads(threads) if (rows * n > MANY)") for (int64_t r = 0; r < rows; r++)
+
 void pilotfish_round(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, uint8_t *out, float *scale,
                      int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * n > MANY)
-  for (int64_t r = 0; r < rows; r++) {
-    float wide[n] __attribute__((aligned(64)));
-    const void *row = row_of(x, r, stride, bits);
-    for (int64_t i = 0; i < n; i += LANES) *(vec *)(wide + i) = load(row, i, bits);
-    scale[r] = round_row(wide, n, out + r * n);
-  }
+  EVERY_ROW scale[r] = wide_round_row(row_of(x, r, stride, bits), bits, n, out + r * n);
 }
 
-/* act(gate) * up, rounded as above, of rows (gate, up) of twice the width. act: x times the logistic function. */
 void pilotfish_gate_round(const void *x, int bits, int64_t rows, int64_t n, uint8_t *out, float *scale, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * n > MANY)
-  for (int64_t r = 0; r < rows; r++) {
-    float gated[n] __attribute__((aligned(64)));
-    const void *row = row_of(x, r, 2 * n, bits);
-    for (int64_t i = 0; i < n; i += LANES) *(vec *)(gated + i) = silu(load(row, i, bits)) * load(row, n + i, bits);
-    scale[r] = round_row(gated, n, out + r * n);
-  }
+  EVERY_ROW scale[r] = gate_round_row(row_of(x, r, 2 * n, bits), bits, n, out + r * n);
 }
 
-/* The same, not rounded. */
 void pilotfish_gate(const void *x, int bits, int64_t rows, int64_t n, void *out, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * n > MANY)
-  for (int64_t r = 0; r < rows; r++) {
-    const void *row = row_of(x, r, 2 * n, bits);
-    void *to = (void *)row_of(out, r, n, bits);
-    for (int64_t i = 0; i < n; i += LANES) store(to, i, silu(load(row, i, bits)) * load(row, n + i, bits), bits);
-  }
+  EVERY_ROW gate_row(row_of(x, r, 2 * n, bits), bits, n, (void *)row_of(out, r, n, bits));
 }
 
-/* x / sqrt(sum of x^2 + eps) * weight. Who wants the mean has the width in eps and its root in weight. */
 void pilotfish_norm(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, const float *weight, float eps,
-                        void *out, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * n > MANY)
-  for (int64_t r = 0; r < rows; r++) {
-    const void *row = row_of(x, r, stride, bits);
-    void *to = (void *)row_of(out, r, n, bits);
-    vec squares = {0};
-    for (int64_t i = 0; i < n; i += LANES) {
-      vec here = load(row, i, bits);
-      squares += here * here;
-    }
-    float factor = 1.0f / sqrtf(sum_of(squares) + eps);
-    for (int64_t i = 0; i < n; i += LANES)
-      store(to, i, load(row, i, bits) * factor * *(const vec_unaligned *)(weight + i), bits);
-  }
+                    void *out, int threads) {
+  EVERY_ROW norm_row(row_of(x, r, stride, bits), bits, n, weight, eps, (void *)row_of(out, r, n, bits));
 }
 
 /* Integer sums, already times what a step of the weights is worth, times that of the rows, plus any bias. */
 void pilotfish_scale(const float *sums, int64_t rows, int64_t n, const float *scale, const float *bias, void *out,
                      int bits, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * n > MANY)
-  for (int64_t r = 0; r < rows; r++) {
+  EVERY_ROW {
     void *to = (void *)row_of(out, r, n, bits);
     for (int64_t i = 0; i < n; i += LANES) {
       vec y = *(const vec_unaligned *)(sums + r * n + i) * scale[r];
@@ -117,25 +137,11 @@ void pilotfish_scale(const float *sums, int64_t rows, int64_t n, const float *sc
   }
 }
 
-/* Turn the query in place and the key on its way into the arena; the value goes there as it is.
- *
- * qkv [rows, (heads + 2 kv_heads) * dim]: query, key, value side by side. cos and sin [rows, dim], of which the second
- * half repeats the first: the halves (a, b) of a head become (a cos - b sin, b cos + a sin). `places` are arena rows. */
+/* cos and sin are [rows, dim]; `places` are arena rows. */
 void pilotfish_rotate(void *qkv, int bits, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, const void *cos,
                       const void *sin, const int64_t *places, void *key, void *value) {
-  int64_t width = (heads + 2 * kv_heads) * dim, half = dim / 2;
-  for (int64_t r = 0; r < rows; r++) {
-    const void *c = row_of(cos, r, dim, bits), *s = row_of(sin, r, dim, bits);
-    for (int64_t h = 0; h < heads + kv_heads; h++) {
-      const void *from = row_of(qkv, r * width + h * dim, 1, bits);
-      void *to = h < heads ? (void *)from : (void *)row_of(key, (places[r] * kv_heads + h - heads) * dim, 1, bits);
-      for (int64_t i = 0; i < half; i += LANES) {
-        vec a = load(from, i, bits), b = load(from, half + i, bits), x = load(c, i, bits), y = load(s, i, bits);
-        store(to, i, a * x - b * y, bits);
-        store(to, half + i, b * x + a * y, bits);
-      }
-    }
-    memcpy((void *)row_of(value, places[r] * kv_heads * dim, 1, bits),
-           row_of(qkv, r * width + (heads + kv_heads) * dim, 1, bits), (size_t)(kv_heads * dim * (bits / 8)));
-  }
+  Heads h = {heads, kv_heads, dim, key, value};
+  for (int64_t r = 0; r < rows; r++)
+    rotate_row((void *)row_of(qkv, r, (heads + 2 * kv_heads) * dim, bits), &h, row_of(cos, r, dim, bits),
+               row_of(sin, r, dim, bits), places[r], bits);
 }

@@ -8,9 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from engine.native.attention import BITS
 from engine.native.compiled import library
 
-_BITS = {torch.float32: 32, torch.bfloat16: 16}
 _LANES = 16
 _I64, _F32, _PTR, _INT = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p, ctypes.c_int
 _SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -32,7 +32,7 @@ def rows() -> Rows | None:
 
 def rows_for(dtype: torch.dtype, *widths: int) -> Rows | None:
     """The operations, for rows of this type and these widths; None where they cannot be had."""
-    return rows() if dtype in _BITS and not any(width % _LANES for width in widths) else None
+    return rows() if dtype in BITS and not any(width % _LANES for width in widths) else None
 
 
 class Rows:
@@ -50,7 +50,7 @@ class Rows:
         m, n = x.shape
         out, scale = torch.empty(m, n, dtype=torch.uint8), torch.empty(m, 1)
         self._call["round"](
-            _rows(x), _BITS[x.dtype], x.stride(0), m, n, out.data_ptr(), scale.data_ptr(), torch.get_num_threads()
+            _rows(x), BITS[x.dtype], x.stride(0), m, n, out.data_ptr(), scale.data_ptr(), torch.get_num_threads()
         )
         return out, scale
 
@@ -59,7 +59,7 @@ class Rows:
         m, n = x.shape[0], x.shape[1] // 2
         out, scale = torch.empty(m, n, dtype=torch.uint8), torch.empty(m, 1)
         self._call["gate_round"](
-            _dense(x), _BITS[x.dtype], m, n, out.data_ptr(), scale.data_ptr(), torch.get_num_threads()
+            _dense(x), BITS[x.dtype], m, n, out.data_ptr(), scale.data_ptr(), torch.get_num_threads()
         )
         return out, scale
 
@@ -67,14 +67,14 @@ class Rows:
         """(gate, up) `[M, 2 n]` -> silu(gate) * up `[M, n]`, in its type."""
         m, n = x.shape[0], x.shape[1] // 2
         out = torch.empty(m, n, dtype=x.dtype)
-        self._call["gate"](_dense(x), _BITS[x.dtype], m, n, out.data_ptr(), torch.get_num_threads())
+        self._call["gate"](_dense(x), BITS[x.dtype], m, n, out.data_ptr(), torch.get_num_threads())
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(sum of x^2 + eps) * weight over rows `[M, n]`, float32 inside, in the type of `x`."""
         out, (m, n) = torch.empty(x.shape, dtype=x.dtype), x.shape
         self._call["norm"](
-            _rows(x), _BITS[x.dtype], x.stride(0), m, n, _dense(weight), eps, out.data_ptr(), torch.get_num_threads()
+            _rows(x), BITS[x.dtype], x.stride(0), m, n, _dense(weight), eps, out.data_ptr(), torch.get_num_threads()
         )
         return out
 
@@ -83,7 +83,7 @@ class Rows:
         out = torch.empty(sums.shape, dtype=dtype)
         bias_at = None if bias is None else _dense(bias)
         self._call["scale"](
-            _dense(sums), *sums.shape, _dense(scale), bias_at, out.data_ptr(), _BITS[dtype], torch.get_num_threads()
+            _dense(sums), *sums.shape, _dense(scale), bias_at, out.data_ptr(), BITS[dtype], torch.get_num_threads()
         )
         return out
 
@@ -96,7 +96,7 @@ class Rows:
         kv_heads, dim = k.shape[1:]
         heads = qkv.shape[1] // dim - 2 * kv_heads
         self._call["rotate"](
-            _dense(qkv), _BITS[qkv.dtype], len(qkv), heads, kv_heads, dim,
+            _dense(qkv), BITS[qkv.dtype], len(qkv), heads, kv_heads, dim,
             _dense(cos), _dense(sin), _dense(places), _dense(k), _dense(v),
         )  # fmt: skip
         query: Tensor = qkv[:, : heads * dim].unflatten(1, (heads, dim))

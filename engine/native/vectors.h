@@ -11,10 +11,18 @@
 #define LANES 16 /* floats in a vector */
 #define INLINE static inline __attribute__((always_inline))
 
+/* Arrays of vectors stay in registers only if the loops over them are unrolled before anything else is done. */
+#if defined(__clang__)
+#define EACH _Pragma("clang loop unroll(full)") for
+#else
+#define EACH _Pragma("GCC unroll 8") for
+#endif
+
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t bf16;
 typedef float vec_unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t ivec_unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef bf16 bf16vec __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef uint8_t bytevec __attribute__((vector_size(LANES), aligned(1)));
 
@@ -80,6 +88,34 @@ INLINE bf16vec narrow_all(vec x) {
   ivec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   ivec kept = (ivec)either(x == x, (vec)rounded, (vec)((bits >> 16) | 0x40));
   return __builtin_convertvector(kept, bf16vec);
+}
+
+/* Sixteen numbers of a row of floats (`bits` 32) or bfloat16 (16). */
+INLINE vec load(const void *row, int64_t i, int bits) {
+  if (bits == 32) return *(const vec_unaligned *)((const float *)row + i);
+  return (vec)(__builtin_convertvector(*(const bf16vec *)((const bf16 *)row + i), ivec) << 16);
+}
+
+INLINE void store(void *row, int64_t i, vec x, int bits) {
+  if (bits == 32)
+    *(vec_unaligned *)((float *)row + i) = x;
+  else
+    *(bf16vec *)((bf16 *)row + i) = narrow_all(x);
+}
+
+/* The first `count` of sixteen numbers to out[at...], or added to what stands there; rounded before they are added. */
+INLINE void store_some(void *out, int64_t at, vec y, int bits, int add, int64_t count) {
+  char few[4 * LANES] __attribute__((aligned(64))) = {0};
+  size_t size = (size_t)(bits / 8);
+  char *to = (char *)out + at * (int64_t)size;
+  void *whole = count >= LANES ? to : few; /* at the end of a row there is nothing to spare behind it */
+  if (add) {
+    vec rounded = bits == 32 ? y : (vec)(__builtin_convertvector(narrow_all(y), ivec) << 16);
+    if (whole == few) memcpy(few, to, (size_t)count * size);
+    y = load(whole, 0, bits) + rounded;
+  }
+  store(whole, 0, y, bits);
+  if (whole == few) memcpy(to, few, (size_t)count * size);
 }
 
 /* x / (1 + e^-x). The exponential is taken of what is not positive, so that it cannot overflow. */

@@ -10,7 +10,7 @@ import pytest
 
 from engine.check import Report, check
 from engine.config import EngineConfig
-from engine.int8 import kernel
+from engine.int8 import kernel_name
 from engine.quant import save_quantised
 from models import embedded_draft, embedded_target
 from tests import zoo
@@ -113,7 +113,7 @@ def test_it_tells_of_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for target, config in ((embedded_target(), {"weights": "int8"}), (tmp_path / "int8", {})):
         report = doctor(target, embedded_draft(), load=True, draft_weights="native", **config)
         assert report.works
-        assert f"in int8 ({kernel().name} kernel), the rest in float32" in line(report, "target", "weights")
+        assert f"in int8 ({kernel_name()} kernel), the rest in float32" in line(report, "target", "weights")
         assert line(report, "target", "weights").startswith("9.2 MiB")
         assert line(report, "draft", "weights").endswith("MiB in float32")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -1,0 +1,49 @@
+"""What our attention in C is told (`attention.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Seq
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+BITS = {torch.float32: 32, torch.bfloat16: 16}
+
+
+class AttentionArgs(ctypes.Structure):
+    """`Args` of attention.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "first_rows", "kv_lens", "tables")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("query_stride", "sequences", "width", "page_size", "heads", "kv_heads", "dim", "window")
+        ),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+    )
+
+
+def where_rows_lie(cu_seqlens: Seq[int], kv_lens: Seq[int], page_tables: Seq[Seq[int]]) -> Tensor:
+    """First rows `[B + 1]`, lengths `[B]` and page tables `[B, width]` of a batch, one after the other: int32."""
+    width = max(map(len, page_tables))
+    tables = chain.from_iterable((*table, *(0,) * (width - len(table))) for table in page_tables)
+    return torch.tensor([*cu_seqlens, *kv_lens, *tables], dtype=torch.int32)
+
+
+def attention_args(where: Tensor, page_size: int, sequences: int, heads: int, kv_heads: int, dim: int) -> AttentionArgs:
+    """All but the tensors of a layer; `where` must outlive it."""
+    start = where.data_ptr()
+    return AttentionArgs(
+        first_rows=start,
+        kv_lens=start + 4 * (sequences + 1),
+        tables=start + 4 * (2 * sequences + 1),
+        query_stride=heads * dim,
+        sequences=sequences,
+        width=(len(where) - (2 * sequences + 1)) // sequences,
+        page_size=page_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        dim=dim,
+    )

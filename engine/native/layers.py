@@ -1,0 +1,95 @@
+"""All decoder layers in one call of our C (`layers.c`). Knows matrices and rows; knows no model."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.native.attention import BITS, AttentionArgs
+from engine.native.compiled import library
+from engine.native.matmul import Matrix, PackedMatrix
+
+_BITS, _PTR, _F32, _I64 = BITS, ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _PTR) for name in ("norm_attention", "norm_mlp", "key", "value")),
+        *((name, _F32) for name in ("eps_attention", "eps_mlp", "scale", "softcap")),
+        ("window", _I64),
+    )
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = (
+        *((name, _PTR) for name in ("hidden", "cos", "sin", "places", "qkv", "mixed", "gates", "fed", "step")),
+        ("attention", AttentionArgs),
+        ("rows", _I64),
+        ("width", _I64),
+        ("bits", ctypes.c_int),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """What a layer is made of. Norms are (weight, eps) as `Rows.norm` takes them."""
+
+    qkv: PackedMatrix
+    out: PackedMatrix
+    gate_up: PackedMatrix
+    down: PackedMatrix
+    norm_attention: tuple[Tensor, float]
+    norm_mlp: tuple[Tensor, float]
+    scale: float
+    softcap: float | None
+    window: int | None
+
+    def told(self, k: Tensor, v: Tensor) -> _Layer:
+        """For C, with the arena `k`, `v` `[rows, kv_heads, head_dim]` of this layer."""
+        return _Layer(
+            self.qkv.matrix, self.out.matrix, self.gate_up.matrix, self.down.matrix,
+            self.norm_attention[0].data_ptr(), self.norm_mlp[0].data_ptr(), k.data_ptr(), v.data_ptr(),
+            self.norm_attention[1], self.norm_mlp[1], self.scale, self.softcap or 0.0, self.window or 0,
+        )  # fmt: skip
+
+
+class Layers:
+    """Layers over one arena, ready to run."""
+
+    def __init__(self, parts: Seq[LayerParts], k: Seq[Tensor], v: Seq[Tensor]) -> None:
+        self._parts, self._arena = tuple(parts), (tuple(k), tuple(v))  # C holds their addresses
+        told = [part.told(*kv) for part, *kv in zip(self._parts, *self._arena, strict=True)]
+        self._layers = (_Layer * len(told))(*told)
+        self._inner = max(part.down.in_features for part in parts)
+        self._widest = max(m.in_features for p in parts for m in (p.qkv, p.out, p.gate_up, p.down))
+
+    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, places: Tensor, where: AttentionArgs) -> Tensor:
+        """`hidden` `[T, width]` -> what the last layer gives, in its place.
+
+        `cos`, `sin` `[T, head_dim]` are in its type, `places` `[T]` int64 are rows of the arena; `where` says which
+        pages are read (`attention_args`).
+
+        Raises:
+            MemoryError: there was none to work in.
+        """
+        native, dtype, (rows, width) = library(), hidden.dtype, hidden.shape
+        assert native is not None
+        mixed = where.heads * where.dim
+        joined = mixed + 2 * where.kv_heads * where.dim
+        # One allocation for all that is needed between the stages; torch's are aligned, and so are whole vectors.
+        sizes = [rows * n * dtype.itemsize for n in (joined, mixed, 2 * self._inner, self._widest)]
+        scratch = torch.empty(sum(sizes) + 4 * rows + 64 * 5, dtype=torch.uint8)
+        at = [scratch.data_ptr()]
+        for size in sizes:
+            at.append(-(-(at[-1] + size) // 64) * 64)
+        where.query_stride = joined
+        told = _Pass(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), places.data_ptr(), *at, where, rows, width,
+                     _BITS[dtype])  # fmt: skip
+        if native.pilotfish_layers(ctypes.byref(told), self._layers, len(self._layers), torch.get_num_threads()):
+            raise MemoryError("a pass had no memory to work in")
+        return hidden

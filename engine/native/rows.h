@@ -1,0 +1,35 @@
+/* One row at a time, of what lies between the matmuls of a transformer. Rows are floats (`bits` 32) or bfloat16 (16). */
+
+#ifndef PILOTFISH_ROWS_H
+#define PILOTFISH_ROWS_H
+
+#include "vectors.h"
+
+INLINE const void *row_of(const void *data, int64_t row, int64_t stride, int bits) {
+  return (const char *)data + row * stride * (bits / 8);
+}
+
+/* How query, key and value lie side by side in a row, and where the last two go: [arena rows, kv, dim]. */
+typedef struct {
+  int64_t query, kv, dim;
+  void *key, *value;
+} Heads;
+
+/* To uint8 around 128, the row's largest number to 1 or 255; returns what one step is worth, NaN if there is a NaN. */
+float round_row(const float *x, int64_t n, uint8_t *to);
+float wide_round_row(const void *row, int bits, int64_t n, uint8_t *to);
+
+/* x / sqrt(sum of x^2 + eps) * weight, in the row's own type. Who wants the mean has the width in eps and its root in
+ * weight. */
+void norm_row(const void *row, int bits, int64_t n, const float *weight, float eps, void *to);
+float norm_round_row(const void *row, int bits, int64_t n, const float *weight, float eps, uint8_t *to);
+
+/* act(gate) * up of a row (gate, up) of 2 n numbers; act: x times the logistic function. */
+void gate_row(const void *row, int bits, int64_t n, void *to);
+float gate_round_row(const void *row, int bits, int64_t n, uint8_t *to);
+
+/* Turn the query in place, and the key on its way into the arena; the value goes there as it is. The second half of
+ * cos and sin [dim] repeats the first: the halves (a, b) of a head become (a cos - b sin, b cos + a sin). */
+void rotate_row(void *row, const Heads *h, const void *cos, const void *sin, int64_t place, int bits);
+
+#endif

@@ -1,0 +1,64 @@
+"""Floats whose matmuls are ours: equality is bitwise without being asked for, as in int8."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine import LLM, SamplingParams
+from engine.attention import choose
+from engine.batch import Feed
+from engine.fuse import fuse
+from engine.kv import KVArena
+from engine.native import multiplies
+from engine.pack import keeps_rows_apart, pack
+from engine.runner import ModelRunner, kv_layout
+from engine.stack import stack
+from engine.types import SpeculationMode, SpeculationParams
+from models import corpus, embedded_draft, embedded_target
+from tests import zoo
+
+pytestmark = pytest.mark.skipif(not multiplies(torch.float32), reason="needs a C compiler and AVX512")
+# Its experts are one stacked matrix, which the model multiplies itself.
+FAMILIES = sorted(set(zoo.families()) - {"mixtral"})
+OFF = SpeculationParams(mode=SpeculationMode.OFF)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_bitwise_the_same_in_any_batch(family: str, dtype: torch.dtype, threads: int) -> None:
+    model = zoo.ours(zoo.reference(family)).to(dtype)
+    fuse(model)
+    pack(model)
+    stack(model)
+    assert keeps_rows_apart(model)
+    arena = KVArena(kv_layout(model.config, dtype), 8, 64, torch.device("cpu"))
+    runner = ModelRunner(model, arena, choose("auto", model.device, row_wise=True))
+    draw = random.Random(family)
+    texts = [[draw.randrange(3, zoo.VOCAB) for _ in range(draw.randrange(2, 60))] for _ in range(5)]
+    alone = [torch.cat([runner.forward([Feed([token], i, [0])]) for i, token in enumerate(text)]) for text in texts]
+    together = runner.forward([Feed(text, 0, [i], len(text)) for i, text in enumerate(texts)])
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_probabilities_are_the_same_bits(dtype: str) -> None:
+    """Each prompt alone and undrafted, against all together, drafted for, in small pages and chunks."""
+    prompts = [text[-n:] for text, n in zip(corpus.held_out_prompts(6), (500, 20, 300, 1, 77, 150), strict=True)]
+    asked = SamplingParams(max_tokens=24, temperature=0.7, seed=3, ignore_eos=True, logprobs=2)
+    alone = LLM(embedded_target(), dtype=dtype, prefix_cache=False, max_batch_size=1)
+    want = [alone.generate(prompt, asked, speculation=OFF)[0] for prompt in prompts]
+    small = {"max_batch_size": 8, "max_batch_tokens": 48, "page_size": 16, "num_draft_tokens": 5}
+    got = LLM(embedded_target(), embedded_draft(), dtype=dtype, **small).generate(prompts, asked)
+    assert [(done.token_ids, done.logprobs) for done in got] == [(done.token_ids, done.logprobs) for done in want]
+    assert sum(done.stats.accepted for done in got)
