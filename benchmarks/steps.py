@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import cast, get_args
 
 import torch
 from torch import nn
@@ -22,7 +23,9 @@ from transformers import LlamaConfig, PreTrainedModel
 from engine.attention import choose
 from engine.attention.registry import AttentionName
 from engine.batch import Feed
+from engine.config import Rounded
 from engine.fuse import fuse
+from engine.int4 import Int4Linear
 from engine.int8 import Int8Linear, kernel_name
 from engine.kv import KVArena
 from engine.pack import PackedLinear, pack
@@ -54,7 +57,7 @@ class Variant:
     def of(cls, name: str, shape: str) -> Variant:
         """From a name such as `int8-float32-fused`."""
         weights, dtype, how = name.split("-")
-        model = random_model(LlamaConfig.from_dict(SHAPES[shape]), getattr(torch, dtype), int8=weights == "int8")
+        model = random_model(LlamaConfig.from_dict(SHAPES[shape]), getattr(torch, dtype), weights=weights)
         if how in ("fused", "stacked"):
             fuse(model)
         if how == "stacked":
@@ -75,6 +78,8 @@ class Variant:
 
 
 def _bytes_of(module: nn.Module) -> int:
+    if isinstance(module, Int4Linear):
+        return module.in_features * module.out_features * 9 // 16
     if isinstance(module, Int8Linear):
         return module.in_features * module.out_features
     if isinstance(module, PackedLinear):
@@ -83,22 +88,22 @@ def _bytes_of(module: nn.Module) -> int:
 
 
 @torch.no_grad()
-def random_model(config: LlamaConfig, dtype: torch.dtype, *, int8: bool) -> PreTrainedModel:
-    """A model of this shape; before it is rounded to int8 its matrices are in bfloat16, to take less memory."""
+def random_model(config: LlamaConfig, dtype: torch.dtype, *, weights: str) -> PreTrainedModel:
+    """A model of this shape; before it is rounded its matrices are in bfloat16, to take less memory."""
     model, drawn = skeleton(config, dtype), torch.randn(2**20).mul_(0.02)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:  # the same million numbers over and over: drawing a billion takes a minute
-                many = drawn.to(_type_for(module, dtype, int8)).repeat(-(-parameter.numel() // drawn.numel()))
+                many = drawn.to(_type_for(module, dtype, weights)).repeat(-(-parameter.numel() // drawn.numel()))
                 made = many[: parameter.numel()].view(parameter.shape)
                 setattr(module, name, nn.Parameter(made, requires_grad=False))
-    if int8:
-        quantise(model)
+    if weights in get_args(Rounded):
+        quantise(model, cast("Rounded", weights))
     return model
 
 
-def _type_for(module: nn.Module, dtype: torch.dtype, int8: bool) -> torch.dtype:
-    return torch.bfloat16 if int8 and isinstance(module, nn.Linear) else dtype
+def _type_for(module: nn.Module, dtype: torch.dtype, weights: str) -> torch.dtype:
+    return torch.bfloat16 if weights in get_args(Rounded) and isinstance(module, nn.Linear) else dtype
 
 
 def read_bandwidth(buffer: torch.Tensor) -> float:

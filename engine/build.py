@@ -24,7 +24,7 @@ from engine.pack import keeps_rows_apart, pack
 from engine.pages import BlockPool
 from engine.probe import probe
 from engine.proposers import Proposer, Proposers
-from engine.quant import is_quantised, load_quantised
+from engine.quant import load_quantised, quantised_as
 from engine.rope import longrope_border
 from engine.runner import ModelRunner, Runner, Tap, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
@@ -61,14 +61,15 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
 def load(
     config: EngineConfig, name: str, revision: str | None, weights: Weights, device: torch.device
 ) -> PreTrainedModel:
-    """One model, its weights as asked, or in int8 where that is how the checkpoint has them.
+    """One model, its weights as asked, or rounded where that is how the checkpoint has them.
 
     Raises:
-        ModelError: it cannot be loaded, or int8 is wanted where it cannot run.
+        ModelError: it cannot be loaded, or rounded ones are wanted where they cannot run.
     """
     dtype = getattr(torch, config.dtype)
-    if weights_of(name, read_config(name, revision), weights, device) == "int8":
-        model = load_quantised(name, revision, dtype)
+    held = weights_of(name, read_config(name, revision), weights, device)
+    if held != "native":
+        model = load_quantised(name, revision, dtype, held)
     else:
         model = load_model(name, revision, dtype, device)
     if config.fuse and device.type == "cpu":
@@ -80,9 +81,9 @@ def load(
 
 def weights_of(name: str, config: PreTrainedConfig, asked: Weights, device: torch.device) -> Weights:
     """How the weights of a checkpoint will be held; ModelError where the device cannot."""
-    found: Weights = "int8" if is_quantised(config) else asked
-    if found == "int8" and device.type != "cpu":
-        raise ModelError(f"{name!r} with int8 weights runs on cpu alone; device is {device.type}")
+    found = quantised_as(config) or asked
+    if found != "native" and device.type != "cpu":
+        raise ModelError(f"{name!r} with {found} weights runs on cpu alone; device is {device.type}")
     return found
 
 

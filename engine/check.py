@@ -94,7 +94,7 @@ class Facts:
             config=described,
             layout=kv_layout(described, dtype),
             weights=weights,
-            weight_bytes=weight_bytes(model, dtype, int8=weights == "int8"),
+            weight_bytes=weight_bytes(model, dtype, weights=weights),
             class_name=type(model).__name__,
             codec=codec,
             vocabulary=read_vocabulary(name, revision, width, described, ends),
@@ -108,7 +108,8 @@ class Facts:
         yield "family", f"{self.config.model_type} ({self.class_name})"
         yield "layers", f"{self.layout.layers}, with {self.layout.kv_heads} K/V heads of {self.layout.head_dim}"
         dtype = str(self.layout.dtype).removeprefix("torch.")
-        held = f"int8 ({kernel_name()} kernel), the rest in {dtype}" if self.weights == "int8" else dtype
+        is_rounded = self.weights != "native"
+        held = f"{self.weights} ({kernel_name()} kernel), the rest in {dtype}" if is_rounded else dtype
         yield "weights", f"{_size(self.weight_bytes)} in {held}"
         yield "K/V", f"{self.layout.bytes_per_token} bytes per token"
         yield "context", f"{known.limit} tokens ({known.reason})"

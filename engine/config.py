@@ -13,7 +13,8 @@ from engine.types import MAX_NUM_DRAFT, SpeculationMode, Verification
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["float32", "bfloat16"]
-Weights = Literal["native", "int8"]
+Rounded = Literal["int8", "int4"]
+Weights = Literal["native", Rounded]
 
 
 class EngineConfig(BaseModel):
@@ -28,7 +29,8 @@ class EngineConfig(BaseModel):
     device: Device = Field("auto", description="Where to compute; auto takes cuda when there is one, else cpu.")
     dtype: DType = Field("float32", description="Type of weights, activations and K/V.")
     weights: Weights = Field(
-        "native", description="int8 rounds matrices to 8 bits at load (CPU only); native leaves them in dtype."
+        "native",
+        description="int8 and int4 round matrices to so many bits at load (CPU only); native leaves them in dtype.",
     )
     draft_weights: Weights | None = Field(None, description="The same for the draft; default that of the target.")
     fuse: bool = Field(True, description="Join and replace small operations of a model where that changes no result.")

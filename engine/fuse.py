@@ -85,9 +85,10 @@ def _join(module: nn.Module, group: tuple[str, ...]) -> bool:
     if len(kinds) > 1 or len(widths) > 1 or len({getattr(part, "bias", None) is None for part in parts}) > 1:
         return False
     matmul: nn.Module
-    if kinds == {Int8Linear}:
-        matmul = Int8Linear.joined(cast("list[Int8Linear]", parts))
-    elif kinds == {nn.Linear}:
+    kind = kinds.pop()
+    if issubclass(kind, Int8Linear):
+        matmul = kind.joined(cast("list[Int8Linear]", parts))
+    elif kind is nn.Linear:
         matmul = _joined_linear(cast("list[nn.Linear]", parts))
     else:
         return False

@@ -134,6 +134,14 @@ def _round(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * (127 / peak)).round_(), peak.mul_(1 / 127)
 
 
+class Packed(Protocol):
+    """A matrix in the form that is multiplied: `PackedMatrix`, or another kernel's."""
+
+    def multiply(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `PackedMatrix.multiply`."""
+        ...
+
+
 class _Packed:
     """`PackedMatrix` in int8 by another kernel. Copies share it."""
 
@@ -161,7 +169,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype  # of what comes out; that of what goes in, where it is None
-        self.packed: PackedMatrix | _Packed | None = None
+        self.packed: Packed | None = None
         # Buffers, so that modules which share weights can share them.
         self.weight_int8: Tensor | None
         self.scale: Tensor
@@ -188,14 +196,17 @@ class Int8Linear(nn.Module):
             parts[0].dtype,
         )
 
-    def pack(self) -> PackedMatrix | _Packed:
+    def pack(self) -> Packed:
         """Bring the weight into the form that is multiplied, once, and let go of the plain one."""
         if self.packed is None:
             weight, self.weight_int8 = self.weight_int8, None
             assert weight is not None
-            is_ours = multiplies(torch.int8) and rows_for(torch.float32, self.in_features) is not None
-            self.packed = (PackedMatrix if is_ours else _Packed)(weight, self.scale, self.bias)
+            self.packed = self._packed_of(weight)
         return self.packed
+
+    def _packed_of(self, weight: Tensor) -> Packed:
+        is_ours = multiplies(torch.int8) and rows_for(torch.float32, self.in_features) is not None
+        return (PackedMatrix.of if is_ours else _Packed)(weight, self.scale, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""

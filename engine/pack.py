@@ -54,7 +54,7 @@ def pack(model: PreTrainedModel) -> int:
             dtype = torch.float32 if module is head else None
             bias = cast("Tensor | None", module.bias)
             bias = None if bias is None else bias.detach().float()
-            model.set_submodule(name, PackedLinear(PackedMatrix(weight.detach(), None, bias), dtype))
+            model.set_submodule(name, PackedLinear(PackedMatrix.of(weight.detach(), None, bias), dtype))
             done += 1
     if keeps_rows_apart(model):
         make_row_wise(model)

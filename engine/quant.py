@@ -1,4 +1,4 @@
-"""A model with int8 weights: rounded as it is loaded, or saved once and loaded as it lies there.
+"""A model with weights of 8 or 4 bits: rounded as it is loaded, or saved once and loaded as it lies there.
 
 Knows modules and files. Source weights stay mapped from their files and are rounded one matrix at a time, so that
 memory never holds them whole.
@@ -24,22 +24,29 @@ from transformers.pytorch_utils import Conv1D
 from engine.activations import make_row_wise
 from engine.attention.registry import ATTENTION_NAME
 from engine.checkpoint import read_config, told_as_model_error
+from engine.config import Rounded, Weights
 from engine.errors import ModelError
+from engine.int4 import GROUP, Int4Linear, fits
 from engine.int8 import Int8Linear
 from engine.pack import matrix
 from engine.runner import load_model, prepare
 
-METHOD = "pilotfish-int8"  # in `quantization_config`, so that whoever does not know it refuses the weights
-_MARK = {"quant_method": METHOD, "version": 1}
-_WEIGHT, _SCALE = "weight_int8", "weight_scale"  # no name that others would take for a float weight's
+# In `quantization_config`, so that whoever does not know it refuses the weights.
+_METHODS: dict[str, Rounded] = {"pilotfish-int8": "int8", "pilotfish-int4": "int4"}
+_VERSION = 1
+# No name that others would take for a float weight's.
+_SCALE = "weight_scale"
+_KINDS = {"weight_int4": Int4Linear, "weight_int8": Int8Linear}
 # Small matrices that choose experts: a rounded choice is another choice.
 _ROUTERS = ("gate", "router")
 _MATMULS = (nn.Linear, Conv1D)  # not what is made of them: it may do more
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
-def quantise(model: PreTrainedModel) -> None:
-    """Replace every matmul of `model` by one in int8. Embeddings, norms, routers and what we do not know stay.
+def quantise(model: PreTrainedModel, weights: Rounded = "int8") -> None:
+    """Replace every matmul of `model` by a rounded one. Embeddings, norms, routers and what we do not know stay.
+
+    In int4 the head is in int8 all the same, and so are matrices that are not of whole groups.
 
     Rounding makes a step of 1/127 of a last bit, so what lies between the matmuls may not depend on batch mates either.
     """
@@ -50,16 +57,17 @@ def quantise(model: PreTrainedModel) -> None:
         module = cast("nn.Linear | Conv1D", model.get_submodule(name))
         # Logits are wanted in float32: rounded to bfloat16, many would tie.
         dtype = torch.float32 if module is head else None
-        model.set_submodule(name, Int8Linear.of(matrix(module), module.bias, dtype))
+        rounded = Int4Linear if weights == "int4" and module is not head and fits(matrix(module)) else Int8Linear
+        model.set_submodule(name, rounded.of(matrix(module), module.bias, dtype))
 
 
 def _is_matmul(name: str, module: nn.Module) -> bool:
     return type(module) in _MATMULS and name.rpartition(".")[2] not in _ROUTERS
 
 
-def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, *, int8: bool) -> int:
-    """What the weights of a float model take in `dtype`, or with matmuls in int8; it may be on the meta device."""
-    if not int8:
+def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights) -> int:
+    """What the weights of a float model take in `dtype`, or rounded; it may be on the meta device."""
+    if weights == "native":
         return sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     modules = dict(model.named_modules())
     matmuls = [module for name, module in modules.items() if _is_matmul(name, module)]
@@ -68,35 +76,51 @@ def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, *, int8: bool) -> i
         id(p): p for m in modules.values() if not isinstance(m, nn.Linear | Conv1D) for p in m.parameters(recurse=False)
     }
     held: int = sum(p.numel() for p in others.values()) * dtype.itemsize
-    return held + sum(matrix(m).numel() + 4 * matrix(m).shape[0] for m in matmuls)  # scales take 4 bytes an output
+    head = model.get_output_embeddings()
+    in_groups = [m for m in matmuls if weights == "int4" and m is not head and fits(matrix(m))]
+    # A scale takes 4 bytes: one for each output, or for each group of inputs of each.
+    grouped = sum(matrix(m).numel() // 2 + 4 * matrix(m).numel() // GROUP for m in in_groups)
+    return held + grouped + sum(matrix(m).numel() + 4 * matrix(m).shape[0] for m in matmuls if m not in in_groups)
 
 
-def is_quantised(config: PreTrainedConfig) -> bool:
-    """Whether a checkpoint holds weights that `save` wrote; ModelError where a later version did."""
+def quantised_as(config: PreTrainedConfig) -> Rounded | None:
+    """How the weights that `save_quantised` wrote are rounded, None for others' checkpoints.
+
+    Raises:
+        ModelError: a later version wrote them.
+    """
     found = getattr(config, "quantization_config", None)
-    if not isinstance(found, dict) or found.get("quant_method") != METHOD:
-        return False
-    if found != _MARK:
-        raise ModelError(f"int8 weights of version {found.get('version')}; this Pilotfish reads 1: quantize again")
-    return True
+    if not isinstance(found, dict):
+        return None
+    weights = _METHODS.get(str(found.get("quant_method")))
+    if weights and found != _mark(weights):
+        version = found.get("version")
+        raise ModelError(f"{weights} weights of version {version}; this Pilotfish reads {_VERSION}: quantize again")
+    return weights
 
 
-def load_quantised(name: str, revision: str | None, dtype: torch.dtype) -> PreTrainedModel:
-    """A model with int8 weights, from any checkpoint; `dtype` is that of its rows, embeddings and K/V. CPU only.
+def _mark(weights: Rounded) -> dict[str, Any]:
+    return {"quant_method": f"pilotfish-{weights}", "version": _VERSION}
+
+
+def load_quantised(name: str, revision: str | None, dtype: torch.dtype, weights: Rounded = "int8") -> PreTrainedModel:
+    """A model with rounded weights, from any checkpoint; `dtype` is that of its rows, embeddings and K/V. CPU only.
+
+    `weights` is for those that are not rounded yet.
 
     Raises:
         ModelError: nothing loadable is there, or weights are missing.
     """
     config = read_config(name, revision)
     with told_as_model_error(name):
-        if is_quantised(config):
+        if quantised_as(config):
             tensors = _read(name, revision)
         else:
             tensors = load_model(name, revision, "auto", torch.device("cpu")).state_dict()
         prepare(config)
         model = skeleton(config, dtype)
     _fill(model, tensors, name, dtype)
-    quantise(model)
+    quantise(model, weights)
     return model
 
 
@@ -120,13 +144,14 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> None:
-    """Give a skeleton its weights: int8 ones as they are, those of other matmuls unrounded, all else in `dtype`."""
+    """Give a skeleton its weights: rounded ones as they are, those of other matmuls unrounded, all else in `dtype`."""
     floats = dict(tensors)
-    for path in [key.removesuffix(f".{_WEIGHT}") for key in tensors if key.endswith(f".{_WEIGHT}")]:
-        weight, scale = floats.pop(f"{path}.{_WEIGHT}"), floats.pop(f"{path}.{_SCALE}")
-        bias = floats.pop(f"{path}.bias", None)
-        is_head = model.get_submodule(path) is model.get_output_embeddings()
-        model.set_submodule(path, Int8Linear(weight, scale, bias, torch.float32 if is_head else None))
+    for key in tensors:
+        path, _, kind = key.rpartition(".")
+        if kind in _KINDS:
+            weight, scale, bias = floats.pop(key), floats.pop(f"{path}.{_SCALE}"), floats.pop(f"{path}.bias", None)
+            is_head = model.get_submodule(path) is model.get_output_embeddings()
+            model.set_submodule(path, _KINDS[kind](weight, scale, bias, torch.float32 if is_head else None))
     wanted = model.state_dict()
     missing = sorted(wanted.keys() - floats.keys())
     if missing:
@@ -153,18 +178,19 @@ def _folder(name: str, revision: str | None, *patterns: str) -> Path:
     return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
 
 
-def save_quantised(name: str, revision: str | None, out: Path) -> None:
+def save_quantised(name: str, revision: str | None, out: Path, weights: Rounded = "int8") -> None:
     """Round the checkpoint `name` and write it to the folder `out`: what is loaded from there is bitwise the same.
 
     Raises:
-        ModelError: `name` cannot be loaded or is int8 already, or `out` is not empty.
+        ModelError: `name` cannot be loaded or is rounded already, or `out` is not empty.
     """
     if out.exists() and any(out.iterdir()):
         raise ModelError(f"{str(out)!r} is not empty; expected a new folder")
-    if is_quantised(read_config(name, revision)):
-        raise ModelError(f"{name!r} has int8 weights already")
+    already = quantised_as(read_config(name, revision))
+    if already:
+        raise ModelError(f"{name!r} has {already} weights already")
     model = load_model(name, revision, "auto", torch.device("cpu"))
-    quantise(model)
+    quantise(model, weights)
     out.mkdir(parents=True, exist_ok=True)
     save_file(_tensors_of(model), out / "model.safetensors", metadata={"format": "pt"})
     source = _folder(name, revision, *_BESIDE_WEIGHTS)
@@ -172,7 +198,7 @@ def save_quantised(name: str, revision: str | None, out: Path) -> None:
         for path in source.glob(pattern):
             if not path.name.endswith(".index.json"):
                 shutil.copyfile(path, out / path.name)
-    config = json.loads((source / "config.json").read_text("utf-8")) | {"quantization_config": _MARK}
+    config = json.loads((source / "config.json").read_text("utf-8")) | {"quantization_config": _mark(weights)}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
@@ -181,7 +207,8 @@ def _tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
     for path, module in model.named_modules():
         if isinstance(module, Int8Linear):
             assert module.weight_int8 is not None, "packed"
-            tensors |= {f"{path}.{_WEIGHT}": module.weight_int8, f"{path}.{_SCALE}": module.scale}
+            kind = "weight_int4" if isinstance(module, Int4Linear) else "weight_int8"
+            tensors |= {f"{path}.{kind}": module.weight_int8, f"{path}.{_SCALE}": module.scale}
             if module.bias is not None:
                 tensors[f"{path}.bias"] = module.bias
     return {key: tensor.contiguous() for key, tensor in tensors.items()}

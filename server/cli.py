@@ -25,7 +25,7 @@ commands:
   serve [MODEL] [--draft MODEL]   serve a model; without MODEL the embedded pair
   generate PROMPT                 continue a prompt on a running server
   check [MODEL] [--draft MODEL]   say whether and how this machine can serve a pair
-  quantize MODEL OUT              save a model with int8 weights in the folder OUT
+  quantize MODEL OUT              save a model with int8 or int4 weights in the folder OUT
   version                         print the version
 
 `pilotfish COMMAND --help` lists the options of a command.
@@ -89,22 +89,23 @@ def check(arguments: list[str]) -> int:
 
 
 def quantize(arguments: list[str]) -> int:
-    """Round a model's weights to int8 once, so that it loads at once and from a mapped file."""
+    """Round a model's weights once, so that it loads at once and from a mapped file."""
     parser = argparse.ArgumentParser(prog="pilotfish quantize", description=quantize.__doc__)
     parser.add_argument("model", help="a local folder or a Hugging Face hub id")
     parser.add_argument("out", type=Path, help="a new folder")
     parser.add_argument("--revision", help="hub revision of the model; a commit pins it")
+    parser.add_argument("--weights", choices=["int8", "int4"], default="int8", help="how many bits (default: int8)")
     options = parser.parse_args(arguments)
 
     from engine.errors import ModelError
     from engine.quant import save_quantised
 
     try:
-        save_quantised(options.model, options.revision, options.out)
+        save_quantised(options.model, options.revision, options.out, options.weights)
     except (ModelError, OSError) as error:
         print(f"pilotfish quantize: {error}", file=sys.stderr)
         return 1
-    print(f"{options.out} holds {options.model} in int8: `pilotfish serve {options.out}`")
+    print(f"{options.out} holds {options.model} in {options.weights}: `pilotfish serve {options.out}`")
     return 0
 
 
@@ -159,5 +160,8 @@ def banner(app: App) -> list[tuple[str, str]]:
         ("model", model.name),
         ("drafts", f"{model.draft_name or model.engine.default_proposer} ({drafts})"),
         ("K/V", f"{config.kv_memory:g} GiB at most, {engine.total_pages} pages"),
-        ("device", f"{model.device}, {config.dtype}" + (", int8 weights" if config.weights == "int8" else "")),
+        (
+            "device",
+            f"{model.device}, {config.dtype}" + ("" if config.weights == "native" else f", {config.weights} weights"),
+        ),
     ]

@@ -27,17 +27,17 @@ typedef struct {
   const void *cos, *sin;     /* [rows, dim] */
   const int64_t *places;     /* [rows]: arena rows */
   void *qkv, *mixed, *gates; /* [rows, (heads + 2 kv_heads) dim], [rows, heads dim], [rows, 2 inner] */
-  void *fed;                 /* [rows, the widest matrix.in]: what a matrix reads; bytes for int8 */
+  void *fed;                 /* [rows, the widest matrix.in]: what a matrix reads; bytes for 8 bits and less */
   float *step;               /* [rows] */
   Args attention;            /* all but what differs from layer to layer */
   int64_t rows, width;
   int bits;
 } Pass;
 
-/* What a matrix reads: the row itself or, for int8, rounded. */
+/* What a matrix reads: the row itself or, for 8 bits and less, rounded. */
 #define FEED(matrix, plain, rounded)                                                 \
   _Pragma("omp for schedule(static)") for (int64_t r = 0; r < p->rows; r++) {        \
-    if ((matrix)->bits == 8) {                                                       \
+    if ((matrix)->bits <= 8) {                                                       \
       uint8_t *to = (uint8_t *)p->fed + r * (matrix)->in;                            \
       p->step[r] = rounded;                                                          \
     } else {                                                                         \

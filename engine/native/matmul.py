@@ -1,8 +1,9 @@
-"""Matrices packed for our C (`matmul.h`): int8 in integers, bfloat16 and float32 in float sums. Knows numbers alone."""
+"""Matrices packed for our C (`matmul.h`): integers of 4 and 8 bits, bfloat16 and float32. Knows numbers alone."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence as Seq
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 from engine.native.compiled import library
 
 PANEL = 64  # outputs
-_BITS = {torch.int8: 8, torch.bfloat16: 16, torch.float32: 32}
+GROUP = 64  # inputs that share a scale, in 4 bits
+_BITS = {torch.uint8: 4, torch.int8: 8, torch.bfloat16: 16, torch.float32: 32}  # uint8: two weights in a byte
 _ALIGNED = 16  # inputs: a whole number of vectors
 
 
@@ -23,6 +25,7 @@ class Matrix(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("panels", "scale", "offset", "bias")),
         *((name, ctypes.c_int64) for name in ("inputs", "outputs", "bits")),
+        ("levels", ctypes.c_int8 * 16),
     )
 
 
@@ -48,18 +51,42 @@ class PackedMatrix:
     A row's product is the same bits alone or in any batch, on any number of threads.
     """
 
-    def __init__(self, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, int],
+        panels: Tensor,
+        scale: Tensor | None,
+        offset: Tensor | None,
+        bias: Tensor | None,
+    ) -> None:
+        """As matmul.h has it; `of` and `of_levels` make these from a matrix."""
+        self.dtype, (self.out_features, self.in_features), self._panels = dtype, shape, panels
+        # C holds the addresses of these.
+        self._held = panels, *(None if x is None else _padded(x) for x in (scale, offset, bias))
+        told = (None if x is None else x.data_ptr() for x in self._held)
+        self.matrix = Matrix(*told, self.in_features, self.out_features, _BITS[dtype])
+
+    @classmethod
+    def of(cls, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None) -> PackedMatrix:
         """`scale` `[out]` is what a step of an int8 weight is worth; `bias` `[out]` is float32."""
-        self.out_features, self.in_features = weight.shape
-        assert not self.in_features % _ALIGNED, f"{self.in_features} inputs are no whole number of vectors"
-        self.dtype = weight.dtype
-        self._panels = _panels(weight)
-        self._scale, self._bias = (None if x is None else _padded(x) for x in (scale, bias))
-        self._offset = None if scale is None else _padded(_offsets(weight))
-        self.matrix = Matrix(
-            *(None if x is None else x.data_ptr() for x in (self._panels, self._scale, self._offset, self._bias)),
-            self.in_features, self.out_features, _BITS[weight.dtype],
-        )  # fmt: skip
+        outputs, inputs = weight.shape
+        assert not inputs % _ALIGNED, f"{inputs} inputs are no whole number of vectors"
+        offset = None if scale is None else _offsets(weight)
+        return cls(weight.dtype, (outputs, inputs), _panels(weight), scale, offset, bias)
+
+    @classmethod
+    def of_levels(cls, packed: Tensor, scale: Tensor, bias: Tensor | None, levels: Seq[int]) -> PackedMatrix:
+        """In 4 bits: `packed` uint8 `[out, in / 2]` names two of 16 `levels` in a byte, the first one low.
+
+        `scale` `[out, in / 64]` is what a step of a level is worth in each group of inputs.
+        """
+        outputs, inputs = len(packed), 2 * packed.shape[1]
+        assert not inputs % GROUP, f"{inputs} inputs are no whole number of groups"
+        panels, offset = _panels_of_levels(packed, scale), _offsets_of_levels(packed, scale, levels)
+        made = cls(torch.uint8, (outputs, inputs), panels, None, offset, bias)
+        made.matrix.levels[:] = levels
+        return made
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> PackedMatrix:
         return self
@@ -89,6 +116,28 @@ def _panels(weight: Tensor) -> Tensor:
     for panel, part in zip(packed, weight.split(PANEL), strict=True):
         panel[:, : len(part)] = part.unflatten(1, (-1, group)).transpose(0, 1)
     return packed
+
+
+def _panels_of_levels(packed: Tensor, scale: Tensor) -> Tensor:
+    """As matmul.h has it, in bytes: `[out / 64, groups, 8 * 64 * 4 + 64 * 4]`."""
+    outputs, groups = scale.shape
+    panels = torch.zeros(-(-outputs // PANEL), groups, 36 * PANEL, dtype=torch.uint8)
+    for panel, levels, scales in zip(panels, packed.split(PANEL), scale.split(PANEL), strict=True):
+        both = torch.stack([levels & 15, levels >> 4], -1).view(-1, groups, 8, 2, 4)  # output, group, step, half, byte
+        joined = both[..., 0, :] | both[..., 1, :] << 4
+        panel[:, : 32 * PANEL].view(groups, 8, PANEL, 4)[:, :, : len(levels)] = joined.permute(1, 2, 0, 3)
+        panel[:, 32 * PANEL :].view(torch.float32)[:, : len(levels)] = scales.t()
+    return panels
+
+
+def _offsets_of_levels(packed: Tensor, scale: Tensor, levels: Seq[int]) -> Tensor:
+    """`_offsets` of what is represented, in float32."""
+    table = torch.tensor(levels, dtype=torch.float32)
+    parts = [
+        ((table[(p & 15).long()] + table[(p >> 4).long()]).unflatten(1, (-1, GROUP // 2)).sum(-1) * s).sum(1)
+        for p, s in zip(packed.split(512), scale.split(512), strict=True)
+    ]
+    return torch.cat(parts).mul_(128)
 
 
 def _offsets(weight: Tensor) -> Tensor:

@@ -1,0 +1,104 @@
+"""Matrices of 4 bits times rows of int8 (W4A8): half the bytes of int8, for one or a few rows at a time.
+
+Every 64 inputs of an output share a scale, and each weight is one of 16 levels. What they multiply is rounded as in
+`engine.int8`, and the products of a group are summed as integers; only the groups' sums are floats, added in the order
+of the inputs. So a row's bits are its own here as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from engine.int8 import OFFSET, Int8Linear, Packed
+from engine.native import PackedMatrix, multiplies
+
+GROUP = 64  # inputs
+# Where squares of errors are least for normal numbers, 64 of them scaled by their largest (Lloyd 1982), in 127ths.
+LEVELS = (-127, -99, -78, -60, -45, -32, -19, -6, 6, 19, 32, 45, 60, 78, 99, 127)
+_CHUNK = 512  # rows of a matrix that are rounded at once
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether a matrix `[out, in]` is of whole groups."""
+    return not weight.shape[1] % GROUP
+
+
+def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Floats `[out, in]` -> levels uint8 `[out, in / 2]`, two in a byte, the first one low; scale `[out, in / 64]`."""
+    parts = [_round(part.detach().float()) for part in weight.split(_CHUNK)]
+    return torch.cat([levels for levels, _ in parts]), torch.cat([scale for _, scale in parts])
+
+
+def _round(weight: Tensor) -> tuple[Tensor, Tensor]:
+    groups = weight.unflatten(1, (-1, GROUP))
+    levels = torch.tensor(LEVELS, dtype=torch.float32)
+    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    index = torch.bucketize(groups / scale, (levels[1:] + levels[:-1]) / 2)
+    chosen = levels[index]
+    # The scale that suits the chosen levels best, by least squares.
+    scale = (groups * chosen).sum(-1) / (chosen * chosen).sum(-1)
+    pairs = index.flatten(1).to(torch.uint8).unflatten(1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4, scale
+
+
+def levels_of(packed: Tensor) -> Tensor:
+    """`[out, in / 2]` -> int8 `[out, in]`: each weight in steps of its group's scale."""
+    index = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+    return torch.tensor(LEVELS, dtype=torch.int8)[index.long()]
+
+
+class Portable:
+    """`PackedMatrix` in 4 bits by plain torch, slowly; float64 holds every group's sum exactly. Copies share it."""
+
+    def __init__(self, packed: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = len(packed), 2 * packed.shape[1]
+        self._packed, self._scale, self._bias = packed, scale, bias
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Portable:
+        return self
+
+    def multiply(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `PackedMatrix.multiply`."""
+        wide = (rows.double() - OFFSET).unflatten(1, (-1, GROUP)).transpose(0, 1)  # [groups, M, 64]
+        outs = []
+        for packed, scale in zip(self._packed.split(_CHUNK), self._scale.split(_CHUNK), strict=True):
+            levels = levels_of(packed).double().unflatten(1, (-1, GROUP)).transpose(0, 1)  # [groups, out, 64]
+            sums = (wide @ levels.transpose(1, 2)).float()
+            total = torch.zeros(len(rows), len(packed))
+            for group, each in zip(sums, scale.t(), strict=True):
+                total += group * each
+            outs.append(total)
+        out = torch.cat(outs, -1).mul_(step)
+        return (out if self._bias is None else out.add_(self._bias)).to(dtype)
+
+
+class Int4Linear(Int8Linear):
+    """`Int8Linear` with weights of 4 bits: `weight_int8` holds two in a byte, `scale` is `[out, in / 64]`."""
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(weight, scale, bias, dtype)
+        self.in_features = 2 * weight.shape[1]
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Int4Linear:
+        """Round a float matrix `[out, in]`."""
+        return cls(*round_weight(weight), bias, dtype)
+
+    @classmethod
+    def joined(cls, parts: Seq[Int8Linear]) -> Int4Linear:
+        """See `Int8Linear.joined`."""
+        return cast("Int4Linear", super().joined(parts))
+
+    def _packed_of(self, weight: Tensor) -> Packed:
+        if multiplies(torch.uint8):
+            return PackedMatrix.of_levels(weight, self.scale, self.bias, LEVELS)
+        return Portable(weight, self.scale, self.bias)
+
+
+def has_int4(model: nn.Module) -> bool:
+    """Whether any matmul of `model` is in 4 bits."""
+    return any(isinstance(module, Int4Linear) for module in model.modules())
