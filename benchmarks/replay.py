@@ -9,20 +9,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from benchmarks.synthetic import agreement
-from engine import attention
-from engine.build import PAGE_SIZE, assemble, load, pages_within, pick_device
+from engine.build import assemble, load, pick_device
+from engine.calibrate import calibrate
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.kv import KVArena
-from engine.proposers import ModelProposer, Proposal, Proposer
-from engine.runner import ModelRunner, kv_layout, vocab_size
+from engine.proposers import Proposal, Proposer
+from engine.runner import vocab_size
 from engine.threads import use_threads
 from engine.types import Sequence
 
@@ -78,27 +75,30 @@ class ReplayProposer:
         return replace(made, tokens=tuple(self._script.drafts(s, len(t), self._vocab_size) for s, t in pairs))
 
 
-def replaying_engines(config: EngineConfig, draft: Path, script: Script, count: int = 1) -> list[Engine]:
-    """Engines with this draft, replayed: they share weights and script, and nothing else.
+class ReplayModels:
+    """A target and a draft, loaded once, for any number of engines: these share weights and script alone.
 
     Raises:
         ModelError: a checkpoint that cannot be served.
     """
-    device = pick_device(config.device)
-    use_threads(config.threads)
-    target = load(config, config.target, config.revision, config.weights, device)
-    model = load(config, str(draft), None, config.draft_weights or config.weights, device)
-    assert config.max_model_len is not None, "an arena is sized by it"
-    layouts = [kv_layout(each.config, each.dtype) for each in (target, model)]
-    page_size = config.page_size or PAGE_SIZE
-    # The engine sizes its own arena by the target alone; ours must have as many pages.
-    config = config.model_copy(update={"page_size": page_size})
-    pages = pages_within(config, layouts[:1], page_size, config.max_model_len)
-    engines = []
-    for _ in range(count):
-        arena = KVArena(layouts[1], pages, page_size, torch.device(device))
-        runner = ModelRunner(model, arena, attention.choose(config.attention, device))
-        inner = ModelProposer(runner, config.max_batch_tokens)
-        replayed = ReplayProposer(inner, script, vocab_size(target))
-        engines.append(assemble(config, target, extra_proposers={NAME: replayed}))
-    return engines
+
+    def __init__(self, config: EngineConfig, script: Script) -> None:
+        assert config.draft is not None, "somebody's work is replayed"
+        device = pick_device(config.device)
+        use_threads(config.threads)
+        self.script = script
+        self._config = config.model_copy(update={"proposer": NAME})
+        self._target = load(config, config.target, config.revision, config.weights, device)
+        self._draft = load(config, config.draft, config.draft_revision, config.draft_weights or config.weights, device)
+
+    def engine(self, batch: int, max_model_len: int) -> Engine:
+        """Warm, its costs measured, with room for so many sequences of this length."""
+        sizes = {"max_batch_size": batch, "max_model_len": max_model_len}
+        config = self._config.model_copy(update=sizes)
+        script, width = self.script, vocab_size(self._target)
+        engine = assemble(
+            config, self._target, self._draft, wrappers={NAME: lambda inner: ReplayProposer(inner, script, width)}
+        )
+        engine.warm_up()
+        calibrate(engine, config.warm_up_seconds)
+        return engine

@@ -157,9 +157,8 @@ def write(folder: Path, shape: dict[str, int], rule: Rule, successor: Tokens) ->
         return
     folder.mkdir(parents=True, exist_ok=True)
     # No token ends a text, so that no program stops early.
-    config = LlamaConfig(
-        **shape, max_position_embeddings=POSITIONS, bos_token_id=None, eos_token_id=None, torch_dtype="bfloat16"
-    )
+    no_ends = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": POSITIONS, "dtype": "bfloat16"}
+    config = LlamaConfig.from_dict(shape | no_ends)
     save_file(_weights(config, rule.seed, successor), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "rule.json").write_text(json.dumps({"vocab_size": rule.vocab_size, "seed": rule.seed}) + "\n")
     config.architectures = ["LlamaForCausalLM"]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from benchmarks.machine import Meter, Usage
 from engine.engine import Engine
+from engine.stats import StepStats
 from engine.types import Request, SamplingParams, SpeculationMode, SpeculationParams
 
 AUTO = "auto"
@@ -32,7 +33,8 @@ class Turn:
     decode_tokens: int
     decode_seconds: float
     usage: Usage
-    steps: int = 0
+    verify_seconds: list[float] = field(default_factory=list)  # of decoding steps, without their drafting
+    draft_seconds: list[float] = field(default_factory=list)  # of the same steps
     drafted: int = 0
     rounds: int = 0  # of sequences that had drafts
     accepted: int = 0
@@ -78,12 +80,12 @@ class Clock:
         if self.began is None and all(self.tokens):
             self.began, self.at_begin = time.perf_counter(), sum(map(len, self.tokens))
 
-    def turn(self, **counts: int) -> Turn:
+    def turn(self) -> Turn:
         """All are over."""
         end = time.perf_counter()
         assert self.began is not None, "a sequence without a token"
         made = sum(map(len, self.tokens))
-        return Turn(self.tokens, end - self.start, made - self.at_begin, end - self.began, self.meter.stop(), **counts)
+        return Turn(self.tokens, end - self.start, made - self.at_begin, end - self.began, self.meter.stop())
 
 
 def way(k: int | str, proposer: str | None = None, most: int = 8) -> SpeculationParams:
@@ -112,55 +114,75 @@ def run_turn(
             request_id=name, token_ids=prompt, sampling=sampling, speculation=speculation, cache_salt=f"{salt}-{i}"
         )
         engine.add(request)
-    steps = drafted = rounds = accepted = 0
+    done: list[StepStats] = []
     while engine.has_work:
         output = engine.step()
         for event in output.events:
             clock.tokens[int(event.request_id)] += event.token_ids
         clock.tick()
-        stats = output.stats
-        steps, drafted = steps + 1, drafted + stats.drafted
-        rounds, accepted = rounds + stats.rounds, accepted + stats.accepted
-    return clock.turn(steps=steps, drafted=drafted, rounds=rounds, accepted=accepted)
+        done.append(output.stats)
+    return _counted(clock.turn(), done)
+
+
+def _counted(turn: Turn, steps: Sequence[StepStats]) -> Turn:
+    """With what the steps say of themselves."""
+    decoding = [s for s in steps if [forward.kind for forward in s.forwards if forward.kind != "draft"] == ["verify"]]
+    return replace(
+        turn,
+        verify_seconds=[sum(s.phase_seconds.values()) - s.phase_seconds["propose"] for s in decoding],
+        draft_seconds=[s.phase_seconds["propose"] for s in decoding],
+        drafted=sum(s.drafted for s in steps),
+        rounds=sum(s.rounds for s in steps),
+        accepted=sum(s.accepted for s in steps),
+    )
 
 
 def interleave(
-    ways: Mapping[str, Callable[[], Turn]], rounds: int, tell: Callable[[str], None] = lambda _: None
+    ways: Mapping[str, Callable[[], Turn]],
+    rounds: int,
+    tell: Callable[[str], None] = lambda _: None,
+    hopeless: float = 0.0,
+    always: Collection[str] = (),
 ) -> dict[str, list[Turn]]:
     """Every way in every round, in turns forwards and backwards; a first round that does not count warms up.
 
-    Raises:
-        RuntimeError: two ways gave other tokens.
+    A way whose speed in the first round is below `hopeless` times the best one's is not run again and has no turns,
+    unless it is one of `always`.
     """
+    first = {name: run() for name, run in ways.items()}
+    best = max(turn.speed for turn in first.values())
+    names = [name for name, turn in first.items() if name in always or turn.speed >= hopeless * best]
     turns: dict[str, list[Turn]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        names = list(ways) if number % 2 else list(ways)[::-1]
-        for name in names:
-            turn = ways[name]()
-            tell(f"round {number}, {name}: {turn.speed:.1f} tokens/s")
-            if number:
-                turns[name].append(turn)
+    for number in range(rounds):
+        for name in names[:: -1 if number % 2 else 1]:
+            turns[name].append(ways[name]())
+            tell(f"round {number + 1}, {name}: {turns[name][-1].speed:.1f} tokens/s")
     return turns
 
 
 def check_same(turns: Mapping[str, Sequence[Turn]]) -> None:
-    """Whatever the way, the tokens are those of the first one.
+    """Whatever the way, the tokens are the same.
 
     Raises:
         RuntimeError: they are not.
     """
-    (first, reference), *others = turns.items()
-    for name, mine in [(first, reference), *others]:
-        if any(turn.tokens != reference[0].tokens for turn in mine):
-            raise RuntimeError(f"{name} gave other tokens than {first}")
+    everyone = [(name, turn.tokens) for name, mine in turns.items() for turn in mine]
+    for name, tokens in everyone:
+        if tokens != everyone[0][1]:
+            raise RuntimeError(f"{name} gave other tokens than {everyone[0][0]}")
 
 
 def ratios(mine: Sequence[Turn], others: Sequence[Turn], *, whole: bool = False) -> list[float]:
     """Of speed, round by round."""
-    speed = (lambda turn: turn.whole_speed) if whole else (lambda turn: turn.speed)
-    return [speed(a) / speed(b) for a, b in zip(mine, others, strict=True)]
+    pairs = zip(mine, others, strict=True)
+    return [a.whole_speed / b.whole_speed if whole else a.speed / b.speed for a, b in pairs]
 
 
 def median_speed(turns: Sequence[Turn]) -> float:
     """Tokens per second of the decoding part."""
     return statistics.median(turn.speed for turn in turns)
+
+
+def foreign(turns: Sequence[Turn]) -> float:
+    """Cores that others used, in the worst of these turns."""
+    return max((turn.foreign for turn in turns), default=0.0)
