@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.lab import Lab, Options, Section
 from benchmarks.machine import machine
-from benchmarks.sections import grid, moving, ngram, sweep, verify
+from benchmarks.sections import grid, moving, ngram, peers, sweep, verify
 from benchmarks.synthetic import SHAPES
 
 SECTIONS: tuple[Section, ...] = (
@@ -26,6 +26,7 @@ SECTIONS: tuple[Section, ...] = (
     grid.SECTION,
     moving.SECTION,
     ngram.SECTION,
+    peers.SECTION,
 )
 
 
@@ -60,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=int, default=d.prompt, help="tokens")
     parser.add_argument("--tokens", type=int, default=d.tokens, help="of output")
     parser.add_argument("--kv-memory", type=float, default=d.kv_memory, help="GiB for keys and values, per engine")
+    parser.add_argument("--peers", nargs="*", help="names, or parts of names, of programs; none at all: ours alone")
+    parser.add_argument("--peers-python", default=d.peers_python, help="a Python that has the peers installed")
     for name, of in (("batches", int), ("rates", float), ("contexts", int), ("drafts", int)):
         parser.add_argument(f"--{name}", type=of, nargs="+", help="default: what the section asks for")
     return parser

@@ -13,7 +13,8 @@ from typing import Any
 
 from benchmarks.replay import NAME, ReplayModels, Script
 from benchmarks.synthetic import POSITIONS, Pair, int8_of
-from benchmarks.timing import Turn, foreign, median_speed, ratios, run_turn, way
+from benchmarks.timing import run_turn, way
+from benchmarks.turns import Turn, foreign, median_speed, ratios
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.types import MAX_NUM_DRAFT

@@ -1,4 +1,4 @@
-"""What figures were taken on: processor, versions, commit; who else used the processor; how fast memory is read."""
+"""What figures were taken on: processor, versions, commit; how fast memory is read."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ import statistics
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Self
 
 import torch
 
-_STAT = Path("/proc/stat")
 _READ_C = Path(__file__).parent / "read.c"
 _SWEEP = 2**28  # bytes that one reading of memory covers: more than caches hold
-_TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 
 
 def machine() -> dict[str, str]:
@@ -55,49 +51,6 @@ def commit() -> str:
     command = [git, "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     described = subprocess.run(command, capture_output=True, text=True, check=False)
     return described.stdout.strip() or "unknown"
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Processor time between two moments, in seconds; None where the system does not tell."""
-
-    wall: float
-    own: float
-    foreign: float | None  # other processes' and the kernel's for them
-    stolen: float | None  # cores that the host gave to others
-
-
-class Meter:
-    """Measures processor time of this process and of all others, from `start` on."""
-
-    @classmethod
-    def start(cls) -> Self:
-        """Begin now."""
-        meter = cls()
-        meter._wall, meter._own, meter._busy = time.perf_counter(), time.process_time(), _busy()
-        return meter
-
-    def __init__(self) -> None:
-        self._wall = self._own = 0.0
-        self._busy: tuple[float, float] | None = None
-
-    def stop(self) -> Usage:
-        """What was used since."""
-        wall, own = time.perf_counter() - self._wall, time.process_time() - self._own
-        now, before = _busy(), self._busy
-        if now is None or before is None:
-            return Usage(wall, own, None, None)
-        return Usage(wall, own, max(0.0, now[0] - before[0] - own), now[1] - before[1])
-
-
-def _busy() -> tuple[float, float] | None:
-    """Seconds since boot that all cores worked, and that were stolen from them."""
-    try:
-        fields = _STAT.read_text("ascii").split("\n", 1)[0].split()[1:]
-    except OSError:
-        return None
-    user, nice, system, _idle, _wait, irq, soft, steal = (int(field) * _TICK for field in fields[:8])
-    return user + nice + system + irq + soft, steal
 
 
 class Memory:

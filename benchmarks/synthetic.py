@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,9 +26,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from engine.quant import save_quantised
 
@@ -43,6 +50,7 @@ SHAPES = {
 }  # fmt: skip
 POSITIONS = 2048
 LOOP = 24  # tokens
+_END = "<end>"
 _SPREAD = 0.02  # of weights; llama's own
 _BLOCK = 32  # tokens, in each of which agreement is as asked, as nearly as whole numbers can be
 
@@ -147,6 +155,13 @@ def int8_of(model: Path) -> Path:
     return model.with_name(f"{model.name}-int8")
 
 
+def matrix_bytes(model: Path) -> int:
+    """What one pass of an int8 model must read of weights: every matrix once, and no embedding."""
+    with safe_open(model / "model.safetensors", "pt") as file:
+        parts = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118 - it is no mapping
+        return sum(math.prod(part.get_shape()) for part in parts if part.get_dtype() == "I8")
+
+
 def _is_written(folder: Path) -> bool:
     return (folder / "config.json").exists()  # written last
 
@@ -161,8 +176,29 @@ def write(folder: Path, shape: dict[str, int], rule: Rule, successor: Tokens) ->
     config = LlamaConfig.from_dict(shape | no_ends)
     save_file(_weights(config, rule.seed, successor), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "rule.json").write_text(json.dumps({"vocab_size": rule.vocab_size, "seed": rule.seed}) + "\n")
+    write_tokenizer(folder, rule.vocab_size)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Tokens are short words over 26 letters and the space, so that text can be served; the last one is an end token.
+
+    No model of ours ends by it: their configs name none.
+    """
+    letters = [*map(chr, range(ord("a"), ord("z") + 1)), "Ġ"]  # how byte-level vocabularies write a space
+    words, merges = sorted(ByteLevel.alphabet()), list[tuple[str, str]]()
+    growing = deque(letters)  # shortest first
+    while len(words) < vocab_size - 1:
+        word = growing.popleft()
+        for letter in letters[: vocab_size - 1 - len(words)]:
+            merges.append((word, letter))
+            words.append(word + letter)
+            growing.append(word + letter)
+    tokenizer = Tokenizer(BPE({word: i for i, word in enumerate(words)}, merges))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer.add_special_tokens([_END])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END).save_pretrained(folder)
 
 
 def _weights(config: LlamaConfig, seed: int, successor: Tokens) -> dict[str, Tensor]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from benchmarks.lab import Lab, Row, Section, row_of
-from benchmarks.timing import AUTO, interleave
+from benchmarks.timing import AUTO
+from benchmarks.turns import interleave
 
 BATCHES = (1, 4, 16, 32)
 RATES = (0.0, 0.3, 0.6, 0.9)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from benchmarks.lab import Lab, Row, Section, row_of
-from benchmarks.timing import AUTO, Turn, interleave, run_turn, way
+from benchmarks.timing import AUTO, run_turn, way
+from benchmarks.turns import Turn, interleave
 from engine.build import build_engine
 from engine.calibrate import calibrate
 from engine.engine import Engine

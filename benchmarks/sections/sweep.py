@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.lab import Lab, Row, Section, row_of
-from benchmarks.timing import AUTO, Turn, interleave
+from benchmarks.timing import AUTO
+from benchmarks.turns import Turn, interleave
 
 BATCHES = (1, 4)
 RATES = (0.3, 0.6, 0.8, 0.9)

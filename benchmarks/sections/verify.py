@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.lab import Lab, Row, Section
-from benchmarks.timing import foreign, interleave
+from benchmarks.turns import foreign, interleave
 
 BATCHES = (1, 4, 8, 16)
 DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7)
