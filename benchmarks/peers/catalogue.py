@@ -104,7 +104,7 @@ def _llama(peer: Peer, setting: Setting) -> dict[str, Any]:
 
 
 def _transformers(peer: Peer, setting: Setting) -> dict[str, Any]:
-    return {**_named(_both(peer, setting.pair)), "how": peer.how}
+    return {**_named(_both(peer, setting.pair)), "batch": setting.batch, "length": setting.length, "how": peer.how}
 
 
 _SETTINGS = {"ours": _ours, "openvino": _openvino, "llama": _llama, "transformers": _transformers}

@@ -20,7 +20,8 @@ from engine.threads import cores
 BATCHES = (1, 4, 8, 16)
 DRAFTS = (2, 4, 6)
 EIGHT_BITS = ("int8", "q8_0")
-SLOW = 0.4  # of the best in the first round: what is slower is not run again, unless it decodes plainly
+# Of the best in the first round: what is slower is not run again. Plain decoding is what others are compared with.
+SLOW, HOPELESS = 0.4, 0.1
 _SPARE = 64  # tokens of room beyond prompt and output
 
 
@@ -67,7 +68,8 @@ def _batch(lab: Lab, running: dict[Peer, Remote], batch: int, memory: Memory) ->
         except NotMeasured as error:
             yield labels[name] | {"remark": f"not measured: {error}"}
     plain = [name for name in first if not labels[name]["k"]]
-    left = {name: ways[name] for name in promising(first, SLOW, plain)}
+    always = [name for name in plain if name in promising(first, HOPELESS, ())]
+    left = {name: ways[name] for name in promising(first, SLOW, always)}
     bandwidths: list[float] = []
 
     def read_memory() -> None:
