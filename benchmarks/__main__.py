@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.lab import Lab, Options, Section
 from benchmarks.machine import machine
-from benchmarks.sections import grid, moving, ngram, peers, sweep, verify
+from benchmarks.sections import grid, moving, ngram, peers, server, sweep, verify
 from benchmarks.synthetic import SHAPES
 
 SECTIONS: tuple[Section, ...] = (
@@ -26,6 +26,7 @@ SECTIONS: tuple[Section, ...] = (
     grid.SECTION,
     moving.SECTION,
     ngram.SECTION,
+    server.SECTION,
     peers.SECTION,
 )
 

@@ -68,7 +68,8 @@ def _batch(lab: Lab, running: dict[Peer, Remote], batch: int, memory: Memory) ->
         except NotMeasured as error:
             yield labels[name] | {"remark": f"not measured: {error}"}
     plain = [name for name in first if not labels[name]["k"]]
-    always = [name for name in plain if name in promising(first, HOPELESS, ())]
+    fair = promising(first, HOPELESS, ())
+    always = [name for name in plain if name in fair or labels[name]["is_ours"]]
     left = {name: ways[name] for name in promising(first, SLOW, always)}
     bandwidths: list[float] = []
 
