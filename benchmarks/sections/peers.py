@@ -67,10 +67,7 @@ def _batch(lab: Lab, running: dict[Peer, Remote], batch: int, memory: Memory) ->
             first[name] = run()
         except NotMeasured as error:
             yield labels[name] | {"remark": f"not measured: {error}"}
-    plain = [name for name in first if not labels[name]["k"]]
-    fair = promising(first, HOPELESS, ())
-    always = [name for name in plain if name in fair or labels[name]["is_ours"]]
-    left = {name: ways[name] for name in promising(first, SLOW, always)}
+    left = {name: ways[name] for name in _worth_while(first, ways, labels)}
     bandwidths: list[float] = []
 
     def read_memory() -> None:
@@ -78,8 +75,17 @@ def _batch(lab: Lab, running: dict[Peer, Remote], batch: int, memory: Memory) ->
 
     turns = take_turns(left, lab.options.rounds, partial(_tell, lab, batch), read_memory)
     for name in first.keys() - turns.keys():
-        yield labels[name] | {"tokens_per_second": first[name].speed, "remark": "one turn alone: far behind"}
+        yield labels[name] | {"tokens_per_second": first[name].speed, "remark": "first turns alone: far behind"}
     yield from _rows(turns, labels, matrix_bytes(int8_of(lab.pair.target)), bandwidths)
+
+
+def _worth_while(first: dict[str, Turn], ways: dict[str, Callable[[], Turn]], labels: dict[str, Row]) -> list[str]:
+    """Ours, plain decoding unless it is hopeless, and drafts unless they are slow; who seems slow may try again."""
+    ours = [name for name in first if labels[name]["is_ours"]]
+    for name in first.keys() - set(promising(first, SLOW, ours)):
+        first[name] = max(first[name], ways[name](), key=lambda turn: turn.speed)
+    plain = [name for name in promising(first, HOPELESS, ours) if not labels[name]["k"]]
+    return promising(first, SLOW, [*plain, *ours])
 
 
 def _drafts(lab: Lab, peer: Peer) -> list[int | str]:

@@ -48,7 +48,6 @@ def engine():
         "proposer": "model",
         "num_draft_tokens": NUM_DRAFT,
         "max_batch_size": max(LEAST_RATIO),
-        "max_model_len": 512,
         "threads": 1,
     }
     engine = build_engine(EngineConfig.model_validate(settings))
