@@ -76,6 +76,8 @@ class Remote:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         self._log.close()
 
     def _answer(self) -> dict[str, Any]:
