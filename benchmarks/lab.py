@@ -107,11 +107,17 @@ class Lab:
         k: int | str,
         rate: float = 0.0,
         salt: str | None = None,
+        most: int | None = None,
     ) -> Turn:
-        """With drafts of this acceptance; RuntimeError if the tokens are not the rule's."""
+        """With drafts of this acceptance, `most` tokens or as many as the options say.
+
+        Raises:
+            RuntimeError: the tokens are not the rule's.
+        """
         self.script.rate = rate
-        turn = run_turn(engine, prompts, self.options.tokens, way(k, NAME if k else None), salt)
-        if turn.tokens != [self.pair.rule.text(prompt[-1], self.options.tokens) for prompt in prompts]:
+        tokens = min(self.options.tokens, most or self.options.tokens)
+        turn = run_turn(engine, prompts, tokens, way(k, NAME if k else None), salt)
+        if turn.tokens != [self.pair.rule.text(prompt[-1], tokens) for prompt in prompts]:
             raise RuntimeError(f"K={k} gave other tokens than the rule that is planted in the weights")
         return turn
 

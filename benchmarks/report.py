@@ -15,10 +15,13 @@ _INTRODUCTION = """# On CPU, on models of chosen acceptance
 
 Made by `make bench`; sections can be measured apart, and this page is put together from the files in `{folder}/`.
 
-    make bench                                    # everything, more than an hour
+    make bench                                    # everything: about two hours on two cores
     make bench ARGS="grid --rounds 3 --batches 1 4"
     make bench ARGS="peers --peers-python PATH"   # programs of others: see benchmarks/peers/README.md
     pilotfish bench MODEL --draft DRAFT           # plain, fixed K and AUTO on any pair, in a minute
+
+The embedded pair has pages of its own, by `python -m benchmarks.embedded`, `benchmarks.proposers` and
+`benchmarks.control`; single forward passes are timed by `python -m benchmarks.steps`.
 
 Models have random weights of the named shapes, in which one rule is planted: which token follows which
 (`benchmarks/synthetic.py`). All work is real; the text is the same for every program and precision, and that was

@@ -90,11 +90,11 @@ def interleave(
 ) -> dict[str, list[Turn]]:
     """A first round that does not count warms up; then every way in every round.
 
-    A way whose speed in the first round is below `hopeless` times the best one's is not run again and has no turns,
-    unless it is one of `always`.
+    A way whose speed in the first round, at the second try, is below `hopeless` times the best one's is not run again
+    and has no turns, unless it is one of `always`.
     """
     first = {name: run() for name, run in ways.items()}
-    left = promising(first, hopeless, always)
+    left = worth_while(first, ways, hopeless, always)
     nothing: dict[str, list[Turn]] = {name: [] for name in ways}
     return nothing | take_turns({name: ways[name] for name in left}, rounds, tell)
 
@@ -103,6 +103,15 @@ def promising(first: Mapping[str, Turn], hopeless: float, always: Collection[str
     """Those whose speed is at least `hopeless` times the best one's, and those of `always`."""
     best = max(turn.speed for turn in first.values())
     return [name for name, turn in first.items() if name in always or turn.speed >= hopeless * best]
+
+
+def worth_while(
+    first: dict[str, Turn], ways: Mapping[str, Callable[[], Turn]], hopeless: float, always: Collection[str]
+) -> list[str]:
+    """Those that are promising; one that seems not to be may try again, because a single turn can be disturbed."""
+    for name in first.keys() - set(promising(first, hopeless, always)):
+        first[name] = max(first[name], ways[name](), key=lambda turn: turn.speed)
+    return promising(first, hopeless, always)
 
 
 def take_turns(

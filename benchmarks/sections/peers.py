@@ -14,7 +14,7 @@ from benchmarks.peers.catalogue import OURS, PEERS, Peer, Setting
 from benchmarks.peers.remote import NotMeasured, Remote
 from benchmarks.synthetic import int8_of, matrix_bytes
 from benchmarks.timing import AUTO
-from benchmarks.turns import Turn, foreign, median_speed, promising, ratios, take_turns
+from benchmarks.turns import Turn, foreign, median_speed, promising, ratios, take_turns, worth_while
 from engine.threads import cores
 
 BATCHES = (1, 4, 8, 16)
@@ -80,12 +80,11 @@ def _batch(lab: Lab, running: dict[Peer, Remote], batch: int, memory: Memory) ->
 
 
 def _worth_while(first: dict[str, Turn], ways: dict[str, Callable[[], Turn]], labels: dict[str, Row]) -> list[str]:
-    """Ours, plain decoding unless it is hopeless, and drafts unless they are slow; who seems slow may try again."""
+    """Ours, plain decoding unless it is hopeless, and drafts unless they are slow."""
     ours = [name for name in first if labels[name]["is_ours"]]
-    for name in first.keys() - set(promising(first, SLOW, ours)):
-        first[name] = max(first[name], ways[name](), key=lambda turn: turn.speed)
-    plain = [name for name in promising(first, HOPELESS, ours) if not labels[name]["k"]]
-    return promising(first, SLOW, [*plain, *ours])
+    fast = worth_while(first, ways, SLOW, ours)
+    plain = [name for name in promising(first, HOPELESS, ()) if not labels[name]["k"]]
+    return promising(first, SLOW, [*plain, *fast])
 
 
 def _drafts(lab: Lab, peer: Peer) -> list[int | str]:
