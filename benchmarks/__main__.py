@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         told = {"command": command, **machine(), "models": _models(lab.options)}
         report.write(section, rows, options.out, told)
         report.write_page(SECTIONS, options.out)
-        print("\n".join([*section.verdict(rows), "", *report.table(section.columns, rows), ""]))
+        print("\n".join([*(section.verdict(rows) if rows else ()), "", *report.table(section.columns, rows), ""]))
 
 
 def _parser() -> argparse.ArgumentParser:

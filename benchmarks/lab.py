@@ -89,6 +89,10 @@ class Lab:
         """In int8, loaded once."""
         return ReplayModels(self.config, self.script)
 
+    def drafts(self, default: Sequence[int]) -> list[int]:
+        """The numbers of drafts to compare with plain decoding: those asked for, or the section's."""
+        return [k for k in self.options.drafts or default if k]
+
     def engine(self, batch: int, context: int) -> Engine:
         """For so many sequences with prompts of `context` tokens."""
         return self.models.engine(batch, min(POSITIONS, context + self.options.tokens + 32))

@@ -29,7 +29,7 @@ def _cells(lab: Lab, batch: int, context: int) -> Iterator[Row]:
     fixed, auto = lab.engine(batch, context), lab.engine(batch, context)
     salt = "cached" if context > CACHED else None
     for rate in lab.options.rates or RATES:
-        ways = {str(k): partial(lab.turn, fixed, prompts, k, rate, salt) for k in (0, *(lab.options.drafts or DRAFTS))}
+        ways = {str(k): partial(lab.turn, fixed, prompts, k, rate, salt) for k in (0, *lab.drafts(DRAFTS))}
         ways[AUTO] = partial(lab.turn, auto, prompts, AUTO, rate, salt)
         tell = partial(_tell, lab, batch, context, rate)
         turns = interleave(ways, lab.options.rounds, tell, hopeless=HOPELESS, always=("0", AUTO))

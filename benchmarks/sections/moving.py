@@ -35,6 +35,8 @@ def measure(lab: Lab) -> list[Row]:
     """Round after round through all points, without a pause to get used to them."""
     batches = lab.options.batches
     points = [point for point in POINTS if batches is None or point[0] in batches]
+    if not points:
+        return []
     most = max(batch for batch, _ in points)
     plain, auto = lab.engine(most, lab.options.prompt), lab.engine(most, lab.options.prompt)
     rounds: list[list[Leg]] = []

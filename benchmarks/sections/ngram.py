@@ -13,7 +13,7 @@ from engine.calibrate import calibrate
 from engine.engine import Engine
 
 BATCHES = (1, 4)
-DRAFTS = (0, 4, 8, 16)
+DRAFTS = (4, 8, 16)
 AIM = 2.5
 
 
@@ -27,7 +27,7 @@ def measure(lab: Lab) -> list[Row]:
 def _batch(lab: Lab, batch: int, loops: bool) -> Iterator[Row]:
     prompts = lab.pair.rule.prompts(batch, lab.options.prompt, repetitive=loops)
     fixed, auto = _engine(lab, batch), _engine(lab, batch)
-    ways = {str(k): partial(_turn, lab, fixed, prompts, k) for k in lab.options.drafts or DRAFTS}
+    ways = {str(k): partial(_turn, lab, fixed, prompts, k) for k in (0, *lab.drafts(DRAFTS))}
     ways[AUTO] = partial(_turn, lab, auto, prompts, AUTO)
     name = "repeats" if loops else "does not repeat"
     turns = interleave(ways, lab.options.rounds, lambda text: lab.tell(f"ngram, batch {batch}, text {name}, {text}"))

@@ -88,7 +88,7 @@ def _worth_while(first: dict[str, Turn], ways: dict[str, Callable[[], Turn]], la
 
 
 def _drafts(lab: Lab, peer: Peer) -> list[int | str]:
-    fixed = list(lab.options.drafts or DRAFTS) if peer.speculates and not peer.auto else []
+    fixed = lab.drafts(DRAFTS) if peer.speculates and not peer.auto else []
     return [*([0] if peer.plain else []), *fixed, *([AUTO] if peer.auto else [])]
 
 

@@ -13,7 +13,7 @@ from benchmarks.turns import Turn, interleave
 
 BATCHES = (1, 4)
 RATES = (0.3, 0.6, 0.8, 0.9)
-DRAFTS = (0, 1, 2, 3, 4, 5, 6, 8)
+DRAFTS = (1, 2, 3, 4, 5, 6, 8)
 
 
 def measure(lab: Lab) -> list[Row]:
@@ -23,7 +23,7 @@ def measure(lab: Lab) -> list[Row]:
 
 
 def _batch(lab: Lab, batch: int, rates: Sequence[float]) -> Iterator[Row]:
-    context, drafts = lab.options.prompt, lab.options.drafts or DRAFTS
+    context, drafts = lab.options.prompt, [0, *lab.drafts(DRAFTS)]
     prompts = lab.prompts(batch, context)
     # Control learns from its own steps alone.
     fixed, auto = lab.engine(batch, context), lab.engine(batch, context)

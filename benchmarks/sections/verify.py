@@ -11,7 +11,7 @@ from benchmarks.lab import Lab, Row, Section
 from benchmarks.turns import foreign, interleave
 
 BATCHES = (1, 4, 8, 16)
-DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7)
+DRAFTS = (1, 2, 3, 4, 5, 6, 7)
 STEPS = 32  # of a turn: with drafts that are never right each makes one token
 LIMIT = 1.35  # of K=7 over K=0 at batch 1
 
@@ -22,11 +22,11 @@ def measure(lab: Lab) -> list[Row]:
 
 
 def _batch(lab: Lab, batch: int) -> Iterator[Row]:
-    context, drafts = lab.options.prompt, lab.options.drafts or DRAFTS
+    context, drafts = lab.options.prompt, [0, *lab.drafts(DRAFTS)]
     engine, prompts = lab.engine(batch, context), lab.prompts(batch, context)
     ways = {str(k): partial(lab.turn, engine, prompts, k, most=STEPS) for k in drafts}
     turns = interleave(ways, lab.options.rounds, partial(_tell, lab, batch))
-    plain = [statistics.median(turn.verify_seconds) for turn in turns[str(drafts[0])]]
+    plain = [statistics.median(turn.verify_seconds) for turn in turns["0"]]
     for k in drafts:
         mine = [statistics.median(turn.verify_seconds) for turn in turns[str(k)]]
         ratios = [a / b for a, b in zip(mine, plain, strict=True)]
