@@ -76,7 +76,10 @@ def _options(parsed: argparse.Namespace) -> Options:
 
 
 def _models(options: Options) -> str:
-    return f"{options.target} with a draft of {options.draft}, int8, outputs of {options.tokens} tokens"
+    pair = (
+        f"{options.target} with a draft of {options.draft} (agrees at {options.agreement:g} where it is not replayed)"
+    )
+    return f"{pair}, int8, prompts of {options.prompt} tokens, outputs of {options.tokens}"
 
 
 if __name__ == "__main__":

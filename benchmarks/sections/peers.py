@@ -128,16 +128,22 @@ def _rows(
 
 
 def plot(rows: Sequence[Row], folder: Path) -> Sequence[str]:
-    """The best of each program by batch."""
+    """The best way of each program, with drafts or without, by batch."""
     from benchmarks.plots import Line, draw
 
     measured = [r for r in rows if r.get("speeds")]
     lines = []
-    for name in dict.fromkeys(r["name"].removesuffix(f" {AUTO.upper()}") for r in measured):
-        best = _best_by_batch([r for r in measured if r["name"].startswith(name)])
+    for name in dict.fromkeys(_program(r) for r in measured):
+        best = _best_by_batch([r for r in measured if _program(r) == name])
         lines.append(Line(name, list(best), [row["tokens_per_second"] for row in best.values()]))
-    title = "Decoding speed, plainly and with own speculation"
+    title = "Decoding speed, with own speculation where that is faster"
     return [draw(folder / "peers.png", title, "batch (sequences)", "decoding speed (tokens/s)", lines)]
+
+
+def _program(row: Row) -> str:
+    """`openvino int8 + draft` -> `openvino int8`."""
+    name: str = row["name"]
+    return name.removesuffix(" + draft").removesuffix(f" {AUTO.upper()}")
 
 
 def _best_by_batch(rows: Sequence[Row]) -> dict[int, Row]:
