@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 
 from benchmarks.lab import Lab, Row, Section
-from benchmarks.peers.catalogue import PEERS, Setting
+from benchmarks.peers.catalogue import PEERS, Peer, Setting
 from benchmarks.peers.remote import Remote
 from benchmarks.synthetic import int8_of
 from benchmarks.timing import AUTO
@@ -33,7 +33,8 @@ _salts = count()
 def measure(lab: Lab) -> list[Row]:
     """Plain decoding and AUTO, each through the server and offline; the client is on the same machine."""
     batches = lab.options.batches or BATCHES
-    ours = {0: next(p for p in PEERS if p.is_ours and p.plain), AUTO: next(p for p in PEERS if p.is_ours and p.auto)}
+    plain, auto = (next(p for p in PEERS if p.is_ours and p.auto is is_auto) for is_auto in (False, True))
+    ours: dict[int | str, Peer] = {0: plain, AUTO: auto}
     length = lab.options.prompt + lab.options.tokens + _SPARE
     logs = lab.options.models / "logs"
     setting = Setting(lab.pair, sys.executable, lab.options.threads or cores(), max(batches), length, logs)
