@@ -59,8 +59,9 @@ train: install ## Train the embedded pair again (about 90 minutes on two cores; 
 heads: install ## Train the embedded target's Medusa and EAGLE heads again (about 20 minutes on one core)
 	$(BIN)/python -m models.heads $(ARGS)
 
-bench: install ## Measure the embedded pair by number of drafts; writes docs/benchmarks/
-	$(BIN)/python -m benchmarks.embedded --out docs/benchmarks/embedded-cpu $(ARGS)
+bench: install ## Measure this machine, by sections (ARGS="grid --rounds 3"); writes docs/benchmarks/cpu.md
+	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## Remove .venv, caches and build outputs; never the models' training state
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from benchmarks.embedded import machine
+from benchmarks.machine import machine
 from engine.build import build_engine
 from engine.calibrate import calibrate
 from engine.config import EngineConfig

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-import transformers
 from rich.progress import track
 
+from benchmarks.machine import machine
 from engine import LLM, Completion, SamplingParams
 from models import corpus, embedded_draft, embedded_target
 
@@ -110,24 +106,6 @@ def _row(k: int, batch: int, done: list[Completion], speeds: list[float], plain:
         gain=statistics.median(gains),
         gain_range=(min(gains), max(gains)),
     )
-
-
-def machine() -> dict[str, str]:
-    """What the figures were taken on, and from which commit."""
-    cpu = next(
-        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "?"
-    )
-    git = shutil.which("git")
-    commit = "unknown"
-    if git is not None:
-        described = subprocess.run([git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
-        commit = described.stdout.strip()
-    python = platform.python_version()
-    return {
-        "machine": f"{cpu}, {torch.get_num_threads()} threads, {platform.system()}",
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, Python {python}",
-        "commit": commit,
-    }
 
 
 def _markdown(report: Mapping[str, object], rows: Sequence[Row]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from benchmarks.embedded import machine
+from benchmarks.machine import machine
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.engine import Engine

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
+from benchmarks.synthetic import SHAPES
 from engine.attention import choose
 from engine.attention.registry import AttentionName
 from engine.batch import Feed
@@ -34,12 +35,6 @@ from engine.runner import ModelRunner, kv_layout
 from engine.stack import stack
 from engine.threads import use_threads
 
-SHAPES = {
-    "1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
-             "num_key_value_heads": 4, "vocab_size": 32000},
-    "160m": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-             "num_key_value_heads": 12, "vocab_size": 32000},
-}  # fmt: skip
 CONTEXT = 128
 _SWEEP = 2**28  # bytes that one reading of memory sums up
 

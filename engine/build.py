@@ -114,11 +114,12 @@ def assemble(
     draft: PreTrainedModel | None = None,
     extra_proposers: Mapping[str, Proposer] = MappingProxyType({}),
     vocab: VocabMap | None = None,
+    wrappers: Mapping[str, Callable[[Proposer], Proposer]] = MappingProxyType({}),
 ) -> Engine:
     """An engine of models that are loaded already (with our attention: `runner.load_model`).
 
     `extra_proposers` come to those that the config brings, or replace them by name. `vocab` is for a draft of
-    another vocabulary.
+    another vocabulary. `wrappers` put proposers, by name, into others that watch them or change what they say.
     """
     _check_bits_are_promised(config, target.device)
     drafters = Drafters.load(config, target, draft, vocab)
@@ -134,6 +135,7 @@ def assemble(
     # Under the coupled rule a draft's bits reach no output: only the target is slowed down for them.
     attend = attention.choose(config.attention, target.device, row_wise=keeps_rows_apart(target))
     by_name = drafters.proposers(make_arena, attend, config.max_batch_tokens) | dict(extra_proposers)
+    by_name |= {name: wrap(by_name[name]) for name, wrap in wrappers.items()}
     if config.proposer is not None and config.proposer not in by_name:
         raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(by_name)}")
     proposers = Proposers(by_name, runner.vocab_size)

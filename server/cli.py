@@ -25,6 +25,7 @@ commands:
   serve [MODEL] [--draft MODEL]   serve a model; without MODEL the embedded pair
   generate PROMPT                 continue a prompt on a running server
   check [MODEL] [--draft MODEL]   say whether and how this machine can serve a pair
+  bench [MODEL] [--draft MODEL]   measure what speculation gains with a pair on this machine
   quantize MODEL OUT              save a model with int8 or int4 weights in the folder OUT
   version                         print the version
 
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "serve": serve,
         "generate": generate,
         "check": check,
+        "bench": bench,
         "quantize": quantize,
         "version": show_version,
     }
@@ -86,6 +88,21 @@ def check(arguments: list[str]) -> int:
     text, works = wanted.run()
     print(text)
     return 0 if works else 1
+
+
+def bench(arguments: list[str]) -> int:
+    """Plain decoding, fixed drafts and AUTO by turns, as a table."""
+    from pydantic import ValidationError
+
+    from engine.errors import ModelError
+    from server.bench import Bench
+
+    try:
+        print(Bench.of(arguments).run(lambda stage: print(stage, file=sys.stderr)))
+    except (ValidationError, ModelError, OSError) as error:
+        print(f"pilotfish bench: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def quantize(arguments: list[str]) -> int:

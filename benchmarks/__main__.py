@@ -1,0 +1,86 @@
+"""Measure what Pilotfish costs and gains on this machine, by sections.
+
+python -m benchmarks                                   all of it
+python -m benchmarks verify sweep --rounds 3           some of it
+python -m benchmarks --shape tiny --tokens 16          small, to see whether it works
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.lab import Lab, Options, Section
+from benchmarks.machine import machine
+from benchmarks.sections import grid, moving, ngram, peers, server, sweep, verify
+from benchmarks.synthetic import SHAPES
+
+SECTIONS: tuple[Section, ...] = (
+    verify.SECTION,
+    sweep.SECTION,
+    grid.SECTION,
+    moving.SECTION,
+    ngram.SECTION,
+    server.SECTION,
+    peers.SECTION,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure section by section; each is written as soon as it is there."""
+    options = _parser().parse_args(arguments)
+    wanted = [section for section in SECTIONS if not options.sections or section.name in options.sections]
+    lab = Lab(_options(options))
+    command = " ".join(["python -m benchmarks", *(sys.argv[1:] if arguments is None else arguments)])
+    for section in wanted:
+        lab.tell(section.title)
+        rows = section.measure(lab)
+        told = {"command": command, **machine(), "models": _models(lab.options)}
+        report.write(section, rows, options.out, told)
+        report.write_page(SECTIONS, options.out)
+        print("\n".join([*(section.verdict(rows) if rows else ()), "", *report.table(section.columns, rows), ""]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names, d = [section.name for section in SECTIONS], Options()
+    parser.add_argument("sections", nargs="*", choices=[*names, []], help="of " + ", ".join(names) + "; none means all")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/cpu"), help="folder of the results")
+    parser.add_argument("--models", type=Path, default=d.models, help="where the synthetic models are kept")
+    parser.add_argument("--shape", dest="target", choices=SHAPES, default=d.target, help="of the target")
+    parser.add_argument("--draft-shape", dest="draft", choices=SHAPES, default=d.draft)
+    parser.add_argument("--agreement", type=float, default=d.agreement, help="of the draft that is not replayed")
+    parser.add_argument("--threads", type=int, default=d.threads, help="default: the cores this process may use")
+    parser.add_argument("--rounds", type=int, default=d.rounds, help="that count; one more warms up")
+    parser.add_argument("--prompt", type=int, default=d.prompt, help="tokens")
+    parser.add_argument("--tokens", type=int, default=d.tokens, help="of output")
+    parser.add_argument("--kv-memory", type=float, default=d.kv_memory, help="GiB for keys and values, per engine")
+    parser.add_argument("--peers", nargs="*", help="names, or parts of names, of programs; none at all: ours alone")
+    parser.add_argument("--peers-python", default=d.peers_python, help="a Python that has the peers installed")
+    for name, of in (("batches", int), ("rates", float), ("contexts", int), ("drafts", int)):
+        parser.add_argument(f"--{name}", type=of, nargs="+", help="default: what the section asks for")
+    return parser
+
+
+def _options(parsed: argparse.Namespace) -> Options:
+    given = {name: value for name, value in vars(parsed).items() if name in Options.__dataclass_fields__}
+    kept: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return replace(Options(), **kept)
+
+
+def _models(options: Options) -> str:
+    pair = (
+        f"{options.target} with a draft of {options.draft} (agrees at {options.agreement:g} where it is not replayed)"
+    )
+    return f"{pair}, int8, prompts of {options.prompt} tokens, outputs of {options.tokens}"
+
+
+if __name__ == "__main__":
+    main()

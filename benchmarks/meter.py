@@ -1,0 +1,55 @@
+"""Who used the processor between two moments: this process, or others. Knows the standard library alone."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+_STAT = Path("/proc/stat")
+_TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Processor time between two moments, in seconds; None where the system does not tell."""
+
+    wall: float
+    own: float
+    foreign: float | None  # other processes' and the kernel's for them
+    stolen: float | None  # cores that the host gave to others
+
+
+class Meter:
+    """Measures processor time of this process and of all others, from `start` on."""
+
+    def __init__(self) -> None:
+        self._wall = self._own = 0.0
+        self._busy: tuple[float, float] | None = None
+
+    @classmethod
+    def start(cls) -> Self:
+        """Begin now."""
+        meter = cls()
+        meter._wall, meter._own, meter._busy = time.perf_counter(), time.process_time(), _busy()
+        return meter
+
+    def stop(self) -> Usage:
+        """What was used since."""
+        wall, own = time.perf_counter() - self._wall, time.process_time() - self._own
+        now, before = _busy(), self._busy
+        if now is None or before is None:
+            return Usage(wall, own, None, None)
+        return Usage(wall, own, max(0.0, now[0] - before[0] - own), now[1] - before[1])
+
+
+def _busy() -> tuple[float, float] | None:
+    """Seconds since boot that all cores worked, and that were stolen from them."""
+    try:
+        fields = _STAT.read_text("ascii").split("\n", 1)[0].split()[1:]
+    except OSError:
+        return None
+    user, nice, system, _idle, _wait, irq, soft, steal = (int(field) * _TICK for field in fields[:8])
+    return user + nice + system + irq + soft, steal

@@ -1,0 +1,125 @@
+"""Which programs there are, what each needs, and how a synthetic pair becomes a model of theirs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.remote import NotMeasured, Remote
+from benchmarks.synthetic import Pair, int8_of
+
+OURS = "pilotfish int8"
+_CACHE = 4  # GB of K/V for OpenVINO
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all programs are told."""
+
+    pair: Pair
+    python: str  # that has the peers installed
+    threads: int
+    batch: int  # most sequences at once
+    length: int  # most tokens of a sequence
+    logs: Path
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One program with one kind of weights, in one process."""
+
+    name: str
+    module: str  # in this package
+    weights: str  # as the program names them
+    speculates: bool = False  # with its own draft model
+    plain: bool = True  # and without
+    auto: bool = False  # chooses the number of drafts by itself
+    most: int = 64  # sequences; one at a time is all that some take
+    is_ours: bool = False
+    how: str = ""
+
+    def start(self, setting: Setting) -> Remote:
+        """Convert what has to be converted, and load.
+
+        Raises:
+            NotMeasured: it is not installed, or cannot take the model.
+        """
+        settings = _SETTINGS[self.module](self, setting)
+        # transformers is a dependency of ours: it runs where we run.
+        python = sys.executable if self.module in ("ours", "transformers") else setting.python
+        log = setting.logs / f"{self.name.replace(' ', '-')}.log"
+        return Remote(python, f"benchmarks.peers.{self.module}", settings | {"threads": setting.threads}, log)
+
+
+# Ours first. What can be had from one process is: OpenVINO's pipeline either speculates or does not.
+PEERS = (
+    Peer(OURS, "ours", "int8", speculates=True, is_ours=True),
+    Peer(f"{OURS} AUTO", "ours", "int8", plain=False, auto=True, is_ours=True),
+    Peer("openvino int8", "openvino", "int8"),
+    Peer("openvino int8 + draft", "openvino", "int8", speculates=True, plain=False),
+    Peer("openvino int4", "openvino", "int4"),
+    Peer("openvino int4 + draft", "openvino", "int4", speculates=True, plain=False),
+    Peer("llama.cpp q8_0", "llama", "q8_0", speculates=True),
+    Peer("llama.cpp q4_0", "llama", "q4_0", speculates=True),
+    Peer("transformers bf16", "transformers", "bf16", how="generate"),
+    Peer("transformers bf16 + draft", "transformers", "bf16", speculates=True, plain=False, most=1, how="generate"),
+    Peer("transformers bf16 batch", "transformers", "bf16", how="generate_batch"),
+)
+
+
+def _ours(_: Peer, setting: Setting) -> dict[str, Any]:
+    pair = setting.pair
+    return {
+        "target": str(int8_of(pair.target)),
+        "draft": str(int8_of(pair.draft)),
+        "proposer": "model",
+        "num_draft_tokens": 16,
+        "max_batch_size": setting.batch,
+        "max_model_len": setting.length,
+        "kv_memory": _CACHE,
+    }
+
+
+def _openvino(peer: Peer, setting: Setting) -> dict[str, Any]:
+    bits = peer.weights.removeprefix("int")
+    models = [model.with_name(f"{model.name}-openvino-{peer.weights}") for model in _both(peer, setting.pair)]
+    for source, out in zip(_both(peer, setting.pair), models, strict=True):
+        if not (out / "config.json").exists():
+            _convert(setting, "openvino", "export", str(source), str(out), bits)
+    return {**_named(models), "batch": setting.batch, "cache": _CACHE}
+
+
+def _llama(peer: Peer, setting: Setting) -> dict[str, Any]:
+    models = [model.with_name(f"{model.name}-llama-{peer.weights}.gguf") for model in _both(peer, setting.pair)]
+    for source, out in zip(_both(peer, setting.pair), models, strict=True):
+        if not out.exists():
+            whole = source.with_name(f"{source.name}-f16.gguf")
+            _convert(setting, "llama", "export", str(source), str(whole))
+            _convert(setting, "llama", "quantize", str(whole), str(out), peer.weights)
+            whole.unlink()
+    return {**_named(models), "batch": setting.batch, "length": setting.length}
+
+
+def _transformers(peer: Peer, setting: Setting) -> dict[str, Any]:
+    return {**_named(_both(peer, setting.pair)), "batch": setting.batch, "length": setting.length, "how": peer.how}
+
+
+_SETTINGS = {"ours": _ours, "openvino": _openvino, "llama": _llama, "transformers": _transformers}
+
+
+def _both(peer: Peer, pair: Pair) -> list[Path]:
+    return [pair.target, pair.draft] if peer.speculates else [pair.target]
+
+
+def _named(models: list[Path]) -> dict[str, str | None]:
+    return {"model": str(models[0]), "draft": str(models[1]) if len(models) > 1 else None}
+
+
+def _convert(setting: Setting, module: str, *arguments: str) -> None:
+    command = [setting.python, "-m", f"benchmarks.peers.{module}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NotMeasured(f"converting failed: {done.stderr.strip().splitlines()[-1]}")

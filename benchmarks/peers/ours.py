@@ -1,0 +1,36 @@
+"""Pilotfish as a peer among peers: the same engine that the server runs, in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.peers.worker import Prompts, serve
+from benchmarks.timing import run_turn, way
+from benchmarks.turns import Turn
+from engine.build import build_engine
+from engine.calibrate import calibrate
+from engine.config import EngineConfig
+from server.version import version
+
+
+class Pilotfish:
+    """With a draft model of its own weights: nothing is replayed here."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.version = f"pilotfish {version()}"
+        self._engine = build_engine(EngineConfig.model_validate(settings))
+        self._engine.warm_up()
+        calibrate(self._engine, self._engine.config.warm_up_seconds)
+
+    def run(self, prompts: Prompts, tokens: int, k: int | str) -> Turn:
+        """See `Program`."""
+        return run_turn(self._engine, [_ids(prompt) for prompt in prompts], tokens, way(k, "model" if k else None))
+
+
+def _ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prompt)
+
+
+if __name__ == "__main__":
+    serve(Pilotfish)

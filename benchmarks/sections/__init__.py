@@ -1,0 +1,1 @@
+"""One question each; `python -m benchmarks` asks them."""

@@ -1,0 +1,90 @@
+"""Never slower: AUTO against plain decoding and against the best fixed K, over batch, acceptance and context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from benchmarks.lab import Lab, Row, Section, row_of
+from benchmarks.timing import AUTO
+from benchmarks.turns import interleave
+
+BATCHES = (1, 4, 16, 32)
+RATES = (0.0, 0.3, 0.6, 0.9)
+CONTEXTS = (64, 1024)
+DRAFTS = (1, 2, 4, 7)
+HOPELESS = 0.8  # a fixed K that is so far behind in the first round is not the best one
+CACHED = 512  # tokens: longer prompts are read once, or reading them would be all that is measured
+NEVER_BELOW, WITHIN = 0.97, 0.90
+
+
+def measure(lab: Lab) -> list[Row]:
+    """Each cell: plain, AUTO, and fixed K as far as they have a chance."""
+    batches, contexts = lab.options.batches or BATCHES, lab.options.contexts or CONTEXTS
+    return [row for context in contexts for batch in batches for row in _cells(lab, batch, context)]
+
+
+def _cells(lab: Lab, batch: int, context: int) -> Iterator[Row]:
+    prompts = lab.prompts(batch, context)
+    fixed, auto = lab.engine(batch, context), lab.engine(batch, context)
+    salt = "cached" if context > CACHED else None
+    for rate in lab.options.rates or RATES:
+        ways = {str(k): partial(lab.turn, fixed, prompts, k, rate, salt) for k in (0, *lab.drafts(DRAFTS))}
+        ways[AUTO] = partial(lab.turn, auto, prompts, AUTO, rate, salt)
+        tell = partial(_tell, lab, batch, context, rate)
+        turns = interleave(ways, lab.options.rounds, tell, hopeless=HOPELESS, always=("0", AUTO))
+        plain = turns["0"]
+        rows = [row_of(mine, plain, k=name) for name, mine in turns.items() if mine]
+        best = max((r for r in rows if r["k"] != AUTO), key=lambda r: r["gain"])
+        mine = next(r for r in rows if r["k"] == AUTO)
+        yield mine | {
+            "batch": batch,
+            "context": context,
+            "rate": rate,
+            "plain": next(r["tokens_per_second"] for r in rows if r["k"] == "0"),
+            "best_k": best["k"],
+            "best_gain": best["gain"],
+            "share_of_best": mine["gain"] / best["gain"],
+            "fixed": {r["k"]: r["gain"] for r in rows},
+        }
+
+
+def _tell(lab: Lab, batch: int, context: int, rate: float, text: str) -> None:
+    lab.tell(f"grid, batch {batch}, context {context}, acceptance {rate}, {text}")
+
+
+def verdict(rows: Sequence[Row]) -> Sequence[str]:
+    """The worst cells."""
+    if not rows:
+        return ()
+    worst, behind = min(rows, key=lambda r: r["gain"]), min(rows, key=lambda r: r["share_of_best"])
+    never = f"Worst of {len(rows)} cells: AUTO is {worst['gain']:.2f} times plain ({_where(worst)})"
+    within = f"Farthest behind the best fixed K: {behind['share_of_best']:.2f} of it ({_where(behind)})"
+    return [f"{never}; the aim is {NEVER_BELOW}. {within}; the aim is {WITHIN}."]
+
+
+def _where(row: Row) -> str:
+    return f"batch {row['batch']}, context {row['context']}, acceptance {row['rate']:g}"
+
+
+SECTION = Section(
+    "grid",
+    "Never slower: AUTO over batch, acceptance and context",
+    measure,
+    "Decoding speed of plain in tokens/s; gains over plain in the same round, median over rounds. A fixed K that is "
+    f"below {HOPELESS} of the best way in the first, uncounted round is not run again. Prompts of more than "
+    f"{CACHED} tokens are cached by target and draft from the first round on.",
+    {
+        "context": "{context}",
+        "batch": "{batch}",
+        "acceptance": "{rate:g}",
+        "plain tokens/s": "{plain:.1f}",
+        "AUTO": "{gain:.2f}",
+        "AUTO, whole": "{whole_gain:.2f}",
+        "best K": "{best_k}",
+        "its gain": "{best_gain:.2f}",
+        "AUTO/best": "{share_of_best:.2f}",
+        "foreign cores": "{foreign:.2f}",
+    },
+    verdict=verdict,
+)

@@ -1,0 +1,203 @@
+"""Beside other programs: the same weights, prompts and threads, round by round, with speculation on both sides."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from benchmarks.lab import Lab, Row, Section
+from benchmarks.machine import Memory
+from benchmarks.peers.catalogue import OURS, PEERS, Peer, Setting
+from benchmarks.peers.remote import NotMeasured, Remote
+from benchmarks.synthetic import int8_of, matrix_bytes
+from benchmarks.timing import AUTO
+from benchmarks.turns import Turn, foreign, median_speed, promising, ratios, take_turns, worth_while
+from engine.threads import cores
+
+BATCHES = (1, 4, 8, 16)
+DRAFTS = (2, 4, 6)
+EIGHT_BITS = ("int8", "q8_0")
+# Of the best in the first round: what is slower is not run again. Plain decoding is what others are compared with.
+SLOW, HOPELESS = 0.4, 0.1
+_SPARE = 64  # tokens of room beyond prompt and output
+
+
+def measure(lab: Lab) -> list[Row]:
+    """Every program that is here, every batch; those that are not have a row that says why."""
+    wanted = lab.options
+    batches = wanted.batches or BATCHES
+    length = wanted.prompt + wanted.tokens + _SPARE
+    threads = wanted.threads or cores()
+    logs = wanted.models / "logs"
+    setting = Setting(lab.pair, wanted.peers_python, threads, max(batches), length, logs)
+    chosen = [p for p in PEERS if wanted.peers is None or p.is_ours or any(name in p.name for name in wanted.peers)]
+    rows: list[Row] = []
+    with ExitStack() as processes:
+        running: dict[Peer, Remote] = {}
+        for peer in chosen:
+            try:
+                remote = processes.enter_context(peer.start(setting))
+                lab.tell(f"{peer.name}: {remote.ready()}")
+                running[peer] = remote
+            except NotMeasured as error:
+                lab.tell(f"{peer.name}: not measured: {error}")
+                rows.append({"name": peer.name, "remark": f"not measured: {error}"})
+        memory = Memory(threads)
+        for batch in batches:
+            rows += _batch(lab, running, batch, memory)
+    return rows
+
+
+def _batch(lab: Lab, running: dict[Peer, Remote], batch: int, memory: Memory) -> Iterator[Row]:
+    """All ways to run one batch; a first round shows which are possible and which are worth more rounds."""
+    prompts = lab.pair.rule.prompts(batch, lab.options.prompt)
+    ways: dict[str, Callable[[], Turn]] = {}
+    labels: dict[str, Row] = {}
+    for peer, remote in running.items():
+        for k in _drafts(lab, peer) if batch <= peer.most else ():
+            name = f"{peer.name}, K {k}"
+            ways[name] = partial(_turn, lab, remote, prompts, k)
+            labels[name] = {"batch": batch, "name": peer.name, "k": k, "is_ours": peer.is_ours}
+    first: dict[str, Turn] = {}
+    for name, run in ways.items():
+        try:
+            first[name] = run()
+        except NotMeasured as error:
+            yield labels[name] | {"remark": f"not measured: {error}"}
+    left = {name: ways[name] for name in _worth_while(first, ways, labels)}
+    bandwidths: list[float] = []
+
+    def read_memory() -> None:
+        bandwidths.append(memory.bandwidth())
+
+    turns = take_turns(left, lab.options.rounds, partial(_tell, lab, batch), read_memory)
+    for name in first.keys() - turns.keys():
+        yield labels[name] | {"tokens_per_second": first[name].speed, "remark": "first turns alone: far behind"}
+    yield from _rows(turns, labels, matrix_bytes(int8_of(lab.pair.target)), bandwidths)
+
+
+def _worth_while(first: dict[str, Turn], ways: dict[str, Callable[[], Turn]], labels: dict[str, Row]) -> list[str]:
+    """Ours, plain decoding unless it is hopeless, and drafts unless they are slow."""
+    ours = [name for name in first if labels[name]["is_ours"]]
+    fast = worth_while(first, ways, SLOW, ours)
+    plain = [name for name in promising(first, HOPELESS, ()) if not labels[name]["k"]]
+    return promising(first, SLOW, [*plain, *fast])
+
+
+def _drafts(lab: Lab, peer: Peer) -> list[int | str]:
+    fixed = lab.drafts(DRAFTS) if peer.speculates and not peer.auto else []
+    return [*([0] if peer.plain else []), *fixed, *([AUTO] if peer.auto else [])]
+
+
+def _turn(lab: Lab, remote: Remote, prompts: Sequence[tuple[int, ...]], k: int | str) -> Turn:
+    turn = remote.run(prompts, lab.options.tokens, k)
+    if turn.tokens != [lab.pair.rule.text(prompt[-1], lab.options.tokens) for prompt in prompts]:
+        raise NotMeasured("gave other tokens than the rule that is planted in the weights")
+    return turn
+
+
+def _tell(lab: Lab, batch: int, text: str) -> None:
+    lab.tell(f"peers, batch {batch}, {text}")
+
+
+def _rows(
+    turns: dict[str, list[Turn]], labels: dict[str, Row], weight_bytes: int, bandwidths: Sequence[float]
+) -> Iterator[Row]:
+    ours = [name for name in turns if labels[name]["is_ours"]]
+    best = max(ours, key=lambda name: median_speed(turns[name]))
+    plain = turns[f"{OURS}, K 0"]
+    for name, mine in turns.items():
+        # A step of plain decoding reads every weight once.
+        needs = [turn.speed / labels[name]["batch"] * weight_bytes / 1e9 for turn in mine]
+        is_plain_int8 = labels[name]["is_ours"] and not labels[name]["k"]
+        shares = [need / had for need, had in zip(needs, bandwidths, strict=True)]
+        yield labels[name] | {
+            "tokens_per_second": median_speed(mine),
+            "whole": statistics.median(turn.whole_speed for turn in mine),
+            "plain_over_it": statistics.median(ratios(plain, mine)),
+            "best_over_it": statistics.median(ratios(turns[best], mine)),
+            "speeds": [turn.speed for turn in mine],
+            "bandwidths": list(bandwidths),
+            "memory_share": statistics.median(shares) if is_plain_int8 else None,
+            "foreign": foreign(mine),
+            "remark": f"{statistics.median(shares):.0%} of the memory's limit" if is_plain_int8 else "",
+        }
+
+
+def plot(rows: Sequence[Row], folder: Path) -> Sequence[str]:
+    """The best way of each program, with drafts or without, by batch."""
+    from benchmarks.plots import Line, draw
+
+    measured = [r for r in rows if r.get("speeds")]
+    lines = []
+    for name in dict.fromkeys(_program(r) for r in measured):
+        best = _best_by_batch([r for r in measured if _program(r) == name])
+        lines.append(Line(name, list(best), [row["tokens_per_second"] for row in best.values()]))
+    title = "Decoding speed, with own speculation where that is faster"
+    return [draw(folder / "peers.png", title, "batch (sequences)", "decoding speed (tokens/s)", lines)]
+
+
+def _program(row: Row) -> str:
+    """`openvino int8 + draft` -> `openvino int8`."""
+    name: str = row["name"]
+    return name.removesuffix(" + draft").removesuffix(f" {AUTO.upper()}")
+
+
+def _best_by_batch(rows: Sequence[Row]) -> dict[int, Row]:
+    best: dict[int, Row] = {}
+    for row in sorted(rows, key=lambda r: (r["batch"], r["tokens_per_second"])):
+        best[row["batch"]] = row
+    return best
+
+
+def verdict(rows: Sequence[Row]) -> Sequence[str]:
+    """What the aims are about, batch by batch."""
+    measured = [r for r in rows if r.get("speeds")]
+    return [line for batch in sorted({r["batch"] for r in measured}) for line in _verdict(measured, batch)]
+
+
+def _verdict(rows: Sequence[Row], batch: int) -> Iterator[str]:
+    mine = [r for r in rows if r["batch"] == batch]
+    others = [r for r in mine if not r["is_ours"]]
+    plain = next(r for r in mine if r["is_ours"] and not r["k"])
+    told = [f"{plain['memory_share']:.0%} of the memory's limit"]
+    told += [f"{r['plain_over_it']:.2f} times {r['name']}" for r in others if not r["k"] and _kind(r) in EIGHT_BITS]
+    yield f"- Batch {batch}, plain: {plain['tokens_per_second']:.1f} tokens/s, {', '.join(told)}."
+    best = max((r for r in mine if r["is_ours"]), key=lambda r: r["tokens_per_second"])
+    told = [f"{plain['best_over_it']:.2f} times plain"]
+    if others:
+        first = max(others, key=lambda r: r["tokens_per_second"])
+        told.append(f"{first['best_over_it']:.2f} times the best other ({first['name']}, K {first['k']})")
+    yield f"- Batch {batch}, with drafts: {best['tokens_per_second']:.1f} tokens/s (K {best['k']}), {', '.join(told)}."
+
+
+def _kind(row: Row) -> str:
+    return str(row["name"]).split()[1]
+
+
+SECTION = Section(
+    "peers",
+    "Beside other programs",
+    measure,
+    "Decoding speed in tokens/s from the moment that every sequence has a token, median over rounds; whole: prompts "
+    "included. Ratios are medians of ratios within a round: our plain decoding over it, and our best way over it. The "
+    "draft model agrees with the target at the stated rate for everybody: it is in the weights. transformers' batches "
+    "do not say when decoding begins: both speeds are the whole. llama.cpp is driven through its C interface by a loop "
+    "of ours. Memory is read before each round.",
+    {
+        "batch": "{batch}",
+        "program": "{name}",
+        "K": "{k}",
+        "tokens/s": "{tokens_per_second:.1f}",
+        "whole": "{whole:.1f}",
+        "our plain/it": "{plain_over_it:.2f}",
+        "our best/it": "{best_over_it:.2f}",
+        "foreign cores": "{foreign:.2f}",
+        "remark": "{remark}",
+    },
+    plot,
+    verdict,
+)

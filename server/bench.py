@@ -1,0 +1,161 @@
+"""`pilotfish bench`: what speculation gains with one pair on this machine. Knows requests and seconds, no tensors.
+
+Plain decoding, a fixed number of drafts and AUTO take turns within a round, because a machine that others use is faster
+in one minute than in the next; what is shown is the median over rounds of ratios within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+from pydantic_settings import SettingsConfigDict
+
+from engine.types import Finished, Request, SamplingParams, SpeculationMode, SpeculationParams
+from models import corpus
+from server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from server.model import ServedModel
+
+WAYS = (SpeculationMode.OFF, SpeculationMode.FIXED, SpeculationMode.AUTO)
+_PROMPT = 64  # tokens, of a model without a tokenizer
+_salts = count()
+
+
+class BenchConfig(ServerConfig):
+    """How fast is this pair here? Takes the options, variables and file of `pilotfish serve`.
+
+    Besides: --tokens of each output, --rounds, --batches, and --json prints JSON.
+    """
+
+    model_config = SettingsConfigDict(cli_prog_name="pilotfish bench")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to decode one batch. Speeds in tokens per second, prompts included."""
+
+    batch: int
+    speculation: str
+    tokens_per_second: float
+    gain: float  # over plain decoding, median over rounds of the ratio within a round
+    acceptance_rate: float | None  # None where nothing was drafted
+    acceptance_length: float | None
+    same_tokens: bool  # as plain decoding; rounding may decide a near-tie otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """All prompts once."""
+
+    tokens: list[list[int]]
+    ended: list[Finished]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One call of the command."""
+
+    config: BenchConfig
+    tokens: int
+    rounds: int
+    batches: tuple[int, ...]
+    as_json: bool
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> Bench:
+        """From the command line."""
+        own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        own.add_argument("--tokens", type=int, default=64)
+        own.add_argument("--rounds", type=int, default=3)
+        own.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+        own.add_argument("--json", action="store_true")
+        mine, others = own.parse_known_args(arguments)
+        return cls(BenchConfig.load(others), mine.tokens, mine.rounds, tuple(mine.batches), mine.json)
+
+    def run(self, tell: Callable[[str], None] = lambda _: None) -> str:
+        """The table; `tell` is told how far it is.
+
+        Raises:
+            ModelError: a checkpoint that cannot be served.
+        """
+        from server.model import ServedModel
+
+        model = ServedModel.load(self.config.engine(), tell)
+        rows = [row for batch in self.batches for row in self._batch(model, batch, tell)]
+        if self.as_json:
+            return json.dumps([asdict(row) for row in rows], indent=1)
+        drafts = self.config.num_draft_tokens
+        return as_text(rows, f"{model.name}, drafts by {model.engine.default_proposer}, K up to {drafts}")
+
+    def _batch(self, model: ServedModel, batch: int, tell: Callable[[str], None]) -> list[Row]:
+        prompts = _prompts(model, batch)
+        turns: dict[SpeculationMode, list[Turn]] = {way: [] for way in WAYS}
+        for number in range(self.rounds + 1):
+            for way in WAYS:
+                tell(f"batch {batch}, round {number} of {self.rounds}, {way}")
+                turn = _turn(model.engine, prompts, self.tokens, way)
+                if number:  # the first round warms up
+                    turns[way].append(turn)
+        return [_row(batch, way, turns[way], turns[SpeculationMode.OFF]) for way in WAYS]
+
+
+def _prompts(model: ServedModel, batch: int) -> list[tuple[int, ...]]:
+    """Starts of functions of Python's standard library; of a model without a tokenizer any tokens."""
+    if model.codec is None:
+        size = model.engine.vocab_size
+        return [tuple((7 * i + j) % size for j in range(_PROMPT)) for i in range(batch)]
+    return [tuple(model.codec.encode(text)) for text in corpus.held_out_prompts(batch)]
+
+
+def _turn(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, way: SpeculationMode) -> Turn:
+    """Each request is a tenant of its own, so that nothing is cached from one turn to the next."""
+    sampling, salt = SamplingParams(max_tokens=tokens, ignore_eos=True), next(_salts)
+    for i, prompt in enumerate(prompts):
+        speculation, tenant = SpeculationParams(mode=way), f"bench-{salt}-{i}"
+        engine.add(
+            Request(request_id=str(i), token_ids=prompt, sampling=sampling, speculation=speculation, cache_salt=tenant)
+        )
+    made: list[list[int]] = [[] for _ in prompts]
+    ended: list[Finished] = []
+    start = time.perf_counter()
+    while engine.has_work:
+        for event in engine.step().events:
+            made[int(event.request_id)] += event.token_ids
+            ended += [event.finished] if event.finished is not None else []
+    return Turn(made, ended, time.perf_counter() - start)
+
+
+def _row(batch: int, way: SpeculationMode, turns: Sequence[Turn], plain: Sequence[Turn]) -> Row:
+    stats = [ended.stats for ended in turns[-1].ended]
+    rounds, drafted, accepted = (sum(getattr(s, name) for s in stats) for name in ("rounds", "drafted", "accepted"))
+    return Row(
+        batch=batch,
+        speculation=str(way),
+        tokens_per_second=statistics.median(sum(map(len, turn.tokens)) / turn.seconds for turn in turns),
+        gain=statistics.median(p.seconds / turn.seconds for p, turn in zip(plain, turns, strict=True)),
+        acceptance_rate=accepted / drafted if drafted else None,
+        acceptance_length=1 + accepted / rounds if rounds else None,
+        same_tokens=all(turn.tokens == plain[0].tokens for turn in turns),
+    )
+
+
+def as_text(rows: Sequence[Row], title: str) -> str:
+    """Aligned columns under a title."""
+    lines = [title, "", f"{'batch':>5}  {'speculation':<11}  {'tokens/s':>8}  {'gain':>5}  {'kept':>5}  tokens/round"]
+    for row in rows:
+        kept = "" if row.acceptance_rate is None else f"{row.acceptance_rate:.2f}"
+        length = "" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
+        speed = f"{row.batch:>5}  {row.speculation:<11}  {row.tokens_per_second:>8.1f}  {row.gain:>5.2f}"
+        other = "" if row.same_tokens else "  (other tokens than plain decoding: near-ties)"
+        lines.append(f"{speed}  {kept:>5}  {length:>12}{other}")
+    return "\n".join(lines)

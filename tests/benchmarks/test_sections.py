@@ -1,0 +1,63 @@
+"""`python -m benchmarks` from options to page, on models so small that the figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.__main__ import SECTIONS, main
+from benchmarks.report import part, table
+from benchmarks.sections.sweep import expected_gain
+from benchmarks.turns import interleave, promising, ratios
+from tests.benchmarks.turns import turn
+
+OFFLINE = ["verify", "sweep", "grid", "moving", "ngram"]
+SMALL = "--shape tiny --draft-shape tinier --tokens 8 --rounds 1 --prompt 16 --batches 1 4 --rates 0.8 --contexts 16"
+
+
+def test_offline_sections_measure_and_write(tmp_path, capsys):
+    out = tmp_path / "cpu"
+    options = [*SMALL.split(), "--threads", "1", "--models", str(tmp_path / "models"), "--out", str(out)]
+    main([*OFFLINE, *options])
+    page = out.with_suffix(".md").read_text()
+    for section in SECTIONS:
+        assert (f"## {section.title}" in page) == (section.name in OFFLINE)
+    for name in OFFLINE:
+        found = json.loads((out / f"{name}.json").read_text())
+        assert found["rows"]
+        assert found["command"].startswith(f"python -m benchmarks {OFFLINE[0]}")
+        assert {"machine", "versions", "commit"} <= found.keys()
+    assert "AUTO is" in capsys.readouterr().out
+
+
+def test_theory():
+    assert expected_gain(0.0, 4, 1.0, 0.0) == 1.0
+    assert expected_gain(1.0, 4, 1.0, 0.0) == 5.0
+    assert expected_gain(0.5, 1, 1.25, 0.25) == 1.0
+
+
+def test_a_cell_without_a_figure_is_empty():
+    assert table({"a": "{a}", "b": "{b:.1f}"}, [{"a": 1}, {"a": 2, "b": 0.25}])[2:] == ["| 1 |  |", "| 2 | 0.2 |"]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
+def test_every_section_can_be_shown_without_rows(section):
+    told = {"command": "c", "machine": "m", "versions": "v", "commit": "0", "models": "s", "rows": [], "pictures": []}
+    assert section.title in part(section, told, "cpu")
+
+
+def test_ways_take_turns_forwards_and_backwards():
+    called = []
+
+    def way(name, speed):
+        return lambda: called.append(name) or turn(speed)
+
+    turns = interleave({"a": way("a", 10), "b": way("b", 2), "c": way("c", 9)}, 2, hopeless=0.5)
+    assert called == ["a", "b", "c", "b", "a", "c", "c", "a"], "b had a second try"
+    assert [len(mine) for mine in turns.values()] == [2, 0, 2]
+    assert ratios(turns["a"], turns["c"]) == [pytest.approx(10 / 9)] * 2
+
+
+def test_who_must_stay_stays():
+    assert promising({"a": turn(10), "b": turn(1)}, 0.5, ["b"]) == ["a", "b"]

@@ -1,0 +1,130 @@
+"""Synthetic pairs say what is planted in them, and drafts are right as often as was asked."""
+
+from __future__ import annotations
+
+import pytest
+from safetensors.torch import load_file
+
+from benchmarks.replay import NAME, ReplayModels, Script
+from benchmarks.synthetic import LOOP, Pair, Rule, agreement, int8_of, matrix_bytes
+from benchmarks.timing import AUTO, run_turn, way
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.text import Codec
+
+TOKENS, BATCH = 48, 4
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return Pair.make(tmp_path_factory.mktemp("models"), "tiny", "tinier", 0.75)
+
+
+@pytest.fixture(scope="module")
+def config(pair):
+    settings = {
+        "target": str(int8_of(pair.target)),
+        "draft": str(int8_of(pair.draft)),
+        "max_model_len": 256,
+        "max_batch_size": BATCH,
+        "num_draft_tokens": 8,
+        "warm_up_seconds": 0.0,
+        "threads": 1,
+    }
+    return EngineConfig.model_validate(settings)
+
+
+@pytest.fixture(scope="module")
+def engine(config):
+    return build_engine(config)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
+def test_agreement_is_as_asked_in_every_stretch(rate):
+    found = agreement(3200, rate, seed=5)
+    per_block = found.reshape(-1, 32).sum(1)
+    assert abs(found.mean() - rate) < 0.002
+    assert per_block.max() - per_block.min() <= 1
+
+
+def test_agreement_is_by_chance_within_a_stretch():
+    a, b = agreement(3200, 0.5, seed=1), agreement(3200, 0.5, seed=2)
+    assert 0.4 < (a == b).mean() < 0.6
+    assert (a == agreement(3200, 0.5, seed=1)).all(), "the same each time"
+
+
+@pytest.mark.parametrize("vocab_size", [512, 1000])
+def test_the_rule_is_a_circle_and_loops(vocab_size):
+    rule = Rule(vocab_size, seed=3)
+    assert sorted(rule.successor) == list(range(vocab_size))
+    circle = rule.text(int(rule.order[0]), rule.circle)
+    assert len(set(circle)) == rule.circle
+    for start in rule.order[rule.circle :: LOOP]:
+        text = rule.text(int(start), 2 * LOOP)
+        assert text[:LOOP] == text[LOOP:]
+        assert len(set(text)) == LOOP
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+def test_another_rule_agrees_at_the_rate(rate):
+    rule = Rule(4096)
+    other = rule.agreeing(rate)
+    assert sorted(other) == list(range(4096))
+    assert (other == rule.successor).mean() == pytest.approx(rate, abs=0.001)
+
+
+def test_repetitive_prompts_repeat_and_others_do_not():
+    rule = Rule(4096)
+    [loop] = rule.prompts(1, 2 * LOOP, repetitive=True)
+    assert loop[:LOOP] == loop[LOOP:]
+    prompts = rule.prompts(8, 16)
+    texts = [rule.text(prompt[-1], 64) for prompt in prompts]
+    assert len({token for text in texts for token in text}) == 8 * 64, "no two continuations meet"
+
+
+@pytest.mark.parametrize("k", [0, 4, AUTO])
+@pytest.mark.parametrize("repetitive", [False, True])
+def test_the_models_say_what_is_planted(engine, pair, k, repetitive):
+    prompts = pair.rule.prompts(BATCH, 16, repetitive=repetitive)
+    turn = run_turn(engine, prompts, TOKENS, way(k, "model" if k else None))
+    assert turn.tokens == [pair.rule.text(prompt[-1], TOKENS) for prompt in prompts]
+    assert 0 < turn.decode_seconds < turn.seconds
+    assert BATCH <= BATCH * TOKENS - turn.decode_tokens <= 9 * BATCH, "all but what came before everybody had a token"
+
+
+def test_the_draft_is_right_as_often_as_the_pair_was_made_to_be(engine, pair):
+    """One draft a round: what is kept of those is the rate itself."""
+    turn = run_turn(engine, pair.rule.prompts(BATCH, 16), TOKENS, way(1, "model"))
+    assert turn.acceptance_rate == pytest.approx(0.75, abs=0.1)
+
+
+def test_a_replayed_draft_is_right_as_often_as_it_is_told_to_be(config, pair):
+    script = Script()
+    engine = ReplayModels(config, script).engine(BATCH, 256)
+    prompts = pair.rule.prompts(BATCH, 16)
+    for prompt in prompts:
+        script.record(prompt, pair.rule.text(prompt[-1], TOKENS))
+    kept = {}
+    for script.rate in (0.0, 0.5, 0.9, 1.0):
+        turns = [run_turn(engine, prompts, TOKENS, way(3, NAME)) for _ in range(2)]
+        assert all(turn.tokens == [pair.rule.text(prompt[-1], TOKENS) for prompt in prompts] for turn in turns)
+        assert turns[0].accepted == turns[1].accepted, "the same each time"
+        kept[script.rate] = 1 + turns[0].accepted / turns[0].rounds
+    expected = {rate: sum(rate**i for i in range(4)) for rate in kept}
+    assert kept == {rate: pytest.approx(length, rel=0.12) for rate, length in expected.items()}
+
+
+def test_both_precisions_hold_the_same_weights(pair):
+    whole, rounded = (load_file(folder / "model.safetensors") for folder in (pair.target, int8_of(pair.target)))
+    name = "model.layers.0.mlp.down_proj"
+    again = rounded[f"{name}.weight_int8"].float() * rounded[f"{name}.weight_scale"][:, None]
+    assert (again - whole[f"{name}.weight"].float()).abs().max() <= rounded[f"{name}.weight_scale"].max()
+    matrices = [t for key, t in whole.items() if t.ndim == 2 and "embed" not in key]
+    assert matrix_bytes(int8_of(pair.target)) == sum(t.numel() for t in matrices)
+
+
+def test_its_tokens_are_text(pair):
+    codec = Codec.load(str(pair.target))
+    words = [codec.tokenizer.decode([i]) for i in range(256, 511)]
+    assert len(set(words)) == 255
+    assert codec.encode("plain text")
