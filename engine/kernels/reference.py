@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.kernels.args import FULL, RUNNING, STOPPED, UNSOUND, Committed, Tracks
 from engine.kernels.paging import Paging
 
 
@@ -94,3 +95,23 @@ def gate(both: Tensor, activation: str) -> Tensor:
     bent, up = both.float().chunk(2, -1)
     bent = F.silu(bent) if activation == "silu" else F.gelu(bent, approximate="tanh")
     return (bent * up).to(both.dtype)
+
+
+def commit(drawn: Tensor, drafts: Tensor, num_sound: Tensor, slots: Tensor, tracks: Tracks) -> Committed:
+    """As `commit.commit`. Writes whole rows of `tokens`: for small sizes."""
+    width, length, running = drawn.shape[1], tracks.length[slots], tracks.running[slots]
+    i = torch.arange(width, device=drawn.device)
+    num_kept = (drawn[:, :-1] == drafts).long().cumprod(1).sum(1)
+    ends = (drawn[..., None] == tracks.ends[slots, None]).any(-1)
+    to_end = torch.where(ends, i + 1, width + 1).amin(1)
+    room = tracks.max_length[slots] - length
+    num_fresh = (num_kept + 1).minimum(to_end).minimum(room).minimum(num_sound) * running
+    ended = torch.where((num_fresh == num_sound) & (num_sound <= num_kept), UNSOUND, RUNNING)
+    ended = torch.where(num_fresh == to_end, STOPPED, torch.where(num_fresh == room, FULL, ended)) * running
+    offset = torch.arange(tracks.tokens.shape[1], device=drawn.device) - length[:, None]  # [B, L]
+    fresh = (offset >= 0) & (offset < num_fresh[:, None])
+    new = drawn.gather(1, offset.clamp(0, width - 1))
+    tracks.tokens.index_copy_(0, slots, torch.where(fresh, new, tracks.tokens[slots]))
+    tracks.length.index_copy_(0, slots, length + num_fresh)
+    tracks.running.index_copy_(0, slots, running * (ended == RUNNING))
+    return Committed(num_fresh, num_kept.minimum(num_fresh), ended)
