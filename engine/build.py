@@ -18,8 +18,10 @@ from engine.drafters import Drafters
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.fuse import fuse
+from engine.fuse_cuda import fuse_for_cuda
 from engine.int8 import has_int8
 from engine.intake import Limits
+from engine.kernels import has_triton
 from engine.kv import KVArena, KVLayout
 from engine.pages import BlockPool
 from engine.probe import probe
@@ -72,6 +74,8 @@ def load(
         model = load_model(name, revision, dtype, device)
     if config.fuse and device.type == "cpu":
         fuse(model)
+    if config.fuse and device.type == "cuda" and has_triton():
+        fuse_for_cuda(model)
     return model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from hypothesis import settings
 
 from tests.features import FeatureTable
 
+# Without a GPU, Triton's kernels are interpreted. It asks when it is first imported, which a later import may do.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # The models here are so small that a second thread only waits for the first, and fights the server's event loop.
 torch.set_num_threads(1)
 # Machines are shared: how long an example takes says nothing of the code.

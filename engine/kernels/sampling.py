@@ -40,12 +40,12 @@ def choose(logits: Tensor, laws: Laws, *, cuts: bool = True) -> Tensor:
     _peaks_kernel[grid](logits, peaks, peak_at, logits.stride(0), vocab, blocks, BLOCK=_BLOCK)
     if cuts:
         _cut_kernel[(num_rows,)](
-            logits, laws.temperature, laws.top_k, laws.top_p, laws.min_p, peaks, last, logits.stride(0), vocab, blocks,
+            logits, laws.temperature, laws.top_k, laws.top_p, peaks, last, logits.stride(0), vocab, blocks,
             BLOCK=_CUT_BLOCK, **reduce, num_warps=8,
         )  # fmt: skip
     _noise_kernel[grid](
-        logits, laws.temperature, laws.min_p, laws.seed, laws.position, laws.stream, peaks, peak_at, last, best, best_at,
-        logits.stride(0), vocab, blocks, PAIRS=_BLOCK // 2, CUTS=cuts, **reduce,
+        logits, laws.temperature, laws.min_p, laws.seed, laws.position, laws.stream, peaks, peak_at, last, best,
+        best_at, logits.stride(0), vocab, blocks, PAIRS=_BLOCK // 2, CUTS=cuts, **reduce,
     )  # fmt: skip
     _pick_kernel[(num_rows,)](
         laws.temperature, peaks, peak_at, best, best_at, chosen, vocab, blocks, **reduce, num_warps=1
@@ -106,7 +106,7 @@ def _last_rank(logits_ptr, vocab, largest, temperature, most, mass_limit, BLOCK:
     """The largest rank before which there are fewer than `most` tokens and less weight than `mass_limit`."""
     rank = vocab * 0
     digit = tl.arange(0, 16)
-    for step in tl.static_range(8):
+    for step in range(8):
         bounds = rank + (digit << (28 - 4 * step))
         count, mass = _before(logits_ptr, vocab, largest, temperature, bounds, BLOCK)
         # The first digit has three bits: bounds beyond them have wrapped around and are negative.
@@ -141,7 +141,7 @@ def _nth(logits_ptr, vocab, largest, temperature, rank, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _cut_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, peaks_ptr, last_ptr, stride, vocab, blocks,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, peaks_ptr, last_ptr, stride, vocab, blocks,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Where the law of a row ends: the last rank, and the last id of that rank."""
@@ -210,9 +210,8 @@ def _pick_kernel(
     temperature_ptr, peaks_ptr, peak_at_ptr, best_ptr, best_at_ptr, chosen_ptr, vocab, blocks, BLOCKS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
+    at = _peak_of(peaks_ptr, peak_at_ptr, row, blocks, BLOCKS)[1]
     if tl.load(temperature_ptr + row) > 0:
-        _, at = _peak_of(best_ptr, best_at_ptr, row, blocks, BLOCKS)
-    else:
-        _, at = _peak_of(peaks_ptr, peak_at_ptr, row, blocks, BLOCKS)
+        at = _peak_of(best_ptr, best_at_ptr, row, blocks, BLOCKS)[1]
     # A row without any number has no largest one: `judge` reports it, and until then a token must be a token.
     tl.store(chosen_ptr + row, tl.minimum(at, vocab - 1).to(tl.int64))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -45,21 +44,51 @@ def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwarg
     print(self.__name__, len(compiled.asm["ptx"]), "bytes of PTX,", sorted(set(signature.values()) - {"constexpr"}))
 
 
-def launches() -> Iterator[None]:
+def attention_launches() -> None:
     from engine.kernels import attention
     from engine.kernels.paging import Paging
 
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for group, dim, window, softcap, spread in (
-            (1, 64, None, None, False), (4, 128, None, None, True), (7, 96, 30, 5.0, True), (2, 256, None, None, False),
+            (1, 80, None, None, False), (4, 128, None, None, True), (7, 96, 30, 5.0, True), (2, 256, None, None, False),
         ):  # fmt: skip
             paging = Paging.of([3, 1], [600, 9000], [[1, 2], [3]], 32, group, torch.device("cpu"))
             query = torch.zeros(4, group, dim, dtype=dtype)
             k = torch.zeros(64, 1, dim, dtype=dtype)
-            yield attention.attend(query, k, k, paging, 0.1, window, softcap, spread=spread)
+            attention.attend(query, k, k, paging, 0.1, window, softcap, spread=spread)
+
+
+def row_launches() -> None:
+    from engine.kernels import rows
+
+    for dtype in (torch.float32, torch.bfloat16):
+        arena, cos, scale = torch.zeros(9, 2, 80, dtype=dtype), torch.zeros(3, 40, dtype=dtype), torch.zeros(80)
+        for norms in (None, (scale, scale)):
+            projected, where = torch.zeros(3, 8 * 80, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+            rows.rotate_and_write(projected, cos, cos, where, arena, arena, norms, 1e-5)
+        x = torch.zeros(3, 80, dtype=dtype)
+        rows.add_norm(x, None, scale, 1e-5)
+        rows.add_norm(x, x, scale, 1e-5)
+        rows.gate(torch.zeros(3, 4096, dtype=dtype), "silu")
+        rows.gate(torch.zeros(3, 4096, dtype=dtype), "gelu_tanh")
+
+
+def token_launches() -> None:
+    from engine.kernels import commit, sampling
+    from engine.kernels.args import Laws, Tracks
+
+    whole, real = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.zeros(3, 128256, dtype=dtype)
+        sampling.choose(logits, Laws(real.float(), whole, real, real, whole, whole, whole))
+        sampling.choose(logits, Laws(real.float(), whole, real, real, whole, whole, whole), cuts=False)
+    tracks = Tracks(torch.zeros(3, 99, dtype=torch.int64), whole, whole, torch.zeros(3, 2, dtype=torch.int64), whole)
+    drawn = torch.zeros(3, 5, dtype=torch.int64)
+    commit.commit(drawn, drawn[:, 1:], whole, whole, tracks)
 
 
 if __name__ == "__main__":
     JITFunction.run = compile_only
-    for _ in launches():
-        pass
+    attention_launches()
+    row_launches()
+    token_launches()
