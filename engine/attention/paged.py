@@ -1,4 +1,7 @@
-"""Attention by our Triton kernel: on CUDA, or interpreted where a test asks for that."""
+"""Attention by our Triton kernel: on CUDA, or interpreted where a test asks for that; and what it means in plain torch.
+
+Both read where rows and keys lie from device tensors, which a batch may bring along (`key_of`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from engine.batch import RaggedBatch
+from engine.kernels import reference
 from engine.kernels.paging import Paging
 
 
@@ -26,6 +30,19 @@ def attend(
         query, k, v, paging_of(batch, query.shape[1] // k.shape[1]), scale, window, softcap
     )
     return attended
+
+
+def attend_plainly(
+    query: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """As `attend`, without Triton and without a value read on the host: slow, and for small sizes."""
+    return reference.attend(query, k, v, paging_of(batch, query.shape[1] // k.shape[1]), scale, window, softcap)
 
 
 def paging_of(batch: RaggedBatch, group: int) -> Paging:

@@ -192,7 +192,7 @@ def _attend_kernel(
                 tl.store(sums_ptr + 2 * out, peak, mask=row_ok)
                 tl.store(sums_ptr + 2 * out + 1, total, mask=row_ok)
         else:
-            acc = acc / tl.where(row_ok, total, 1.0)[:, None]
+            acc = acc / tl.where(total > 0, total, 1.0)[:, None]  # a row before position 0 sees nothing, and gets 0
             tl.store(out_ptr + (out * DIM)[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=cell_ok)
 
 
@@ -223,4 +223,5 @@ def _merge_kernel(
                 peak, old, new = _factors(peak, tl.load(sums_ptr + 2 * part))
                 total = total * old + new_total * new
                 acc = acc * old + tl.load(parts_ptr + part * DIM_PADDED + d) * new
-            tl.store(out_ptr + out * DIM + d, (acc / total).to(out_ptr.dtype.element_ty), mask=d < DIM)
+            acc = acc / tl.where(total > 0, total, 1.0)
+            tl.store(out_ptr + out * DIM + d, acc.to(out_ptr.dtype.element_ty), mask=d < DIM)

@@ -1,0 +1,225 @@
+"""The host's side of rounds on the device: who stands where, one launch after the other, answers one round late.
+
+Knows no scheduling policy: whoever calls `add`, `remove` and `step` decides who runs and how many drafts are made. It
+takes what `serves` says it takes; everything else is for the plain loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.batch import Feed
+from engine.kernels.args import FULL, STOPPED, UNSOUND
+from engine.pages import BlockPool
+from engine.resident import IDLE, MOST_ENDS, Place, Resident
+from engine.rounds import Brought, Fed, Ops, Round
+from engine.runner import ModelRunner
+from engine.types import FinishReason, KVCursor, SamplingParams, Verification
+
+_REASONS = {STOPPED: FinishReason.STOP, FULL: FinishReason.LENGTH, UNSOUND: FinishReason.ERROR}
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # places of a batch; each with each K is one graph
+Run = Callable[[Tensor], Brought]
+
+
+@dataclass(slots=True)
+class Live:
+    """A sequence in the loop, as the host knows it: up to the round before the last one launched."""
+
+    slot: int
+    tokens: list[int]
+    cursor: KVCursor = field(default_factory=KVCursor)
+    draft_len: int | None = None  # tokens that the draft has certainly been fed; None: all but the last two
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a round brought one sequence."""
+
+    name: str
+    tokens: tuple[int, ...]
+    num_accepted: int
+    finished: FinishReason | None
+
+
+def serves(sampling: SamplingParams, verification: Verification, ends: Seq[int]) -> bool:
+    """Whether a request can run here: coupled, shaped by temperature and cuts alone, with few end tokens."""
+    plain = SamplingParams(
+        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
+        seed=sampling.seed, n=sampling.n, max_tokens=sampling.max_tokens, stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids, ignore_eos=sampling.ignore_eos,
+    )  # fmt: skip
+    return sampling == plain and verification is Verification.COUPLED and len(ends) <= MOST_ENDS
+
+
+class RoundLoop:
+    """Up to `num_slots` sequences of at most `longest` tokens. Arenas have one page more than the pool: nobody's.
+
+    Args:
+        make_run: how a round is run; `captured` on CUDA, by default as it is.
+    """
+
+    def __init__(
+        self,
+        target: Fed,
+        draft: Fed | None,
+        ops: Ops,
+        *,
+        num_slots: int,
+        longest: int,
+        most_drafts: int,
+        vocab: int,
+        chunk: int = 512,
+        make_run: Callable[[Round, int], Run] = lambda run, _size: run,
+    ) -> None:
+        arena = target.arena
+        assert longest <= min(fed.positions for fed in (target, draft or target)), "a position that no model knows"
+        assert draft is None or (draft.arena.num_pages, draft.arena.page_size) == (arena.num_pages, arena.page_size)
+        self._target, self._draft, self._ops, self._most_drafts = target, draft, ops, most_drafts
+        self._chunk, self._make_run = chunk, make_run
+        self._pool = BlockPool(arena.num_pages - 1, arena.page_size)
+        width = -(-(longest + most_drafts + 1) // arena.page_size)
+        self.state = Resident(num_slots, longest, width, arena.num_pages - 1, vocab, target.model.device)
+        self._free = list(range(num_slots, IDLE, -1))
+        self._runners = [ModelRunner(fed.model, fed.arena, ops.attend) for fed in (target, draft) if fed is not None]
+        self._runs: dict[tuple[int, int], Run] = {}
+        self.live: dict[str, Live] = {}
+        self._places: list[str] | None = None  # who stands at which place of the batch; None: to be laid out anew
+        self._slots = torch.empty(0, dtype=torch.int64)
+        self._pending: _Mail | None = None
+
+    def add(self, name: str, tokens: Seq[int], place: Callable[[Seq[int]], Place], max_length: int) -> bool:
+        """Prefill and place a sequence; False, and nothing changed, where no slot or too few pages are free.
+
+        `place` is told its pages.
+        """
+        cursor = KVCursor()
+        if not self._free or not self._pool.reserve(cursor, max_length + self._most_drafts + 1):
+            return False
+        for runner in self._runners:
+            self._feed(runner, tokens, 0, cursor.page_table)
+        live = Live(self._free.pop(), list(tokens), cursor)
+        self.state.place(live.slot, place(cursor.page_table))
+        self.live[name], self._places = live, None
+        return True
+
+    def remove(self, name: str) -> None:
+        """Take a sequence out, whatever a round in flight may still say of it."""
+        live = self.live.pop(name)
+        self.state.free(live.slot)
+        self._pool.release(live.cursor)
+        self._free.append(live.slot)
+        self._places = None
+
+    def step(self, k: int) -> list[News]:
+        """Launch a round of `k` drafts, if anybody is there, and then read what the one before it brought."""
+        assert k <= self._most_drafts, "pages are not reserved for so many"
+        news = self._catch_up() if k and any(live.draft_len is not None for live in self.live.values()) else []
+        mail = self._launch(k) if self.live else None
+        news += self._read()
+        self._pending = mail
+        return news
+
+    def drain(self) -> list[News]:
+        """Read what is still in flight, so that the host knows all that the device does."""
+        news = self._read()
+        self._pending = None
+        return news
+
+    def _launch(self, k: int) -> _Mail:
+        names, slots = self._laid_out()
+        if not k:
+            for live in self.live.values():
+                if live.draft_len is None:
+                    live.draft_len = max(0, len(live.tokens) - 2)
+        key = len(slots), k
+        if key not in self._runs:
+            round_ = Round(self.state, self._target, self._draft if k else None, self._ops, *key)
+            self._runs[key] = self._make_run(round_, len(slots))
+        return _Mail([(name, self.live[name]) for name in names], self._runs[key](slots))
+
+    def _laid_out(self) -> tuple[list[str], Tensor]:
+        """Who stands where; uploaded only when somebody came or went."""
+        if self._places is None:
+            self._places = list(self.live)
+            size = next((size for size in _SIZES if size >= len(self._places)), len(self._places))
+            slots = [self.live[name].slot for name in self._places]
+            slots += [IDLE] * (size - len(slots))
+            self._slots = torch.tensor(slots, dtype=torch.int64).to(self._target.model.device)
+        return self._places, self._slots
+
+    def _read(self) -> list[News]:
+        if self._pending is None:
+            return []
+        news = []
+        for name, owner, (*drawn, num_fresh, num_accepted, ended) in self._pending.read():
+            live = self.live.get(name)
+            if live is not owner or not (num_fresh or ended):
+                continue  # it was taken out meanwhile, or had ended before
+            fresh = tuple(drawn[:num_fresh])
+            live.tokens += fresh
+            news.append(News(name, fresh, num_accepted, _REASONS.get(ended)))
+            if ended:
+                self.remove(name)
+        return news
+
+    def _catch_up(self) -> list[News]:
+        """Feed the draft what it missed while nobody drafted; the host has to know the lengths for that."""
+        news = self.drain()
+        for live in self.live.values():
+            if live.draft_len is not None:
+                self._feed(self._runners[-1], live.tokens, live.draft_len, live.cursor.page_table)
+                live.draft_len = None
+        return news
+
+    def _feed(self, runner: ModelRunner, tokens: Seq[int], start: int, pages: Seq[int]) -> None:
+        """Everything from `start` on but the newest token, which is what the next round feeds."""
+        for first in range(start, len(tokens) - 1, self._chunk):
+            chunk = tokens[first : min(first + self._chunk, len(tokens) - 1)]
+            runner.forward([Feed(chunk, first, pages, num_logits=0)])
+
+
+class _Mail:
+    """What a round brought, on its way to the host: copied behind the round, waited for when it is read."""
+
+    def __init__(self, owners: list[tuple[str, Live]], brought: Brought) -> None:
+        self._owners, made = owners, brought.committed
+        packed = torch.cat([brought.drawn, torch.stack([made.num_fresh, made.num_accepted, made.ended], 1)], 1)
+        self._event = torch.cuda.Event() if packed.is_cuda else None
+        if self._event is None:
+            self._rows = packed
+        else:
+            self._rows = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._rows.copy_(packed, non_blocking=True)
+            self._event.record()
+
+    def read(self) -> list[tuple[str, Live, list[int]]]:
+        """Of each sequence: its drawn tokens, then how many are fresh, how many of them drafts, whether it ended."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [(name, live, row) for (name, live), row in zip(self._owners, self._rows.tolist(), strict=False)]
+
+
+def captured(run: Round, size: int) -> Run:
+    """The round as a CUDA graph, to be replayed; captured on idle places, which nothing notices."""
+    slots = torch.full((size,), IDLE, dtype=torch.int64, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):  # compiles kernels and lets libraries choose theirs: neither may happen in a capture
+            run(slots)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        brought = run(slots)
+
+    def replay(now: Tensor) -> Brought:
+        slots.copy_(now)
+        graph.replay()
+        return brought
+
+    return replay

@@ -1,0 +1,245 @@
+"""Rounds on the device: the tokens of the plain loop, and no look at the device while they are made."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from engine import draws, sampling
+from engine.attention import paged
+from engine.build import assemble
+from engine.config import EngineConfig
+from engine.kernels import reference
+from engine.kv import KVArena
+from engine.noise import Stream
+from engine.resident import IDLE, Place
+from engine.round_loop import News, RoundLoop, serves
+from engine.rounds import Fed, Ops, Round
+from engine.runner import kv_layout
+from engine.sampling import RowParams
+from engine.types import FinishReason, Request, SamplingParams, Verification
+from tests import zoo
+from tests.engine.test_sampling import row
+from tests.hostless import hostless
+from tests.interpreting import WHY_NOT
+
+PLAIN = Ops(paged.attend_plainly, draws.choose, reference.commit)
+LONGEST, PAGE = 64, 16
+LAWS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.8, top_p=0.9),
+    SamplingParams(temperature=1.3, top_k=20, min_p=0.02),
+    SamplingParams(temperature=1.0),
+)
+
+
+def fed(model, num_pages: int) -> Fed:
+    arena = KVArena(kv_layout(model.config, model.dtype), num_pages, PAGE, torch.device("cpu"))
+    return Fed(model, arena, model.config.max_position_embeddings)
+
+
+@lru_cache
+def models(family: str = "llama"):
+    return zoo.ours(zoo.reference(family)), zoo.near(zoo.reference(family))
+
+
+def loop_of(family: str = "llama", ops: Ops = PLAIN, pages: int = 40, slots: int = 4) -> RoundLoop:
+    target, draft = (fed(model, pages + 1) for model in models(family))
+    return RoundLoop(target, draft, ops, num_slots=slots, longest=LONGEST, most_drafts=4, vocab=zoo.VOCAB, chunk=7)
+
+
+def request(i: int) -> Request:
+    """Different lengths, laws and seeds; every third may end early."""
+    rng = random.Random(i)
+    prompt = tuple(rng.randrange(3, zoo.VOCAB) for _ in range(rng.choice([1, 2, 5, 17, 33])))
+    law = LAWS[i % len(LAWS)]
+    stops = (rng.randrange(zoo.VOCAB), rng.randrange(zoo.VOCAB)) if i % 3 == 0 else ()
+    wanted = {"max_tokens": rng.randint(1, 30), "stop_token_ids": stops, "ignore_eos": True}
+    changed = SamplingParams(
+        temperature=law.temperature, top_p=law.top_p, top_k=law.top_k, min_p=law.min_p, seed=2**64 - 1 - i, **wanted
+    )
+    return Request(request_id=str(i), token_ids=prompt, sampling=changed)
+
+
+def add(loop: RoundLoop, wanted: Request, num_draft: int = 4) -> bool:
+    length, sampling_ = wanted.max_len(LONGEST), wanted.sampling
+    assert sampling_.seed is not None
+    ends, seed = sampling_.stop_token_ids, sampling_.seed
+    return loop.add(
+        wanted.request_id,
+        wanted.token_ids,
+        lambda pages: Place(wanted.token_ids, length, ends, sampling_, seed, num_draft, pages),
+        length,
+    )
+
+
+@lru_cache
+def plainly(i: int, family: str = "llama") -> tuple[tuple[int, ...], FinishReason]:
+    """What the plain loop gives a request that is alone, one token at a time."""
+    config = EngineConfig(
+        target=family, proposer="none", attention="reference", max_model_len=LONGEST, kv_memory=0.01, warm_up_seconds=0
+    )
+    engine = assemble(config, models(family)[0])
+    engine.add(request(i))
+    events = list(iter(lambda: engine.step().events[0] if engine.has_work else None, None))
+    finished = events[-1].finished
+    assert finished is not None
+    return tuple(token for event in events for token in event.token_ids), finished.reason
+
+
+class Record:
+    """What the loop said of each request."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, FinishReason] = {}
+
+    def note(self, news: list[News]) -> None:
+        for item in news:
+            assert item.name not in self.finished, "a sequence went on after its end"
+            assert item.num_accepted <= len(item.tokens)
+            self.tokens.setdefault(item.name, []).extend(item.tokens)
+            if item.finished is not None:
+                self.finished[item.name] = item.finished
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_tokens_of_the_plain_loop(seed: int) -> None:
+    """Random admissions, removals, Ks and ends; whoever is taken out early has said the beginning."""
+    rng = random.Random(seed)
+    loop, record, removed = loop_of(pages=14), Record(), set()
+    waiting = [100 * seed + i for i in range(12)]
+    while waiting or loop.live:
+        if waiting and rng.random() < 0.5 and add(loop, request(waiting[0]), rng.randint(0, 4)):
+            waiting.pop(0)
+        if loop.live and rng.random() < 0.06:
+            name = rng.choice(sorted(loop.live))
+            loop.remove(name)
+            removed.add(name)
+        for live in loop.live.values():
+            if rng.random() < 0.1:
+                loop.state.set_num_draft(live.slot, rng.randint(0, 4))
+        record.note(loop.step(rng.choice([0, 0, 1, 2, 4, 4])))
+    record.note(loop.drain())
+    for i in range(100 * seed, 100 * seed + 12):
+        tokens, reason = plainly(i)
+        said = tuple(record.tokens.get(str(i), ()))
+        if str(i) in removed:
+            assert said == tokens[: len(said)]
+        else:
+            assert (said, record.finished[str(i)]) == (tokens, reason)
+    assert loop._pool.num_free == loop._pool.num_pages
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma2", "mistral"])
+def test_other_families(family: str) -> None:
+    """Learned positions, windows, softcaps, norms on heads."""
+    loop, record = loop_of(family), Record()
+    for i in (1, 2, 3):
+        assert add(loop, request(i))
+    while loop.live:
+        record.note(loop.step(3))
+    for i in (1, 2, 3):
+        assert (tuple(record.tokens[str(i)]), record.finished[str(i)]) == plainly(i, family)
+
+
+def test_drafts_are_kept() -> None:
+    """A draft that is the target itself is right each time: K + 1 tokens a round, from the first round on."""
+    target = models()[0]
+    pair = [fed(target, 41) for _ in range(2)]
+    loop = RoundLoop(*pair, PLAIN, num_slots=2, longest=LONGEST, most_drafts=4, vocab=zoo.VOCAB)
+    wanted = next(request(i) for i in range(1, 99) if i % 3 and request(i).sampling.max_tokens == 20)
+    assert add(loop, wanted)
+    news = [item for _ in range(6) for item in loop.step(4)]
+    assert [(len(item.tokens), item.num_accepted) for item in news] == [(5, 4)] * 4
+    loop = RoundLoop(*pair, PLAIN, num_slots=2, longest=LONGEST, most_drafts=4, vocab=zoo.VOCAB)
+    assert add(loop, wanted)
+    ks = [0, 0, 4, 4, 0, 4]
+    news = [item for k in ks for item in loop.step(k)] + loop.drain()
+    assert [item.num_accepted for item in news] == [0, 0, 4, 4, 0, 4], "the draft did not catch up after K = 0"
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_round_without_the_host(family: str, k: int) -> None:
+    loop = loop_of(family)
+    for i in (0, 1, 2):
+        assert add(loop, request(i))
+    run = Round(loop.state, loop._target, loop._draft, PLAIN, 4, k)
+    slots = torch.tensor([live.slot for live in loop.live.values()] + [IDLE])
+    with hostless():
+        brought = run(slots)
+    assert (brought.committed.num_fresh[:3] > 0).all()
+    assert brought.committed.num_fresh[3] == 0
+
+
+def test_the_modes_see_what_they_should() -> None:
+    x = torch.arange(3)
+    for touch in (
+        lambda: x.tolist(), lambda: bool(x[0]), lambda: int(x[0]), lambda: x[x > 1], lambda: x.nonzero(),
+        lambda: torch.tensor([1]), lambda: x.repeat_interleave(x), lambda: x.unique(), lambda: x.cpu(),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError), hostless():
+            touch()
+    with hostless():
+        torch.where(x > 1, x, 0).cumprod(0)[x]
+
+
+def test_a_round_has_no_shape_of_data() -> None:
+    """Tensors without values: whatever reads one raises."""
+    with FakeTensorMode():
+        config = zoo.configs()["llama"]
+        config._attn_implementation = "pilotfish_ragged"
+        from transformers import AutoModelForCausalLM
+
+        pair = [fed(AutoModelForCausalLM.from_config(config).eval(), 9) for _ in range(2)]
+        loop = RoundLoop(*pair, PLAIN, num_slots=4, longest=LONGEST, most_drafts=3, vocab=zoo.VOCAB)
+        brought = Round(loop.state, *pair, PLAIN, 4, 3)(torch.arange(4))
+        assert brought.drawn.shape == (4, 4)
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+def test_rounds_on_interpreted_kernels() -> None:
+    from engine.kernels import commit as commits
+    from engine.kernels import sampling as samplers
+
+    loop, record = loop_of(ops=Ops(paged.attend, samplers.choose, commits.commit)), Record()
+    for i in (1, 2):
+        assert add(loop, request(i))
+    for _ in range(4):
+        record.note(loop.step(2))
+    assert record.tokens
+    for name, tokens in record.tokens.items():
+        assert tuple(tokens) == plainly(int(name))[0][: len(tokens)]
+
+
+def test_nothing_is_changed_where_there_is_no_room() -> None:
+    loop = loop_of(pages=2)
+    assert not add(loop, next(request(i) for i in range(99) if len(request(i).token_ids) == 33))
+    assert not loop.live
+    assert loop._pool.num_free == 2
+
+
+def test_draws_are_the_plain_loops() -> None:
+    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(3)).mul(3)
+    rows = [row(LAWS[i % 4], i, 2**63 + i) for i in range(64)]
+    params = RowParams.of(rows, 50, logits.device)
+    greedy = torch.tensor([r.sequence.request.sampling.temperature == 0 for r in rows])
+    laws = draws.Laws(
+        params.temperature.masked_fill(greedy, 0), params.top_k, params.top_p, params.min_p, params.seed,
+        params.position, torch.full((64,), int(Stream.COUPLED)),
+    )  # fmt: skip
+    assert torch.equal(draws.choose(logits, laws), sampling.choose(logits, params))
+
+
+def test_serves() -> None:
+    assert serves(LAWS[1], Verification.COUPLED, [1, 2])
+    assert not serves(LAWS[1], Verification.REJECTION, [])
+    assert not serves(LAWS[1], Verification.COUPLED, range(9))
+    for unserved in ({"repetition_penalty": 1.1}, {"logprobs": 0}, {"logit_bias": {3: 1.0}}, {"min_tokens": 2}):
+        assert not serves(SamplingParams(**unserved), Verification.COUPLED, [])
