@@ -39,7 +39,7 @@ class Resident:
         self, num_slots: int, longest: int, width: int, spare_page: int, vocab: int, device: torch.device
     ) -> None:
         size = num_slots + 1
-        self._spare_page, self._vocab, self._device = spare_page, vocab, device
+        self._spare_page, self.vocab, self._device = spare_page, vocab, device
 
         def whole(*shape: int, value: int = 0) -> Tensor:
             return torch.full(shape, value, dtype=torch.int64, device=device)
@@ -66,7 +66,7 @@ class Resident:
         self.tables[slot] = self._up(
             [*place.pages, *[self._spare_page] * (self.tables.shape[1] - len(place.pages))]
         ).int()
-        top_k = min(wanted.top_k or self._vocab, self._vocab)
+        top_k = min(wanted.top_k or self.vocab, self.vocab)
         seed = place.seed - 2**64 if place.seed >= 2**63 else place.seed
         whole = [len(place.tokens), place.max_length, place.num_draft, seed, top_k, 1]
         homes = (tracks.length, tracks.max_length, self.num_draft, self._seed, self._top_k, tracks.running)

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run here, on a GPU or interpreted; `tests/conftest.py` asks for the latter."""
+"""Whether and where Triton's kernels can run here: on a GPU, or interpreted, for which `tests/conftest.py` asks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from engine.kernels import has_triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -13,68 +13,17 @@ from engine import draws, sampling
 from engine.attention import paged
 from engine.build import assemble
 from engine.config import EngineConfig
-from engine.kernels import reference
-from engine.kv import KVArena
 from engine.noise import Stream
-from engine.resident import IDLE, Place
-from engine.round_loop import News, RoundLoop, serves
-from engine.rounds import Fed, Ops, Round
-from engine.runner import kv_layout
+from engine.resident import IDLE
+from engine.round_loop import RoundLoop, serves
+from engine.rounds import Ops, Round
 from engine.sampling import RowParams
-from engine.types import FinishReason, Request, SamplingParams, Verification
+from engine.types import FinishReason, SamplingParams, Verification
 from tests import zoo
 from tests.engine.test_sampling import row
 from tests.hostless import hostless
 from tests.interpreting import WHY_NOT
-
-PLAIN = Ops(paged.attend_plainly, draws.choose, reference.commit)
-LONGEST, PAGE = 64, 16
-LAWS = (
-    SamplingParams(),
-    SamplingParams(temperature=0.8, top_p=0.9),
-    SamplingParams(temperature=1.3, top_k=20, min_p=0.02),
-    SamplingParams(temperature=1.0),
-)
-
-
-def fed(model, num_pages: int) -> Fed:
-    arena = KVArena(kv_layout(model.config, model.dtype), num_pages, PAGE, torch.device("cpu"))
-    return Fed(model, arena, model.config.max_position_embeddings)
-
-
-@lru_cache
-def models(family: str = "llama"):
-    return zoo.ours(zoo.reference(family)), zoo.near(zoo.reference(family))
-
-
-def loop_of(family: str = "llama", ops: Ops = PLAIN, pages: int = 40, slots: int = 4) -> RoundLoop:
-    target, draft = (fed(model, pages + 1) for model in models(family))
-    return RoundLoop(target, draft, ops, num_slots=slots, longest=LONGEST, most_drafts=4, vocab=zoo.VOCAB, chunk=7)
-
-
-def request(i: int) -> Request:
-    """Different lengths, laws and seeds; every third may end early."""
-    rng = random.Random(i)
-    prompt = tuple(rng.randrange(3, zoo.VOCAB) for _ in range(rng.choice([1, 2, 5, 17, 33])))
-    law = LAWS[i % len(LAWS)]
-    stops = (rng.randrange(zoo.VOCAB), rng.randrange(zoo.VOCAB)) if i % 3 == 0 else ()
-    wanted = {"max_tokens": rng.randint(1, 30), "stop_token_ids": stops, "ignore_eos": True}
-    changed = SamplingParams(
-        temperature=law.temperature, top_p=law.top_p, top_k=law.top_k, min_p=law.min_p, seed=2**64 - 1 - i, **wanted
-    )
-    return Request(request_id=str(i), token_ids=prompt, sampling=changed)
-
-
-def add(loop: RoundLoop, wanted: Request, num_draft: int = 4) -> bool:
-    length, sampling_ = wanted.max_len(LONGEST), wanted.sampling
-    assert sampling_.seed is not None
-    ends, seed = sampling_.stop_token_ids, sampling_.seed
-    return loop.add(
-        wanted.request_id,
-        wanted.token_ids,
-        lambda pages: Place(wanted.token_ids, length, ends, sampling_, seed, num_draft, pages),
-        length,
-    )
+from tests.loops import LAWS, LONGEST, PLAIN, Record, add, fed, loop_of, models, request
 
 
 @lru_cache
@@ -89,22 +38,6 @@ def plainly(i: int, family: str = "llama") -> tuple[tuple[int, ...], FinishReaso
     finished = events[-1].finished
     assert finished is not None
     return tuple(token for event in events for token in event.token_ids), finished.reason
-
-
-class Record:
-    """What the loop said of each request."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[str, list[int]] = {}
-        self.finished: dict[str, FinishReason] = {}
-
-    def note(self, news: list[News]) -> None:
-        for item in news:
-            assert item.name not in self.finished, "a sequence went on after its end"
-            assert item.num_accepted <= len(item.tokens)
-            self.tokens.setdefault(item.name, []).extend(item.tokens)
-            if item.finished is not None:
-                self.finished[item.name] = item.finished
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import attention, reference
 from engine.kernels.paging import Paging, split_of
+from tests.interpreting import DEVICE
 
-CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3}
 LOOKING = (Phase.explicit, Phase.reuse, Phase.generate)  # an interpreted kernel is too slow to shrink a failure with
 SPLITS = {"split": 16, "per_level": 2}  # so that short sequences have many
@@ -27,7 +27,7 @@ def problem(
     order = torch.randperm(sum(pages) + 2, generator=generator).tolist()
     tables = [order[sum(pages[:i]) : sum(pages[: i + 1])] for i in range(len(lens))]
     starts = [before for _, before in lens]
-    paging = Paging.of([now for now, _ in lens], starts, tables, page, group, CPU)
+    paging = Paging.of([now for now, _ in lens], starts, tables, page, group, DEVICE)
     query = torch.randn(sum(now for now, _ in lens), kv_heads * group, dim, generator=generator).to(dtype)
     k, v = torch.randn(2, (sum(pages) + 2) * page, kv_heads, dim, generator=generator).to(dtype)
     used = torch.zeros(len(k), dtype=torch.bool)
@@ -35,7 +35,7 @@ def problem(
         for position in range(now + before):
             used[table[position // page] * page + position % page] = True
     k[~used], v[~used] = float("nan"), float("nan")
-    return query, k, v, paging
+    return query.to(DEVICE), k.to(DEVICE), v.to(DEVICE), paging
 
 
 LENS = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 70)), min_size=1, max_size=3)
@@ -72,7 +72,7 @@ def test_large_heads(group, dtype):
 def test_idle_tiles_and_rows_are_left_alone():
     """A graph of a fixed size has more rows and tiles than a batch may need."""
     query, k, v, paging = problem(1, [(3, 20), (0, 9), (2, 0)], 16, 2, 2, 64)
-    idle = torch.tensor([[-1, 0]] * 2, dtype=torch.int32)
+    idle = torch.tensor([[-1, 0]] * 2, dtype=torch.int32, device=DEVICE)
     padded = Paging(torch.cat([idle, paging.tiles, idle]), paging.spans, paging.tables, 16, 500)
     query = torch.cat([query, torch.full_like(query[:2], float("nan"))])
     want = reference.attend(query, k, v, padded, 0.1)
@@ -85,7 +85,7 @@ def test_idle_tiles_and_rows_are_left_alone():
 def alone(paging: Paging, i: int, row: int, group: int) -> Paging:
     """One row of sequence i, as a batch of its own."""
     _, _, start, table = paging.spans[i].tolist()
-    return Paging.of([1], [start + row], [paging.tables[table].tolist()], paging.page_size, group, CPU)
+    return Paging.of([1], [start + row], [paging.tables[table].tolist()], paging.page_size, group, DEVICE)
 
 
 @settings(max_examples=15, phases=LOOKING)
@@ -98,7 +98,8 @@ def test_a_rows_bits_are_its_own(seed, lens, window, group):
     """
     query, k, v, paging = problem(seed, lens, 16, 1, group, 64)
     query, k = query.round(), k.nan_to_num().round()
-    v = v.nan_to_num() * (torch.arange(len(v)) % 16 == torch.arange(64)[:, None] % 16).T[:, None]
+    ones = (torch.arange(len(v)) % 16 == torch.arange(64)[:, None] % 16).T[:, None]
+    v = v.nan_to_num() * ones.to(DEVICE)
     together = attention.attend(query, k, v, paging, 0.1, window, spread=False, **SPLITS)
     spread = attention.attend(query, k, v, paging, 0.1, window, spread=True, **SPLITS)
     assert torch.equal(spread, together)

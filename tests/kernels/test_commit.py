@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.kernels import commit, reference
 from engine.kernels.args import FULL, RUNNING, STOPPED, UNSOUND, Tracks
+from tests.interpreting import DEVICE
 
 LONGEST = 12
 TOKENS = st.integers(0, 3)  # few, so that drafts are often right and ends often met
@@ -55,11 +56,11 @@ def by_hand(drawn, drafts, num_sound, tokens, longest, ends, running):
 def tracks_of(batch) -> Tracks:
     size = len(batch) + 2
     tracks = Tracks(
-        torch.full((size, LONGEST), 9),
-        torch.ones(size, dtype=torch.int64),
-        torch.full((size,), LONGEST),
-        torch.full((size, 2), -1),
-        torch.ones(size, dtype=torch.int64),
+        torch.full((size, LONGEST), 9, device=DEVICE),
+        torch.ones(size, dtype=torch.int64, device=DEVICE),
+        torch.full((size,), LONGEST, device=DEVICE),
+        torch.full((size, 2), -1, device=DEVICE),
+        torch.ones(size, dtype=torch.int64, device=DEVICE),
     )
     for slot, (_, _, _, tokens, longest, ends, running) in enumerate(batch, 1):
         tracks.tokens[slot, : len(tokens)] = torch.tensor(tokens)
@@ -72,9 +73,10 @@ def tracks_of(batch) -> Tracks:
 @settings(max_examples=60)
 @given(rounds())
 def test_equals_one_token_after_the_other(module, batch):
-    slots = torch.arange(1, len(batch) + 1).flip(0)
+    slots = torch.arange(1, len(batch) + 1, device=DEVICE).flip(0)
     tracks = tracks_of(batch)
-    drawn, drafts, num_sound = (torch.tensor([entry[i] for entry in batch[::-1]], dtype=torch.int64) for i in range(3))
+    given = ([entry[i] for entry in batch[::-1]] for i in range(3))
+    drawn, drafts, num_sound = (torch.tensor(column, dtype=torch.int64, device=DEVICE) for column in given)
     got = module.commit(drawn, drafts, num_sound, slots, tracks)
     for b, (entry, slot) in enumerate(zip(batch[::-1], slots.tolist(), strict=True)):
         fresh, accepted, ended = by_hand(*entry)

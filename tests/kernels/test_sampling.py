@@ -19,6 +19,7 @@ from engine.noise import Stream
 from engine.sampling import RowParams
 from engine.types import SamplingParams
 from tests.engine.test_sampling import row
+from tests.interpreting import DEVICE
 from tests.kernels.test_attention import LOOKING
 
 PARAMS = st.builds(
@@ -34,9 +35,12 @@ def laws_of(rows, vocab):
     params = RowParams.of(rows, vocab, torch.device("cpu"))
     greedy = torch.tensor([r.sequence.request.sampling.temperature == 0 for r in rows])
     temperature = params.temperature.masked_fill(greedy, 0)
-    return params, Laws(
-        temperature, params.top_k, params.top_p, params.min_p, params.seed, params.position, params.stream
-    )
+    numbers = (params.top_k, params.top_p, params.min_p, params.seed, params.position, params.stream)
+    return params, Laws(*(x.to(DEVICE) for x in (temperature, *numbers)))
+
+
+def choose(logits, laws, **options):
+    return kernels.choose(logits.to(DEVICE), laws, **options).cpu()
 
 
 @settings(max_examples=25, phases=LOOKING)
@@ -56,10 +60,10 @@ def test_the_same_tokens_as_on_the_cpu(seed, wanted, vocab, kind):
         logits[:, 1:][torch.rand(len(wanted), vocab - 1, generator=generator) < 0.6] = -math.inf
     params, laws = laws_of([row(p, position, s) for p, s, position in wanted], vocab)
     with mock.patch.multiple(kernels, _BLOCK=64, _CUT_BLOCK=128):
-        got = kernels.choose(logits, laws)
+        got = choose(logits, laws)
     assert torch.equal(got, sampling.choose(logits, params))
     if not any(p.top_k or p.top_p < 1 or p.min_p for p, _, _ in wanted):
-        assert torch.equal(kernels.choose(logits, laws, cuts=False), got)
+        assert torch.equal(choose(logits, laws, cuts=False), got)
 
 
 @pytest.mark.parametrize("stream", list(Stream))
@@ -68,7 +72,7 @@ def test_streams(stream):
     rows = [row(wanted, 5, seed)._replace(stream=stream) for seed in range(20)]
     params, laws = laws_of(rows, 90)
     logits = torch.zeros(20, 90)
-    assert torch.equal(kernels.choose(logits, laws, cuts=False), sampling.choose(logits, params))
+    assert torch.equal(choose(logits, laws, cuts=False), sampling.choose(logits, params))
 
 
 @pytest.mark.parametrize("value", [-math.inf, math.nan, math.inf])
@@ -80,6 +84,6 @@ def test_a_row_without_a_law_is_no_ones_fault(value):
     healthy = torch.randn(1, 70, generator=torch.Generator().manual_seed(0))
     _, laws = laws_of([*rows, rows[2]], 70)
     _, alone = laws_of(rows[2:], 70)
-    got = kernels.choose(torch.cat([torch.full((3, 70), value), healthy]), laws)
+    got = choose(torch.cat([torch.full((3, 70), value), healthy]), laws)
     assert ((got >= 0) & (got < 70)).all()
-    assert got[3] == kernels.choose(healthy, alone)[0]
+    assert got[3] == choose(healthy, alone)[0]
