@@ -29,7 +29,7 @@ test: install ## Run all tests
 CUDA_PYTHON ?= python3
 
 test-cuda: ## Run the tests of kernels and graphs on this machine's GPU with CUDA_PYTHON (python3)
-	PYTHONPATH=.:proto $(CUDA_PYTHON) -m pytest -c tests/cuda/pytest.ini --rootdir . tests/kernels tests/cuda
+	PYTHONPATH=.:proto $(CUDA_PYTHON) -m pytest -c tests/cuda/gpu.ini --rootdir . --confcutdir . tests/kernels tests/cuda
 
 bench-cuda: ## Measure kernels, plain decoding and rounds on this machine's GPU; writes docs/benchmarks/cuda.md
 	PYTHONPATH=.:proto $(CUDA_PYTHON) -m benchmarks.cuda --out docs/benchmarks/cuda.md $(ARGS)

@@ -3,7 +3,7 @@
     python -m benchmarks.cuda --out docs/benchmarks/cuda.md
 
 Random bf16 weights in the shapes of Llama 3.1 8B and Llama 3.2 1B; nothing is downloaded. Random models never agree, so
-which drafts are kept is drawn on the device at the acceptance asked for, while everything is computed as if it mattered:
+which drafts are kept is drawn on the device at the acceptance asked for, while everything is computed as if it counted:
 real cost, synthetic acceptance. Limits are of this card, measured in the same run: bytes that a pass must read over the
 rate of a copy, or its operations over the rate of a large matmul, whichever takes longer.
 """

@@ -15,7 +15,7 @@ def test_it_runs_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Non
     monkeypatch.setattr(sys, "argv", ["cuda", *small, "--out", str(tmp_path / "cuda.md")])
     cuda.main()
     rows = [line for line in (tmp_path / "cuda.md").read_text().splitlines() if re.match(r"\| 2 \|", line)]
-    assert [row.split("|")[2].strip() for row in rows][0] == "0"
+    assert rows[0].split("|")[2].strip() == "0"
     assert len(rows) == 2
 
 
