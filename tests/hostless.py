@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # Operations whose result or shape is made of values: on CUDA each waits for all work before it.
 _WAITS = {
@@ -40,6 +40,13 @@ class _NoTouch(TorchFunctionMode):
         if getattr(function, "__name__", "") in _TOUCHES:
             raise AssertionError(f"{function.__name__}: the host touches a tensor's values")
         return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def looking_away() -> Iterator[None]:
+    """Within it these modes see nothing: for what runs on the device and is only interpreted on the host."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import lru_cache
 
@@ -13,6 +14,7 @@ from engine import draws, sampling
 from engine.attention import paged
 from engine.build import assemble
 from engine.config import EngineConfig
+from engine.fuse_cuda import fuse_for_cuda
 from engine.noise import Stream
 from engine.resident import IDLE
 from engine.round_loop import RoundLoop, serves
@@ -21,9 +23,27 @@ from engine.sampling import RowParams
 from engine.types import FinishReason, SamplingParams, Verification
 from tests import zoo
 from tests.engine.test_sampling import row
-from tests.hostless import hostless
+from tests.hostless import hostless, looking_away
 from tests.interpreting import WHY_NOT
 from tests.loops import LAWS, LONGEST, PLAIN, Record, add, fed, loop_of, models, request
+
+
+def interpreted(test):
+    """A test that runs kernels."""
+    exp_of_much = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+    return pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))(exp_of_much(test))
+
+
+def kernels() -> Ops:
+    from engine.kernels import commit, sampling
+
+    return Ops(paged.attend, sampling.choose, commit.commit)
+
+
+def fused_for_cuda(model):
+    fused = copy.deepcopy(model)
+    fuse_for_cuda(fused)
+    return fused
 
 
 @lru_cache
@@ -96,18 +116,45 @@ def test_drafts_are_kept() -> None:
     assert [item.num_accepted for item in news] == [0, 0, 4, 4, 0, 4], "the draft did not catch up after K = 0"
 
 
+def round_of(loop: RoundLoop, ops: Ops, k: int) -> tuple[Round, torch.Tensor]:
+    """A round of three sequences and an idle place."""
+    for i in (0, 1, 2):
+        assert add(loop, request(i))
+    slots = torch.tensor([live.slot for live in loop.live.values()] + [IDLE])
+    return Round(loop.state, loop._target, loop._draft, ops, 4, k), slots
+
+
 @pytest.mark.parametrize("k", [0, 1, 3])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_round_without_the_host(family: str, k: int) -> None:
-    loop = loop_of(family)
-    for i in (0, 1, 2):
-        assert add(loop, request(i))
-    run = Round(loop.state, loop._target, loop._draft, PLAIN, 4, k)
-    slots = torch.tensor([live.slot for live in loop.live.values()] + [IDLE])
+    run, slots = round_of(loop_of(family), PLAIN, k)
     with hostless():
         brought = run(slots)
     assert (brought.committed.num_fresh[:3] > 0).all()
     assert brought.committed.num_fresh[3] == 0
+
+
+@interpreted
+def test_kernels_are_launched_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What launches them is watched, what interprets them is not. The model runs on our stand-ins."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def unseen(executor, *args, **kwargs):
+        with looking_away():
+            return launch(executor, *args, **kwargs)
+
+    loop = RoundLoop(
+        *(fed(fused_for_cuda(model), 41) for model in models()),
+        kernels(), num_slots=4, longest=LONGEST, most_drafts=2, vocab=zoo.VOCAB,
+    )  # fmt: skip
+    run, slots = round_of(loop, kernels(), 2)
+    monkeypatch.setattr(GridExecutor, "__call__", unseen)
+    with hostless():
+        brought = run(slots)
+    for i, (drawn, fresh) in enumerate(zip(brought.drawn[:3], brought.committed.num_fresh[:3], strict=True)):
+        assert tuple(drawn[:fresh].tolist()) == plainly(i)[0][: int(fresh)]
 
 
 def test_the_modes_see_what_they_should() -> None:
@@ -135,13 +182,9 @@ def test_a_round_has_no_shape_of_data() -> None:
         assert brought.drawn.shape == (4, 4)
 
 
-@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+@interpreted
 def test_rounds_on_interpreted_kernels() -> None:
-    from engine.kernels import commit as commits
-    from engine.kernels import sampling as samplers
-
-    loop, record = loop_of(ops=Ops(paged.attend, samplers.choose, commits.commit)), Record()
+    loop, record = loop_of(ops=kernels()), Record()
     for i in (1, 2):
         assert add(loop, request(i))
     for _ in range(4):
