@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine import sampling
+from engine.kernels import cuts
 from engine.kernels import sampling as kernels
 from engine.kernels.args import Laws
 from engine.noise import Stream
@@ -59,7 +60,7 @@ def test_the_same_tokens_as_on_the_cpu(seed, wanted, vocab, kind):
     if kind == "masked":
         logits[:, 1:][torch.rand(len(wanted), vocab - 1, generator=generator) < 0.6] = -math.inf
     params, laws = laws_of([row(p, position, s) for p, s, position in wanted], vocab)
-    with mock.patch.multiple(kernels, _BLOCK=64, _CUT_BLOCK=128):
+    with mock.patch.object(kernels, "_BLOCK", 64), mock.patch.object(cuts, "BLOCK", 128):
         got = choose(logits, laws)
     assert torch.equal(got, sampling.choose(logits, params))
     if not any(p.top_k or p.top_p < 1 or p.min_p for p, _, _ in wanted):
