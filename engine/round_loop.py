@@ -19,10 +19,23 @@ from engine.pages import BlockPool
 from engine.resident import IDLE, MOST_ENDS, Place, Resident
 from engine.rounds import Brought, Fed, Ops, Round
 from engine.runner import ModelRunner
+from engine.sampling import Kind
 from engine.types import FinishReason, KVCursor, SamplingParams, Verification
 
 _REASONS = {STOPPED: FinishReason.STOP, FULL: FinishReason.LENGTH, UNSOUND: FinishReason.ERROR}
-_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # places of a batch; each with each K is one graph
+_SIZES = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+)  # places of a batch; each with each K, with cuts or not, is one graph
 Run = Callable[[Tensor], Brought]
 
 
@@ -33,6 +46,7 @@ class Live:
     slot: int
     tokens: list[int]
     cursor: KVCursor = field(default_factory=KVCursor)
+    cuts: bool = True  # whether its law has a top-k, top-p or min-p
     draft_len: int | None = None  # tokens that the draft has certainly been fed; None: all but the last two
 
 
@@ -86,7 +100,7 @@ class RoundLoop:
         self.state = Resident(num_slots, longest, width, arena.num_pages - 1, vocab, target.model.device)
         self._free = list(range(num_slots, IDLE, -1))
         self._runners = [ModelRunner(fed.model, fed.arena, ops.attend) for fed in (target, draft) if fed is not None]
-        self._runs: dict[tuple[int, int], Run] = {}
+        self._runs: dict[tuple[int, int, bool], Run] = {}
         self.live: dict[str, Live] = {}
         self._places: list[str] | None = None  # who stands at which place of the batch; None: to be laid out anew
         self._slots = torch.empty(0, dtype=torch.int64)
@@ -102,8 +116,9 @@ class RoundLoop:
             return False
         for runner in self._runners:
             self._feed(runner, tokens, 0, cursor.page_table)
-        live = Live(self._free.pop(), list(tokens), cursor)
-        self.state.place(live.slot, place(cursor.page_table))
+        placed = place(cursor.page_table)
+        live = Live(self._free.pop(), list(tokens), cursor, Kind.of(placed.sampling) is Kind.CUT)
+        self.state.place(live.slot, placed)
         self.live[name], self._places = live, None
         return True
 
@@ -136,10 +151,11 @@ class RoundLoop:
             for live in self.live.values():
                 if live.draft_len is None:
                     live.draft_len = max(0, len(live.tokens) - 2)
-        key = len(slots), k
+        size, cuts = len(slots), any(live.cuts for live in self.live.values())
+        key = size, k, cuts
         if key not in self._runs:
-            round_ = Round(self.state, self._target, self._draft if k else None, self._ops, *key)
-            self._runs[key] = self._make_run(round_, len(slots))
+            round_ = Round(self.state, self._target, self._draft if k else None, self._ops, size, k, cuts=cuts)
+            self._runs[key] = self._make_run(round_, size)
         return _Mail([(name, self.live[name]) for name in names], self._runs[key](slots))
 
     def _laid_out(self) -> tuple[list[str], Tensor]:

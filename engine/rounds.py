@@ -64,11 +64,16 @@ class Brought:
 
 
 class Round:
-    """B places, K drafts. `state` and the arenas are changed in place; the same addresses in every call."""
+    """B places, K drafts. `state` and the arenas are changed in place; the same addresses in every call.
 
-    def __init__(self, state: Resident, target: Fed, draft: Fed | None, ops: Ops, size: int, k: int) -> None:
+    `cuts` says whether any of its sequences may have a top-k, top-p or min-p.
+    """
+
+    def __init__(
+        self, state: Resident, target: Fed, draft: Fed | None, ops: Ops, size: int, k: int, *, cuts: bool = True
+    ) -> None:
         assert draft is not None or k == 0, "drafts need a draft model"
-        self._state, self._ops, self._size, self._k = state, ops, size, k
+        self._state, self._ops, self._size, self._k, self._cuts = state, ops, size, k, cuts
         device = state.tables.device
         self._verify = _Pass(state, target, ops.attend, size, k + 1, k + 1, device)
         self._draft_first = _Pass(state, draft, ops.attend, size, 2, 1, device) if draft and k else None
@@ -84,7 +89,8 @@ class Round:
         drafts = self._propose(slots, length)
         newest = tracks.tokens[slots, length - 1]
         logits = self._verify(torch.cat([newest[:, None], drafts], 1), length - 1, slots)
-        drawn = self._ops.choose(logits, state.laws(slots, length, self._steps)).view(self._size, -1)
+        laws = state.laws(slots, length, self._steps)
+        drawn = self._ops.choose(logits, laws, cuts=self._cuts).view(self._size, -1)
         is_number = logits.amax(-1).isfinite().view(self._size, -1)
         num_sound = is_number.long().cumprod(1).sum(1)
         taken = self._steps[: self._k] < state.num_draft[slots][:, None]
@@ -104,7 +110,8 @@ class Round:
         return torch.stack(drafts, 1)
 
     def _draw(self, logits: Tensor, slots: Tensor, length: Tensor, i: int) -> Tensor:
-        return self._ops.choose(logits, self._state.laws(slots, length, self._steps[i : i + 1]))
+        laws = self._state.laws(slots, length, self._steps[i : i + 1])
+        return self._ops.choose(logits, laws, cuts=self._cuts)
 
 
 class _Pass:

@@ -51,8 +51,9 @@ def ends_of(logits: Tensor, laws: Laws, largest: Tensor) -> Ends:
     )  # fmt: skip
     for by_mass in (False, True):
         for shift in _DIGITS:
-            count(SHIFT=shift, BY_MASS=by_mass)
-            take(SHIFT=shift, BY_MASS=by_mass)
+            first, last = shift == _DIGITS[0], shift == _DIGITS[-1]
+            count(shift=shift, FIRST=first, BY_MASS=by_mass)
+            take(shift=shift, FIRST=first, LAST=last, BY_MASS=by_mass)
     return Ends(rank, ties)
 
 
@@ -75,8 +76,8 @@ def _is_cut(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab, BY_MASS: tl.const
 
 @triton.jit
 def _bins_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, largest_ptr, rank_ptr, bins_ptr, stride, vocab, blocks,
-    BLOCK: tl.constexpr, SHIFT: tl.constexpr, BY_MASS: tl.constexpr,
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, largest_ptr, rank_ptr, bins_ptr, stride, vocab, blocks, shift,
+    BLOCK: tl.constexpr, FIRST: tl.constexpr, BY_MASS: tl.constexpr,
 ):  # fmt: skip
     """Tokens of a block, and their weight, by the next four bits of their rank, as far as the bits before agree."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -84,8 +85,8 @@ def _bins_kernel(
         token = block * BLOCK + tl.arange(0, BLOCK)
         largest, temperature = tl.load(largest_ptr + row), tl.load(temperature_ptr + row)
         score, rank = ranks(logits_ptr + row * stride, token, vocab, largest, temperature)
-        start = tl.load(rank_ptr + row) if SHIFT < 28 else 0  # the second search begins anew
-        bin_of = (rank >> SHIFT) - (start >> SHIFT)
+        start = vocab * 0 if FIRST else tl.load(rank_ptr + row)  # the second search begins anew
+        bin_of = (rank >> shift) - (start >> shift)
         mine = (token < vocab) & (bin_of >= 0) & (bin_of < 16)
         digit = tl.arange(0, 16)
         count, mass = tl.zeros([16], tl.float64), tl.zeros([16], tl.float64)
@@ -109,30 +110,30 @@ def _sums(bins_ptr, blocks, start, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _digit_kernel(
-    temperature_ptr, top_k_ptr, top_p_ptr, rank_ptr, ties_ptr, before_ptr, limit_ptr, bins_ptr, vocab, blocks,
-    BLOCKS: tl.constexpr, SHIFT: tl.constexpr, BY_MASS: tl.constexpr,
+    temperature_ptr, top_k_ptr, top_p_ptr, rank_ptr, ties_ptr, before_ptr, limit_ptr, bins_ptr, vocab, blocks, shift,
+    BLOCKS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BY_MASS: tl.constexpr,
 ):  # fmt: skip
     """Take the last bin before which there are fewer tokens than top-k and less weight than the limit."""
     row = tl.program_id(0).to(tl.int64)
     if _is_cut(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab, BY_MASS):
-        rank = tl.load(rank_ptr + row) if SHIFT < 28 else 0
-        before_count = tl.load(before_ptr + 2 * row) if SHIFT < 28 else 0.0
-        before_mass = tl.load(before_ptr + 2 * row + 1) if SHIFT < 28 else 0.0
+        rank = vocab * 0 if FIRST else tl.load(rank_ptr + row)
+        before_count = 0.0 if FIRST else tl.load(before_ptr + 2 * row)
+        before_mass = 0.0 if FIRST else tl.load(before_ptr + 2 * row + 1)
         bins_ptr += row * blocks * 32
         count = _sums(bins_ptr, blocks, before_count, BLOCKS)
         mass = _sums(bins_ptr + 16, blocks, before_mass, BLOCKS)
         digit = tl.arange(0, 16)
         most = tl.load(top_k_ptr + row).to(tl.float64)
         limit = tl.load(limit_ptr + row)
-        fits = (count < most) & (mass < limit) & (digit <= (NEVER - rank) >> SHIFT)
+        fits = (count < most) & (mass < limit) & (digit <= (NEVER - rank) >> shift)
         best = tl.max(tl.where(fits, digit, 0), 0)
-        rank += best << SHIFT
+        rank += best << shift
         count = tl.sum(tl.where(digit == best, count, 0.0), 0)
         mass = tl.sum(tl.where(digit == best, mass, 0.0), 0)
         tl.store(rank_ptr + row, rank)
         tl.store(before_ptr + 2 * row, count)
         tl.store(before_ptr + 2 * row + 1, mass)
-        if SHIFT == 0:
+        if LAST:
             weight = tl.exp(-(rank.to(tl.float32, bitcast=True)).to(tl.float64))
             weight = tl.where(rank < 0x7F800000, weight, 0.0)  # of a score that is a number
             ties = most - count
@@ -142,5 +143,5 @@ def _digit_kernel(
                 left = mass + tl.where(weight > 0, ties * weight, 0.0)
                 tl.store(limit_ptr + row, tl.load(top_p_ptr + row) * left)
             tl.store(ties_ptr + row, ties)
-    elif (SHIFT == 0) & (not BY_MASS):
+    elif LAST and not BY_MASS:
         tl.store(rank_ptr + row, NEVER)

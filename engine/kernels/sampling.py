@@ -87,13 +87,14 @@ def _first_kernel(value_ptr, at_ptr, largest_ptr, found_ptr, vocab, blocks, BLOC
 def _ties_kernel(
     logits_ptr, temperature_ptr, largest_ptr, end_ptr, ties_ptr, stride, vocab, blocks, BLOCK: tl.constexpr
 ):
-    """How many tokens of a block have the last rank of their row's law."""
+    """How many tokens of a block have the last rank of their row's law; of a greedy row nobody asks."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    largest, temperature = tl.load(largest_ptr + row), tl.load(temperature_ptr + row)
-    rank = ranks(logits_ptr + row * stride, token, vocab, largest, temperature)[1]
-    same = (rank == tl.load(end_ptr + row)) & (token < vocab)
-    tl.store(ties_ptr + row * blocks + block, tl.sum(same.to(tl.int32), 0))
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0:
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        rank = ranks(logits_ptr + row * stride, token, vocab, tl.load(largest_ptr + row), temperature)[1]
+        same = (rank == tl.load(end_ptr + row)) & (token < vocab)
+        tl.store(ties_ptr + row * blocks + block, tl.sum(same.to(tl.int32), 0))
 
 
 @triton.jit
