@@ -11,7 +11,6 @@ rate of a copy, or its operations over the rate of a large matmul, whichever tak
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import subprocess
 import sys
@@ -20,18 +19,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from benchmarks.cuda_kernels import Card, attention_table, measured_card, sampling_table, wait
 from engine import draws, noise
 from engine.attention import paged
 from engine.attention.registry import ATTENTION_NAME
 from engine.fuse_cuda import fuse_for_cuda
 from engine.kernels import reference
 from engine.kernels.args import Committed, Tracks
-from engine.kernels.paging import Paging
 from engine.kv import KVArena
 from engine.noise import Stream
 from engine.resident import Place
@@ -40,98 +40,18 @@ from engine.rounds import Fed, Ops
 from engine.runner import kv_layout, prepare
 from engine.types import SamplingParams
 
-PAGE = 32
+PAGE = 32  # tokens
 _ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
          "original_max_position_embeddings": 8192}  # fmt: skip
 _SHARED = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_parameters": _ROPE, "num_attention_heads": 32,
            "num_key_value_heads": 8, "eos_token_id": None}  # fmt: skip
-SHAPES = {
+SHAPES: dict[str, Any] = {
     "8b": {**_SHARED, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128},
     "1b": {**_SHARED, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
            "tie_word_embeddings": True},
     "tiny": {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "eos_token_id": None},
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """What the machine can do, measured."""
-
-    device: torch.device
-    name: str
-    bytes_per_second: float  # of a copy, read and written counted
-    flops: float  # of a large bf16 matmul
-
-    @property
-    def is_cuda(self) -> bool:
-        """Whether it is a GPU at all; on a CPU the script only shows that it runs."""
-        return self.device.type == "cuda"
-
-
-def seconds_of(run: Callable[[], object], device: torch.device, times: int = 20) -> float:
-    """Median of `times` runs after two that warm up."""
-    found = []
-    for i in range(times + 2):
-        wait(device)
-        start = perf_counter()
-        run()
-        wait(device)
-        found.append(perf_counter() - start if i > 1 else 0.0)
-    return statistics.median(found[2:])
-
-
-def wait(device: torch.device) -> None:
-    """Until the device has done all that it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def measured_card(device: torch.device) -> Card:
-    """Copy half a GiB; multiply two matrices."""
-    size, side = (2**28, 8192) if device.type == "cuda" else (2**22, 256)
-    source = torch.zeros(size, dtype=torch.bfloat16, device=device)
-    target = torch.empty_like(source)
-    copying = seconds_of(lambda: target.copy_(source), device)
-    a = torch.randn(side, side, device=device).bfloat16()
-    multiplying = seconds_of(lambda: a @ a, device, times=5)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU"
-    return Card(device, name, 2 * source.nbytes / copying, 2 * side**3 / multiplying)
-
-
-# ---------------------------------------------------------------------------------------------------- the kernel
-
-
-def attention_table(card: Card, context: int) -> Iterator[str]:
-    """The attention kernel over one layer of the 8B's K/V, as graphs of 20 calls so that launches cost nothing."""
-    from engine.kernels import attention
-
-    yield f"\n## Attention kernel, context {context}, 32 heads over 8, head size 128, bf16\n"
-    yield "| sequences | rows each | µs | TB/s | of the copy |\n|---|---|---|---|---|"
-    for size, rows in ((1, 1), (1, 6), (8, 1), (8, 6), (32, 1), (32, 6)):
-        pages = -(-context // PAGE)
-        arena = torch.randn(2, size * pages * PAGE, 8, 128, device=card.device).bfloat16()
-        tables = torch.randperm(size * pages).view(size, pages).tolist()
-        paging = Paging.of([rows] * size, [context - rows] * size, tables, PAGE, 4, card.device)
-        query = torch.randn(size * rows, 32, 128, device=card.device).bfloat16()
-        call = partial(attention.attend, query, arena[0], arena[1], paging, 128**-0.5)
-        seconds = graph_seconds(call, card.device)
-        rate = arena.nbytes / seconds
-        yield f"| {size} | {rows} | {seconds * 1e6:.1f} | {rate / 1e12:.2f} | {rate / card.bytes_per_second:.0%} |"
-
-
-def graph_seconds(call: Callable[[], object], device: torch.device, calls: int = 20) -> float:
-    """Seconds of one call, from a CUDA graph of many."""
-    call()
-    wait(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    return seconds_of(graph.replay, device) / calls
-
-
-# ---------------------------------------------------------------------------------------------------- the rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +226,7 @@ def report(asked: argparse.Namespace) -> Iterator[str]:
     yield f"{what}, {card.name}, torch {torch.__version__}. {rates}."
     if card.is_cuda:
         yield from attention_table(card, asked.attention_context)
+        yield from sampling_table(card, SHAPES[asked.shapes[0]]["vocab_size"])
     pair = Pair.of(tuple(asked.shapes), card)
     yield from rounds_table(pair, card, asked.acceptance, asked.context, asked.rounds, asked.sizes)
 

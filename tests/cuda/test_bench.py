@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks import cuda
+from benchmarks import cuda, cuda_kernels
+from tests.interpreting import WHY_NOT
 
 
 def test_it_runs_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
@@ -28,3 +29,12 @@ def test_acceptance_is_what_was_asked() -> None:
     loop = cuda.loop_of(pair, card, 0.5, 8, 400, 3)
     got = cuda.measure(loop, card, 8, 4, 3, 40)
     assert abs(got.tokens - 1.875) < 0.25
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+def test_tables_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel runs once, interpreted, over sizes that are small."""
+    monkeypatch.setattr(cuda_kernels, "graph_seconds", lambda call, _device: (call(), 1.0)[1])
+    monkeypatch.setattr(cuda_kernels, "DRAWN", (2,))
+    card = cuda.Card(cuda.torch.device("cpu"), "", 1.0, 1.0)
+    assert len(list(cuda_kernels.sampling_table(card, 300))) == 4
