@@ -35,8 +35,8 @@ from engine.kernels.args import Committed, Tracks
 from engine.kv import KVArena
 from engine.noise import Stream
 from engine.resident import Place
-from engine.round_loop import RoundLoop, captured
-from engine.rounds import Fed, Ops
+from engine.round_loop import RoundLoop, Run, captured
+from engine.rounds import Fed, Ops, Round
 from engine.runner import kv_layout, prepare
 from engine.types import SamplingParams
 
@@ -76,7 +76,8 @@ def random_model(config: LlamaConfig, card: Card) -> PreTrainedModel:
         )
     if card.is_cuda:
         fuse_for_cuda(model)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def pass_seconds(model: PreTrainedModel, card: Card, sequences: int, rows: int, context: int) -> float:
@@ -112,12 +113,19 @@ def ops_of(card: Card, acceptance: float) -> Ops:
 def loop_of(pair: Pair, card: Card, acceptance: float, size: int, longest: int, k: int) -> RoundLoop:
     """A loop with `size` places, its rounds as graphs where there is a GPU."""
     pages = size * -(-(longest + k + 1) // PAGE) + 1
-    arenas = [KVArena(kv_layout(m.config, m.dtype), pages, PAGE, card.device) for m in (pair.target, pair.draft)]
-    fed = [Fed(m, arena, longest) for m, arena in zip((pair.target, pair.draft), arenas, strict=True)]
-    options = {"make_run": captured} if card.is_cuda else {}
-    vocab: int = pair.target.config.vocab_size
-    sizes = {"num_slots": size, "longest": longest, "most_drafts": k, "vocab": vocab, "chunk": 2048}
-    return RoundLoop(*fed, ops_of(card, acceptance), **sizes, **options)  # type: ignore[arg-type]
+
+    def fed(model: PreTrainedModel) -> Fed:
+        return Fed(model, KVArena(kv_layout(model.config, model.dtype), pages, PAGE, card.device), longest)
+
+    return RoundLoop(
+        fed(pair.target), fed(pair.draft), ops_of(card, acceptance), num_slots=size, longest=longest, most_drafts=k,
+        vocab=pair.target.config.vocab_size, chunk=2048, make_run=captured if card.is_cuda else as_it_is,
+    )  # fmt: skip
+
+
+def as_it_is(run: Round, _size: int) -> Run:
+    """A round without a graph."""
+    return run
 
 
 @dataclass(frozen=True, slots=True)

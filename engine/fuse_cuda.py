@@ -134,6 +134,13 @@ class KernelLayer(nn.Module):
         super().__init__()
         self.inner = inner
 
+    def __getattr__(self, name: str) -> Any:
+        """What a model asks of its layers besides, such as their kind of attention."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
     def forward(self, hidden_states: Tensor, **others: Any) -> Tensor:
         """`[1, T, hidden]`."""
         inner = cast("Any", self.inner)

@@ -42,6 +42,19 @@ def test_logits_are_the_same(family: str) -> None:
         assert (done["layers"], done["gates"]) == (layers, layers)
 
 
+def test_a_layer_is_asked_as_before() -> None:
+    """Some versions of transformers ask a layer which kind of attention it has."""
+    model = zoo.ours(zoo.reference("llama"))
+    layer = model.get_decoder().layers[0]
+    layer.attention_type = "full_attention"
+    fuse_for_cuda(model, reference)
+    stand_in = model.get_decoder().layers[0]
+    assert stand_in is not layer
+    assert stand_in.attention_type == "full_attention"
+    with pytest.raises(AttributeError):
+        stand_in.nothing_of_the_kind  # noqa: B018
+
+
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_a_whole_model_on_interpreted_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
