@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -143,8 +142,7 @@ def measure(loop: RoundLoop, card: Card, size: int, context: int, k: int, rounds
     for i in range(size):
         prompt = torch.randint(vocab, (context,)).tolist()
         limit = loop.state.tracks.tokens.shape[1]
-        place = partial(Place, prompt, limit, (), SamplingParams(temperature=1.0), i, k)
-        assert loop.add(str(i), prompt, place, limit), "too few pages"
+        assert loop.add(str(i), Place(prompt, limit, (), SamplingParams(temperature=1.0), i, k)), "too few pages"
     for _ in range(3):
         loop.step(k)
     wait(card.device)

@@ -21,7 +21,7 @@ MOST_ENDS = 8  # tokens that may end an output
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What the host knows of a sequence when it admits it."""
+    """What the host says of a sequence that it places."""
 
     tokens: Seq[int]
     max_length: int
@@ -29,7 +29,6 @@ class Place:
     sampling: SamplingParams
     seed: int
     num_draft: int
-    pages: Seq[int]
 
 
 class Resident:
@@ -58,14 +57,13 @@ class Resident:
         self._top_p = torch.ones(size, dtype=torch.float64, device=device)
         self._min_p = torch.zeros(size, dtype=torch.float64, device=device)
 
-    def place(self, slot: int, place: Place) -> None:
+    def place(self, slot: int, place: Place, pages: Seq[int]) -> None:
         """Fill a slot: a few small uploads."""
         tracks, wanted = self.tracks, place.sampling
         tracks.tokens[slot, : len(place.tokens)] = self._up(place.tokens)
         tracks.ends[slot] = self._up([*place.ends, *[-1] * (MOST_ENDS - len(place.ends))])
-        self.tables[slot] = self._up(
-            [*place.pages, *[self._spare_page] * (self.tables.shape[1] - len(place.pages))]
-        ).int()
+        self.tables[slot] = self._spare_page
+        self.tables[slot, : len(pages)] = self._up(pages).int()
         top_k = min(wanted.top_k or self.vocab, self.vocab)
         seed = place.seed - 2**64 if place.seed >= 2**63 else place.seed
         whole = [len(place.tokens), place.max_length, place.num_draft, seed, top_k, 1]
@@ -80,6 +78,11 @@ class Resident:
         """Let a sequence stand still; its pages may then be given away."""
         self.tracks.running[slot] = 0
         self.tables[slot] = self._spare_page
+
+    def grow(self, slot: int, first: int, pages: Seq[int]) -> None:
+        """Enter further pages behind the `first` ones. A number travels with the kernel that writes it: no upload."""
+        for i, page in enumerate(pages, first):
+            self.tables[slot, i] = page
 
     def set_num_draft(self, slot: int, num_draft: int) -> None:
         """Drafts that this sequence takes of each round's K."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -43,11 +43,16 @@ Run = Callable[[Tensor], Brought]
 class Live:
     """A sequence in the loop, as the host knows it: up to the round before the last one launched."""
 
-    slot: int
+    place: Place
     tokens: list[int]
+    slot: int = IDLE
     cursor: KVCursor = field(default_factory=KVCursor)
-    cuts: bool = True  # whether its law has a top-k, top-p or min-p
     draft_len: int | None = None  # tokens that the draft has certainly been fed; None: all but the last two
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its law has a top-k, top-p or min-p."""
+        return Kind.of(self.place.sampling) is Kind.CUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,39 +106,95 @@ class RoundLoop:
         self._free = list(range(num_slots, IDLE, -1))
         self._runners = [ModelRunner(fed.model, fed.arena, ops.attend) for fed in (target, draft) if fed is not None]
         self._runs: dict[tuple[int, int, bool], Run] = {}
-        self.live: dict[str, Live] = {}
+        self.live: dict[str, Live] = {}  # in the order of their admission
+        self._shelved: dict[str, Live] = {}  # preempted: without slot and pages
+        self.num_preempted = 0
         self._places: list[str] | None = None  # who stands at which place of the batch; None: to be laid out anew
         self._slots = torch.empty(0, dtype=torch.int64)
         self._pending: _Mail | None = None
 
-    def add(self, name: str, tokens: Seq[int], place: Callable[[Seq[int]], Place], max_length: int) -> bool:
-        """Prefill and place a sequence; False, and nothing changed, where no slot or too few pages are free.
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody is in the loop."""
+        return bool(self.live or self._shelved)
 
-        `place` is told its pages.
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that nobody holds."""
+        return self._pool.num_free
+
+    def add(self, name: str, place: Place) -> bool:
+        """Prefill and place a sequence; False, and nothing changed, where there is no slot or there are too few pages.
+
+        The pool must be able to hold it at its longest: then whatever is preempted for want of pages comes back.
         """
-        cursor = KVCursor()
-        if not self._free or not self._pool.reserve(cursor, max_length + self._most_drafts + 1):
+        most = self._pool.pages_for(place.max_length + self._most_drafts + 1)
+        if self._shelved or most > self._pool.num_pages:
             return False
-        for runner in self._runners:
-            self._feed(runner, tokens, 0, cursor.page_table)
-        placed = place(cursor.page_table)
-        live = Live(self._free.pop(), list(tokens), cursor, Kind.of(placed.sampling) is Kind.CUT)
-        self.state.place(live.slot, placed)
-        self.live[name], self._places = live, None
-        return True
+        return self._admit(name, Live(place, list(place.tokens)))
 
     def remove(self, name: str) -> None:
         """Take a sequence out, whatever a round in flight may still say of it."""
+        if name in self._shelved:
+            del self._shelved[name]
+        else:
+            self._vacate(name)
+
+    def set_num_draft(self, name: str, num_draft: int) -> None:
+        """How many drafts of each round's K this sequence takes from now on."""
+        live = self.live.get(name) or self._shelved[name]
+        live.place = replace(live.place, num_draft=num_draft)
+        if live.slot != IDLE:
+            self.state.set_num_draft(live.slot, num_draft)
+
+    def _admit(self, name: str, live: Live) -> bool:
+        if not self._free or not self._pool.reserve(live.cursor, self._reach(live, self._most_drafts)):
+            return False
+        for runner in self._runners:
+            self._feed(runner, live.tokens, 0, live.cursor.page_table)
+        live.slot, live.draft_len = self._free.pop(), None
+        self.state.place(live.slot, replace(live.place, tokens=live.tokens), live.cursor.page_table)
+        self.live[name], self._places = live, None
+        return True
+
+    def _vacate(self, name: str) -> Live:
         live = self.live.pop(name)
         self.state.free(live.slot)
         self._pool.release(live.cursor)
         self._free.append(live.slot)
-        self._places = None
+        live.slot, self._places = IDLE, None
+        return live
+
+    def _reach(self, live: Live, k: int) -> int:
+        """Positions that a round of `k` drafts may write of a sequence, whatever the round in flight brings."""
+        longer = 0 if self._pending is None else self._pending.k + 1
+        return min(live.place.max_length, len(live.tokens) + longer) + k + 1
+
+    def _grow(self, k: int) -> list[News]:
+        """Pages for a round of `k`, oldest first; where they run out the newest make room, and come back later."""
+        news: list[News] = []
+        for name in list(self.live):
+            while (live := self.live.get(name)) is not None:
+                held = len(live.cursor.page_table)
+                if self._pool.reserve(live.cursor, self._reach(live, k)):
+                    self.state.grow(live.slot, held, live.cursor.page_table[held:])
+                    break
+                if self._pending is not None:
+                    news += self.drain()  # somebody may have ended, and nobody reaches as far as was feared
+                else:
+                    newest = next(reversed(self.live))
+                    self._shelved = {newest: self._vacate(newest), **self._shelved}
+                    self.num_preempted += 1
+        return news
 
     def step(self, k: int) -> list[News]:
         """Launch a round of `k` drafts, if anybody is there, and then read what the one before it brought."""
-        assert k <= self._most_drafts, "pages are not reserved for so many"
-        news = self._catch_up() if k and any(live.draft_len is not None for live in self.live.values()) else []
+        assert k <= self._most_drafts, "tables have no room for so many"
+        while self._shelved and self._admit(name := next(iter(self._shelved)), self._shelved[name]):
+            del self._shelved[name]
+        news = self._grow(k)
+        if k and any(live.draft_len is not None for live in self.live.values()):
+            news += self._catch_up()
         mail = self._launch(k) if self.live else None
         news += self._read()
         self._pending = mail
@@ -151,12 +212,12 @@ class RoundLoop:
             for live in self.live.values():
                 if live.draft_len is None:
                     live.draft_len = max(0, len(live.tokens) - 2)
-        size, cuts = len(slots), any(live.cuts for live in self.live.values())
+        size, cuts = len(slots), any(live.is_cut for live in self.live.values())
         key = size, k, cuts
         if key not in self._runs:
             round_ = Round(self.state, self._target, self._draft if k else None, self._ops, size, k, cuts=cuts)
             self._runs[key] = self._make_run(round_, size)
-        return _Mail([(name, self.live[name]) for name in names], self._runs[key](slots))
+        return _Mail(k, [(name, self.live[name], self.live[name].slot) for name in names], self._runs[key](slots))
 
     def _laid_out(self) -> tuple[list[str], Tensor]:
         """Who stands where; uploaded only when somebody came or went."""
@@ -172,9 +233,9 @@ class RoundLoop:
         if self._pending is None:
             return []
         news = []
-        for name, owner, (*drawn, num_fresh, num_accepted, ended) in self._pending.read():
+        for name, owner, slot, (*drawn, num_fresh, num_accepted, ended) in self._pending.read():
             live = self.live.get(name)
-            if live is not owner or not (num_fresh or ended):
+            if live is None or live is not owner or live.slot != slot or not (num_fresh or ended):
                 continue  # it was taken out meanwhile, or had ended before
             fresh = tuple(drawn[:num_fresh])
             live.tokens += fresh
@@ -202,8 +263,8 @@ class RoundLoop:
 class _Mail:
     """What a round brought, on its way to the host: copied behind the round, waited for when it is read."""
 
-    def __init__(self, owners: list[tuple[str, Live]], brought: Brought) -> None:
-        self._owners, made = owners, brought.committed
+    def __init__(self, k: int, owners: list[tuple[str, Live, int]], brought: Brought) -> None:
+        self.k, self._owners, made = k, owners, brought.committed
         packed = torch.cat([brought.drawn, torch.stack([made.num_fresh, made.num_accepted, made.ended], 1)], 1)
         self._event = torch.cuda.Event() if packed.is_cuda else None
         if self._event is None:
@@ -213,11 +274,11 @@ class _Mail:
             self._rows.copy_(packed, non_blocking=True)
             self._event.record()
 
-    def read(self) -> list[tuple[str, Live, list[int]]]:
+    def read(self) -> list[tuple[str, Live, int, list[int]]]:
         """Of each sequence: its drawn tokens, then how many are fresh, how many of them drafts, whether it ended."""
         if self._event is not None:
             self._event.synchronize()
-        return [(name, live, row) for (name, live), row in zip(self._owners, self._rows.tolist(), strict=False)]
+        return [(*owner, row) for owner, row in zip(self._owners, self._rows.tolist(), strict=False)]
 
 
 def captured(run: Round, size: int) -> Run:

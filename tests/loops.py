@@ -58,15 +58,10 @@ def request(i: int) -> Request:
 
 
 def add(loop: RoundLoop, wanted: Request, num_draft: int = 4) -> bool:
-    length, sampling_ = wanted.max_len(LONGEST), wanted.sampling
-    assert sampling_.seed is not None
-    ends, seed = sampling_.stop_token_ids, sampling_.seed
-    return loop.add(
-        wanted.request_id,
-        wanted.token_ids,
-        lambda pages: Place(wanted.token_ids, length, ends, sampling_, seed, num_draft, pages),
-        length,
-    )
+    sampling = wanted.sampling
+    assert sampling.seed is not None
+    length, ends = wanted.max_len(LONGEST), sampling.stop_token_ids
+    return loop.add(wanted.request_id, Place(wanted.token_ids, length, ends, sampling, sampling.seed, num_draft))
 
 
 class Record:

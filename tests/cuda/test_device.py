@@ -73,7 +73,7 @@ def said_by(loop: RoundLoop, numbers: range, k: int) -> Record:
     for i in numbers:
         while not add(loop, request(i)):
             record.note(loop.step(k))
-    while loop.live:
+    while loop.has_work:
         record.note(loop.step(k))
     return record
 

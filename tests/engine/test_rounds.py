@@ -60,22 +60,23 @@ def plainly(i: int, family: str = "llama") -> tuple[tuple[int, ...], FinishReaso
     return tuple(token for event in events for token in event.token_ids), finished.reason
 
 
+@pytest.mark.parametrize("pages", [5, 14])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_tokens_of_the_plain_loop(seed: int) -> None:
-    """Random admissions, removals, Ks and ends; whoever is taken out early has said the beginning."""
+def test_the_tokens_of_the_plain_loop(seed: int, pages: int) -> None:
+    """Random admissions, removals, Ks and ends, and preemptions where pages are few."""
     rng = random.Random(seed)
-    loop, record, removed = loop_of(pages=14), Record(), set()
+    loop, record, removed = loop_of(pages=pages), Record(), set()
     waiting = [100 * seed + i for i in range(12)]
-    while waiting or loop.live:
+    while waiting or loop.has_work:
         if waiting and rng.random() < 0.5 and add(loop, request(waiting[0]), rng.randint(0, 4)):
             waiting.pop(0)
         if loop.live and rng.random() < 0.06:
             name = rng.choice(sorted(loop.live))
             loop.remove(name)
             removed.add(name)
-        for live in loop.live.values():
+        for name in loop.live:
             if rng.random() < 0.1:
-                loop.state.set_num_draft(live.slot, rng.randint(0, 4))
+                loop.set_num_draft(name, rng.randint(0, 4))
         record.note(loop.step(rng.choice([0, 0, 1, 2, 4, 4])))
     record.note(loop.drain())
     for i in range(100 * seed, 100 * seed + 12):
@@ -85,7 +86,7 @@ def test_the_tokens_of_the_plain_loop(seed: int) -> None:
             assert said == tokens[: len(said)]
         else:
             assert (said, record.finished[str(i)]) == (tokens, reason)
-    assert loop._pool.num_free == loop._pool.num_pages
+    assert loop.num_free_pages == pages
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma2", "mistral"])
@@ -94,7 +95,7 @@ def test_other_families(family: str) -> None:
     loop, record = loop_of(family), Record()
     for i in (1, 2, 3):
         assert add(loop, request(i))
-    while loop.live:
+    while loop.has_work:
         record.note(loop.step(3))
     for i in (1, 2, 3):
         assert (tuple(record.tokens[str(i)]), record.finished[str(i)]) == plainly(i, family)
@@ -194,11 +195,25 @@ def test_rounds_on_interpreted_kernels() -> None:
         assert tuple(tokens) == plainly(int(name))[0][: len(tokens)]
 
 
+def test_few_pages_preempt() -> None:
+    """Two that fit at first and not at their longest: the newer one makes room, comes back, and says the same."""
+    loop, record = loop_of(pages=5), Record()
+    long = (i for i in range(1, 999) if i % 3 and request(i).max_len(LONGEST) - len(request(i).token_ids) > 26)
+    first, second = (next(i for i in long if len(request(i).token_ids) == 17) for _ in range(2))
+    assert add(loop, request(first))
+    assert add(loop, request(second))
+    while loop.has_work:
+        record.note(loop.step(2))
+    assert loop.num_preempted == 1
+    for i in (first, second):
+        assert (tuple(record.tokens[str(i)]), record.finished[str(i)]) == plainly(i)
+
+
 def test_nothing_is_changed_where_there_is_no_room() -> None:
     loop = loop_of(pages=2)
     assert not add(loop, next(request(i) for i in range(99) if len(request(i).token_ids) == 33))
     assert not loop.live
-    assert loop._pool.num_free == 2
+    assert loop.num_free_pages == 2
 
 
 def test_draws_are_the_plain_loops() -> None:
