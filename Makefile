@@ -1,6 +1,6 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check features serve proto train heads bench clean
+.PHONY: help install demo test test-cuda bench-cuda check features serve proto train heads bench clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PROTOS := $(patsubst proto/%,%,$(wildcard proto/pilotfish/v1/*.proto))
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Create .venv with everything for use, tests and checks
 
@@ -24,6 +24,15 @@ demo: install ## Serve the embedded pair, complete unseen code through gRPC, com
 
 test: install ## Run all tests
 	$(BIN)/python -m pytest
+
+# A GPU machine brings its own torch: these two install nothing and need torch, transformers, triton, pytest, hypothesis.
+CUDA_PYTHON ?= python3
+
+test-cuda: ## Run the tests of kernels and graphs on this machine's GPU with CUDA_PYTHON (python3)
+	PYTHONPATH=.:proto $(CUDA_PYTHON) -m pytest -c tests/cuda/gpu.ini --rootdir . --confcutdir . tests/kernels tests/cuda
+
+bench-cuda: ## Measure kernels, plain decoding and rounds on this machine's GPU; writes docs/benchmarks/cuda.md
+	PYTHONPATH=.:proto $(CUDA_PYTHON) -m benchmarks.cuda --out docs/benchmarks/cuda.md $(ARGS)
 
 check: install ## Format, lint, types, layers, fresh stubs
 	$(BIN)/ruff format --check

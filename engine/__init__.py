@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig
 from engine.errors import DuplicateRequest, InvalidRequest, ModelError, PilotfishError, Unsupported
 from engine.types import FinishReason, Request, SamplingParams, SpeculationParams, TokenEvent
 
 if TYPE_CHECKING:
+    from engine.config import EngineConfig
     from engine.llm import LLM, Completion
 
 __all__ = [
@@ -31,10 +32,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """`LLM` brings torch and transformers, seconds of start-up that a client or `--help` should not pay."""
-    if name in ("LLM", "Completion"):
-        from engine import llm
+_LATE = {"LLM": "engine.llm", "Completion": "engine.llm", "EngineConfig": "engine.config"}
 
-        return getattr(llm, name)
+
+def __getattr__(name: str) -> object:
+    """`LLM` brings torch and transformers, seconds of start-up that a client or `--help` should not pay.
+
+    `EngineConfig` brings pydantic, which the kernels and their tests on a bare GPU machine do without.
+    """
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

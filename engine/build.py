@@ -18,7 +18,9 @@ from engine.drafters import Drafters
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.fuse import fuse
+from engine.fuse_cuda import fuse_for_cuda
 from engine.intake import Limits
+from engine.kernels import has_triton
 from engine.kv import KVArena, KVLayout
 from engine.pack import keeps_rows_apart, pack
 from engine.pages import BlockPool
@@ -76,6 +78,8 @@ def load(
         fuse(model)
         pack(model)
         stack(model)
+    if config.fuse and device.type == "cuda" and has_triton():
+        fuse_for_cuda(model)
     return model
 
 

@@ -57,9 +57,10 @@ class EngineConfig(BaseModel):
         None, ge=1, description="Tokens per K/V page; default 32, or one page per sequence without prefix cache."
     )
     prefix_cache: bool = Field(True, description="Keep K/V of past requests for those that begin with the same tokens.")
-    attention: Literal["auto", "native", "rows", "sdpa", "reference", "fixed"] = Field(
+    attention: Literal["auto", "native", "triton", "rows", "sdpa", "reference", "fixed"] = Field(
         "auto",
-        description="Attention implementation; native is our C kernel for CPUs, fixed is for reproducible.",
+        description="Attention implementation; native is our C kernel for CPUs, triton the one for CUDA, fixed is for "
+        "reproducible.",
     )
     reproducible: bool = Field(
         False, description="The same bits whatever else is in the batch; slower, CPU and coupled verification only."

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine import noise
+from engine.kernels.args import Laws
 from engine.row import Row
 from engine.types import SamplingParams
 
@@ -145,12 +146,12 @@ def _support(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
     """
     # Stable, so that equal logits keep the order of their ids and top-k keeps exactly k.
     scores, tokens = _tempered(logits, params).sort(dim=-1, descending=True, stable=True)
-    kept = _kept(scores, params)
-    widest = int(kept.sum(1).max())
-    return scores.masked_fill(~kept, float("-inf"))[:, :widest], tokens[:, :widest]
+    stay = kept(scores, params)
+    widest = int(stay.sum(1).max())
+    return scores.masked_fill(~stay, float("-inf"))[:, :widest], tokens[:, :widest]
 
 
-def _kept(scores: Tensor, params: RowParams) -> Tensor:
+def kept(scores: Tensor, params: RowParams | Laws) -> Tensor:
     """Which of the sorted `scores` `[R, vocab]` stay, always the leading ones and at least one: bool `[R, vocab]`."""
     rank = torch.arange(scores.shape[1], device=scores.device)
     by_k = rank < params.top_k[:, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from hypothesis import settings
 
 from tests.features import FeatureTable
 
+# Without a GPU, Triton's kernels are interpreted. It asks when it is first imported, which a later import may do.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # The models here are so small that a second thread only waits for the first, and fights the server's event loop.
 torch.set_num_threads(1)
 # Machines are shared: how long an example takes says nothing of the code.
@@ -24,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cuda: needs a GPU; `make test-cuda` runs them")
     config.addinivalue_line("markers", "feature: a cell of docs/features.md, with parameters (row, column)")
     if config.getoption("--features"):
         config.pluginmanager.register(FeatureTable(config.getoption("--features")))
@@ -31,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="there is no GPU here"))
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.function):
             item.fixturenames.insert(0, "no_leaked_tasks")  # set up first, so torn down last
 

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from engine.attention import fixed, native, reference, rows, sdpa
+from engine.attention import fixed, native, paged, reference, rows, sdpa
 from engine.batch import RaggedBatch
 from engine.errors import ModelError
+from engine.kernels import has_triton, is_interpreted
 from engine.kv import KVArena
 from engine.native import library
 
 log = logging.getLogger(__name__)
 
-AttentionName = Literal["auto", "native", "rows", "sdpa", "reference", "fixed"]
+AttentionName = Literal["auto", "native", "triton", "rows", "sdpa", "reference", "fixed"]
 
 # Under this name transformers finds us. It must NOT be registered with its mask interface: then no mask is built.
 ATTENTION_NAME = "pilotfish_ragged"
@@ -72,6 +73,7 @@ class Ragged:
 
 _BY_NAME: Mapping[str, Attend] = {
     "native": native.attend,
+    "triton": paged.attend,
     "rows": rows.attend,
     "sdpa": sdpa.attend,
     "reference": reference.attend,
@@ -83,14 +85,18 @@ def choose(name: AttentionName, device: torch.device, *, row_wise: bool = False)
     """Pick an implementation; `auto` is the fastest here, or if `row_wise` that of those whose rows see no other.
 
     Raises:
-        ModelError: `native` is asked for and cannot be had.
+        ModelError: `native` or `triton` is asked for and cannot be had.
     """
     has_native = device.type == "cpu" and library() is not None
+    has_kernel = device.type == "cuda" and has_triton()
     if name == "native" and not has_native:
         raise ModelError("attention is native; it needs a CPU and a C compiler (the log says what is missing)")
+    if name == "triton" and not has_kernel and not is_interpreted():
+        raise ModelError(f"attention is triton; it needs a CUDA device and Triton, and this is {device.type}")
     others: AttentionName = "rows" if row_wise else "sdpa"
-    chosen: AttentionName = ("native" if has_native else others) if name == "auto" else name
-    log.info("attention: %s", chosen)
+    fastest: AttentionName = "native" if has_native else "triton" if has_kernel else others
+    chosen = fastest if name == "auto" else name
+    log.info("attention on %s: %s%s", device.type, chosen, "" if name == "auto" else ", as asked for")
     return partial(native.attend, otherwise=_BY_NAME[others]) if chosen == "native" else _BY_NAME[chosen]
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention import choose, fixed, native, reference, registry, rows, sdpa
+from engine.attention import choose, fixed, native, paged, reference, registry, rows, sdpa
 from engine.batch import Feed, RaggedBatch
 from engine.errors import ModelError
 
@@ -123,5 +123,13 @@ def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (chosen.func, chosen.keywords) == (native.attend, {"otherwise": otherwise})
     monkeypatch.setattr(registry, "library", lambda: None)
     assert choose("auto", cpu) is sdpa.attend
+    monkeypatch.setattr(registry, "has_triton", lambda: True)
+    monkeypatch.setattr(registry, "is_interpreted", lambda: False)
+    assert choose("auto", torch.device("cuda")) is paged.attend
+    assert choose("sdpa", torch.device("cuda")) is sdpa.attend
+    with pytest.raises(ModelError, match="attention is triton; it needs a CUDA device"):
+        choose("triton", cpu)
+    monkeypatch.setattr(registry, "has_triton", lambda: False)
+    assert choose("auto", torch.device("cuda")) is sdpa.attend
     with pytest.raises(ModelError, match="attention is native; it needs a CPU and a C compiler"):
         choose("native", cpu)

@@ -1,0 +1,62 @@
+"""Attention by our Triton kernel: on CUDA, or interpreted where a test asks for that; and what it means in plain torch.
+
+Both read where rows and keys lie from device tensors, which a batch may bring along (`key_of`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from engine.batch import RaggedBatch
+from engine.kernels import reference
+from engine.kernels.paging import Paging
+
+
+def attend(
+    query: Tensor,  # [T, heads, head_dim]
+    k: Tensor,  # [rows, kv_heads, head_dim]
+    v: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # [T, heads, head_dim]
+    """Same contract as `reference.attend`; a query's bits do not depend on how its batch was put together."""
+    from engine.kernels import attention  # brings Triton, which not every machine has
+
+    attended: Tensor = attention.attend(
+        query, k, v, paging_of(batch, query.shape[1] // k.shape[1]), scale, window, softcap
+    )
+    return attended
+
+
+def attend_plainly(
+    query: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """As `attend`, without Triton and without a value read on the host: slow, and for small sizes."""
+    return reference.attend(query, k, v, paging_of(batch, query.shape[1] // k.shape[1]), scale, window, softcap)
+
+
+def paging_of(batch: RaggedBatch, group: int) -> Paging:
+    """Where the rows and keys of a batch lie, for layers with `group` query heads to a KV head."""
+    return batch.once(key_of(group), partial(_lay_out, batch, group))
+
+
+def key_of(group: int) -> tuple[str, int]:
+    """Under this key a batch whose layout stands on the device already brings it along."""
+    return "paging", group
+
+
+def _lay_out(batch: RaggedBatch, group: int) -> Paging:
+    ends = batch.cu_seqlens[1:]
+    num_rows = [end - start for start, end in zip(batch.cu_seqlens, ends, strict=False)]
+    starts = [kv_len - n for kv_len, n in zip(batch.kv_lens, num_rows, strict=True)]
+    return Paging.of(num_rows, starts, batch.page_tables, batch.page_size, group, batch.positions.device)

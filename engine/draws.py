@@ -1,0 +1,26 @@
+"""Draws whose parameters lie on the device, in plain torch: what `engine.kernels.sampling.choose` means.
+
+No tensor's value is read on the host, so rows of every kind pay for the whole vocabulary and a sort; `sampling.choose`,
+which knows the kinds of its rows, is faster and draws the same tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine import noise
+from engine.kernels.args import Laws
+from engine.sampling import TINY, kept
+
+
+def choose(logits: Tensor, laws: Laws, *, cuts: bool = True) -> Tensor:
+    """One token per row of `logits` `[R, vocab]`: int64 `[R]`; `cuts` as in the kernel."""
+    logits = logits.float()
+    scores = (logits - logits.amax(-1, keepdim=True)) / laws.temperature.clamp(min=TINY)[:, None]
+    if cuts:
+        ranked, tokens = scores.sort(dim=-1, descending=True, stable=True)
+        left = ranked.masked_fill(~kept(ranked, laws), float("-inf"))
+        scores = torch.empty_like(scores).scatter_(1, tokens, left)
+    drawn = (noise.gumbel(laws.seed, laws.position, laws.stream, logits.shape[1]) + scores).argmax(-1)
+    return torch.where(laws.temperature > 0, drawn, logits.argmax(-1))

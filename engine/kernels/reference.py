@@ -1,0 +1,117 @@
+"""What each kernel means, in plain torch: the oracle of the tests, and what runs where there is no Triton.
+
+No function here reads a tensor's value on the host or makes a tensor on it, so that a loop made of these can be held
+to that on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.kernels.args import FULL, RUNNING, STOPPED, UNSOUND, Committed, Tracks
+from engine.kernels.paging import Paging
+
+
+def attend(
+    query: Tensor,  # [T, heads, head_dim]
+    k: Tensor,  # [rows, kv_heads, head_dim]
+    v: Tensor,
+    paging: Paging,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # [T, heads, head_dim]
+    """As `attention.attend`, but rows of no sequence become 0. Gathers `max_kv` keys for every row: for small sizes."""
+    sequence, position = _rows_of(paging, len(query))
+    key = torch.arange(min(paging.max_kv, paging.tables.shape[1] * paging.page_size), device=query.device)
+    table = paging.tables[paging.spans[sequence, 3].long()].long()  # [T, W]
+    where = table[:, key // paging.page_size] * paging.page_size + key % paging.page_size
+    visible = (key <= position[:, None]) & (sequence >= 0)[:, None]
+    if window is not None:
+        visible &= key > position[:, None] - window
+    q = query.float().unflatten(1, (k.shape[1], -1))  # [T, kv_heads, group, head_dim]
+    scores = torch.einsum("tkgd,tjkd->tkgj", q, k[where].float()) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    hidden = ~visible[:, None, None]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0)
+    # A hidden row of the arena may hold anything: 0 times NaN would be NaN.
+    values = v[where].float().masked_fill(~visible[:, :, None, None], 0)
+    return torch.einsum("tkgj,tjkd->tkgd", weights, values).flatten(1, 2).to(query.dtype)
+
+
+def _rows_of(paging: Paging, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Of each row of the batch its sequence (-1: none) and its position, int64 `[T]`."""
+    row = torch.arange(num_rows, device=paging.spans.device)
+    first, rows, start, _ = paging.spans.long().unbind(1)
+    mine = (row[:, None] >= first) & (row[:, None] < first + rows)  # [T, B]
+    sequence = torch.where(mine.any(1), mine.long().argmax(1), -1)
+    return sequence, start[sequence] + row - first[sequence]
+
+
+def rotate_and_write(
+    projected: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_rows: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """As `rows.rotate_and_write`."""
+    heads = projected.unflatten(1, (-1, k.shape[2])).float()
+    query, key, value = heads.split([heads.shape[1] - 2 * k.shape[1], k.shape[1], k.shape[1]], 1)
+    if norms is not None:
+        query, key = _normed(query, norms[0], eps), _normed(key, norms[1], eps)
+    k.index_copy_(0, kv_rows, _rotated(key, cos, sin).to(k.dtype))
+    v.index_copy_(0, kv_rows, value.to(v.dtype))
+    return _rotated(query, cos, sin).to(projected.dtype)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[T, heads, head_dim] float32: the halves (a, b) of the turning part become (a cos - b sin, b cos + a sin)."""
+    turning, rest = x[..., : cos.shape[1]], x[..., cos.shape[1] :]
+    first, second = turning.chunk(2, -1)
+    turned = turning * cos[:, None].float() + torch.cat([-second, first], -1) * sin[:, None].float()
+    return torch.cat([turned, rest], -1)
+
+
+def _normed(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * scale
+
+
+def add_norm(x: Tensor, residual: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `rows.add_norm`."""
+    total = x if residual is None else x + residual
+    return _normed(total, scale, eps).to(x.dtype), total
+
+
+def gate(both: Tensor, activation: str) -> Tensor:
+    """As `rows.gate`."""
+    bent, up = both.float().chunk(2, -1)
+    bent = F.silu(bent) if activation == "silu" else F.gelu(bent, approximate="tanh")
+    return (bent * up).to(both.dtype)
+
+
+def commit(drawn: Tensor, drafts: Tensor, num_sound: Tensor, slots: Tensor, tracks: Tracks) -> Committed:
+    """As `commit.commit`. Writes whole rows of `tokens`: for small sizes."""
+    width, length, running = drawn.shape[1], tracks.length[slots], tracks.running[slots]
+    i = torch.arange(width, device=drawn.device)
+    num_kept = (drawn[:, :-1] == drafts).long().cumprod(1).sum(1)
+    ends = (drawn[..., None] == tracks.ends[slots, None]).any(-1)
+    to_end = torch.where(ends, i + 1, width + 1).amin(1)
+    room = tracks.max_length[slots] - length
+    num_fresh = (num_kept + 1).minimum(to_end).minimum(room).minimum(num_sound) * running
+    ended = torch.where((num_fresh == num_sound) & (num_sound <= num_kept), UNSOUND, RUNNING)
+    ended = torch.where(num_fresh == to_end, STOPPED, torch.where(num_fresh == room, FULL, ended)) * running
+    offset = torch.arange(tracks.tokens.shape[1], device=drawn.device) - length[:, None]  # [B, L]
+    fresh = (offset >= 0) & (offset < num_fresh[:, None])
+    new = drawn.gather(1, offset.clamp(0, width - 1))
+    tracks.tokens.index_copy_(0, slots, torch.where(fresh, new, tracks.tokens[slots]))
+    tracks.length.index_copy_(0, slots, length + num_fresh)
+    tracks.running.index_copy_(0, slots, running * (ended == RUNNING))
+    return Committed(num_fresh, num_kept.minimum(num_fresh), ended)

@@ -1,0 +1,109 @@
+"""Sequences that stand on the device: what a round needs of them, one slot each. Knows no model.
+
+The host writes a slot when it admits and when it removes, and never in between (docs/adr/0021-rounds-on-the-device.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.args import Laws, Tracks
+from engine.noise import Stream
+from engine.types import SamplingParams
+
+IDLE = 0  # the slot of nobody, for the idle places of a batch
+MOST_ENDS = 8  # tokens that may end an output
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the host says of a sequence that it places."""
+
+    tokens: Seq[int]
+    max_length: int
+    ends: Seq[int]
+    sampling: SamplingParams
+    seed: int
+    num_draft: int
+
+
+class Resident:
+    """`num_slots` sequences of at most `longest` tokens; tables of `width` pages, `spare_page` where there is none."""
+
+    def __init__(
+        self, num_slots: int, longest: int, width: int, spare_page: int, vocab: int, device: torch.device
+    ) -> None:
+        size = num_slots + 1
+        self._spare_page, self.vocab, self._device = spare_page, vocab, device
+
+        def whole(*shape: int, value: int = 0) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int64, device=device)
+
+        self.tracks = Tracks(
+            tokens=whole(size, longest),
+            length=whole(size, value=1),
+            max_length=whole(size, value=1),
+            ends=whole(size, MOST_ENDS, value=-1),
+            running=whole(size),
+        )
+        self.tables = torch.full((size, width), spare_page, dtype=torch.int32, device=device)
+        self.num_draft = whole(size)
+        self._seed, self._top_k = whole(size), whole(size, value=vocab)
+        self._temperature = torch.zeros(size, device=device)
+        self._top_p = torch.ones(size, dtype=torch.float64, device=device)
+        self._min_p = torch.zeros(size, dtype=torch.float64, device=device)
+
+    def place(self, slot: int, place: Place, pages: Seq[int]) -> None:
+        """Fill a slot: a few small uploads."""
+        tracks, wanted = self.tracks, place.sampling
+        tracks.tokens[slot, : len(place.tokens)] = self._up(place.tokens)
+        tracks.ends[slot] = self._up([*place.ends, *[-1] * (MOST_ENDS - len(place.ends))])
+        self.tables[slot] = self._spare_page
+        self.tables[slot, : len(pages)] = self._up(pages).int()
+        top_k = min(wanted.top_k or self.vocab, self.vocab)
+        seed = place.seed - 2**64 if place.seed >= 2**63 else place.seed
+        whole = [len(place.tokens), place.max_length, place.num_draft, seed, top_k, 1]
+        homes = (tracks.length, tracks.max_length, self.num_draft, self._seed, self._top_k, tracks.running)
+        for home, value in zip(homes, self._up(whole), strict=True):
+            home[slot] = value
+        reals = torch.tensor([wanted.temperature, wanted.top_p, wanted.min_p], dtype=torch.float64).to(self._device)
+        for home, value in zip((self._temperature, self._top_p, self._min_p), reals, strict=True):
+            home[slot] = value
+
+    def free(self, slot: int) -> None:
+        """Let a sequence stand still; its pages may then be given away."""
+        self.tracks.running[slot] = 0
+        self.tables[slot] = self._spare_page
+
+    def grow(self, slot: int, first: int, pages: Seq[int]) -> None:
+        """Enter further pages behind the `first` ones. A number travels with the kernel that writes it: no upload."""
+        for i, page in enumerate(pages, first):
+            self.tables[slot, i] = page
+
+    def set_num_draft(self, slot: int, num_draft: int) -> None:
+        """Drafts that this sequence takes of each round's K."""
+        self.num_draft[slot] = num_draft
+
+    def laws(self, slots: Tensor, first: Tensor, rows: Tensor) -> Laws:
+        """Of rows `first[b] + rows[j]` of each sequence: `[B * len(rows)]` each. Runs on the device."""
+        position = first[:, None] + rows
+
+        def each(values: Tensor) -> Tensor:
+            return values[slots][:, None].expand_as(position).flatten()
+
+        return Laws(
+            temperature=each(self._temperature),
+            top_k=each(self._top_k),
+            top_p=each(self._top_p),
+            min_p=each(self._min_p),
+            seed=each(self._seed),
+            position=position.flatten(),
+            stream=torch.full_like(position, int(Stream.COUPLED)).flatten(),
+        )
+
+    def _up(self, values: Seq[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._device)

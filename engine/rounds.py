@@ -1,0 +1,168 @@
+"""One round of speculative decoding as a function of state on the device: the host reads nothing and sends nothing.
+
+For the coupled rule; the plain loop (`engine.engine`) is the specification, and both give the same tokens
+(docs/adr/0021-rounds-on-the-device.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.attention.paged import key_of
+from engine.attention.registry import Attend, Ragged
+from engine.batch import RaggedBatch
+from engine.kernels.args import Committed, Laws, Tracks
+from engine.kernels.paging import Paging, tile_size
+from engine.kv import KVArena
+from engine.resident import Resident
+
+
+class Choose(Protocol):
+    """`engine.kernels.sampling.choose`, or `engine.draws.choose`, which means the same."""
+
+    def __call__(self, logits: Tensor, laws: Laws, *, cuts: bool = True) -> Tensor:
+        """One token per row."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """What a round is made of besides the models: kernels, or plain torch."""
+
+    attend: Attend
+    choose: Choose
+    commit: Callable[[Tensor, Tensor, Tensor, Tensor, Tracks], Committed]
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """A model, its arena, and what its passes have in common."""
+
+    model: PreTrainedModel
+    arena: KVArena
+    positions: int  # that the model knows
+
+    @property
+    def group(self) -> int:
+        """Query heads to a KV head."""
+        heads: int = self.model.config.get_text_config().num_attention_heads
+        return heads // self.arena.layout.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a round brought B sequences."""
+
+    drawn: Tensor  # [B, K + 1] int64, of which the first `committed.num_fresh` count
+    committed: Committed
+
+
+class Round:
+    """B places, K drafts. `state` and the arenas are changed in place; the same addresses in every call.
+
+    `cuts` says whether any of its sequences may have a top-k, top-p or min-p.
+    """
+
+    def __init__(
+        self, state: Resident, target: Fed, draft: Fed | None, ops: Ops, size: int, k: int, *, cuts: bool = True
+    ) -> None:
+        assert draft is not None or k == 0, "drafts need a draft model"
+        self._state, self._ops, self._size, self._k, self._cuts = state, ops, size, k, cuts
+        device = state.tables.device
+        self._verify = _Pass(state, target, ops.attend, size, k + 1, k + 1, device)
+        self._draft_first = _Pass(state, draft, ops.attend, size, 2, 1, device) if draft and k else None
+        self._draft_next = _Pass(state, draft, ops.attend, size, 1, 1, device) if draft and k > 1 else None
+        self._steps = torch.arange(k + 1, device=device)
+        self._two = torch.arange(-2, 0, device=device)
+
+    @torch.inference_mode()
+    def __call__(self, slots: Tensor) -> Brought:
+        """Draft, verify, commit. `slots` int64 `[B]`, `resident.IDLE` for idle places."""
+        state, tracks = self._state, self._state.tracks
+        length = tracks.length[slots]
+        drafts = self._propose(slots, length)
+        newest = tracks.tokens[slots, length - 1]
+        logits = self._verify(torch.cat([newest[:, None], drafts], 1), length - 1, slots)
+        laws = state.laws(slots, length, self._steps)
+        drawn = self._ops.choose(logits, laws, cuts=self._cuts).view(self._size, -1)
+        is_number = logits.amax(-1).isfinite().view(self._size, -1)
+        num_sound = is_number.long().cumprod(1).sum(1)
+        taken = self._steps[: self._k] < state.num_draft[slots][:, None]
+        return Brought(drawn, self._ops.commit(drawn, torch.where(taken, drafts, -1), num_sound, slots, tracks))
+
+    def _propose(self, slots: Tensor, length: Tensor) -> Tensor:
+        """`[B, K]`: the draft's own draws, with the noise that the target will draw with."""
+        if self._draft_first is None:
+            return slots.new_empty((self._size, 0))
+        fed = self._state.tracks.tokens[slots[:, None], (length[:, None] + self._two).clamp(min=0)]
+        logits = self._draft_first(fed, length - 2, slots)
+        drafts = [self._draw(logits, slots, length, 0)]
+        for i in range(1, self._k):
+            assert self._draft_next is not None
+            logits = self._draft_next(drafts[-1][:, None], length - 1 + i, slots)
+            drafts.append(self._draw(logits, slots, length, i))
+        return torch.stack(drafts, 1)
+
+    def _draw(self, logits: Tensor, slots: Tensor, length: Tensor, i: int) -> Tensor:
+        laws = self._state.laws(slots, length, self._steps[i : i + 1])
+        return self._ops.choose(logits, laws, cuts=self._cuts)
+
+
+class _Pass:
+    """Forward passes of one shape: `rows` tokens of each of `size` sequences, logits of the last `wanted`."""
+
+    def __init__(
+        self, state: Resident, fed: Fed, attend: Attend, size: int, rows: int, wanted: int, device: torch.device
+    ) -> None:
+        self._state, self._fed, self._attend = state, fed, attend
+        step = tile_size(fed.group) // fed.group
+        tiles = [(i, first) for i in range(size) for first in range(0, rows, step)]
+        self._tiles = torch.tensor(tiles, dtype=torch.int32, device=device)
+        self._first = torch.arange(0, size * rows, rows, device=device)
+        self._rows = torch.arange(rows, device=device)
+        self._num_rows = torch.full((size,), rows, device=device)
+        self._logit_rows = (self._first[:, None] + self._rows[rows - wanted :]).flatten()
+
+    def __call__(self, ids: Tensor, start: Tensor, slots: Tensor) -> Tensor:
+        """Feed `ids` `[B, rows]` from positions `start` `[B]` on: logits `[B * wanted, vocab]`."""
+        position = (start[:, None] + self._rows).flatten()
+        tables, page_size = self._state.tables, self._fed.arena.page_size
+        num_keys = tables.shape[1] * page_size
+        spans = torch.stack([self._first, self._num_rows, start, slots], 1).int()
+        batch = RaggedBatch(
+            input_ids=ids.flatten(),
+            positions=position,
+            position_ids=position.clamp(0, self._fed.positions - 1),
+            kv_rows=self._kv_rows(position, slots, num_keys),
+            logit_rows=self._logit_rows,
+            cu_seqlens=(),
+            kv_lens=(),
+            page_tables=(),
+            page_size=page_size,
+            is_contiguous=(),
+        )
+        batch.once(key_of(self._fed.group), lambda: Paging(self._tiles, spans, tables, page_size, num_keys))
+        model: Any = self._fed.model
+        output = model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            logits_to_keep=self._logit_rows,
+            ragged=Ragged(batch, self._fed.arena, self._attend),
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _kv_rows(self, position: Tensor, slots: Tensor, num_keys: int) -> Tensor:
+        """Arena rows of the new K/V; what lies before position 0 goes to the page of nobody, as idle rows do."""
+        page_size, spare = self._fed.arena.page_size, self._fed.arena.num_pages - 1
+        owner = slots[:, None].expand(-1, len(self._rows)).flatten()
+        at = position.clamp(0, num_keys - 1)
+        page = self._state.tables[owner, at // page_size].long()
+        return torch.where(position < 0, spare, page) * page_size + at % page_size
