@@ -101,9 +101,9 @@ class App:
 
     def _http_server(self) -> HttpServer:
         config = self.config
-        app = gateway(self.lifecycle, lambda: self.driver, self.metrics.registry, config.max_message_bytes)
+        app = gateway(self.lifecycle, lambda: self.driver, self.metrics.registry, config)
         add_generation(app, self._admission, self._require_driver, config.stall_seconds)
-        return HttpServer(app, config.host, config.http_port)
+        return HttpServer(app, config)
 
     async def _open_grpc(self) -> None:
         config = self.config
@@ -111,6 +111,8 @@ class App:
             interceptors=[Boundary()],
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.max_metadata_size", config.max_header_bytes),
+                ("grpc.absolute_max_metadata_size", config.max_header_bytes),
                 ("grpc.so_reuseport", 0),  # else a second server on this port would share it in silence
             ],
         )

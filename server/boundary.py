@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from engine.errors import InvalidRequest, PilotfishError
-from server.status import Refusal, refusal, trailers
+from server.status import MAX_MESSAGE, Refusal, clipped, refusal, trailers
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,8 @@ def _wrap(method: Any, parse: Parse) -> Any:
 
 async def _refuse(refused: Refusal, message: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     try:
-        await context.abort(refused.code, message, trailers(refused, message))
+        said = clipped(message, MAX_MESSAGE)
+        await context.abort(refused.code, said, trailers(refused, said))
     except grpc.aio.InternalError:
         logger.info("the caller was gone before it could be told: %s", message)
 

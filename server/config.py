@@ -58,7 +58,9 @@ class ServerConfig(BaseSettings, EngineConfig):
     max_queue_tokens: int = Field(131072, ge=1, description="Most tokens of prompt and output waiting together.")
     drain_seconds: float = Field(30.0, ge=0, description="How long live streams may go on after SIGTERM, in seconds.")
     stall_seconds: float = Field(30.0, gt=0, description="How long a reader may take no message, in seconds.")
-    max_message_bytes: int = Field(4 << 20, ge=1024, description="Largest message taken, in bytes.")
+    max_message_bytes: int = Field(4 << 20, ge=1024, description="Largest message or body taken, in bytes.")
+    max_header_bytes: int = Field(16 << 10, ge=4096, description="Most bytes of a call's metadata or headers.")
+    body_seconds: float = Field(30.0, gt=0, description="How long an HTTP request may take to arrive, in seconds.")
     reflection: bool = Field(False, description="Let gRPC clients list the services (reflection).")
     log_format: LogFormat = Field("auto", description="Form of the log; auto is text on a terminal, else json.")
 

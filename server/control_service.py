@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from engine.errors import InvalidRequest, Unsupported
+from engine.errors import InvalidRequest, Unsupported, shown
 from engine.stats import Clock
 from engine.text import Codec
 from engine.types import FinishReason
@@ -87,7 +87,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             case "request_id":
                 stream = driver.find(request.request_id)
                 if stream is None:
-                    raise NotFound(f"no live request has the id {request.request_id!r}")
+                    raise NotFound(f"no live request has the id {shown(request.request_id)}")
                 streams = (stream,)
         for stream in streams:
             driver.end(stream, FinishReason.ABORTED)
@@ -105,9 +105,10 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         model = self._model(request)
         codec = _require_codec(model)
         limit = model.engine.vocab_size
-        unknown = next((token for token in request.token_ids if token >= limit), None)
+        unknown = next((i for i, token in enumerate(request.token_ids) if token >= limit), None)
         if unknown is not None:
-            raise InvalidRequest.of("token_ids", f"has {unknown}; expected 0 to {limit - 1}")
+            problem = f"is {request.token_ids[unknown]}; expected 0 to {limit - 1}"
+            raise InvalidRequest.of(f"token_ids[{unknown}]", problem)
         return pb.DetokenizeResponse(text=await asyncio.to_thread(codec.decode, request.token_ids))
 
     def _model(self, request: pb.GetModelInfoRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> ServedModel:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from engine.errors import InvalidRequest, Unsupported, Violation
+from engine.errors import InvalidRequest, Unsupported, Violation, shown
 from engine.types import (
     Guided,
     Request,
@@ -52,7 +52,7 @@ class Wanted:
 def require_model(name: str | None, model: ServedModel) -> None:
     """Raise NotFound unless `name` is the served model's; None is."""
     if name is not None and name != model.name:
-        raise NotFound(f"model is {name!r}; this server has {model.name!r}")
+        raise NotFound(f"model is {shown(name)}; this server has {model.name!r}")
 
 
 def wanted(message: AnyGenerateRequest, model: ServedModel) -> Wanted:
@@ -94,7 +94,7 @@ def wanted(message: AnyGenerateRequest, model: ServedModel) -> Wanted:
 def _violations(message: AnyGenerateRequest, model: ServedModel) -> Iterator[Violation]:
     """What only the protocol can get wrong; the engine checks the rest."""
     if message.HasField("request_id") and not _REQUEST_ID.fullmatch(message.request_id):
-        yield Violation("request_id", f"is {message.request_id[:40]!r}; expected 1 to 128 of A-Z a-z 0-9 . _ : -")
+        yield Violation("request_id", f"is {shown(message.request_id)}; expected 1 to 128 of A-Z a-z 0-9 . _ : -")
     match message.WhichOneof("input"):
         case None:
             yield Violation("input", "is missing; expected prompt, token_ids or messages")

@@ -127,7 +127,7 @@ class Driver:
         if request.request_id in self._live:
             raise DuplicateRequest(f"request_id {request.request_id!r} is live")
         stream = OutputStream(request, self.model.codec, self._clock, interval)
-        self.queue.push(request, request.sampling.n * request.max_len(self._engine.max_model_len))
+        self.queue.push(request, request.sampling.n * self._most_tokens(request))
         self._live[request.request_id] = stream
         self._idle.clear()
         self._wake.set()
@@ -223,6 +223,9 @@ class Driver:
             self.queue.remove(stream.request_id)
             stream.fail(Unavailable("ENGINE_DEAD", "the engine failed; the request may be sent again elsewhere"))
             self._forget(stream, FinishReason.ERROR)
+
+    def _most_tokens(self, request: Request) -> int:
+        return request.max_len(self._engine.max_model_len, self._engine.config.max_output_tokens)
 
     def _report_load(self) -> None:
         engine = self._engine

@@ -16,7 +16,7 @@ from server import http_requests
 from server.admission import Admission
 from server.driver import Driver
 from server.http_calls import CallerGone, EventStream, answer, unless_gone
-from server.http_errors import INTERNAL, HttpError, http_error, invalid_body
+from server.http_errors import INTERNAL, UNREADABLE, HttpError, http_error, invalid_body
 from server.http_types import ChatBody, CompletionBody, GenerateBody, OpenAiBody
 from server.openai_answers import ChatShape, Shape, TextShape
 
@@ -86,6 +86,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 400:  # the framework's word for JSON that Python gave up on
+            return UNREADABLE.response()
         return HttpError(error.status_code, "invalid_request_error", "http", str(error.detail)).response()
 
     @app.exception_handler(CallerGone)

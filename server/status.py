@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -10,10 +11,14 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2 as details_pb
 from google.rpc import status_pb2
 
-from engine.errors import DuplicateRequest, InvalidRequest, PilotfishError, Unsupported
+from engine.errors import DuplicateRequest, InvalidRequest, PilotfishError, Unsupported, Violation
 from server.errors import Aborted, DeadlinePassed, NotFound, QueueFull, Unavailable
 
 DOMAIN = "pilotfish"
+# An error travels in HTTP/2 headers, of which a gRPC client takes 8 KiB by default: beyond that it sees another error.
+MAX_MESSAGE = 800  # bytes of UTF-8; three times that once escaped
+MAX_VIOLATIONS = 2400  # bytes of all fields and descriptions
+MAX_VIOLATION = 300  # characters of one
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,25 @@ def refusal(error: PilotfishError) -> Refusal:
             return Refusal(code.INTERNAL, "internal")
 
 
+def told(violations: Sequence[Violation]) -> list[Violation]:
+    """The violations that an error has room for, each cut to size; one more says how many there are beyond them."""
+    found: list[Violation] = []
+    room = MAX_VIOLATIONS
+    for violation in violations:
+        short = Violation(clipped(violation.field, MAX_VIOLATION), clipped(violation.problem, MAX_VIOLATION))
+        room -= len(str(short).encode())
+        if found and room < 0:
+            return [*found, Violation("request", f"has {len(violations) - len(found)} more violations")]
+        found.append(short)
+    return found
+
+
+def clipped(text: str, most: int) -> str:
+    """`text` in at most `most` bytes of UTF-8, with an ellipsis for what is left out at its end."""
+    data = text.encode(errors="backslashreplace")
+    return data.decode() if len(data) <= most else data[: most - 3].decode(errors="ignore") + "…"
+
+
 def trailers(refused: Refusal, message: str) -> tuple[tuple[str, str | bytes], ...]:
     """The status with its detail, and the pause after which gRPC's own retry comes again."""
     status = status_pb2.Status(code=refused.code.value[0], message=message)
@@ -66,7 +90,7 @@ def _bad_request(error: InvalidRequest) -> details_pb.BadRequest:
     return details_pb.BadRequest(
         field_violations=[
             details_pb.BadRequest.FieldViolation(field=violation.field, description=violation.problem)
-            for violation in error.violations
+            for violation in told(error.violations)
         ]
     )
 

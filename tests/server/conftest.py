@@ -32,7 +32,9 @@ async def serving(
     engine = engine or FakeEngine()
     settings = {"target": "fake", "grpc_port": 0, "http_port": 0, "drain_seconds": 5.0} | config
     model = served(engine, codec, compile_grammar=compile_grammar, chat=chat)
-    app = App(ServerConfig(**settings), load=load or (lambda _config, _progress: model))
+    settings = ServerConfig(**settings)
+    engine.config = settings.engine().model_copy(update={"max_batch_size": engine.config.max_batch_size})
+    app = App(settings, load=load or (lambda _config, _progress: model))
     running = asyncio.create_task(app.run())
     await until(lambda: running.done() or (app.lifecycle.state is State.READY if ready else app.http_port))
     try:
