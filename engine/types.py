@@ -150,8 +150,7 @@ class Request:
     def max_len(self, max_model_len: int, max_output_tokens: int | None = None) -> int:
         """Prompt plus the most tokens that may be generated: as asked, or the default where there is room."""
         default = min(DEFAULT_MAX_TOKENS, max_output_tokens or DEFAULT_MAX_TOKENS)
-        wanted = default if self.sampling.max_tokens is None else self.sampling.max_tokens
-        return min(max_model_len, len(self.token_ids) + wanted)
+        return min(max_model_len, len(self.token_ids) + (self.sampling.max_tokens or default))
 
 
 @dataclass(slots=True)
