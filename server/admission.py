@@ -12,7 +12,7 @@ from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
 from server import answers, convert
 from server.driver import Driver
-from server.errors import DeadlinePassed
+from server.errors import QueueFull
 from server.grammars import GrammarPool
 from server.metrics import Metrics
 from server.model import ServedModel
@@ -21,6 +21,7 @@ from server.streams import OutputStream
 
 # A longer prompt is encoded on another thread, so that other streams need not wait for it.
 MAX_TEXT_ON_LOOP = 2000  # characters
+RETRY_SECONDS = 1.0  # what is being encoded will soon be done
 
 
 def no_deadline() -> float:
@@ -65,19 +66,34 @@ class Admission:
 
     def __init__(self, driver: Callable[[], Driver], metrics: Metrics, grammars: GrammarPool) -> None:
         self._driver, self._metrics, self._grammars = driver, metrics, grammars
+        self._num_arriving = 0
 
     async def admit(self, message: convert.AnyGenerateRequest, remaining: Callable[[], float] = no_deadline) -> Call:
         """A live request, or an error that has been counted; `remaining` tells seconds until the caller's deadline."""
         try:
             driver = self._driver()
-            wanted = await self._compiled(await _wanted(message, driver.model), driver.model, remaining)
-            if remaining() <= 0:
-                raise DeadlinePassed("the deadline passed before the request could start")
-            stream = driver.submit(wanted.request, interval=wanted.interval)
+            driver.require_open()  # before any work is done for it
+            wanted = await self._understood(message, driver, remaining)
+            stream = driver.submit(
+                wanted.request, interval=wanted.interval, priority=wanted.priority, remaining=remaining()
+            )
         except PilotfishError as error:
             self._metrics.requests.reject(refusal(error).metric)
             raise
         return Call(driver, wanted, stream, self._metrics)
+
+    async def _understood(
+        self, message: convert.AnyGenerateRequest, driver: Driver, remaining: Callable[[], float]
+    ) -> convert.Wanted:
+        """Checked, encoded and compiled. All that are at it at once are bounded like those that wait after it."""
+        if self._num_arriving >= driver.queue.max_requests:
+            problem = f"{self._num_arriving} requests are being encoded; the limit is {driver.queue.max_requests}"
+            raise QueueFull(problem, bound="arrivals", retry_seconds=RETRY_SECONDS)
+        self._num_arriving += 1
+        try:
+            return await self._compiled(await _wanted(message, driver.model), driver.model, remaining)
+        finally:
+            self._num_arriving -= 1
 
     async def _compiled(
         self, wanted: convert.Wanted, model: ServedModel, remaining: Callable[[], float]

@@ -95,7 +95,9 @@ class App:
         model = await self._load_model()
         if model is not None:
             queue = AdmissionQueue(self.config.max_queue_requests, self.config.max_queue_tokens)
-            self.driver = Driver(model, queue, self.metrics, self.lifecycle, self._compute)
+            self.driver = Driver(
+                model, queue, self.metrics, self.lifecycle, self._compute, ageing_seconds=self.config.ageing_seconds
+            )
             tasks.create_task(self.driver.run())
             await self._open()
 

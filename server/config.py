@@ -56,6 +56,9 @@ class ServerConfig(BaseSettings, EngineConfig):
     http_port: int = Field(8000, ge=0, le=65535, description="Port of HTTP; 0 takes a free one.")
     max_queue_requests: int = Field(256, ge=1, description="Most requests waiting to be admitted.")
     max_queue_tokens: int = Field(131072, ge=1, description="Most tokens of prompt and output waiting together.")
+    ageing_seconds: float = Field(
+        1.0, gt=0, description="Seconds of waiting in the queue that are worth as much as one step of priority."
+    )
     drain_seconds: float = Field(30.0, ge=0, description="How long live streams may go on after SIGTERM, in seconds.")
     stall_seconds: float = Field(30.0, gt=0, description="How long a reader may take no message, in seconds.")
     max_message_bytes: int = Field(4 << 20, ge=1024, description="Largest message or body taken, in bytes.")

@@ -27,6 +27,7 @@ from server.model import ServedModel
 
 AnyGenerateRequest: TypeAlias = pb.GenerateRequest | pb.GenerateStreamRequest
 
+MAX_PRIORITY = 100
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 MODES = {
@@ -47,6 +48,7 @@ class Wanted:
     request: Request
     token_ids: bool
     interval: int  # tokens to gather before a message after the first is sent
+    priority: int  # higher goes first
 
 
 def require_model(name: str | None, model: ServedModel) -> None:
@@ -88,6 +90,7 @@ def wanted(message: AnyGenerateRequest, model: ServedModel) -> Wanted:
         request,
         token_ids=output.token_ids if output.HasField("token_ids") else True,
         interval=output.stream_interval if output.HasField("stream_interval") else 1,
+        priority=message.priority,
     )
 
 
@@ -109,6 +112,8 @@ def _violations(message: AnyGenerateRequest, model: ServedModel) -> Iterator[Vio
     if message.output.top_logprobs and not (message.output.logprobs or message.output.prompt_logprobs):
         problem = f"is {message.output.top_logprobs}, and neither logprobs nor prompt_logprobs are asked for"
         yield Violation("output.top_logprobs", problem)
+    if not -MAX_PRIORITY <= message.priority <= MAX_PRIORITY:
+        yield Violation("priority", f"is {message.priority}; expected {-MAX_PRIORITY} to {MAX_PRIORITY}")
     yield from _unknown_enums(message.speculation)
 
 
@@ -122,8 +127,6 @@ def _unknown_enums(asked: pb.SpeculationOptions) -> Iterator[Violation]:
 
 def _unsupported(message: AnyGenerateRequest, model: ServedModel) -> Iterator[str]:
     """Fields that ask for more than their default where this server has nothing else."""
-    if message.priority:
-        yield f"priority is {message.priority}; this server has 0 only"
     if message.HasField("guided") and model.compile_grammar is None:
         yield "guided asks for a structure of text; this model is served without"
 

@@ -22,6 +22,7 @@ def _is_text(value: str) -> str:
 
 # Strict: "3" and true are no numbers, and 1 is no truth.
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)]
 UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1, strict=True)]
 TokenKey = Annotated[int, Field(ge=0, le=2**32 - 1)]  # of an object in JSON, where keys are strings
 Real = Annotated[float, Field(strict=True)]
@@ -131,6 +132,7 @@ class Options(Body):
     guided_choice: list[Text] | None = None
     cache_salt: Text | None = None
     speculation: Speculation | None = None
+    priority: Int32 | None = None
 
     @model_validator(mode="after")
     def _one_structure(self) -> Options:
