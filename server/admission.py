@@ -16,6 +16,7 @@ from server.errors import QueueFull
 from server.grammars import GrammarPool
 from server.metrics import Metrics
 from server.model import ServedModel
+from server.security import Caller, Quotas
 from server.status import refusal
 from server.streams import OutputStream
 
@@ -37,6 +38,7 @@ class Call:
     wanted: convert.Wanted
     stream: OutputStream
     metrics: Metrics
+    leave: Callable[[], None]  # its caller may have another in its place
 
     async def response(self) -> pb.GenerateResponse:
         """All of it, when all of it is there."""
@@ -54,6 +56,7 @@ class Call:
 
     def release(self, *, late: bool = False) -> None:
         """Nobody reads any more: end what is still live, and free its pages before the next step."""
+        self.leave()
         if self.stream.ended:
             return
         if not late:
@@ -64,23 +67,39 @@ class Call:
 class Admission:
     """Checks, encodes, compiles what must be compiled, and queues."""
 
-    def __init__(self, driver: Callable[[], Driver], metrics: Metrics, grammars: GrammarPool) -> None:
-        self._driver, self._metrics, self._grammars = driver, metrics, grammars
+    def __init__(self, driver: Callable[[], Driver], metrics: Metrics, grammars: GrammarPool, quotas: Quotas) -> None:
+        self._driver, self._metrics, self._grammars, self._quotas = driver, metrics, grammars, quotas
         self._num_arriving = 0
 
-    async def admit(self, message: convert.AnyGenerateRequest, remaining: Callable[[], float] = no_deadline) -> Call:
+    async def admit(
+        self, message: convert.AnyGenerateRequest, caller: Caller, remaining: Callable[[], float] = no_deadline
+    ) -> Call:
         """A live request, or an error that has been counted; `remaining` tells seconds until the caller's deadline."""
         try:
-            driver = self._driver()
-            driver.require_open()  # before any work is done for it
-            wanted = await self._understood(message, driver, remaining)
-            stream = driver.submit(
-                wanted.request, interval=wanted.interval, priority=wanted.priority, remaining=remaining()
-            )
+            leave = self._quotas.enter(caller)
+            try:
+                return await self._admit(message, caller, remaining, leave)
+            except BaseException:
+                leave()
+                raise
         except PilotfishError as error:
             self._metrics.requests.reject(refusal(error).metric)
             raise
-        return Call(driver, wanted, stream, self._metrics)
+
+    async def _admit(
+        self,
+        message: convert.AnyGenerateRequest,
+        caller: Caller,
+        remaining: Callable[[], float],
+        leave: Callable[[], None],
+    ) -> Call:
+        driver = self._driver()
+        driver.require_open()  # before any work is done for it
+        wanted = _of_caller(await self._understood(message, driver, remaining), caller)
+        stream = driver.submit(
+            wanted.request, interval=wanted.interval, priority=wanted.priority, remaining=remaining()
+        )
+        return Call(driver, wanted, stream, self._metrics, leave)
 
     async def _understood(
         self, message: convert.AnyGenerateRequest, driver: Driver, remaining: Callable[[], float]
@@ -104,6 +123,13 @@ class Admission:
         assert model.compile_grammar is not None, "refused before this"
         grammar = await self._grammars.compile(model.compile_grammar, guided, remaining())
         return replace(wanted, request=replace(wanted.request, grammar=grammar))
+
+
+def _of_caller(wanted: convert.Wanted, caller: Caller) -> convert.Wanted:
+    """The same, its id and salt apart from those of other callers."""
+    request = wanted.request
+    mine = replace(request, request_id=caller.key(request.request_id), cache_salt=caller.salt(request.cache_salt))
+    return replace(wanted, request=mine)
 
 
 async def _wanted(message: convert.AnyGenerateRequest, model: ServedModel) -> convert.Wanted:

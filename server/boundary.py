@@ -49,15 +49,16 @@ def _wrap(method: Any, parse: Parse) -> Any:
         try:
             return await method(_parse(parse, data), context)
         except PilotfishError as error:
-            await _refuse(refusal(error), str(error), context)
+            await refuse(refusal(error), str(error), context)
         except Exception:
             logger.exception("a method failed")
-            await _refuse(Refusal(grpc.StatusCode.INTERNAL, "internal"), "internal error", context)
+            await refuse(Refusal(grpc.StatusCode.INTERNAL, "internal"), "internal error", context)
 
     return wrapped
 
 
-async def _refuse(refused: Refusal, message: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+async def refuse(refused: Refusal, message: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """End a call with a status and its details, cut to what headers have room for."""
     try:
         said = clipped(message, MAX_MESSAGE)
         await context.abort(refused.code, said, trailers(refused, said))

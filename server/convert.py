@@ -46,6 +46,7 @@ class Wanted:
     """A request in the engine's words, and what its reader wants to see of the output."""
 
     request: Request
+    request_id: str  # as its caller knows it
     token_ids: bool
     interval: int  # tokens to gather before a message after the first is sent
     priority: int  # higher goes first
@@ -88,6 +89,7 @@ def wanted(message: AnyGenerateRequest, model: ServedModel) -> Wanted:
     output = message.output
     return Wanted(
         request,
+        request_id=request.request_id,
         token_ids=output.token_ids if output.HasField("token_ids") else True,
         interval=output.stream_interval if output.HasField("stream_interval") else 1,
         priority=message.priority,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from engine.errors import DuplicateRequest, PilotfishError
 from engine.stats import Clock
 from engine.types import FinishReason, Request, TokenEvent
-from server.errors import Aborted, DeadlinePassed, RequestFailed, Unavailable
+from server.errors import Aborted, DeadlinePassed, EngineHung, RequestFailed, Unavailable
 from server.estimates import Estimates
 from server.lifecycle import Lifecycle, State
 from server.metrics import Metrics
@@ -55,9 +55,11 @@ class Driver:
         compute: Executor,  # one thread, and nothing else runs on it
         clock: Clock = time.monotonic,
         ageing_seconds: float = 1.0,
+        hang_seconds: float | None = None,
     ) -> None:
         self.model, self.queue = model, queue
-        self.estimates, self._ageing_seconds = Estimates(), ageing_seconds
+        self.estimates, self._ageing_seconds, self._hang_seconds = Estimates(), ageing_seconds, hang_seconds
+        self.is_hung = False  # a step never ended: its thread is lost
         self._engine, self._metrics, self._lifecycle = model.engine, metrics, lifecycle
         self._compute, self._clock = compute, clock
         self._live: dict[str, OutputStream] = {}
@@ -69,7 +71,7 @@ class Driver:
     # ------------------------------------------------------------------------------------------------- the clock
 
     async def run(self) -> None:
-        """Turn until `stop`, or until a step raises: then every live request ends with an error."""
+        """Turn until `stop`, or until a step raises or hangs: then every live request ends with an error."""
         try:
             while not self._stopping:
                 self._apply_endings()
@@ -109,7 +111,13 @@ class Driver:
                 self._fail(stream, "the engine refused the request", error)
 
     async def _step(self) -> StepOutput:
-        return await asyncio.get_running_loop().run_in_executor(self._compute, self._engine.step)
+        step = asyncio.get_running_loop().run_in_executor(self._compute, self._engine.step)
+        await asyncio.wait((step,), timeout=self._hang_seconds)
+        if not step.done():
+            self.is_hung = True
+            step.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody asks any more
+            raise EngineHung(f"a step has taken more than {self._hang_seconds:g} seconds")
+        return step.result()
 
     def _emit(self, output: StepOutput) -> None:
         for event in output.events:
@@ -146,7 +154,8 @@ class Driver:
         """
         self.require_open()
         if request.request_id in self._live:
-            raise DuplicateRequest(f"request_id {request.request_id!r} is live")
+            own = request.request_id.rpartition("/")[2]  # without its caller's name
+            raise DuplicateRequest(f"request_id {own!r} is live")
         now, work = self._clock(), self.estimates.work(request)
         due = min(now + PATIENCE_SECONDS - priority * self._ageing_seconds, now + remaining - work)
         self._require_time(remaining, due, work)
@@ -247,7 +256,12 @@ class Driver:
         await self._lifecycle.move(State.FAILED)
         for stream in self.live():
             self.queue.remove(stream.request_id)
-            stream.fail(Unavailable("ENGINE_DEAD", "the engine failed; the request may be sent again elsewhere"))
+            stream.fail(
+                Unavailable(
+                    "ENGINE_HUNG" if self.is_hung else "ENGINE_DEAD",
+                    "the engine failed; the request may be sent again elsewhere",
+                )
+            )
             self._forget(stream, FinishReason.ERROR)
 
     def _require_time(self, remaining: float, due: float, work: float) -> None:

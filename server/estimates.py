@@ -22,14 +22,28 @@ class Estimates:
         self._service: float | None = None  # seconds that a request spends in the engine
         self._per_token: float | None = None  # seconds between two tokens of one output
         self._prompt_rate = 0.0  # best tokens of prompts per second
+        self._rounds = self._drafted = self._accepted = 0.0  # fading sums
 
     def observe(self, stats: StepStats) -> None:
         """A step."""
+        self._rounds = self._rounds * _KEEP + stats.rounds
+        self._drafted = self._drafted * _KEEP + stats.drafted
+        self._accepted = self._accepted * _KEEP + stats.accepted
         seconds = sum(stats.phase_seconds.values())
         if stats.prompt_tokens >= _MIN_PROMPT_TOKENS and seconds > 0:
             self._prompt_rate = max(self._prompt_rate * _KEEP, stats.prompt_tokens / seconds)
         elif not stats.prompt_tokens and stats.generated_tokens and stats.running:
             self._per_token = _mean(self._per_token, seconds * stats.running / stats.generated_tokens)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Drafts kept of those made, over the last steps; None before the first."""
+        return self._accepted / self._drafted if self._drafted else None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per round, over the last steps; None before the first."""
+        return 1 + self._accepted / self._rounds if self._rounds else None
 
     def end(self, timeline: Timeline) -> None:
         """A request that has run is over."""

@@ -19,7 +19,9 @@ from pilotfish.v1 import generation_pb2_grpc
 from server import convert
 from server.admission import Admission, Call
 from server.errors import Aborted
+from server.guard import caller_of
 from server.metrics import Metrics
+from server.security import Callers
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # both methods share what they do with it
 
@@ -27,8 +29,9 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # both methods share wh
 class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
     """Generate and GenerateStream over one admission path."""
 
-    def __init__(self, admission: Admission, metrics: Metrics, stall_seconds: float) -> None:
-        self._admission, self._metrics, self._stall_seconds = admission, metrics, stall_seconds
+    def __init__(self, admission: Admission, callers: Callers, metrics: Metrics, stall_seconds: float) -> None:
+        self._admission, self._callers = admission, callers
+        self._metrics, self._stall_seconds = metrics, stall_seconds
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:  # noqa: N802
         """Answer when all of it is there."""
@@ -56,7 +59,8 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
 
     async def _admit(self, message: convert.AnyGenerateRequest, context: Context) -> Call:
         """Nothing is sent before this returns, metadata neither: so a refused call can be retried."""
-        call = await self._admission.admit(message, lambda: _remaining(context))
+        caller = caller_of(self._callers, context.invocation_metadata())
+        call = await self._admission.admit(message, caller, lambda: _remaining(context))
         # The type stubs want a subclass of theirs; any callable will do.
         context.add_done_callback(lambda _: call.release(late=_remaining(context) <= 0))  # type: ignore[arg-type]
         return call

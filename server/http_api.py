@@ -28,7 +28,7 @@ def add_generation(app: FastAPI, admission: Admission, driver: Callable[[], Driv
     @router.post("/generate")
     async def generate(body: GenerateBody, request: Request) -> dict[str, Any]:
         """One prompt, one answer, and how fast it came."""
-        work = answer(admission, http_requests.generate_request(body))
+        work = answer(admission, http_requests.generate_request(body), request.scope["caller"])
         return _figures(await unless_gone(work, request.receive))
 
     @router.post("/v1/completions", response_model=None)
@@ -55,11 +55,13 @@ class _OpenAi:
         self, body: OpenAiBody, message: pb.GenerateRequest, kind: type[Shape], request: Request
     ) -> Response:
         """One answer, or a stream of events; a refusal is raised before anything is sent."""
-        model = self._driver().model
+        model, caller = self._driver().model, request.scope["caller"]
         shape = kind(model.name, model.codec, include_usage=body.stream_options.include_usage)
         if not body.stream:
-            return JSONResponse(shape.answer(await unless_gone(answer(self._admission, message), request.receive)))
-        call = await unless_gone(self._admission.admit(message), request.receive)
+            return JSONResponse(
+                shape.answer(await unless_gone(answer(self._admission, message, caller), request.receive))
+            )
+        call = await unless_gone(self._admission.admit(message, caller), request.receive)
         return EventStream(call, shape.events, self._stall_seconds)
 
 

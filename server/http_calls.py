@@ -18,6 +18,7 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.admission import Admission, Call
 from server.errors import Aborted
 from server.http_errors import INTERNAL, HttpError, http_error
+from server.security import Caller
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,9 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def answer(admission: Admission, message: pb.GenerateRequest) -> pb.GenerateResponse:
+async def answer(admission: Admission, message: pb.GenerateRequest, caller: Caller) -> pb.GenerateResponse:
     """The whole answer."""
-    call = await admission.admit(message)
+    call = await admission.admit(message, caller)
     try:
         return await call.response()
     finally:

@@ -20,6 +20,8 @@ _STATUSES = {
     grpc.StatusCode.NOT_FOUND: (404, "invalid_request_error"),
     grpc.StatusCode.ALREADY_EXISTS: (409, "invalid_request_error"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    grpc.StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
+    grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error"),
     grpc.StatusCode.UNAVAILABLE: (503, "server_error"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "server_error"),
 }
@@ -49,6 +51,8 @@ class HttpError:
         headers = {}
         if self.retry_seconds is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_seconds))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         if self.status == 500:
             headers["x-should-retry"] = "false"
         return JSONResponse(self.body(), self.status, headers)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,19 +16,26 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from server.config import ServerConfig
 from server.driver import Driver
+from server.guard import HttpGuard
 from server.http_limits import HttpProtocol, RequestLimits
 from server.lifecycle import Lifecycle, State
+from server.security import Callers
 from server.version import version
 
 LAST_RESPONSES_SECONDS = 2  # for what is written but not yet taken: a stalled reader must not keep the server up
 
 
 def gateway(
-    lifecycle: Lifecycle, driver: Callable[[], Driver | None], registry: CollectorRegistry, config: ServerConfig
+    lifecycle: Lifecycle,
+    driver: Callable[[], Driver | None],
+    registry: CollectorRegistry,
+    config: ServerConfig,
+    callers: Callers,
 ) -> FastAPI:
     """The routes that generate nothing; `driver` gives None until the model is loaded."""
-    app = FastAPI(title="Pilotfish", version=version())
-    app.add_middleware(
+    app, started = FastAPI(title="Pilotfish", version=version()), time.monotonic()
+    app.add_middleware(HttpGuard, callers=callers)
+    app.add_middleware(  # added last, asked first
         RequestLimits,
         max_head=config.max_header_bytes,
         max_body=config.max_message_bytes,
@@ -40,8 +49,9 @@ def gateway(
         body: dict[str, Any] = {"status": lifecycle.state.value}
         if lifecycle.state is State.STARTING:
             body["progress"] = lifecycle.progress
+        body["uptime_seconds"] = round(time.monotonic() - started, 3)
         if loaded is not None:
-            body |= {"model": loaded.model.name, "draft_model": loaded.model.draft_name, "device": loaded.model.device}
+            body |= _vitals(loaded)
         return JSONResponse(body, status_code=200 if lifecycle.state is State.READY else 503)
 
     @app.get("/metrics")
@@ -59,6 +69,24 @@ def gateway(
     return app
 
 
+def _vitals(driver: Driver) -> dict[str, Any]:
+    """What runs and how it does; of the last steps, and None where there were none."""
+    model, estimates = driver.model, driver.estimates
+    engine = model.engine
+    return {
+        "model": model.name,
+        "draft_model": model.draft_name,
+        "device": model.device,
+        "speculation": engine.config.speculation.value,
+        "num_draft_tokens": engine.config.num_draft_tokens,
+        "acceptance_rate": estimates.acceptance_rate,
+        "acceptance_length": estimates.acceptance_length,
+        "spec_gain": engine.spec_gain,
+        "running": engine.num_running,
+        "waiting": engine.num_waiting + len(driver.queue),
+    }
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn on a socket of ours and without its signal handlers: `app` has its own, for all doors."""
 
@@ -68,6 +96,10 @@ class HttpServer(uvicorn.Server):
 
         # h11 by name: another parser, if it happened to be installed, would have other limits.
         settings = uvicorn.Config(app, http=Protocol, ws="none", log_config=None, access_log=False, lifespan="off")
+        if config.tls_cert is not None:
+            settings.ssl_certfile, settings.ssl_keyfile = config.tls_cert, config.tls_key
+        if config.tls_client_ca is not None:
+            settings.ssl_ca_certs, settings.ssl_cert_reqs = str(config.tls_client_ca), ssl.CERT_REQUIRED
         settings.h11_max_incomplete_event_size = config.max_header_bytes
         settings.timeout_graceful_shutdown = LAST_RESPONSES_SECONDS
         super().__init__(settings)
