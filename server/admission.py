@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from engine.errors import PilotfishError
 from engine.types import FinishReason
@@ -16,9 +16,10 @@ from server.errors import QueueFull
 from server.grammars import GrammarPool
 from server.metrics import Metrics
 from server.model import ServedModel
-from server.security import Caller, Quotas
+from server.security import ANYBODY, Caller, Quotas
 from server.status import refusal
 from server.streams import OutputStream
+from server.tracing import Trace, Tracing
 
 # A longer prompt is encoded on another thread, so that other streams need not wait for it.
 MAX_TEXT_ON_LOOP = 2000  # characters
@@ -31,6 +32,15 @@ def no_deadline() -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request comes from: who asks, how many seconds are left, and headers that may name a trace."""
+
+    caller: Caller = ANYBODY
+    remaining: Callable[[], float] = no_deadline
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """An admitted request. Whoever admitted it calls `release` when its reader is gone, whatever the reason."""
 
@@ -39,6 +49,7 @@ class Call:
     stream: OutputStream
     metrics: Metrics
     leave: Callable[[], None]  # its caller may have another in its place
+    trace: Trace
 
     async def response(self) -> pb.GenerateResponse:
         """All of it, when all of it is there."""
@@ -57,6 +68,7 @@ class Call:
     def release(self, *, late: bool = False) -> None:
         """Nobody reads any more: end what is still live, and free its pages before the next step."""
         self.leave()
+        self.trace.end(self.stream)
         if self.stream.ended:
             return
         if not late:
@@ -67,39 +79,44 @@ class Call:
 class Admission:
     """Checks, encodes, compiles what must be compiled, and queues."""
 
-    def __init__(self, driver: Callable[[], Driver], metrics: Metrics, grammars: GrammarPool, quotas: Quotas) -> None:
-        self._driver, self._metrics, self._grammars, self._quotas = driver, metrics, grammars, quotas
+    def __init__(
+        self,
+        driver: Callable[[], Driver],
+        metrics: Metrics,
+        grammars: GrammarPool,
+        quotas: Quotas,
+        tracing: Tracing,
+    ) -> None:
+        self._driver, self._metrics, self._grammars = driver, metrics, grammars
+        self._quotas, self._tracing = quotas, tracing
         self._num_arriving = 0
 
-    async def admit(
-        self, message: convert.AnyGenerateRequest, caller: Caller, remaining: Callable[[], float] = no_deadline
-    ) -> Call:
-        """A live request, or an error that has been counted; `remaining` tells seconds until the caller's deadline."""
+    async def admit(self, message: convert.AnyGenerateRequest, origin: Origin) -> Call:
+        """A live request, or an error that has been counted."""
+        trace = self._tracing.begin(origin.headers)
         try:
-            leave = self._quotas.enter(caller)
+            leave = self._quotas.enter(origin.caller)
             try:
-                return await self._admit(message, caller, remaining, leave)
+                return await self._admit(message, origin, leave, trace)
             except BaseException:
                 leave()
                 raise
-        except PilotfishError as error:
-            self._metrics.requests.reject(refusal(error).metric)
+        except BaseException as error:
+            trace.refuse(error)
+            if isinstance(error, PilotfishError):
+                self._metrics.requests.reject(refusal(error).metric)
             raise
 
     async def _admit(
-        self,
-        message: convert.AnyGenerateRequest,
-        caller: Caller,
-        remaining: Callable[[], float],
-        leave: Callable[[], None],
+        self, message: convert.AnyGenerateRequest, origin: Origin, leave: Callable[[], None], trace: Trace
     ) -> Call:
         driver = self._driver()
         driver.require_open()  # before any work is done for it
-        wanted = _of_caller(await self._understood(message, driver, remaining), caller)
+        wanted = _of_caller(await self._understood(message, driver, origin.remaining), origin.caller)
         stream = driver.submit(
-            wanted.request, interval=wanted.interval, priority=wanted.priority, remaining=remaining()
+            wanted.request, interval=wanted.interval, priority=wanted.priority, remaining=origin.remaining()
         )
-        return Call(driver, wanted, stream, self._metrics, leave)
+        return Call(driver, wanted, stream, self._metrics, leave, trace)
 
     async def _understood(
         self, message: convert.AnyGenerateRequest, driver: Driver, remaining: Callable[[], float]

@@ -34,9 +34,10 @@ from server.http_api import add_generation
 from server.http_gateway import HttpServer, gateway
 from server.lifecycle import Lifecycle, State
 from server.metrics import Metrics
-from server.model import Progress, ServedModel
+from server.model import Progress, ServedModel, model_name
 from server.queue import AdmissionQueue
 from server.security import Callers, Quotas
+from server.tracing import NoTracing, OpenTelemetry, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class App:
         config: ServerConfig,
         load: Load = ServedModel.load,
         on_ready: Callable[[App], None] = lambda _: None,
+        tracing: Tracing | None = None,  # default: as the config says
     ) -> None:
         self.config, self.lifecycle = config, Lifecycle()
         self.metrics = Metrics(CollectorRegistry())
@@ -68,7 +70,9 @@ class App:
         self._grammars = GrammarPool()
         self._callers = Callers.load(config.token_file)
         quotas = Quotas(config.max_requests_per_token, config.requests_per_second, time.monotonic)
-        self._admission = Admission(self._require_driver, self.metrics, self._grammars, quotas)
+        if tracing is None:
+            tracing = OpenTelemetry.configured(model_name(config.target)) if config.tracing else NoTracing()
+        self._admission = Admission(self._require_driver, self.metrics, self._grammars, quotas, tracing)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> int:

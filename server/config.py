@@ -85,6 +85,10 @@ class ServerConfig(BaseSettings, EngineConfig):
         None, gt=0, description="Age at which a gRPC client is asked to connect anew, so that it finds new replicas."
     )
     reflection: bool = Field(False, description="Let gRPC clients list the services (reflection).")
+    tracing: bool = Field(
+        False,
+        description="Export a span per request (OpenTelemetry; extra otel; OTEL_* variables say where).",
+    )
     log_format: LogFormat = Field("auto", description="Form of the log; auto is text on a terminal, else json.")
 
     @model_validator(mode="before")

@@ -17,7 +17,7 @@ from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
 from pilotfish.v1 import generation_pb2_grpc
 from server import convert
-from server.admission import Admission, Call
+from server.admission import Admission, Call, Origin
 from server.errors import Aborted
 from server.guard import caller_of
 from server.metrics import Metrics
@@ -59,8 +59,9 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
 
     async def _admit(self, message: convert.AnyGenerateRequest, context: Context) -> Call:
         """Nothing is sent before this returns, metadata neither: so a refused call can be retried."""
-        caller = caller_of(self._callers, context.invocation_metadata())
-        call = await self._admission.admit(message, caller, lambda: _remaining(context))
+        metadata = context.invocation_metadata() or ()
+        caller, headers = caller_of(self._callers, metadata), {k: v for k, v in metadata if isinstance(v, str)}
+        call = await self._admission.admit(message, Origin(caller, lambda: _remaining(context), headers))
         # The type stubs want a subclass of theirs; any callable will do.
         context.add_done_callback(lambda _: call.release(late=_remaining(context) <= 0))  # type: ignore[arg-type]
         return call

@@ -38,6 +38,11 @@ class OutputStream:
         return self.request.request_id
 
     @property
+    def error(self) -> PilotfishError | None:
+        """What it failed with, if it did."""
+        return self._error
+
+    @property
     def ended(self) -> bool:
         """Whether nothing more will be written."""
         return self._error is not None or all(output.end is not None for output in self.outputs)
