@@ -1,6 +1,7 @@
 """Talk to a Pilotfish server: `Client` and `AsyncClient`. Knows the protocol, and no model."""
 
 from client.async_client import AsyncClient
+from client.connection import Retry, Tls
 from client.errors import (
     Aborted,
     AlreadyExists,
@@ -9,9 +10,11 @@ from client.errors import (
     FieldViolation,
     InvalidRequest,
     NotFound,
+    PermissionDenied,
     QueueFull,
     RequestFailed,
     ServerFault,
+    Unauthenticated,
     Unavailable,
     Unsupported,
 )
@@ -55,15 +58,19 @@ __all__ = [
     "NotFound",
     "Options",
     "Output",
+    "PermissionDenied",
     "Piece",
     "QueueFull",
     "RequestFailed",
+    "Retry",
     "ServerFault",
     "ServerInfo",
     "Speculation",
     "SpeculationStats",
     "Timing",
+    "Tls",
     "TokenLogprob",
+    "Unauthenticated",
     "Unavailable",
     "Unsupported",
     "Usage",

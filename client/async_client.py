@@ -10,7 +10,8 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from client import convert, errors
-from client.options import CHANNEL_OPTIONS, Options, Prompt, build_request
+from client.connection import Connection, Retry, Tls
+from client.options import Options, Prompt, build_request
 from client.results import Completion, Event, Load, ModelInfo, ServerInfo
 from pilotfish.v1 import control_pb2, generation_pb2
 from pilotfish.v1.control_pb2_grpc import ControlServiceStub
@@ -26,12 +27,21 @@ class AsyncClient:
     A `deadline` is in seconds; the server stops working for a call whose deadline has passed.
 
     Args:
-        address: host and port of the server's gRPC side.
+        address, token, tls, retry: as in `Connection`; several addresses are called in turn.
         control_deadline: for all calls that generate nothing.
     """
 
-    def __init__(self, address: str = "127.0.0.1:50051", *, control_deadline: float = 10.0) -> None:
-        self._channel = aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(
+        self,
+        address: str | Sequence[str] = "127.0.0.1:50051",
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        retry: Retry | None = Retry(),  # noqa: B008 - frozen
+        control_deadline: float = 10.0,
+    ) -> None:
+        connection = Connection(address=address, token=token, tls=tls, retry=retry)
+        self._metadata, self._channel = connection.metadata, connection.aio_channel()
         self._inference = InferenceServiceStub(self._channel)
         self._control = ControlServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -52,7 +62,9 @@ class AsyncClient:
     ) -> Completion:
         """Continue `prompt`, text, token ids or a conversation, and return all of it at once."""
         request = build_request(generation_pb2.GenerateRequest, prompt, options)
-        return convert.completion(await _answer(self._inference.Generate(request, timeout=deadline)))
+        return convert.completion(
+            await _answer(self._inference.Generate(request, timeout=deadline, metadata=self._metadata))
+        )
 
     async def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
@@ -62,7 +74,7 @@ class AsyncClient:
         Closing the iterator (`aclose`, or `contextlib.aclosing` around it) cancels the request.
         """
         request = build_request(generation_pb2.GenerateStreamRequest, prompt, options)
-        call = self._inference.GenerateStream(request, timeout=deadline)
+        call = self._inference.GenerateStream(request, timeout=deadline, metadata=self._metadata)
         try:
             async for message in call:
                 yield convert.event(message)
@@ -74,17 +86,23 @@ class AsyncClient:
     async def server_info(self) -> ServerInfo:
         """What runs there and in which state it is."""
         request = control_pb2.GetServerInfoRequest()
-        return convert.server_info(await _answer(self._control.GetServerInfo(request, timeout=self._control_deadline)))
+        return convert.server_info(
+            await _answer(self._control.GetServerInfo(request, timeout=self._control_deadline, metadata=self._metadata))
+        )
 
     async def model_info(self, model: str | None = None) -> ModelInfo:
         """The model and the limits it is served with."""
         request = control_pb2.GetModelInfoRequest(model=model)
-        return convert.model_info(await _answer(self._control.GetModelInfo(request, timeout=self._control_deadline)))
+        return convert.model_info(
+            await _answer(self._control.GetModelInfo(request, timeout=self._control_deadline, metadata=self._metadata))
+        )
 
     async def load(self) -> Load:
         """How busy the server is now."""
         request = control_pb2.GetLoadRequest()
-        return convert.load(await _answer(self._control.GetLoad(request, timeout=self._control_deadline)))
+        return convert.load(
+            await _answer(self._control.GetLoad(request, timeout=self._control_deadline, metadata=self._metadata))
+        )
 
     async def abort(self, request_id: str) -> int:
         """End the live request of this id; its caller gets what there is. Returns how many were ended: 1."""
@@ -97,17 +115,23 @@ class AsyncClient:
     async def tokenize(self, text: str, *, model: str | None = None) -> tuple[int, ...]:
         """The tokens that `text` is as a prompt."""
         request = control_pb2.TokenizeRequest(text=text, model=model)
-        return tuple((await _answer(self._control.Tokenize(request, timeout=self._control_deadline))).token_ids)
+        return tuple(
+            (
+                await _answer(self._control.Tokenize(request, timeout=self._control_deadline, metadata=self._metadata))
+            ).token_ids
+        )
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """The text of these tokens."""
         request = control_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
-        return (await _answer(self._control.Detokenize(request, timeout=self._control_deadline))).text
+        return (
+            await _answer(self._control.Detokenize(request, timeout=self._control_deadline, metadata=self._metadata))
+        ).text
 
     async def health(self, service: str = "") -> str:
         """SERVING or NOT_SERVING, as `grpc.health.v1` says it; without a service: the whole server."""
         request = health_pb2.HealthCheckRequest(service=service)
-        answer = await _answer(self._health.Check(request, timeout=self._control_deadline))
+        answer = await _answer(self._health.Check(request, timeout=self._control_deadline, metadata=self._metadata))
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
     async def wait_until_serving(self, deadline: float = 120.0) -> None:
@@ -123,7 +147,9 @@ class AsyncClient:
             return False
 
     async def _abort(self, request: control_pb2.AbortRequest) -> int:
-        return (await _answer(self._control.Abort(request, timeout=self._control_deadline))).aborted_requests
+        return (
+            await _answer(self._control.Abort(request, timeout=self._control_deadline, metadata=self._metadata))
+        ).aborted_requests
 
 
 async def _answer(call: Awaitable[T]) -> T:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
+from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 
 _DETAILS = "grpc-status-details-bin"  # where gRPC keeps the google.rpc.Status of a failed call
@@ -20,10 +22,19 @@ class FieldViolation:
 
 
 class RequestFailed(Exception):
-    """Base of all errors of this package. `code` is the gRPC status, `message` the server's words."""
+    """Base of all errors of this package. `code` is the gRPC status, `message` the server's words.
 
-    def __init__(self, code: grpc.StatusCode, message: str, violations: tuple[FieldViolation, ...] = ()) -> None:
-        self.code, self.message, self.violations = code, message, violations
+    `retry_seconds` is when the server says to come again, if it does.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        violations: tuple[FieldViolation, ...] = (),
+        retry_seconds: float | None = None,
+    ) -> None:
+        self.code, self.message, self.violations, self.retry_seconds = code, message, violations, retry_seconds
         super().__init__(f"{code.name}: {message}")
 
 
@@ -44,7 +55,15 @@ class AlreadyExists(RequestFailed):
 
 
 class QueueFull(RequestFailed):
-    """Expected: the server has no room now. Ask again later."""
+    """Expected: the server has no room now, or this caller has had its share. Ask again after `retry_seconds`."""
+
+
+class Unauthenticated(RequestFailed):
+    """Expected: the server asks for a token, and this one is nobody's."""
+
+
+class PermissionDenied(RequestFailed):
+    """Expected: only others may do this."""
 
 
 class Unavailable(RequestFailed):
@@ -73,6 +92,8 @@ _BY_CODE: dict[grpc.StatusCode, type[RequestFailed]] = {
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
     grpc.StatusCode.RESOURCE_EXHAUSTED: QueueFull,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
@@ -92,17 +113,27 @@ class _Failure(Protocol):
 
 def from_grpc(failure: _Failure) -> RequestFailed:
     """The error that says what `failure` says."""
-    code = failure.code()
-    return _BY_CODE.get(code, RequestFailed)(code, failure.details() or "", _violations(failure))
+    code, details = failure.code(), list(_details(failure))
+    kind = _BY_CODE.get(code, RequestFailed)
+    return kind(code, failure.details() or "", _violations(details), _retry_seconds(details))
 
 
-def _violations(failure: _Failure) -> tuple[FieldViolation, ...]:
+def _details(failure: _Failure) -> Iterator[any_pb2.Any]:
     metadata = failure.trailing_metadata() or ()
-    found: list[FieldViolation] = []
     for key, value in metadata:  # type: ignore[attr-defined]  # pairs, of one type here and of another there
         if key == _DETAILS:
-            for detail in status_pb2.Status.FromString(value).details:
-                bad = error_details_pb2.BadRequest()
-                if detail.Unpack(bad):
-                    found += [FieldViolation(v.field, v.description) for v in bad.field_violations]
+            yield from status_pb2.Status.FromString(value).details
+
+
+def _violations(details: list[any_pb2.Any]) -> tuple[FieldViolation, ...]:
+    found: list[FieldViolation] = []
+    for detail in details:
+        bad = error_details_pb2.BadRequest()
+        if detail.Unpack(bad):
+            found += [FieldViolation(v.field, v.description) for v in bad.field_violations]
     return tuple(found)
+
+
+def _retry_seconds(details: list[any_pb2.Any]) -> float | None:
+    retry = error_details_pb2.RetryInfo()
+    return next((retry.retry_delay.ToMilliseconds() / 1000 for detail in details if detail.Unpack(retry)), None)

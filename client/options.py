@@ -8,9 +8,6 @@ from typing import Any, Literal, TypedDict, TypeVar, cast, get_type_hints
 
 from pilotfish.v1 import generation_pb2 as pb
 
-# A server that was not there yet is tried again within a second; gRPC would let two minutes pass.
-CHANNEL_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
-
 SpeculationMode = Literal["auto", "off", "fixed"]
 Verification = Literal["coupled", "rejection"]
 RequestT = TypeVar("RequestT", pb.GenerateRequest, pb.GenerateStreamRequest)

@@ -10,7 +10,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from client import convert, errors
-from client.options import CHANNEL_OPTIONS, Options, Prompt, build_request
+from client.connection import Connection, Retry, Tls
+from client.options import Options, Prompt, build_request
 from client.results import Completion, Event, Load, ModelInfo, ServerInfo
 from pilotfish.v1 import control_pb2, generation_pb2
 from pilotfish.v1.control_pb2_grpc import ControlServiceStub
@@ -27,12 +28,21 @@ class Client:
     A `deadline` is in seconds; the server stops working for a call whose deadline has passed.
 
     Args:
-        address: host and port of the server's gRPC side.
+        address, token, tls, retry: as in `Connection`; several addresses are called in turn.
         control_deadline: for all calls that generate nothing.
     """
 
-    def __init__(self, address: str = "127.0.0.1:50051", *, control_deadline: float = 10.0) -> None:
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(
+        self,
+        address: str | Sequence[str] = "127.0.0.1:50051",
+        *,
+        token: str | None = None,
+        tls: Tls | None = None,
+        retry: Retry | None = Retry(),  # noqa: B008 - frozen
+        control_deadline: float = 10.0,
+    ) -> None:
+        connection = Connection(address=address, token=token, tls=tls, retry=retry)
+        self._metadata, self._channel = connection.metadata, connection.channel()
         self._inference = InferenceServiceStub(self._channel)
         self._control = ControlServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -51,7 +61,7 @@ class Client:
     def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]) -> Completion:
         """Continue `prompt`, text, token ids or a conversation, and return all of it at once."""
         request = build_request(generation_pb2.GenerateRequest, prompt, options)
-        return convert.completion(_answer(self._inference.Generate, request, deadline))
+        return convert.completion(_answer(self._inference.Generate, request, deadline, self._metadata))
 
     def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
@@ -61,7 +71,7 @@ class Client:
         Closing the iterator (`close`, or `contextlib.closing` around it) cancels the request.
         """
         request = build_request(generation_pb2.GenerateStreamRequest, prompt, options)
-        call = self._inference.GenerateStream(request, timeout=deadline)
+        call = self._inference.GenerateStream(request, timeout=deadline, metadata=self._metadata)
         try:
             for message in call:
                 yield convert.event(message)
@@ -73,16 +83,20 @@ class Client:
     def server_info(self) -> ServerInfo:
         """What runs there and in which state it is."""
         request = control_pb2.GetServerInfoRequest()
-        return convert.server_info(_answer(self._control.GetServerInfo, request, self._control_deadline))
+        return convert.server_info(
+            _answer(self._control.GetServerInfo, request, self._control_deadline, self._metadata)
+        )
 
     def model_info(self, model: str | None = None) -> ModelInfo:
         """The model and the limits it is served with."""
         request = control_pb2.GetModelInfoRequest(model=model)
-        return convert.model_info(_answer(self._control.GetModelInfo, request, self._control_deadline))
+        return convert.model_info(_answer(self._control.GetModelInfo, request, self._control_deadline, self._metadata))
 
     def load(self) -> Load:
         """How busy the server is now."""
-        return convert.load(_answer(self._control.GetLoad, control_pb2.GetLoadRequest(), self._control_deadline))
+        return convert.load(
+            _answer(self._control.GetLoad, control_pb2.GetLoadRequest(), self._control_deadline, self._metadata)
+        )
 
     def abort(self, request_id: str) -> int:
         """End the live request of this id; its caller gets what there is. Returns how many were ended: 1."""
@@ -95,17 +109,17 @@ class Client:
     def tokenize(self, text: str, *, model: str | None = None) -> tuple[int, ...]:
         """The tokens that `text` is as a prompt."""
         request = control_pb2.TokenizeRequest(text=text, model=model)
-        return tuple(_answer(self._control.Tokenize, request, self._control_deadline).token_ids)
+        return tuple(_answer(self._control.Tokenize, request, self._control_deadline, self._metadata).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """The text of these tokens."""
         request = control_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
-        return _answer(self._control.Detokenize, request, self._control_deadline).text
+        return _answer(self._control.Detokenize, request, self._control_deadline, self._metadata).text
 
     def health(self, service: str = "") -> str:
         """SERVING or NOT_SERVING, as `grpc.health.v1` says it; without a service: the whole server."""
         request = health_pb2.HealthCheckRequest(service=service)
-        answer = _answer(self._health.Check, request, self._control_deadline)
+        answer = _answer(self._health.Check, request, self._control_deadline, self._metadata)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
     def wait_until_serving(self, deadline: float = 120.0) -> None:
@@ -123,13 +137,16 @@ class Client:
             return False
 
     def _abort(self, request: control_pb2.AbortRequest) -> int:
-        return _answer(self._control.Abort, request, self._control_deadline).aborted_requests
+        return _answer(self._control.Abort, request, self._control_deadline, self._metadata).aborted_requests
 
 
 def _answer(
-    method: grpc.UnaryUnaryMultiCallable[RequestT, AnswerT], request: RequestT, deadline: float | None
+    method: grpc.UnaryUnaryMultiCallable[RequestT, AnswerT],
+    request: RequestT,
+    deadline: float | None,
+    metadata: tuple[tuple[str, str], ...],
 ) -> AnswerT:
     try:
-        return method(request, timeout=deadline)
+        return method(request, timeout=deadline, metadata=metadata)
     except grpc.RpcError as failure:
         raise errors.from_grpc(failure) from None

@@ -17,12 +17,14 @@ from rich.console import Console
 from rich.text import Text
 
 from client import report
+from client.connection import Tls
 from client.errors import RequestFailed
 from client.options import Options, SpeculationMode, Verification
 from client.results import Delta, Finished, TokenLogprob
 from client.sync_client import Client
 
 DRAFT_STYLE, TARGET_STYLE = "cyan", "magenta"
+VARIABLE = "PILOTFISH_TOKEN"  # holds the token: a flag could be read by everybody on the machine
 OK, FAILED, INTERRUPTED = 0, 1, 130
 
 
@@ -33,7 +35,7 @@ def main(argv: list[str]) -> int:
     notes = Console(stderr=True, highlight=False)
     try:
         prompt = _prompt(arguments)
-        with Client(arguments.address) as client:
+        with Client(arguments.address, token=os.environ.get(VARIABLE), tls=_tls(arguments)) as client:
             _run(client, prompt, arguments, notes)
     except (RequestFailed, OSError, UnicodeDecodeError) as error:
         return _fail(error, notes)
@@ -41,6 +43,10 @@ def main(argv: list[str]) -> int:
         notes.print("\ncancelled", markup=False)
         return INTERRUPTED
     return OK
+
+
+def _tls(arguments: argparse.Namespace) -> Tls | None:
+    return Tls(authority=arguments.tls_ca) if arguments.tls or arguments.tls_ca else None
 
 
 def _fail(error: Exception, notes: Console) -> int:
@@ -59,6 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("prompt", nargs="?", help="text to continue; - reads standard input")
     parser.add_argument("--file", type=Path, metavar="PATH", help="read the prompt from this file; - is standard input")
     parser.add_argument("--address", default="127.0.0.1:50051", help="the server's gRPC address [%(default)s]")
+    parser.add_argument("--tls", action="store_true", help="speak TLS, trusting the system's authorities")
+    parser.add_argument("--tls-ca", metavar="PATH", help="speak TLS, trusting this authority (PEM)")
     parser.add_argument("--compare", action="store_true", help="run once more without speculation; show both speeds")
     sampling = parser.add_argument_group("sampling and stopping (default: the server's)")
     sampling.add_argument("--temperature", type=float, help="0 is greedy")

@@ -1,31 +1,28 @@
-"""What can be wrong with a request, each with the field and the value. Knows the model's limits and no model."""
+"""What can be wrong with a request, each with the field and the value. Knows bounds and no model."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Seq
 
+from engine.bounds import MAX_SALT_LENGTH, Bounds
 from engine.errors import Violation
-from engine.types import MAX_NUM_DRAFT, MAX_SEED, Request, SamplingParams
+from engine.types import DEFAULT_MAX_TOKENS, MAX_NUM_DRAFT, MAX_SEED, Guided, Request, SamplingParams
 
-MAX_STOPS = 16
-MAX_STOP_LENGTH = 256  # characters
-MAX_N = 64
-MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 1024  # entries
-MAX_SALT_LENGTH = 256  # characters
+STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 
 
-def violations(request: Request, vocab_size: int, max_model_len: int) -> Iterator[Violation]:
+def violations(request: Request, bounds: Bounds, vocab_size: int, max_model_len: int) -> Iterator[Violation]:
     """Everything wrong with a request; `vocab_size` is the width of the logits."""
     sampling = request.sampling
     yield from _number_violations(sampling)
-    yield from _count_violations(sampling)
-    yield from _stop_violations(sampling)
-    yield from _prompt_violations(request, vocab_size, max_model_len)
-    yield from _token_violations(sampling, vocab_size)
-    yield from _guided_violations(request)
+    yield from _count_violations(sampling, bounds)
+    yield from _stop_violations(sampling, bounds)
+    yield from _prompt_violations(request, bounds, max_model_len)
+    yield from _unknown("token_ids", request.token_ids, vocab_size)
+    yield from _token_violations(sampling, bounds, vocab_size)
+    yield from _logprob_violations(request, bounds)
+    if sampling.guided is not None:
+        yield from _guided_violations(sampling, bounds)
     wanted = request.speculation.num_draft_tokens
     if wanted is not None and not 0 <= wanted <= MAX_NUM_DRAFT:
         yield Violation("speculation.num_draft_tokens", f"is {wanted}; expected 0 to {MAX_NUM_DRAFT}")
@@ -50,15 +47,15 @@ def _number_violations(sampling: SamplingParams) -> Iterator[Violation]:
             yield Violation(f"sampling.{name}", f"is {value}; expected {expected}")
 
 
-def _count_violations(sampling: SamplingParams) -> Iterator[Violation]:
+def _count_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Violation]:
     counts = {  # field: value, least, most
         "sampling.top_k": (sampling.top_k, 0, None),
         "sampling.seed": (sampling.seed, 0, MAX_SEED),
-        "sampling.n": (sampling.n, 1, MAX_N),
-        "stopping.max_tokens": (sampling.max_tokens, 1, None),
-        "stopping.min_tokens": (sampling.min_tokens, 0, None),
-        "output.top_logprobs": (sampling.logprobs, 0, MAX_LOGPROBS),
-        "output.prompt_logprobs": (sampling.prompt_logprobs, 0, MAX_LOGPROBS),
+        "sampling.n": (sampling.n, 1, bounds.max_n),
+        "stopping.max_tokens": (sampling.max_tokens, 1, bounds.max_output_tokens),
+        "stopping.min_tokens": (sampling.min_tokens, 0, bounds.max_output_tokens),
+        "output.top_logprobs": (sampling.logprobs, 0, bounds.max_logprobs),
+        "output.prompt_logprobs": (sampling.prompt_logprobs, 0, bounds.max_logprobs),
     }
     for name, (value, least, most) in counts.items():
         if value is not None and not (least <= value and (most is None or value <= most)):
@@ -67,60 +64,109 @@ def _count_violations(sampling: SamplingParams) -> Iterator[Violation]:
         yield Violation("stopping.min_tokens", f"is {sampling.min_tokens}; max_tokens is {sampling.max_tokens}")
 
 
-def _stop_violations(sampling: SamplingParams) -> Iterator[Violation]:
-    if len(sampling.stop) > MAX_STOPS:
-        yield Violation("stopping.stop", f"has {len(sampling.stop)} strings; the limit is {MAX_STOPS}")
-    if len(sampling.stop_token_ids) > MAX_STOPS:
-        yield Violation("stopping.stop_token_ids", f"has {len(sampling.stop_token_ids)} ids; the limit is {MAX_STOPS}")
-    for i, text in enumerate(sampling.stop[:MAX_STOPS]):
-        if not 1 <= len(text) <= MAX_STOP_LENGTH:
-            yield Violation(f"stopping.stop[{i}]", f"has {len(text)} characters; expected 1 to {MAX_STOP_LENGTH}")
+def _stop_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Violation]:
+    most, longest = bounds.max_stops, bounds.max_stop_length
+    if len(sampling.stop) > most:
+        yield Violation("stopping.stop", f"has {len(sampling.stop)} strings; the limit is {most}")
+    if len(sampling.stop_token_ids) > most:
+        yield Violation("stopping.stop_token_ids", f"has {len(sampling.stop_token_ids)} ids; the limit is {most}")
+    for i, text in enumerate(sampling.stop[:most]):
+        if not 1 <= len(text) <= longest:
+            yield Violation(f"stopping.stop[{i}]", f"has {len(text)} characters; expected 1 to {longest}")
 
 
-def _prompt_violations(request: Request, vocab_size: int, max_model_len: int) -> Iterator[Violation]:
+def _prompt_violations(request: Request, bounds: Bounds, max_model_len: int) -> Iterator[Violation]:
     length, sampling = len(request.token_ids), request.sampling
     room = max_model_len - length
+    most = min(max_model_len - 1, bounds.max_prompt_tokens or max_model_len)
     if not length:
         yield Violation("prompt", "is empty: there is nothing to continue")
-    if room < 1:
-        yield Violation("prompt", f"has {length} tokens; the limit is {max_model_len - 1}")
+    if length > most:
+        yield Violation("prompt", f"has {length} tokens; the limit is {most}")
     for name, wanted in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
         if room >= 1 and wanted is not None and wanted > room:
             problem = f"is {wanted}; after {length} prompt tokens the context has room for {room}"
             yield Violation(f"stopping.{name}", problem)
-    yield from _unknown("token_ids", request.token_ids, vocab_size)
 
 
-def _token_violations(sampling: SamplingParams, vocab_size: int) -> Iterator[Violation]:
+def _token_violations(sampling: SamplingParams, bounds: Bounds, vocab_size: int) -> Iterator[Violation]:
     yield from _unknown("stopping.stop_token_ids", sampling.stop_token_ids, vocab_size)
-    yield from _unknown("sampling.banned_token_ids", sampling.banned_token_ids, vocab_size)
-    yield from _unknown("sampling.logit_bias", sampling.logit_bias, vocab_size)
-    if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
-        yield Violation("sampling.logit_bias", f"has {len(sampling.logit_bias)} tokens; the limit is {MAX_LOGIT_BIAS}")
+    yield from _set_violations("sampling.banned_token_ids", sampling.banned_token_ids, vocab_size)
+    yield from _unknown("sampling.logit_bias", sampling.logit_bias, vocab_size, by_id=True)
+    num_biased, most = len(sampling.logit_bias), bounds.max_logit_bias
+    if num_biased > most:
+        yield Violation("sampling.logit_bias", f"has {num_biased} tokens; the limit is {most}")
     for token, bias in sampling.logit_bias.items():
-        if not -100 <= bias <= 100 or math.isnan(bias):
+        if not -100 <= bias <= 100:
             yield Violation(f"sampling.logit_bias[{token}]", f"is {bias}; expected -100 to 100")
     allowed = sampling.allowed_token_ids
     if allowed is not None:
-        yield from _unknown("sampling.allowed_token_ids", allowed, vocab_size)
+        yield from _set_violations("sampling.allowed_token_ids", allowed, vocab_size)
         if not set(allowed) - set(sampling.banned_token_ids):
             yield Violation("sampling.allowed_token_ids", f"has {len(allowed)} ids, none of them not banned")
 
 
-def _unknown(field: str, tokens: Iterable[int], vocab_size: int) -> Iterator[Violation]:
+def _set_violations(field: str, tokens: tuple[int, ...], vocab_size: int) -> Iterator[Violation]:
+    if len(tokens) > vocab_size:
+        yield Violation(field, f"has {len(tokens)} ids; the model knows {vocab_size}")
+    yield from _unknown(field, tokens, vocab_size)
+
+
+def _unknown(field: str, tokens: Iterable[int], vocab_size: int, *, by_id: bool = False) -> Iterator[Violation]:
     """The first id that the model does not know; one is enough: a wrong tokenizer gets them all wrong."""
     for i, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
-            yield Violation(f"{field}[{i}]", f"is {token}; expected 0 to {vocab_size - 1}")
+            yield Violation(f"{field}[{token if by_id else i}]", f"is {token}; expected 0 to {vocab_size - 1}")
             return
 
 
-def _guided_violations(request: Request) -> Iterator[Violation]:
-    guided = request.sampling.guided
-    if guided is None:
-        return
-    if request.sampling.ignore_eos:
+def _logprob_violations(request: Request, bounds: Bounds) -> Iterator[Violation]:
+    """What is asked for in all: a long prompt, many outputs or many likeliest tokens multiply."""
+    sampling, most = request.sampling, bounds.max_total_logprobs
+    num_tokens = DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+    asked = {"output.logprobs": (sampling.logprobs, sampling.n * num_tokens)}
+    asked["output.prompt_logprobs"] = (sampling.prompt_logprobs, len(request.token_ids))
+    for field, (top, tokens) in asked.items():
+        if top is not None and tokens * (1 + top) > most:
+            yield Violation(field, f"asks for {tokens * (1 + top)} log-probabilities; the limit is {most}")
+
+
+def _guided_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Violation]:
+    if sampling.ignore_eos:
         yield Violation("stopping.ignore_eos", "is true; a guided output ends where its structure ends")
-    kinds: Seq[object] = (guided.json_schema, guided.regex, guided.grammar, guided.choice)
-    if sum(kind is not None for kind in kinds) != 1:
-        yield Violation("guided", "has several kinds or none; expected one of json_schema, regex, grammar, choice")
+    assert sampling.guided is not None, "asked of a request without a structure"
+    yield from structure_violations(sampling.guided, bounds.max_structure_bytes, bounds.max_choices)
+
+
+def structure_violations(guided: Guided, max_bytes: int, max_choices: int) -> Iterator[Violation]:
+    """What is wrong with a structure before any of it is parsed. Costs no more than its length."""
+    given = [name for name in STRUCTURES if getattr(guided, name) is not None]
+    if len(given) != 1:
+        what = " and ".join(given) or "none"
+        yield Violation("guided", f"has {what}; expected one of {', '.join(STRUCTURES)}")
+        return
+    texts = structure_texts(guided)
+    num_choices = 1 if guided.choice is None else len(texts)
+    if not 1 <= num_choices <= max_choices:
+        yield Violation(structure_field(guided), f"has {num_choices} texts; expected 1 to {max_choices}")
+        return
+    total = 0
+    for field, text in texts:
+        try:
+            total += len(text.encode())
+        except UnicodeEncodeError as error:  # a lone surrogate
+            yield Violation(field, f"has {text[error.start]!r} at {error.start}, which is no character")
+    if total > max_bytes:
+        yield Violation(structure_field(guided), f"has {total} bytes; the limit is {max_bytes}")
+
+
+def structure_texts(guided: Guided) -> list[tuple[str, str]]:
+    """Each text of a structure's source with the field that it stands in."""
+    if guided.choice is not None:
+        return [(f"guided.choice[{i}]", text) for i, text in enumerate(guided.choice)]
+    return [(structure_field(guided), guided.json_schema or guided.regex or guided.grammar or "")]
+
+
+def structure_field(guided: Guided) -> str:
+    """The field that is set, the last one if none is."""
+    return "guided." + next((name for name in STRUCTURES if getattr(guided, name) is not None), STRUCTURES[-1])

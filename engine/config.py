@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
+from engine.bounds import Bounds
 from engine.types import MAX_NUM_DRAFT, SpeculationMode, Verification
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -17,8 +18,8 @@ Rounded = Literal["int8", "int4"]
 Weights = Literal["native", Rounded]
 
 
-class EngineConfig(BaseModel):
-    """How to load and run a target and, if there is one, its draft."""
+class EngineConfig(Bounds):
+    """How to load and run a target and, if there is one, its draft; and the most that a request may ask for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -6,25 +6,24 @@ Not thread-safe: one task calls `add`, `finish` and `step`, one at a time.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
-from engine.batch import Feed
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest
 from engine.intake import Intake, Limits
-from engine.judge import Fed, Outcome, judge
-from engine.logprobs import record_prompt
+from engine.judge import Fed, Outcome
 from engine.measure import idle, measure, round_of
+from engine.passes import Passes
 from engine.processors import follow
-from engine.proposers import Proposal, Proposers
+from engine.proposers import Proposers
 from engine.runner import Runner
-from engine.scheduler import Scheduler, StepPlan, Work
+from engine.scheduler import Scheduler
 from engine.stats import Clock, StepStats, Stopwatch
 from engine.types import Finished, FinishReason, Request, SamplingParams, Sequence, TokenEvent
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,8 @@ class Engine:
         clock: Clock = time.perf_counter,
     ) -> None:
         self.config, self.limits = config, limits
-        self._target, self._proposers, self._scheduler, self._clock = target, proposers, scheduler, clock
+        self._proposers, self._scheduler, self._clock = proposers, scheduler, clock
+        self._passes = Passes(target, proposers)
         self.control = scheduler.control
         self._intake = Intake(config, limits, proposers.names)
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
@@ -56,7 +56,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ the step
 
     def step(self) -> StepOutput:
-        """admit -> plan -> propose -> forward -> verify -> commit: one target pass serves every sequence at once."""
+        """admit -> plan -> propose -> verify -> commit: one target pass serves every sequence at once."""
         watch, failures = Stopwatch(self._clock), self._proposers.num_failures
         with watch.phase("plan"):
             self._scheduler.admit()
@@ -65,23 +65,29 @@ class Engine:
             return StepOutput((), idle(self._scheduler))
         with watch.phase("propose"):
             proposal = self._proposers.propose(plan.sequences, plan.num_draft_each)
-        with watch.phase("forward"):
-            feeds = [_feed(work, drafts) for work, drafts in zip(plan.works, proposal.tokens, strict=True)]
-            logits = self._target.forward(feeds)
-            for sequence, feed in zip(plan.sequences, feeds, strict=True):
-                sequence.target.advance(feed.kv_len)
-            self._proposers.observe(plan.sequences, feeds)
-        with watch.phase("verify"):
-            fed = _fed_to_the_end(plan, proposal)
-            outcomes = judge(fed, _without_prompt_rows(plan, feeds, logits))
+        decided = self._passes.run(plan, proposal, watch)
         with watch.phase("commit"):
-            events = tuple(self._commit(f, outcome) for f, outcome in zip(fed, outcomes, strict=True))
-        self.control.learn(round_of(plan, proposal, outcomes, watch.seconds))
+            pairs = zip(decided.fed, decided.outcomes, strict=True)
+            events = tuple(self._commit(fed, outcome) for fed, outcome in pairs)
+        ended = tuple(self._end_for_fault(sequence) for sequence in decided.faulty)
+        if decided.is_whole:
+            self.control.learn(round_of(plan, decided.proposal, decided.outcomes, watch.seconds))
         failed = self._proposers.num_failures - failures
-        stats = measure(plan, proposal, fed, events, watch.seconds, failed, self._scheduler)
-        return StepOutput(events, stats)
+        stats = measure(plan, decided.proposal, decided.fed, events, watch.seconds, failed, self._scheduler)
+        return StepOutput((*events, *ended), stats)
 
     def _commit(self, fed: Fed, outcome: Outcome) -> TokenEvent:
+        """Take what a sequence got; a fault in doing so is its own."""
+        try:
+            return self._keep(fed, outcome)
+        except Exception:
+            log.exception("request %s: its tokens could not be committed; it ends", fed.sequence.request_id)
+            return self._end_for_fault(fed.sequence)
+
+    def _end_for_fault(self, sequence: Sequence) -> TokenEvent:
+        return self._end(sequence, FinishReason.ERROR, error="the request failed in the engine")
+
+    def _keep(self, fed: Fed, outcome: Outcome) -> TokenEvent:
         """Append the kept drafts and the next token, as far as plain decoding would have gone; move the cursors."""
         sequence = fed.sequence
         fresh = list(outcome.tokens[: _length_before_stop(sequence, outcome.tokens)])
@@ -261,38 +267,6 @@ class Engine:
         live = {(name, index) for name, outputs in self._live.items() for index in outputs}
         assert scheduled == live, "a live sequence is not scheduled, or a dead one is"
         assert self.has_work or self.free_pages == self.total_pages, "idle, and pages are held"
-
-
-def _feed(work: Work, drafts: tuple[int, ...]) -> Feed:
-    """I2: the planned part of what the target has not seen, and the drafts."""
-    tokens = [*work.sequence.tokens[work.span.start : work.span.stop], *drafts]
-    num_logits = len(drafts) + 1 if work.reaches_end else 0
-    if work.sequence.wants_prompt_logprobs:
-        num_logits = len(tokens)
-    cursor = work.sequence.target
-    return Feed(tokens, work.span.start, cursor.page_table, num_logits, cursor.table)
-
-
-def _fed_to_the_end(plan: StepPlan, proposal: Proposal) -> list[Fed]:
-    """The sequences whose newest token was fed: they get a next one."""
-    everyone = zip(plan.works, proposal.tokens, proposal.draft_probs, strict=True)
-    return [Fed(work.sequence, drafts, probs) for work, drafts, probs in everyone if work.reaches_end]
-
-
-def _without_prompt_rows(plan: StepPlan, feeds: list[Feed], logits: Tensor) -> Tensor:
-    """The rows that decide a token. Others are of prompts whose logprobs were asked for: recorded here."""
-    if not any(work.sequence.wants_prompt_logprobs for work in plan.works):
-        return logits
-    deciding: list[int] = []
-    first = 0
-    for work, feed in zip(plan.works, feeds, strict=True):
-        num_prompt_rows = 0
-        if work.sequence.wants_prompt_logprobs:
-            num_prompt_rows = len(work.span) - work.reaches_end
-            record_prompt(work.sequence, work.span.start, logits[first : first + num_prompt_rows])
-        deciding += range(first + num_prompt_rows, first + feed.num_logits)
-        first += feed.num_logits
-    return logits[torch.tensor(deciding, dtype=torch.int64, device=logits.device)]
 
 
 def _length_before_stop(sequence: Sequence, fresh: tuple[int, ...]) -> int:

@@ -21,6 +21,15 @@ class Violation:
         return f"{self.field} {self.problem}"
 
 
+def shown(value: object, most: int = 80) -> str:
+    """`repr(value)`, its middle left out where it is longer than `most` characters: a message stays a message."""
+    # Of a long text only the ends are ever looked at.
+    text = f"{value[:most]}{value[-most:]}" if isinstance(value, str) and len(value) > 2 * most else value
+    written = repr(text)
+    half = (most - 1) // 2
+    return written if len(written) <= most else f"{written[:half]}…{written[-half:]}"
+
+
 class InvalidRequest(PilotfishError):
     """Expected: the caller's mistake. Carries every violation at once; nothing was queued."""
 

@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
+from engine.bounds import Bounds
+from engine.checks import structure_field, structure_texts, structure_violations
 from engine.errors import GrammarFault, InvalidRequest, ModelError, Violation
 from engine.grammar import Grammar
 from engine.matcher import CompiledGrammar, Vocabulary, first_line
@@ -68,6 +70,11 @@ class GuidedLimits:
     cache_entries: int = 64
     cache_bytes: int = 2 * 1024 * 1024
 
+    @classmethod
+    def of(cls, bounds: Bounds) -> GuidedLimits:
+        """The sizes that a request may have, and the usual costs."""
+        return cls(source_bytes=bounds.max_structure_bytes, choices=bounds.max_choices)
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -99,14 +106,16 @@ class GrammarCompiler:
         self._entries: OrderedDict[Guided, _Entry] = OrderedDict()
 
     @classmethod
-    def of(cls, codec: Codec | None, vocab_size: int, eos_token_ids: Iterable[int]) -> GrammarCompiler | None:
+    def of(
+        cls, codec: Codec | None, vocab_size: int, eos_token_ids: Iterable[int], bounds: Bounds
+    ) -> GrammarCompiler | None:
         """A compiler for this checkpoint; None, and a line in the log, where it cannot have structured output."""
         ends = tuple(eos_token_ids)
         if codec is None or not ends:
             log.info("no structured output: the checkpoint has no %s", "end token" if codec else "tokenizer")
             return None
         try:
-            return cls(codec, vocab_size, ends)
+            return cls(codec, vocab_size, ends, GuidedLimits.of(bounds))
         except ModelError as error:
             log.warning("%s", error)
             return None
@@ -120,7 +129,7 @@ class GrammarCompiler:
         except TimeoutError:
             self._abandon(guided, entry)
             problem = f"is {_shown(guided)}: it did not compile within {self._limits.compile_seconds:g} s"
-            raise InvalidRequest.of(_field(guided), problem) from None
+            raise InvalidRequest.of(structure_field(guided), problem) from None
         if isinstance(result, Violation):
             raise InvalidRequest([result])
         return result
@@ -180,46 +189,14 @@ def _vocabulary(codec: Codec, vocab_size: int, end_tokens: tuple[int, ...]) -> V
 
 def check(guided: Guided, limits: GuidedLimits) -> int:
     """Bytes of the source; InvalidRequest if it is none, several, or too large. Costs no more than its length."""
-    given = [name for name in ("json_schema", "regex", "grammar", "choice") if getattr(guided, name) is not None]
-    if len(given) != 1:
-        what = " and ".join(given) or "none"
-        raise InvalidRequest.of("guided", f"has {what}; expected one of json_schema, regex, grammar, choice")
-    found = list(_violations(guided, limits))
+    found = list(structure_violations(guided, limits.source_bytes, limits.choices))
     if found:
         raise InvalidRequest(found)
-    return sum(len(text.encode()) for _, text in _texts(guided))
-
-
-def _violations(guided: Guided, limits: GuidedLimits) -> Iterator[Violation]:
-    texts = _texts(guided)
-    num_choices = len(texts) if guided.choice is not None else 1
-    if not 1 <= num_choices <= limits.choices:
-        yield Violation(_field(guided), f"has {num_choices} texts; expected 1 to {limits.choices}")
-        return
-    total = 0
-    for field, text in texts:
-        try:
-            total += len(text.encode())
-        except UnicodeEncodeError as error:  # a lone surrogate
-            yield Violation(field, f"has {text[error.start]!r} at {error.start}, which is no character")
-    if total > limits.source_bytes:
-        yield Violation(_field(guided), f"has {total} bytes; the limit is {limits.source_bytes}")
-
-
-def _texts(guided: Guided) -> list[tuple[str, str]]:
-    """Each text of the source with the field that it stands in."""
-    if guided.choice is not None:
-        return [(f"guided.choice[{i}]", text) for i, text in enumerate(guided.choice)]
-    return [(_field(guided), guided.json_schema or guided.regex or guided.grammar or "")]
-
-
-def _field(guided: Guided) -> str:
-    named = ("json_schema", "regex", "grammar")
-    return "guided." + next((name for name in named if getattr(guided, name) is not None), "choice")
+    return sum(len(text.encode()) for _, text in structure_texts(guided))
 
 
 def _shown(guided: Guided) -> str:
-    texts = [text for _, text in _texts(guided)]
+    texts = [text for _, text in structure_texts(guided)]
     text = " | ".join(texts[:_SHOWN])
     return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")
 
@@ -231,10 +208,10 @@ def _compile(vocabulary: Vocabulary, guided: Guided) -> _Result:
     try:
         grammar = CompiledGrammar(vocabulary, _source(guided))
         if grammar.error:
-            return Violation(_field(guided), f"is {_shown(guided)}: {_reason(grammar.error)}")
+            return Violation(structure_field(guided), f"is {_shown(guided)}: {_reason(grammar.error)}")
         _take_first_steps(grammar)
     except (ValueError, RecursionError, GrammarFault) as error:
-        return Violation(_field(guided), f"is {_shown(guided)}: {_reason(str(error))}")
+        return Violation(structure_field(guided), f"is {_shown(guided)}: {_reason(str(error))}")
     return grammar
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from engine.checks import violations
 from engine.config import EngineConfig
-from engine.errors import InvalidRequest, Unsupported
+from engine.errors import InvalidRequest, Unsupported, shown
 from engine.types import MAX_SEED, KVCursor, Request, Sequence, Speculation, SpeculationMode, Verification
 
 
@@ -44,12 +44,12 @@ class Intake:
             InvalidRequest: with every violation at once.
             Unsupported: a proposer that this server does not have, or a rule that it promises no bits for.
         """
-        found = list(violations(request, self.limits.vocab_size, self.limits.max_model_len))
+        found = list(violations(request, self.config, self.limits.vocab_size, self.limits.max_model_len))
         if found:
             raise InvalidRequest(found)
         name = request.speculation.proposer
         if name is not None and name not in self.proposers:
-            raise Unsupported(f"speculation.proposer is {name!r}; this server has {', '.join(self.proposers)}")
+            raise Unsupported(f"speculation.proposer is {shown(name)}; this server has {', '.join(self.proposers)}")
         if self.config.reproducible and request.speculation.verification is Verification.REJECTION:
             raise Unsupported(
                 "speculation.verification is 'rejection'; this server is reproducible, and has coupled alone: "
@@ -67,7 +67,7 @@ class Intake:
                 index=index,
                 seed=_seed_of(seed, index),
                 speculation=self._speculation(request),
-                max_len=request.max_len(self.limits.max_model_len),
+                max_len=request.max_len(self.limits.max_model_len, self.config.max_output_tokens),
                 end_token_ids=model_ends | frozenset(wanted.stop_token_ids),
                 tokens=list(request.token_ids),
                 target=KVCursor.of(self.limits.target_border, length),

@@ -70,14 +70,14 @@ class LLM:
         settings = EngineConfig(target=fspath(target), draft=None if draft is None else fspath(draft), **config)
         self.engine: Engine = build_engine(settings)
         self.codec = Codec.load(settings.target, settings.revision)
-        self._compiler = GrammarCompiler.of(self.codec, self.engine.vocab_size, self.engine.eos_token_ids)
+        self._compiler = _compiler(self.engine, self.codec)
 
     @classmethod
     def of(cls, engine: Engine, codec: Codec | None = None) -> LLM:
         """The same around an engine that is there already."""
         llm = cls.__new__(cls)
         llm.engine, llm.codec = engine, codec
-        llm._compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids)  # noqa: SLF001 - its own
+        llm._compiler = _compiler(engine, codec)  # noqa: SLF001 - its own
         return llm
 
     def generate(
@@ -203,6 +203,10 @@ class _Output:
             spec_gain=ended.spec_gain,
             error=ended.error,
         )
+
+
+def _compiler(engine: Engine, codec: Codec | None) -> GrammarCompiler | None:
+    return GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids, engine.config)
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

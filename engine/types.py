@@ -147,10 +147,10 @@ class Request:
     grammar: Grammar | None = None
     cache_salt: str | None = None
 
-    def max_len(self, max_model_len: int) -> int:
-        """Prompt plus the most tokens that may be generated: as asked, or the default where the context has room."""
-        length, wanted = len(self.token_ids), self.sampling.max_tokens
-        return min(max_model_len, length + (DEFAULT_MAX_TOKENS if wanted is None else wanted))
+    def max_len(self, max_model_len: int, max_output_tokens: int | None = None) -> int:
+        """Prompt plus the most tokens that may be generated: as asked, or the default where there is room."""
+        default = min(DEFAULT_MAX_TOKENS, max_output_tokens or DEFAULT_MAX_TOKENS)
+        return min(max_model_len, len(self.token_ids) + (self.sampling.max_tokens or default))
 
 
 @dataclass(slots=True)

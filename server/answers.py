@@ -23,7 +23,7 @@ _FINISH_REASONS = {
 
 def stream_responses(chunk: Chunk, asked: Wanted, *, first: bool) -> Iterator[pb.GenerateStreamResponse]:
     """A chunk's messages: what its tokens brought if anything, then the end if it is there."""
-    request_id = asked.request.request_id if first else ""
+    request_id = asked.request_id if first else ""
     if chunk.text or chunk.logprobs or chunk.prompt_logprobs or (chunk.token_ids and asked.token_ids):
         delta = pb.TokenDelta(index=chunk.index, text=chunk.text, logprobs=map(_logprob, chunk.logprobs))
         if asked.token_ids:
@@ -38,7 +38,7 @@ def stream_responses(chunk: Chunk, asked: Wanted, *, first: bool) -> Iterator[pb
 def response(chunks: Seq[Chunk], asked: Wanted, model: ServedModel) -> pb.GenerateResponse:
     """Every output, each whole, in one message."""
     return pb.GenerateResponse(
-        request_id=asked.request.request_id,
+        request_id=asked.request_id,
         model=model.name,
         outputs=[_output(chunk, asked) for chunk in chunks],
         prompt_logprobs=_prompt_logprobs(chunks[0].prompt_logprobs),

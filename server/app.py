@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
@@ -23,20 +22,22 @@ from engine.errors import ModelError
 from engine.types import FinishReason
 from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from server.admission import Admission
-from server.boundary import Boundary
 from server.config import ServerConfig
 from server.control_service import ControlService
 from server.driver import Driver
 from server.errors import Unavailable
 from server.grammars import GrammarPool
+from server.grpc_server import listen, make_server
 from server.grpc_service import InferenceService
 from server.health import Health, add_health
 from server.http_api import add_generation
 from server.http_gateway import HttpServer, gateway
 from server.lifecycle import Lifecycle, State
 from server.metrics import Metrics
-from server.model import Progress, ServedModel
+from server.model import Progress, ServedModel, model_name
 from server.queue import AdmissionQueue
+from server.security import Callers, Quotas
+from server.tracing import NoTracing, OpenTelemetry, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class App:
         config: ServerConfig,
         load: Load = ServedModel.load,
         on_ready: Callable[[App], None] = lambda _: None,
+        tracing: Tracing | None = None,  # default: as the config says
     ) -> None:
         self.config, self.lifecycle = config, Lifecycle()
         self.metrics = Metrics(CollectorRegistry())
@@ -66,7 +68,11 @@ class App:
         self._load, self._on_ready = load, on_ready
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self._grammars = GrammarPool()
-        self._admission = Admission(self._require_driver, self.metrics, self._grammars)
+        self._callers = Callers.load(config.token_file)
+        quotas = Quotas(config.max_requests_per_token, config.requests_per_second, time.monotonic)
+        if tracing is None:
+            tracing = OpenTelemetry.configured(model_name(config.target)) if config.tracing else NoTracing()
+        self._admission = Admission(self._require_driver, self.metrics, self._grammars, quotas, tracing)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> int:
@@ -95,40 +101,37 @@ class App:
         model = await self._load_model()
         if model is not None:
             queue = AdmissionQueue(self.config.max_queue_requests, self.config.max_queue_tokens)
-            self.driver = Driver(model, queue, self.metrics, self.lifecycle, self._compute)
+            self.driver = Driver(
+                model,
+                queue,
+                self.metrics,
+                self.lifecycle,
+                self._compute,
+                ageing_seconds=self.config.ageing_seconds,
+                hang_seconds=self.config.hang_seconds,
+            )
             tasks.create_task(self.driver.run())
             await self._open()
 
     def _http_server(self) -> HttpServer:
         config = self.config
-        app = gateway(self.lifecycle, lambda: self.driver, self.metrics.registry, config.max_message_bytes)
+        app = gateway(self.lifecycle, lambda: self.driver, self.metrics.registry, config, self._callers)
         add_generation(app, self._admission, self._require_driver, config.stall_seconds)
-        return HttpServer(app, config.host, config.http_port)
+        return HttpServer(app, config)
 
     async def _open_grpc(self) -> None:
-        config = self.config
-        self._grpc = grpc.aio.server(
-            interceptors=[Boundary()],
-            options=[
-                ("grpc.max_receive_message_length", config.max_message_bytes),
-                ("grpc.so_reuseport", 0),  # else a second server on this port would share it in silence
-            ],
-        )
+        config, self._grpc = self.config, make_server(self.config, self._callers)
         health = Health(SERVICES)
         self.lifecycle.listen(health.follow)
         await health.follow(self.lifecycle.state)
         add_health(health, self._grpc)
-        inference = InferenceService(self._admission, self.metrics, config.stall_seconds)
+        inference = InferenceService(self._admission, self._callers, self.metrics, config.stall_seconds)
         generation_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._grpc)
-        control = ControlService(self._require_driver, self.lifecycle, config)
+        control = ControlService(self._require_driver, self.lifecycle, config, self._callers)
         control_pb2_grpc.add_ControlServiceServicer_to_server(control, self._grpc)
         if config.reflection:
             reflection.enable_server_reflection((*SERVICES, reflection.SERVICE_NAME), self._grpc)
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        try:
-            self.grpc_port = self._grpc.add_insecure_port(f"{host}:{config.grpc_port}")
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {host}:{config.grpc_port}: {error}") from error
+        self.grpc_port = listen(self._grpc, config)
         await self._grpc.start()
 
     async def _load_model(self) -> ServedModel | None:
@@ -158,9 +161,17 @@ class App:
         self.metrics.engine_up.set(1)
         self.metrics.model_load.set(time.monotonic() - self._started)
         await self.lifecycle.move(State.READY)
-        if self.config.host not in LOOPBACK:
-            logger.warning("listening on %s without authentication: anyone who reaches it can use it", self.config.host)
+        self._warn_of_strangers()
         self._on_ready(self)
+
+    def _warn_of_strangers(self) -> None:
+        config = self.config
+        if config.host in LOOPBACK:
+            return
+        if not self._callers.are_known and config.tls_client_ca is None:
+            logger.warning("listening on %s without authentication: anyone who reaches it can use it", config.host)
+        elif config.tls_cert is None:
+            logger.warning("listening on %s without TLS: anyone on the way can read tokens and texts", config.host)
 
     async def _fail(self) -> None:
         await self.lifecycle.move(State.FAILED)

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from engine.errors import InvalidRequest, PilotfishError
-from server.status import Refusal, refusal, trailers
+from server.status import MAX_MESSAGE, Refusal, clipped, refusal, trailers
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +49,19 @@ def _wrap(method: Any, parse: Parse) -> Any:
         try:
             return await method(_parse(parse, data), context)
         except PilotfishError as error:
-            await _refuse(refusal(error), str(error), context)
+            await refuse(refusal(error), str(error), context)
         except Exception:
             logger.exception("a method failed")
-            await _refuse(Refusal(grpc.StatusCode.INTERNAL, "internal"), "internal error", context)
+            await refuse(Refusal(grpc.StatusCode.INTERNAL, "internal"), "internal error", context)
 
     return wrapped
 
 
-async def _refuse(refused: Refusal, message: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+async def refuse(refused: Refusal, message: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """End a call with a status and its details, cut to what headers have room for."""
     try:
-        await context.abort(refused.code, message, trailers(refused, message))
+        said = clipped(message, MAX_MESSAGE)
+        await context.abort(refused.code, said, trailers(refused, said))
     except grpc.aio.InternalError:
         logger.info("the caller was gone before it could be told: %s", message)
 

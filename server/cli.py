@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -138,12 +139,18 @@ def _serve(config: ServerConfig) -> int:
     from server import logs
     from server.app import App
 
-    async def run() -> int:
-        return await App(config, on_ready=_show_banner).run()
-
     logs.configure(config.log_format)
     try:
-        return uvloop.run(run())
+        app = App(config, on_ready=_show_banner)
+    except (ValueError, OSError) as error:  # a file of tokens that is none
+        print(f"pilotfish serve: {error}", file=sys.stderr)
+        return 1
+    try:
+        code = uvloop.run(app.run())
+        if app.driver is not None and app.driver.is_hung:
+            logging.shutdown()
+            os._exit(code)  # the interpreter would wait for a step that never ends
+        return code
     except* OSError as errors:  # a port that is taken
         print(f"pilotfish serve: {errors.exceptions[0]}", file=sys.stderr)
     return 1

@@ -56,10 +56,39 @@ class ServerConfig(BaseSettings, EngineConfig):
     http_port: int = Field(8000, ge=0, le=65535, description="Port of HTTP; 0 takes a free one.")
     max_queue_requests: int = Field(256, ge=1, description="Most requests waiting to be admitted.")
     max_queue_tokens: int = Field(131072, ge=1, description="Most tokens of prompt and output waiting together.")
+    ageing_seconds: float = Field(
+        1.0, gt=0, description="Seconds of waiting in the queue that are worth as much as one step of priority."
+    )
     drain_seconds: float = Field(30.0, ge=0, description="How long live streams may go on after SIGTERM, in seconds.")
+    hang_seconds: float = Field(
+        120.0, gt=0, description="How long one step of the engine may take before it is given up, in seconds."
+    )
     stall_seconds: float = Field(30.0, gt=0, description="How long a reader may take no message, in seconds.")
-    max_message_bytes: int = Field(4 << 20, ge=1024, description="Largest message taken, in bytes.")
+    max_message_bytes: int = Field(4 << 20, ge=1024, description="Largest message or body taken, in bytes.")
+    max_header_bytes: int = Field(16 << 10, ge=4096, description="Most bytes of a call's metadata or headers.")
+    body_seconds: float = Field(30.0, gt=0, description="How long an HTTP request may take to arrive, in seconds.")
+    token_file: Path | None = Field(
+        None, description="File of lines NAME TOKEN, one for each caller; default no token is asked for."
+    )
+    max_requests_per_token: int | None = Field(None, ge=1, description="Most live requests of one caller.")
+    requests_per_second: float | None = Field(
+        None, gt=0, description="Most requests that one caller begins per second."
+    )
+    tls_cert: Path | None = Field(None, description="Certificate chain (PEM) of gRPC and HTTP; default no TLS.")
+    tls_key: Path | None = Field(None, description="Its private key (PEM).")
+    tls_client_ca: Path | None = Field(
+        None, description="Certificates (PEM) of who signs clients' certificates; with it, every client needs one."
+    )
+    keepalive_seconds: float = Field(30.0, gt=0, description="Silence after which a gRPC client is pinged.")
+    max_streams_per_connection: int = Field(1024, ge=1, description="Most live calls on one gRPC connection.")
+    max_connection_seconds: float | None = Field(
+        None, gt=0, description="Age at which a gRPC client is asked to connect anew, so that it finds new replicas."
+    )
     reflection: bool = Field(False, description="Let gRPC clients list the services (reflection).")
+    tracing: bool = Field(
+        False,
+        description="Export a span per request (OpenTelemetry; extra otel; OTEL_* variables say where).",
+    )
     log_format: LogFormat = Field("auto", description="Form of the log; auto is text on a terminal, else json.")
 
     @model_validator(mode="before")
@@ -68,6 +97,14 @@ class ServerConfig(BaseSettings, EngineConfig):
         if isinstance(values, dict) and not values.get("target"):
             return _EMBEDDED | values | {"target": str(embedded_target())}
         return values
+
+    @model_validator(mode="after")
+    def _secrets_fit(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None) or (self.tls_client_ca and not self.tls_cert):
+            raise ValueError("TLS needs both tls_cert and tls_key, and tls_client_ca needs them too")
+        if (self.max_requests_per_token or self.requests_per_second) and self.token_file is None:
+            raise ValueError("max_requests_per_token and requests_per_second are of tokens; they need a token_file")
+        return self
 
     @classmethod
     def settings_customise_sources(

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from engine.errors import InvalidRequest, Unsupported
+from engine.errors import InvalidRequest, Unsupported, shown
 from engine.stats import Clock
 from engine.text import Codec
 from engine.types import FinishReason
@@ -18,12 +18,14 @@ from pilotfish.v1 import control_pb2_grpc
 from server import answers, convert
 from server.config import ServerConfig
 from server.driver import Driver
-from server.errors import NotFound
+from server.errors import Forbidden, NotFound
+from server.guard import caller_of
 from server.lifecycle import Lifecycle, State
 from server.model import ServedModel
+from server.security import Callers
 from server.version import version
 
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # no method looks at it
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # only Abort looks at it
 
 _STATES = {
     State.STARTING: pb.SERVER_STATE_STARTING,
@@ -41,9 +43,10 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         driver: Callable[[], Driver],
         lifecycle: Lifecycle,
         config: ServerConfig,
+        callers: Callers,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._driver, self._lifecycle, self._config = driver, lifecycle, config
+        self._driver, self._lifecycle, self._config, self._callers = driver, lifecycle, config, callers
         self._clock, self._started = clock, clock()
 
     async def GetServerInfo(  # noqa: N802
@@ -79,15 +82,17 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         """End what is asked; what ends by itself meanwhile counts too."""
-        driver = self._driver()
+        driver, caller = self._driver(), caller_of(self._callers, context.invocation_metadata())
+        if request.all and not caller.is_operator:
+            raise Forbidden("all is true; only an operator may end everybody's requests")
         streams = driver.live() if request.all else ()
         match request.WhichOneof("target"):
             case None:
                 raise InvalidRequest.of("target", "is missing; expected request_id or all")
             case "request_id":
-                stream = driver.find(request.request_id)
+                stream = driver.find(caller.key(request.request_id))
                 if stream is None:
-                    raise NotFound(f"no live request has the id {request.request_id!r}")
+                    raise NotFound(f"no live request has the id {shown(request.request_id)}")
                 streams = (stream,)
         for stream in streams:
             driver.end(stream, FinishReason.ABORTED)
@@ -105,9 +110,10 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         model = self._model(request)
         codec = _require_codec(model)
         limit = model.engine.vocab_size
-        unknown = next((token for token in request.token_ids if token >= limit), None)
+        unknown = next((i for i, token in enumerate(request.token_ids) if token >= limit), None)
         if unknown is not None:
-            raise InvalidRequest.of("token_ids", f"has {unknown}; expected 0 to {limit - 1}")
+            problem = f"is {request.token_ids[unknown]}; expected 0 to {limit - 1}"
+            raise InvalidRequest.of(f"token_ids[{unknown}]", problem)
         return pb.DetokenizeResponse(text=await asyncio.to_thread(codec.decode, request.token_ids))
 
     def _model(self, request: pb.GetModelInfoRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> ServedModel:

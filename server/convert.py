@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from engine.errors import InvalidRequest, Unsupported, Violation
+from engine.errors import InvalidRequest, Unsupported, Violation, shown
 from engine.types import (
     Guided,
     Request,
@@ -27,6 +27,7 @@ from server.model import ServedModel
 
 AnyGenerateRequest: TypeAlias = pb.GenerateRequest | pb.GenerateStreamRequest
 
+MAX_PRIORITY = 100
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 MODES = {
@@ -45,14 +46,16 @@ class Wanted:
     """A request in the engine's words, and what its reader wants to see of the output."""
 
     request: Request
+    request_id: str  # as its caller knows it
     token_ids: bool
     interval: int  # tokens to gather before a message after the first is sent
+    priority: int  # higher goes first
 
 
 def require_model(name: str | None, model: ServedModel) -> None:
     """Raise NotFound unless `name` is the served model's; None is."""
     if name is not None and name != model.name:
-        raise NotFound(f"model is {name!r}; this server has {model.name!r}")
+        raise NotFound(f"model is {shown(name)}; this server has {model.name!r}")
 
 
 def wanted(message: AnyGenerateRequest, model: ServedModel) -> Wanted:
@@ -86,15 +89,17 @@ def wanted(message: AnyGenerateRequest, model: ServedModel) -> Wanted:
     output = message.output
     return Wanted(
         request,
+        request_id=request.request_id,
         token_ids=output.token_ids if output.HasField("token_ids") else True,
         interval=output.stream_interval if output.HasField("stream_interval") else 1,
+        priority=message.priority,
     )
 
 
 def _violations(message: AnyGenerateRequest, model: ServedModel) -> Iterator[Violation]:
     """What only the protocol can get wrong; the engine checks the rest."""
     if message.HasField("request_id") and not _REQUEST_ID.fullmatch(message.request_id):
-        yield Violation("request_id", f"is {message.request_id[:40]!r}; expected 1 to 128 of A-Z a-z 0-9 . _ : -")
+        yield Violation("request_id", f"is {shown(message.request_id)}; expected 1 to 128 of A-Z a-z 0-9 . _ : -")
     match message.WhichOneof("input"):
         case None:
             yield Violation("input", "is missing; expected prompt, token_ids or messages")
@@ -109,6 +114,8 @@ def _violations(message: AnyGenerateRequest, model: ServedModel) -> Iterator[Vio
     if message.output.top_logprobs and not (message.output.logprobs or message.output.prompt_logprobs):
         problem = f"is {message.output.top_logprobs}, and neither logprobs nor prompt_logprobs are asked for"
         yield Violation("output.top_logprobs", problem)
+    if not -MAX_PRIORITY <= message.priority <= MAX_PRIORITY:
+        yield Violation("priority", f"is {message.priority}; expected {-MAX_PRIORITY} to {MAX_PRIORITY}")
     yield from _unknown_enums(message.speculation)
 
 
@@ -122,8 +129,6 @@ def _unknown_enums(asked: pb.SpeculationOptions) -> Iterator[Violation]:
 
 def _unsupported(message: AnyGenerateRequest, model: ServedModel) -> Iterator[str]:
     """Fields that ask for more than their default where this server has nothing else."""
-    if message.priority:
-        yield f"priority is {message.priority}; this server has 0 only"
     if message.HasField("guided") and model.compile_grammar is None:
         yield "guided asks for a structure of text; this model is served without"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING
 from engine.errors import DuplicateRequest, PilotfishError
 from engine.stats import Clock
 from engine.types import FinishReason, Request, TokenEvent
-from server.errors import Aborted, RequestFailed, Unavailable
+from server.errors import Aborted, DeadlinePassed, EngineHung, RequestFailed, Unavailable
+from server.estimates import Estimates
 from server.lifecycle import Lifecycle, State
 from server.metrics import Metrics
 from server.model import ServedModel
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from engine.engine import StepOutput
 
 logger = logging.getLogger(__name__)
+
+# A request without a deadline is due this long after it came; one with a deadline when it has to start to keep it, if
+# that is sooner. A step of priority makes it due earlier. So the order is known when it comes, and each goes up in it.
+PATIENCE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +54,12 @@ class Driver:
         lifecycle: Lifecycle,
         compute: Executor,  # one thread, and nothing else runs on it
         clock: Clock = time.monotonic,
+        ageing_seconds: float = 1.0,
+        hang_seconds: float | None = None,
     ) -> None:
         self.model, self.queue = model, queue
+        self.estimates, self._ageing_seconds, self._hang_seconds = Estimates(), ageing_seconds, hang_seconds
+        self.is_hung = False  # a step never ended: its thread is lost
         self._engine, self._metrics, self._lifecycle = model.engine, metrics, lifecycle
         self._compute, self._clock = compute, clock
         self._live: dict[str, OutputStream] = {}
@@ -61,7 +71,7 @@ class Driver:
     # ------------------------------------------------------------------------------------------------- the clock
 
     async def run(self) -> None:
-        """Turn until `stop`, or until a step raises: then every live request ends with an error."""
+        """Turn until `stop`, or until a step raises or hangs: then every live request ends with an error."""
         try:
             while not self._stopping:
                 self._apply_endings()
@@ -89,6 +99,10 @@ class Driver:
     def _admit(self) -> None:
         while self.queue and self._engine.has_room:
             stream = self._live[self.queue.pop().request_id]
+            if stream.deadline <= self._clock():
+                stream.fail(DeadlinePassed("the deadline passed before the request could start"))
+                self._forget(stream, FinishReason.DEADLINE)
+                continue
             stream.start()
             self._metrics.requests.start(stream.timeline)
             try:
@@ -97,7 +111,13 @@ class Driver:
                 self._fail(stream, "the engine refused the request", error)
 
     async def _step(self) -> StepOutput:
-        return await asyncio.get_running_loop().run_in_executor(self._compute, self._engine.step)
+        step = asyncio.get_running_loop().run_in_executor(self._compute, self._engine.step)
+        await asyncio.wait((step,), timeout=self._hang_seconds)
+        if not step.done():
+            self.is_hung = True
+            step.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody asks any more
+            raise EngineHung(f"a step has taken more than {self._hang_seconds:g} seconds")
+        return step.result()
 
     def _emit(self, output: StepOutput) -> None:
         for event in output.events:
@@ -105,6 +125,7 @@ class Driver:
             if stream is not None:  # else another output's fault has just ended it
                 self._deliver(stream, event)
         self._metrics.steps.observe(output.stats)
+        self.estimates.observe(output.stats)
         self._report_load()
 
     async def _sleep(self) -> None:
@@ -115,19 +136,32 @@ class Driver:
 
     # ------------------------------------------------------------------------------------ what others ask meanwhile
 
-    def submit(self, request: Request, *, interval: int = 1) -> OutputStream:
-        """Queue a checked request; its output arrives in the stream.
+    def require_open(self) -> None:
+        """Raise Unavailable or QueueFull where nobody can be taken: before any work is done for a request."""
+        self._lifecycle.require_ready()
+        self.queue.require_room(retry_seconds=self.estimates.retry(self._engine.num_running))
+
+    def submit(
+        self, request: Request, *, interval: int = 1, priority: int = 0, remaining: float = math.inf
+    ) -> OutputStream:
+        """Queue a checked request, whose caller waits for `remaining` seconds; its output arrives in the stream.
 
         Raises:
             Unavailable: the server starts, drains or failed.
             DuplicateRequest: a live request has this id.
             QueueFull: the queue's bound in requests or tokens is reached.
+            DeadlinePassed: its caller's time is up, or will be before it can be served.
         """
-        self._lifecycle.require_ready()
+        self.require_open()
         if request.request_id in self._live:
-            raise DuplicateRequest(f"request_id {request.request_id!r} is live")
-        stream = OutputStream(request, self.model.codec, self._clock, interval)
-        self.queue.push(request, request.sampling.n * request.max_len(self._engine.max_model_len))
+            own = request.request_id.rpartition("/")[2]  # without its caller's name
+            raise DuplicateRequest(f"request_id {own!r} is live")
+        now, work = self._clock(), self.estimates.work(request)
+        due = min(now + PATIENCE_SECONDS - priority * self._ageing_seconds, now + remaining - work)
+        self._require_time(remaining, due, work)
+        stream = OutputStream(request, self.model.codec, self._clock, interval, now + remaining)
+        retry = self.estimates.retry(self._engine.num_running)
+        self.queue.push(request, request.sampling.n * self._most_tokens(request), due, retry)
         self._live[request.request_id] = stream
         self._idle.clear()
         self._wake.set()
@@ -210,6 +244,7 @@ class Driver:
         del self._live[stream.request_id]
         self._endings.pop(stream.request_id, None)
         self._metrics.requests.end(reason, stream.timeline)
+        self.estimates.end(stream.timeline)
         for output in stream.outputs:
             self._metrics.requests.end_output(output.timeline, output.num_tokens)
         if not self._live:
@@ -221,8 +256,26 @@ class Driver:
         await self._lifecycle.move(State.FAILED)
         for stream in self.live():
             self.queue.remove(stream.request_id)
-            stream.fail(Unavailable("ENGINE_DEAD", "the engine failed; the request may be sent again elsewhere"))
+            stream.fail(
+                Unavailable(
+                    "ENGINE_HUNG" if self.is_hung else "ENGINE_DEAD",
+                    "the engine failed; the request may be sent again elsewhere",
+                )
+            )
             self._forget(stream, FinishReason.ERROR)
+
+    def _require_time(self, remaining: float, due: float, work: float) -> None:
+        """Raise DeadlinePassed where less is left than a request of this size will take by all that is known."""
+        if remaining == math.inf:
+            return
+        running = self._engine.num_running
+        wait = 0.0 if self._engine.has_room and not self.queue else self.estimates.wait(self.queue.ahead(due), running)
+        if wait + work > max(remaining, 0.0) or remaining <= 0:
+            problem = f"the deadline is in {max(remaining, 0.0):.3g} seconds"
+            raise DeadlinePassed(f"{problem}; by now's estimate it takes {wait:.3g} to start and {work:.3g} to end")
+
+    def _most_tokens(self, request: Request) -> int:
+        return request.max_len(self._engine.max_model_len, self._engine.config.max_output_tokens)
 
     def _report_load(self) -> None:
         engine = self._engine

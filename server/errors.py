@@ -21,6 +21,18 @@ class QueueFull(PilotfishError):
         self.bound, self.retry_seconds = bound, retry_seconds
 
 
+class QuotaExceeded(QueueFull):
+    """Expected: this caller has had its share for now; it may retry after `retry_seconds`."""
+
+
+class Unauthenticated(PilotfishError):
+    """Expected: no token, or nobody's."""
+
+
+class Forbidden(PilotfishError):
+    """Expected: a known caller asks for what only others may do."""
+
+
 class NotFound(PilotfishError):
     """Expected: no such model, or no live request of that id."""
 
@@ -31,6 +43,10 @@ class DeadlinePassed(PilotfishError):
 
 class Aborted(PilotfishError):
     """Expected: ended from outside before it could start, or its reader stalled."""
+
+
+class EngineHung(PilotfishError):
+    """Unexpected: a step does not end. Only a restart of the process helps."""
 
 
 class RequestFailed(PilotfishError):

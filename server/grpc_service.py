@@ -17,9 +17,11 @@ from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
 from pilotfish.v1 import generation_pb2_grpc
 from server import convert
-from server.admission import Admission, Call
+from server.admission import Admission, Call, Origin
 from server.errors import Aborted
+from server.guard import caller_of
 from server.metrics import Metrics
+from server.security import Callers
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # both methods share what they do with it
 
@@ -27,8 +29,9 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # both methods share wh
 class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
     """Generate and GenerateStream over one admission path."""
 
-    def __init__(self, admission: Admission, metrics: Metrics, stall_seconds: float) -> None:
-        self._admission, self._metrics, self._stall_seconds = admission, metrics, stall_seconds
+    def __init__(self, admission: Admission, callers: Callers, metrics: Metrics, stall_seconds: float) -> None:
+        self._admission, self._callers = admission, callers
+        self._metrics, self._stall_seconds = metrics, stall_seconds
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:  # noqa: N802
         """Answer when all of it is there."""
@@ -56,7 +59,9 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
 
     async def _admit(self, message: convert.AnyGenerateRequest, context: Context) -> Call:
         """Nothing is sent before this returns, metadata neither: so a refused call can be retried."""
-        call = await self._admission.admit(message, lambda: _remaining(context))
+        metadata = context.invocation_metadata() or ()
+        caller, headers = caller_of(self._callers, metadata), {k: v for k, v in metadata if isinstance(v, str)}
+        call = await self._admission.admit(message, Origin(caller, lambda: _remaining(context), headers))
         # The type stubs want a subclass of theirs; any callable will do.
         context.add_done_callback(lambda _: call.release(late=_remaining(context) <= 0))  # type: ignore[arg-type]
         return call

@@ -13,10 +13,10 @@ from starlette.exceptions import HTTPException
 from engine.errors import PilotfishError
 from pilotfish.v1 import generation_pb2 as pb
 from server import http_requests
-from server.admission import Admission
+from server.admission import Admission, Origin
 from server.driver import Driver
 from server.http_calls import CallerGone, EventStream, answer, unless_gone
-from server.http_errors import INTERNAL, HttpError, http_error, invalid_body
+from server.http_errors import INTERNAL, UNREADABLE, HttpError, http_error, invalid_body
 from server.http_types import ChatBody, CompletionBody, GenerateBody, OpenAiBody
 from server.openai_answers import ChatShape, Shape, TextShape
 
@@ -28,7 +28,7 @@ def add_generation(app: FastAPI, admission: Admission, driver: Callable[[], Driv
     @router.post("/generate")
     async def generate(body: GenerateBody, request: Request) -> dict[str, Any]:
         """One prompt, one answer, and how fast it came."""
-        work = answer(admission, http_requests.generate_request(body))
+        work = answer(admission, http_requests.generate_request(body), _origin(request))
         return _figures(await unless_gone(work, request.receive))
 
     @router.post("/v1/completions", response_model=None)
@@ -55,12 +55,18 @@ class _OpenAi:
         self, body: OpenAiBody, message: pb.GenerateRequest, kind: type[Shape], request: Request
     ) -> Response:
         """One answer, or a stream of events; a refusal is raised before anything is sent."""
-        model = self._driver().model
+        model, origin = self._driver().model, _origin(request)
         shape = kind(model.name, model.codec, include_usage=body.stream_options.include_usage)
         if not body.stream:
-            return JSONResponse(shape.answer(await unless_gone(answer(self._admission, message), request.receive)))
-        call = await unless_gone(self._admission.admit(message), request.receive)
+            return JSONResponse(
+                shape.answer(await unless_gone(answer(self._admission, message, origin), request.receive))
+            )
+        call = await unless_gone(self._admission.admit(message, origin), request.receive)
         return EventStream(call, shape.events, self._stall_seconds)
+
+
+def _origin(request: Request) -> Origin:
+    return Origin(request.scope["caller"], headers=dict(request.headers))
 
 
 def _figures(response: pb.GenerateResponse) -> dict[str, Any]:
@@ -86,6 +92,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 400:  # the framework's word for JSON that Python gave up on
+            return UNREADABLE.response()
         return HttpError(error.status_code, "invalid_request_error", "http", str(error.detail)).response()
 
     @app.exception_handler(CallerGone)

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from engine.errors import PilotfishError
 from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission import Admission, Call
+from server.admission import Admission, Call, Origin
 from server.errors import Aborted
 from server.http_errors import INTERNAL, HttpError, http_error
 
@@ -48,9 +48,9 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def answer(admission: Admission, message: pb.GenerateRequest) -> pb.GenerateResponse:
+async def answer(admission: Admission, message: pb.GenerateRequest, origin: Origin) -> pb.GenerateResponse:
     """The whole answer."""
-    call = await admission.admit(message)
+    call = await admission.admit(message, origin)
     try:
         return await call.response()
     finally:

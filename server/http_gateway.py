@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Response
+from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.config import ServerConfig
 from server.driver import Driver
+from server.guard import HttpGuard
+from server.http_limits import HttpProtocol, RequestLimits
 from server.lifecycle import Lifecycle, State
+from server.security import Callers
 from server.version import version
 
 LAST_RESPONSES_SECONDS = 2  # for what is written but not yet taken: a stalled reader must not keep the server up
 
 
 def gateway(
-    lifecycle: Lifecycle, driver: Callable[[], Driver | None], registry: CollectorRegistry, max_body_bytes: int
+    lifecycle: Lifecycle,
+    driver: Callable[[], Driver | None],
+    registry: CollectorRegistry,
+    config: ServerConfig,
+    callers: Callers,
 ) -> FastAPI:
     """The routes that generate nothing; `driver` gives None until the model is loaded."""
-    app = FastAPI(title="Pilotfish", version=version())
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app, started = FastAPI(title="Pilotfish", version=version()), time.monotonic()
+    app.add_middleware(HttpGuard, callers=callers)
+    app.add_middleware(  # added last, asked first
+        RequestLimits,
+        max_head=config.max_header_bytes,
+        max_body=config.max_message_bytes,
+        seconds=config.body_seconds,
+    )
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -34,8 +49,9 @@ def gateway(
         body: dict[str, Any] = {"status": lifecycle.state.value}
         if lifecycle.state is State.STARTING:
             body["progress"] = lifecycle.progress
+        body["uptime_seconds"] = round(time.monotonic() - started, 3)
         if loaded is not None:
-            body |= {"model": loaded.model.name, "draft_model": loaded.model.draft_name, "device": loaded.model.device}
+            body |= _vitals(loaded)
         return JSONResponse(body, status_code=200 if lifecycle.state is State.READY else 503)
 
     @app.get("/metrics")
@@ -53,36 +69,42 @@ def gateway(
     return app
 
 
-class BodyLimit:
-    """Refuses a body that is larger than a gRPC message may be, before all of it is in memory."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count what is received on its way to the routes."""
-        left = self._max_bytes
-
-        async def counted() -> Message:
-            nonlocal left
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
-                raise HTTPException(413, f"the body has more than {self._max_bytes} bytes")
-            return message
-
-        await self._app(scope, counted, send)
+def _vitals(driver: Driver) -> dict[str, Any]:
+    """What runs and how it does; of the last steps, and None where there were none."""
+    model, estimates = driver.model, driver.estimates
+    engine = model.engine
+    return {
+        "model": model.name,
+        "draft_model": model.draft_name,
+        "device": model.device,
+        "speculation": engine.config.speculation.value,
+        "num_draft_tokens": engine.config.num_draft_tokens,
+        "acceptance_rate": estimates.acceptance_rate,
+        "acceptance_length": estimates.acceptance_length,
+        "spec_gain": engine.spec_gain,
+        "running": engine.num_running,
+        "waiting": engine.num_waiting + len(driver.queue),
+    }
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn on a socket of ours and without its signal handlers: `app` has its own, for all doors."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
-        config.timeout_graceful_shutdown = LAST_RESPONSES_SECONDS
-        super().__init__(config)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family)
+    def __init__(self, app: FastAPI, config: ServerConfig) -> None:
+        class Protocol(HttpProtocol):
+            head_seconds = config.body_seconds
+
+        # h11 by name: another parser, if it happened to be installed, would have other limits.
+        settings = uvicorn.Config(app, http=Protocol, ws="none", log_config=None, access_log=False, lifespan="off")
+        if config.tls_cert is not None:
+            settings.ssl_certfile, settings.ssl_keyfile = config.tls_cert, config.tls_key
+        if config.tls_client_ca is not None:
+            settings.ssl_ca_certs, settings.ssl_cert_reqs = str(config.tls_client_ca), ssl.CERT_REQUIRED
+        settings.h11_max_incomplete_event_size = config.max_header_bytes
+        settings.timeout_graceful_shutdown = LAST_RESPONSES_SECONDS
+        super().__init__(settings)
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        self._socket = socket.create_server((config.host, config.http_port), family=family)
 
     @property
     def port(self) -> int:

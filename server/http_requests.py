@@ -71,6 +71,7 @@ def _common(body: Options, max_tokens: int | None) -> pb.GenerateRequest:
         speculation=_speculation(body),
         guided=_guided(body),
         cache_salt=body.cache_salt,
+        priority=body.priority,
     )
 
 

@@ -8,10 +8,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
-UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
+
+def _is_text(value: str) -> str:
+    r"""JSON can spell half of a character (`\ud800`); no text has one."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"has {value[error.start]!r} at {error.start}, which is no character") from None
+    return value
+
+
+# Strict: "3" and true are no numbers, and 1 is no truth.
+UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)]
+UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1, strict=True)]
+TokenKey = Annotated[int, Field(ge=0, le=2**32 - 1)]  # of an object in JSON, where keys are strings
+Real = Annotated[float, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, AfterValidator(_is_text)]
 
 # About the caller, not about the output: taken, and without effect.
 IGNORED = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
@@ -54,16 +70,16 @@ class Speculation(Body):
 
     mode: Literal["auto", "off", "fixed"] | None = None
     num_draft_tokens: UInt32 | None = None
-    proposer: str | None = None
+    proposer: Text | None = None
     verification: Literal["coupled", "rejection"] | None = None
 
 
 class JsonSchema(Body):
     """A schema with a name, which is not used."""
 
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None  # it is always kept strictly
+    name: Text | None = None
+    description: Text | None = None
+    strict: Flag | None = None  # it is always kept strictly
     schema_: dict[str, Any] = Field(default_factory=lambda: {"type": "object"}, alias="schema")
 
 
@@ -83,8 +99,8 @@ class ResponseFormat(Body):
 class StreamOptions(Body):
     """What a stream has beside its text."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False  # there is nothing to hide from a network on loopback or behind TLS
+    include_usage: Flag = False
+    include_obfuscation: Flag = False  # there is nothing to hide from a network on loopback or behind TLS
 
 
 def _one_or_many(value: Any) -> Any:
@@ -94,28 +110,29 @@ def _one_or_many(value: Any) -> Any:
 class Options(Body):
     """What every generating route takes, named as in the protocol, without its groups."""
 
-    model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    model: Text | None = None
+    temperature: Real | None = None
+    top_p: Real | None = None
     top_k: UInt32 | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[UInt32, float] | None = None
+    min_p: Real | None = None
+    repetition_penalty: Real | None = None
+    presence_penalty: Real | None = None
+    frequency_penalty: Real | None = None
+    logit_bias: dict[TokenKey, Real] | None = None
     allowed_token_ids: list[UInt32] | None = None
     banned_token_ids: list[UInt32] | None = None
     seed: UInt64 | None = None
     min_tokens: UInt32 | None = None
-    stop: Annotated[list[str], BeforeValidator(_one_or_many)] | None = None
+    stop: Annotated[list[Text], BeforeValidator(_one_or_many)] | None = None
     stop_token_ids: list[UInt32] | None = None
-    ignore_eos: bool | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_grammar: str | None = None
-    guided_choice: list[str] | None = None
-    cache_salt: str | None = None
+    ignore_eos: Flag | None = None
+    guided_json: Text | dict[str, Any] | None = None
+    guided_regex: Text | None = None
+    guided_grammar: Text | None = None
+    guided_choice: list[Text] | None = None
+    cache_salt: Text | None = None
     speculation: Speculation | None = None
+    priority: Int32 | None = None
 
     @model_validator(mode="after")
     def _one_structure(self) -> Options:
@@ -138,7 +155,7 @@ def _one_prompt(value: Any) -> Any:
 class GenerateBody(Options):
     """`POST /generate`."""
 
-    prompt: str
+    prompt: Text
     max_new_tokens: UInt32 | None = None
     k_draft: UInt32 | None = None
 
@@ -148,7 +165,7 @@ class OpenAiBody(Options):
 
     n: UInt32 | None = None
     max_tokens: UInt32 | None = None
-    stream: bool = False
+    stream: Flag = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat | None = None
 
@@ -156,7 +173,7 @@ class OpenAiBody(Options):
 class CompletionBody(OpenAiBody):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[str | list[UInt32], BeforeValidator(_one_prompt)]
+    prompt: Annotated[Text | list[UInt32], BeforeValidator(_one_prompt)]
     logprobs: UInt32 | None = None  # how many likeliest tokens beside each; 0: only the token's own
 
 
@@ -164,14 +181,14 @@ class TextPart(Body):
     """A piece of a message."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatTurn(Body):
     """A message."""
 
-    role: str
-    content: str | list[TextPart]
+    role: Text
+    content: Text | list[TextPart]
 
     @property
     def text(self) -> str:
@@ -184,7 +201,7 @@ class ChatBody(OpenAiBody):
 
     messages: list[ChatTurn]
     max_completion_tokens: UInt32 | None = None
-    logprobs: bool | None = None
+    logprobs: Flag | None = None
     top_logprobs: UInt32 | None = None
 
     @model_validator(mode="after")

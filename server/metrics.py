@@ -12,7 +12,9 @@ from server.outputs import Timeline
 from server.version import version
 
 PHASES = ("plan", "propose", "forward", "verify", "commit")
-REJECTIONS = ("invalid", "unsupported", "not_found", "duplicate", "queue_full", "unavailable", "deadline", "internal")
+REJECTIONS = (
+    "invalid", "unsupported", "not_found", "duplicate", "queue_full", "quota", "unavailable", "deadline", "internal",
+)  # fmt: skip
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -42,7 +42,7 @@ class ServedModel:
 
         engine = build_engine(config, progress)
         codec = Codec.load(config.target, config.revision)
-        compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids)
+        compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids, config)
         chat = None if codec is None else ChatTemplate.load(config.target, config.revision)
         progress("warming up")
         engine.warm_up()

@@ -1,31 +1,36 @@
-"""The bounded queue before the engine. Knows requests and their sizes, not what they ask."""
+"""The bounded queue before the engine. Knows requests, their sizes and when each is due, not what they ask."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+import heapq
+from dataclasses import dataclass, field
+from itertools import count
 
 from engine.types import Request
 from server.errors import QueueFull
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(order=True, slots=True)
 class _Waiting:
-    request: Request
-    num_tokens: int  # of prompt and output, at most
+    due: float
+    number: int  # first come, first served among those that are due at once
+    request: Request = field(compare=False)
+    num_tokens: int = field(compare=False)  # of prompt and output, at most
+    is_gone: bool = field(default=False, compare=False)
 
 
 class AdmissionQueue:
-    """First come, first served; bounded in requests and in tokens. Push, pop and remove take constant time.
+    """Who is due first goes first; bounded in requests and in tokens. A push, pop or remove costs O(log n).
 
     The bound in tokens is about waiting behind others: an empty queue takes a request of any size.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int, retry_seconds: float = 1.0) -> None:
-        self.max_requests, self.max_tokens, self._retry_seconds = max_requests, max_tokens, retry_seconds
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self.max_requests, self.max_tokens = max_requests, max_tokens
         self.num_tokens = 0
-        # Not a plain dict: taking the first of those again and again walks over the holes that it leaves.
-        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()
+        self._waiting: dict[str, _Waiting] = {}
+        self._heap: list[_Waiting] = []  # those that were removed stay until they come up, or are too many
+        self._numbers = count()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -33,30 +38,49 @@ class AdmissionQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
 
-    def push(self, request: Request, num_tokens: int) -> None:
-        """Add to the end, or raise QueueFull."""
-        assert request.request_id not in self._waiting, "the driver refuses live ids"
+    def require_room(self, num_tokens: int = 0, retry_seconds: float = 1.0) -> None:
+        """Raise QueueFull where a request of `num_tokens` has no room."""
         if len(self) >= self.max_requests:
-            raise self._full("requests", f"the queue holds {len(self)} requests; the limit is {self.max_requests}")
+            problem = f"the queue holds {len(self)} requests; the limit is {self.max_requests}"
+            raise QueueFull(problem, bound="requests", retry_seconds=retry_seconds)
         if self._waiting and self.num_tokens + num_tokens > self.max_tokens:
             held = f"the queue holds {self.num_tokens} tokens and the request may need {num_tokens}"
-            raise self._full("tokens", f"{held}; the limit is {self.max_tokens}")
-        self._waiting[request.request_id] = _Waiting(request, num_tokens)
+            problem = f"{held}; the limit is {self.max_tokens}"
+            raise QueueFull(problem, bound="tokens", retry_seconds=retry_seconds)
+
+    def push(self, request: Request, num_tokens: int, due: float, retry_seconds: float = 1.0) -> None:
+        """Add, or raise QueueFull. `due` is in seconds of any clock, the same for all."""
+        assert request.request_id not in self._waiting, "the driver refuses live ids"
+        self.require_room(num_tokens, retry_seconds)
+        entry = _Waiting(due, next(self._numbers), request, num_tokens)
+        self._waiting[request.request_id] = entry
+        heapq.heappush(self._heap, entry)
         self.num_tokens += num_tokens
 
     def pop(self) -> Request:
-        """Take the first."""
-        _, first = self._waiting.popitem(last=False)
-        self.num_tokens -= first.num_tokens
-        return first.request
+        """Take the one that is due first."""
+        while True:
+            entry = heapq.heappop(self._heap)
+            if not entry.is_gone:
+                self._leave(entry)
+                return entry.request
 
     def remove(self, request_id: str) -> bool:
         """Take one out, wherever it stands; whether it was there."""
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is None:
+        entry = self._waiting.get(request_id)
+        if entry is None:
             return False
-        self.num_tokens -= waiting.num_tokens
+        self._leave(entry)
+        if len(self._heap) > 2 * len(self._waiting) + 8:
+            self._heap = [waiting for waiting in self._heap if not waiting.is_gone]
+            heapq.heapify(self._heap)
         return True
 
-    def _full(self, bound: str, problem: str) -> QueueFull:
-        return QueueFull(problem, bound=bound, retry_seconds=self._retry_seconds)
+    def ahead(self, due: float) -> int:
+        """How many would go before a request that came now."""
+        return sum(entry.due <= due for entry in self._waiting.values())
+
+    def _leave(self, entry: _Waiting) -> None:
+        entry.is_gone = True
+        del self._waiting[entry.request.request_id]
+        self.num_tokens -= entry.num_tokens

@@ -7,6 +7,7 @@ gets fewer and larger messages, and never more than `n * max_tokens` tokens wait
 from __future__ import annotations
 
 import asyncio
+import math
 
 from engine.errors import PilotfishError
 from engine.stats import Clock
@@ -18,8 +19,10 @@ from server.outputs import Chunk, Output, Timeline
 class OutputStream:
     """The outputs of one live request. Each ends once, in a `Chunk` with `end`; or an error ends them all."""
 
-    def __init__(self, request: Request, codec: Codec | None, clock: Clock, interval: int = 1) -> None:
-        self.request = request
+    def __init__(
+        self, request: Request, codec: Codec | None, clock: Clock, interval: int = 1, deadline: float = math.inf
+    ) -> None:
+        self.request, self.deadline = request, deadline  # in seconds of the clock
         self.timeline = Timeline(arrived=clock())
         self.outputs = tuple(
             Output(index, _text(request, codec), self.timeline.arrived, clock, interval)
@@ -33,6 +36,11 @@ class OutputStream:
     def request_id(self) -> str:
         """The id of its request."""
         return self.request.request_id
+
+    @property
+    def error(self) -> PilotfishError | None:
+        """What it failed with, if it did."""
+        return self._error
 
     @property
     def ended(self) -> bool:

@@ -57,6 +57,15 @@ def invalid(**problems: str) -> status_pb2.Status:
     return status_pb2.Status(code=grpc.StatusCode.INVALID_ARGUMENT.value[0], message="2 problems", details=[detail])
 
 
+def full(seconds: float) -> status_pb2.Status:
+    """RESOURCE_EXHAUSTED, to come again after this long."""
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromMilliseconds(round(1000 * seconds))
+    detail = any_pb2.Any()
+    detail.Pack(retry)
+    return status_pb2.Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="full", details=[detail])
+
+
 @dataclass
 class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.ControlServiceServicer):
     """Answers with what it holds and remembers what it was asked."""
@@ -67,6 +76,8 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
     events: list[generation_pb2.GenerateStreamResponse] = field(default_factory=lambda: list(EVENTS))
     requests: list[object] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
+    metadata: list[dict[str, str | bytes]] = field(default_factory=list)
+    refusals: list[status_pb2.Status] = field(default_factory=list)  # answer with these first, one each
     call_ended: threading.Event = field(default_factory=threading.Event)
     health: health.HealthServicer = field(default_factory=health.HealthServicer)
     address: str = ""
@@ -116,6 +127,9 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
     def _admit(self, request, context):
         self.requests.append(request)
         self.deadlines.append(context.time_remaining())
+        self.metadata.append(dict(context.invocation_metadata()))
+        if self.refusals:
+            context.abort_with_status(rpc_status.to_status(self.refusals.pop(0)))
         if self.status is not None:
             context.abort_with_status(rpc_status.to_status(self.status))
 

@@ -281,7 +281,9 @@ def test_all_violations_arrive(connected, fake):
         (grpc.StatusCode.ABORTED, client.Aborted),
         (grpc.StatusCode.CANCELLED, client.Cancelled),
         (grpc.StatusCode.INTERNAL, client.ServerFault),
-        (grpc.StatusCode.PERMISSION_DENIED, client.RequestFailed),
+        (grpc.StatusCode.PERMISSION_DENIED, client.PermissionDenied),
+        (grpc.StatusCode.UNAUTHENTICATED, client.Unauthenticated),
+        (grpc.StatusCode.DATA_LOSS, client.RequestFailed),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )

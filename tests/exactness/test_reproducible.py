@@ -21,8 +21,8 @@ import torch
 
 from engine import sampling
 from engine.batch import Feed
+from engine.bounds import Bounds
 from engine.build import assemble, build_engine
-from engine.checks import MAX_LOGPROBS
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.logprobs import token_logprobs
@@ -62,7 +62,7 @@ Bits = tuple[list[int], list[TokenLogprob]]
 
 def request(i: int, label: str = "", **speculation: object) -> Request:
     """Number i of 32; the watched ones tell what their tokens rest on."""
-    logprobs = MAX_LOGPROBS if i in WATCHED else None
+    logprobs = Bounds().max_logprobs if i in WATCHED else None
     return Request(
         request_id=f"{i}{label}",
         token_ids=tuple(PROMPTS[i]),
@@ -296,7 +296,7 @@ def test_the_sampler_gives_a_row_the_same_bits_alone() -> None:
 def _sampled(logits: torch.Tensor, rows: list[Row]) -> tuple[torch.Tensor, ...]:
     params, processed = RowParams.of(rows, logits.shape[1], logits.device), process(logits, rows)
     tokens = sampling.choose(processed, params)
-    logprobs = token_logprobs(logits, tokens.tolist(), MAX_LOGPROBS)
+    logprobs = token_logprobs(logits, tokens.tolist(), Bounds().max_logprobs)
     numbers = [[of.logprob, *(candidate.logprob for candidate in of.top)] for of in logprobs]
     return processed, tokens, torch.tensor(numbers, dtype=torch.float64), sampling.probabilities(processed, params)
 
@@ -314,7 +314,7 @@ def texts() -> list[tuple[int, ...]]:
 
 
 def completion(i: int, label: str = "", **speculation: object) -> Request:
-    logprobs = MAX_LOGPROBS if i in WATCHED_TEXTS else None
+    logprobs = Bounds().max_logprobs if i in WATCHED_TEXTS else None
     law = replace(LAWS[i % 3], max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=logprobs)
     asked = SpeculationParams(**speculation)
     return Request(request_id=f"{i}{label}", token_ids=texts()[i], sampling=law, speculation=asked)

@@ -26,13 +26,24 @@ async def until(condition, seconds: float = 10.0) -> None:
 
 @asynccontextmanager
 async def serving(
-    engine=None, *, codec=CODEC, compile_grammar=None, chat=None, load=None, options=(), ready=True, **config
+    engine=None,
+    *,
+    codec=CODEC,
+    compile_grammar=None,
+    chat=None,
+    load=None,
+    options=(),
+    ready=True,
+    tracing_with=None,
+    **config,
 ):
     """A running App and a channel to it; drained and stopped at the end."""
     engine = engine or FakeEngine()
     settings = {"target": "fake", "grpc_port": 0, "http_port": 0, "drain_seconds": 5.0} | config
     model = served(engine, codec, compile_grammar=compile_grammar, chat=chat)
-    app = App(ServerConfig(**settings), load=load or (lambda _config, _progress: model))
+    settings = ServerConfig(**settings)
+    engine.config = settings.engine().model_copy(update={"max_batch_size": engine.config.max_batch_size})
+    app = App(settings, load=load or (lambda _config, _progress: model), tracing=tracing_with)
     running = asyncio.create_task(app.run())
     await until(lambda: running.done() or (app.lifecycle.state is State.READY if ready else app.http_port))
     try:

@@ -96,7 +96,7 @@ class FakeEngine:
         return self.num_running < self._batch
 
     def check(self, request: Request) -> None:
-        found = list(violations(request, self.vocab_size, self.max_model_len))
+        found = list(violations(request, self.config, self.vocab_size, self.max_model_len))
         if found:
             raise InvalidRequest(found)
         if request.speculation.proposer not in (None, *self.proposer_names):

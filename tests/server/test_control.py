@@ -102,7 +102,21 @@ async def test_http_tells_health_models_and_metrics(server):
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}") as http:
         health = await http.get("/health")
         assert health.status_code == 200
-        assert health.json() == {"status": "ready", "model": "fake", "draft_model": None, "device": "cpu"}
+        told = health.json()
+        assert told.pop("uptime_seconds") >= 0
+        assert told == {
+            "status": "ready",
+            "model": "fake",
+            "draft_model": None,
+            "device": "cpu",
+            "speculation": "auto",
+            "num_draft_tokens": 4,
+            "acceptance_rate": 1.0,  # as the fake has it
+            "acceptance_length": 3.0,
+            "spec_gain": 1.25,
+            "running": 0,
+            "waiting": 0,
+        }
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "fake"
         families = {f.name: f for f in text_string_to_metric_families((await http.get("/metrics")).text)}
     assert families["pilotfish_spec_accepted_tokens"].samples[0].value > 0

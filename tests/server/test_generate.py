@@ -213,6 +213,7 @@ async def test_all_violations_are_told_at_once(server):
             "stopping.ignore_eos",
         ),
         ({"cache_salt": ""}, "cache_salt"),
+        ({"priority": 101}, "priority"),
         ({"messages": pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])}, "messages"),
     ],
 )
@@ -232,7 +233,6 @@ async def test_a_request_without_input_is_refused(server):
     ("fields", "named"),
     [
         ({"guided": pb.GuidedDecoding(regex="a+")}, "guided"),
-        ({"priority": 1}, "priority"),
         ({"speculation": pb.SpeculationOptions(proposer="oracle")}, "speculation.proposer"),
     ],
 )

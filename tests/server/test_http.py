@@ -370,7 +370,7 @@ async def test_a_caller_that_leaves_while_queued_is_forgotten():
 
 async def test_a_reader_that_stalls_is_cut_and_its_pages_are_freed():
     engine = FakeEngine(step_seconds=0.0005, burst=40)
-    async with talking(engine, stall_seconds=0.3) as server:
+    async with talking(engine, stall_seconds=0.3, max_total_logprobs=10**7) as server:
         engine.max_model_len = 10**6
         body = json.dumps({"prompt": "a", "max_tokens": 900_000, "stream": True, "logprobs": 5}).encode()
         head = (

@@ -329,3 +329,23 @@ async def test_a_dead_engine_ends_every_stream_and_says_so():
         assert info.state == control_pb2.SERVER_STATE_FAILED
         server.app.stop()
         assert await server.running == 1
+
+
+async def test_a_step_that_never_ends_is_given_up_and_every_stream_hears_of_it():
+    engine = FakeEngine(batch=1, step_seconds=0.001)
+    async with serving(engine, hang_seconds=0.3) as server:
+        calls = [asyncio.ensure_future(collect(server.inference.GenerateStream(request(stopping=LONG)))) for _ in "ab"]
+        await until(lambda: len(server.app.driver.live()) == 2 and engine.steps > 2)
+        engine.gate.clear()
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call
+            assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert detail(error.value, error_details_pb2.ErrorInfo).reason == "ENGINE_HUNG"
+        for service in ("", *SERVICES):
+            assert await health_of(server, service) == "NOT_SERVING"
+        assert metric(server, "engine_up") == 0
+        assert server.app.driver.is_hung
+        assert await code_of(server.inference.Generate(request(pb.GenerateRequest))) == grpc.StatusCode.UNAVAILABLE
+        server.app.stop()
+        assert await server.running == 1

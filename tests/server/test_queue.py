@@ -1,4 +1,4 @@
-"""The queue against a list: order, bounds, and the count of tokens."""
+"""The queue against a sorted list: order, bounds, and the count of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_REQUESTS, MAX_TOKENS = 5, 100
 
 actions = st.lists(
     st.one_of(
-        st.tuples(st.just("push"), st.integers(1, 120)),
+        st.tuples(st.just("push"), st.tuples(st.integers(1, 120), st.integers(0, 3))),
         st.tuples(st.just("pop"), st.none()),
         st.tuples(st.just("remove"), st.integers(0, 30)),
     ),
@@ -27,26 +27,29 @@ def test_it_is_a_bounded_list(steps) -> None:
     queue, model = AdmissionQueue(MAX_REQUESTS, MAX_TOKENS), []
     for i, (action, value) in enumerate(steps):
         if action == "push":
-            fits = len(model) < MAX_REQUESTS and (not model or sum(n for _, n in model) + value <= MAX_TOKENS)
+            size, due = value
+            fits = len(model) < MAX_REQUESTS and (not model or sum(n for _, n, _ in model) + size <= MAX_TOKENS)
+            assert queue.ahead(due) == sum(other <= due for _, _, other in model)
             if fits:
-                queue.push(Request(request_id=str(i), token_ids=(1,)), value)
-                model.append((str(i), value))
+                queue.push(Request(request_id=str(i), token_ids=(1,)), size, due)
+                model.append((str(i), size, due))
+                model.sort(key=lambda entry: entry[2])  # a stable sort: first come, first served among equals
             else:
                 with pytest.raises(QueueFull) as full:
-                    queue.push(Request(request_id=str(i), token_ids=(1,)), value)
+                    queue.push(Request(request_id=str(i), token_ids=(1,)), size, due)
                 assert full.value.bound in ("requests", "tokens")
         elif action == "pop" and model:
             assert queue.pop().request_id == model.pop(0)[0]
         elif action == "remove":
-            assert queue.remove(str(value)) == any(name == str(value) for name, _ in model)
+            assert queue.remove(str(value)) == any(name == str(value) for name, _, _ in model)
             model = [entry for entry in model if entry[0] != str(value)]
         assert len(queue) == len(model)
-        assert queue.num_tokens == sum(n for _, n in model)
-        assert all(name in queue for name, _ in model)
+        assert queue.num_tokens == sum(n for _, n, _ in model)
+        assert all(name in queue for name, _, _ in model)
 
 
 def test_an_empty_queue_takes_a_request_of_any_size() -> None:
     queue = AdmissionQueue(MAX_REQUESTS, MAX_TOKENS)
-    queue.push(Request(request_id="huge", token_ids=(1,)), 10 * MAX_TOKENS)
+    queue.push(Request(request_id="huge", token_ids=(1,)), 10 * MAX_TOKENS, 0.0)
     with pytest.raises(QueueFull, match="the limit is 100"):
-        queue.push(Request(request_id="small", token_ids=(1,)), 1)
+        queue.push(Request(request_id="small", token_ids=(1,)), 1, 0.0)

@@ -143,7 +143,9 @@ class GenerateRequest(_message.Message):
     prompt: _builtins.str
     """Text, encoded with the model's tokenizer."""
     priority: _builtins.int
-    """Higher goes first. Default: 0. Other values are not served yet: UNIMPLEMENTED."""
+    """Higher goes first in the queue: each step is worth as much as some time of waiting, so nobody waits for ever.
+    -100 to 100. Default: 0.
+    """
     cache_salt: _builtins.str
     """Keys and values of equal prompts are shared between requests of the same salt, and of no other: give each
     tenant one, and none can learn from response times what another has sent. It changes no output.
@@ -247,7 +249,9 @@ class GenerateStreamRequest(_message.Message):
     prompt: _builtins.str
     """Text, encoded with the model's tokenizer."""
     priority: _builtins.int
-    """Higher goes first. Default: 0. Other values are not served yet: UNIMPLEMENTED."""
+    """Higher goes first in the queue: each step is worth as much as some time of waiting, so nobody waits for ever.
+    -100 to 100. Default: 0.
+    """
     cache_salt: _builtins.str
     """Keys and values of equal prompts are shared between requests of the same salt, and of no other: give each
     tenant one, and none can learn from response times what another has sent. It changes no output.

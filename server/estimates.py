@@ -1,0 +1,81 @@
+"""How long things have taken of late, and so how long the next will take at least. Knows numbers only.
+
+Everything here errs on the side of hope: what is not known takes no time, so that no deadline is refused on a guess.
+"""
+
+from __future__ import annotations
+
+from engine.stats import StepStats
+from engine.types import DEFAULT_MAX_TOKENS, Request
+from server.outputs import Timeline
+
+_NEW = 0.1  # weight of the newest value in a mean of the last ten or so
+_KEEP = 0.995  # per step: the best rate fades, so that a machine that became slower is believed in the end
+_MIN_PROMPT_TOKENS = 32  # a step that feeds fewer tells nothing of the speed of reading
+RETRY_SECONDS = (1.0, 0.1, 30.0)  # what a refused caller is told where nothing is known; least; most
+
+
+class Estimates:
+    """Fed by steps and by requests that end."""
+
+    def __init__(self) -> None:
+        self._service: float | None = None  # seconds that a request spends in the engine
+        self._per_token: float | None = None  # seconds between two tokens of one output
+        self._prompt_rate = 0.0  # best tokens of prompts per second
+        self._rounds = self._drafted = self._accepted = 0.0  # fading sums
+
+    def observe(self, stats: StepStats) -> None:
+        """A step."""
+        self._rounds = self._rounds * _KEEP + stats.rounds
+        self._drafted = self._drafted * _KEEP + stats.drafted
+        self._accepted = self._accepted * _KEEP + stats.accepted
+        seconds = sum(stats.phase_seconds.values())
+        if stats.prompt_tokens >= _MIN_PROMPT_TOKENS and seconds > 0:
+            self._prompt_rate = max(self._prompt_rate * _KEEP, stats.prompt_tokens / seconds)
+        elif not stats.prompt_tokens and stats.generated_tokens and stats.running:
+            self._per_token = _mean(self._per_token, seconds * stats.running / stats.generated_tokens)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Drafts kept of those made, over the last steps; None before the first."""
+        return self._accepted / self._drafted if self._drafted else None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per round, over the last steps; None before the first."""
+        return 1 + self._accepted / self._rounds if self._rounds else None
+
+    def end(self, timeline: Timeline) -> None:
+        """A request that has run is over."""
+        if timeline.started is not None and timeline.ended is not None:
+            self._service = _mean(self._service, timeline.ended - timeline.started)
+
+    def wait(self, ahead: int, running: int) -> float:
+        """Seconds until `ahead` others and then this one have got a place, where `running` now hold all of them.
+
+        Each place becomes free once per time of service; `running` of them are spread over it.
+        """
+        return 0.0 if self._service is None else (ahead + 1) * self._service / (running + 1)
+
+    def work(self, request: Request) -> float:
+        """Seconds from its place to the last of the tokens that `request` is sure to get."""
+        reading = len(request.token_ids) / self._prompt_rate if self._prompt_rate else 0.0
+        return reading + (least_tokens(request) - 1) * (self._per_token or 0.0)
+
+    def retry(self, running: int) -> float:
+        """Seconds after which a caller may find room in the queue."""
+        unknown, least, most = RETRY_SECONDS
+        return unknown if self._service is None else min(most, max(least, self.wait(0, running)))
+
+
+def least_tokens(request: Request) -> int:
+    """How many tokens an output is sure to have: most end by themselves, sooner than they must."""
+    sampling = request.sampling
+    may_end = not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids or sampling.guided
+    if may_end:
+        return max(1, sampling.min_tokens)
+    return DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else old + _NEW * (new - old)

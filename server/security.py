@@ -1,0 +1,147 @@
+"""Who may call, and how much: bearer tokens, and what each caller has a right to. Knows no protocol.
+
+Tokens come from a file, never from a flag, and are kept as hashes. Looking one up takes the same time whichever it is.
+Callers know nothing of each other: ids of requests and cached prompts are each caller's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.stats import Clock
+from server.errors import QuotaExceeded, Unauthenticated
+
+MIN_TOKEN_LENGTH = 16  # characters
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_LIVE_RETRY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. An operator may end everybody's requests."""
+
+    name: str
+    is_operator: bool = False
+
+    def key(self, request_id: str) -> str:
+        """What this caller's request is called among all live ones; no id has a slash."""
+        return f"{self.name}/{request_id}" if self.name else request_id
+
+    def salt(self, asked: str | None) -> str | None:
+        """The salt of this caller's cached prompts: no other caller can arrive at it."""
+        return hashlib.sha256(f"{self.name}/{asked or ''}".encode()).hexdigest() if self.name else asked
+
+
+ANYBODY = Caller("", is_operator=True)  # where no tokens are asked for
+
+
+class Callers:
+    """Everybody who may call, by the SHA-256 of their tokens; if there is nobody, everybody may."""
+
+    def __init__(self, by_digest: Mapping[bytes, Caller] | None = None) -> None:
+        self._by_digest = dict(by_digest or {})
+
+    @property
+    def are_known(self) -> bool:
+        """Whether a token is asked for."""
+        return bool(self._by_digest)
+
+    @classmethod
+    def load(cls, path: Path | None) -> Callers:
+        """From lines `NAME TOKEN`, or `NAME TOKEN operator`, and comments after `#`. ValueError names the line."""
+        if path is None:
+            return cls()
+        found: dict[bytes, Caller] = {}
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            if line.strip() and not line.lstrip().startswith("#"):
+                digest, caller = _parsed(line.split(), f"{path}:{number}")
+                if digest in found or caller.name in {other.name for other in found.values()}:
+                    raise ValueError(f"{path}:{number}: {caller.name!r} or its token is there twice")
+                found[digest] = caller
+        if not found:
+            raise ValueError(f"{path} has no token: everybody would be refused")
+        return cls(found)
+
+    def identify(self, authorization: str | None) -> Caller:
+        """Whose token an `authorization` of the form `Bearer TOKEN` has; Unauthenticated if nobody's."""
+        if not self._by_digest:
+            return ANYBODY
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise Unauthenticated("authorization is missing; expected 'Bearer TOKEN'")
+        given = _digest(token.strip())
+        # All are compared, to the end: how long it takes tells nothing.
+        matches = [caller for digest, caller in self._by_digest.items() if hmac.compare_digest(digest, given)]
+        if not matches:
+            raise Unauthenticated("authorization has a token that nobody has")
+        return matches[0]
+
+
+def _parsed(words: list[str], where: str) -> tuple[bytes, Caller]:
+    """["me", "secret...", "operator"] -> the token's digest and who it names."""
+    if len(words) not in (2, 3) or (len(words) == 3 and words[2] != "operator"):
+        raise ValueError(f"{where}: expected NAME TOKEN, or NAME TOKEN operator")
+    name, token = words[:2]
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{where}: the name is {name!r}; expected 1 to 64 of A-Z a-z 0-9 . _ -")
+    if len(token) < MIN_TOKEN_LENGTH:
+        raise ValueError(f"{where}: the token of {name!r} has {len(token)} characters; expected {MIN_TOKEN_LENGTH}")
+    return _digest(token), Caller(name, is_operator=len(words) == 3)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+
+
+class Quotas:
+    """How many requests each caller may have at once, and how many it may begin per second."""
+
+    def __init__(self, max_live: int | None, per_second: float | None, clock: Clock) -> None:
+        self._max_live, self._per_second, self._clock = max_live, per_second, clock
+        self._live: dict[str, int] = defaultdict(int)
+        self._buckets: dict[str, tuple[float, float]] = {}  # requests that may begin at once, and when that was so
+
+    def enter(self, caller: Caller) -> Callable[[], None]:
+        """Count a request until what is returned is called, once or more; QuotaExceeded if it is one too many."""
+        if caller is ANYBODY:
+            return _nothing
+        if self._max_live is not None and self._live[caller.name] >= self._max_live:
+            problem = f"{caller.name} has {self._live[caller.name]} live requests; the limit is {self._max_live}"
+            raise QuotaExceeded(problem, bound="live requests", retry_seconds=_LIVE_RETRY_SECONDS)
+        self._spend(caller)
+        self._live[caller.name] += 1
+        return self._leaving(caller)
+
+    def _leaving(self, caller: Caller) -> Callable[[], None]:
+        is_in = True
+
+        def leave() -> None:
+            nonlocal is_in
+            if is_in:
+                is_in = False
+                self._live[caller.name] -= 1
+
+        return leave
+
+    def _spend(self, caller: Caller) -> None:
+        """A bucket that fills at the rate and holds a second's worth, at least one request."""
+        if self._per_second is None:
+            return
+        now, most = self._clock(), max(1.0, self._per_second)
+        held, then = self._buckets.get(caller.name, (most, now))
+        held = min(most, held + (now - then) * self._per_second)
+        if held < 1:
+            self._buckets[caller.name] = (held, now)
+            problem = f"{caller.name} sends more than {self._per_second:g} requests per second"
+            raise QuotaExceeded(problem, bound="requests per second", retry_seconds=(1 - held) / self._per_second)
+        self._buckets[caller.name] = (held - 1, now)
+
+
+def _nothing() -> None:
+    """Nobody counts."""

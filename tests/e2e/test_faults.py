@@ -1,0 +1,268 @@
+"""One poison request among healthy ones on the embedded pair, failing in each part in turn: it fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import grpc
+import httpx
+import pytest
+
+import client
+from engine import passes
+from engine.matcher import MatcherState
+from engine.text import Codec
+from models import embedded_draft, embedded_target
+from pilotfish.v1 import generation_pb2 as pb
+from server import answers, streams
+from server.model import ServedModel
+from tests.e2e.test_bad_inputs import http_client
+from tests.server.conftest import serving, until
+from tests.server.test_life import metric, read_to_end
+
+SETTINGS = {
+    "target": str(embedded_target()),
+    "draft": str(embedded_draft()),
+    "threads": 1,
+    "max_model_len": 256,
+    "warm_up_seconds": 0.0,
+    "speculation": "fixed",
+}
+POISON = "poison"  # the id of the request that fails; its prompt holds a token that no other has
+PROMPTS = ["def mean(values):\n", "import os\n\n", "class Queue:\n"]
+SECRET = "a trace that is for the log alone"
+
+
+def is_poison(sequence) -> bool:
+    return sequence.request_id == POISON and sequence.num_generated >= 4
+
+
+def in_tokenizer(engine, patch):
+    encode = Codec.encode
+
+    def faulty(self, text, **options):
+        if POISON in text:
+            raise RuntimeError(SECRET)
+        return encode(self, text, **options)
+
+    patch.setattr(Codec, "encode", faulty)
+
+
+def in_target(engine, patch):
+    run = passes.Passes._pass
+
+    def faulty(self, plan, proposal, watch):
+        if any(map(is_poison, plan.sequences)):
+            raise RuntimeError(SECRET)
+        return run(self, plan, proposal, watch)
+
+    patch.setattr(passes.Passes, "_pass", faulty)
+
+
+def in_sampler(engine, patch):
+    judge = passes.judge
+
+    def faulty(fed, logits):
+        if any(is_poison(f.sequence) for f in fed):
+            raise RuntimeError(SECRET)
+        return judge(fed, logits)
+
+    patch.setattr(passes, "judge", faulty)
+
+
+def not_a_number(engine, patch):
+    judge = passes.judge
+
+    def faulty(fed, logits):
+        first = 0
+        for f in fed:
+            if is_poison(f.sequence):
+                logits[first : first + f.num_rows] = math.nan
+            first += f.num_rows
+        return judge(fed, logits)
+
+    patch.setattr(passes, "judge", faulty)
+
+
+def in_grammar(engine, patch):
+    fill = MatcherState.fill
+
+    def faulty(self, mask):
+        if len(self._tokens) > 3:
+            raise RuntimeError(SECRET)
+        fill(self, mask)
+
+    patch.setattr(MatcherState, "fill", faulty)
+
+
+def in_detokenizer(engine, patch):
+    push = streams.OutputStream.push
+
+    def faulty(self, event):
+        if self.request_id == POISON:
+            raise RuntimeError(SECRET)
+        return push(self, event)
+
+    patch.setattr(streams.OutputStream, "push", faulty)
+
+
+def in_serializer(engine, patch):
+    for name in ("stream_responses", "response"):
+        make = getattr(answers, name)
+
+        def faulty(chunk, asked, *args, make=make, **options):
+            if asked.request_id == POISON:
+                raise RuntimeError(SECRET)
+            return make(chunk, asked, *args, **options)
+
+        patch.setattr(answers, name, faulty)
+
+
+def in_draft(engine, patch):
+    propose = engine._proposers._by_name["model"].propose
+
+    def faulty(sequences, k_each):
+        if any(map(is_poison, sequences)):
+            raise RuntimeError(SECRET)
+        return propose(sequences, k_each)
+
+    patch.setattr(engine._proposers._by_name["model"], "propose", faulty)
+
+
+async def tokens_of(connection, prompt, **options):
+    events = [event async for event in connection.stream(prompt, max_tokens=24, **options)]
+    return [token for event in events if isinstance(event, client.Delta) for token in event.token_ids]
+
+
+async def all_of(connection, **poison):
+    """The healthy ones' tokens, and what the poison one got."""
+    calls = [tokens_of(connection, prompt) for prompt in PROMPTS]
+    calls.append(tokens_of(connection, POISON + "\n", request_id=POISON, **poison))
+    *healthy, sick = await asyncio.gather(*calls, return_exceptions=True)
+    return healthy, sick
+
+
+FAULTS = [in_tokenizer, in_target, in_sampler, not_a_number, in_grammar, in_detokenizer, in_serializer]
+
+
+async def test_a_poison_request_fails_alone_wherever_it_fails():
+    async with serving(load=ServedModel.load, **SETTINGS) as server:
+        address, engine = f"127.0.0.1:{server.app.grpc_port}", server.app.driver.model.engine
+        async with client.AsyncClient(address) as connection:
+            wanted, whole = await all_of(connection)
+            for fault in FAULTS:
+                options = {"regex": "[a-z ]{60}"} if fault is in_grammar else {}
+                with pytest.MonkeyPatch.context() as patch:
+                    fault(engine, patch)
+                    healthy, sick = await all_of(connection, **options)
+                assert healthy == wanted, fault.__name__
+                assert isinstance(sick, client.ServerFault), (fault.__name__, sick)
+                assert SECRET not in sick.message
+                await until(lambda: not server.app.driver.live())
+                engine.check_invariants()
+                assert engine.free_pages == engine.total_pages
+            assert await all_of(connection) == (wanted, whole)
+            assert metric(server, "engine_up") == 1
+
+
+async def test_a_draft_fault_costs_drafts_and_no_token():
+    async with serving(load=ServedModel.load, **SETTINGS | {"proposer": "model"}) as server:
+        address, engine = f"127.0.0.1:{server.app.grpc_port}", server.app.driver.model.engine
+        async with client.AsyncClient(address) as connection:
+            wanted = await all_of(connection)
+            with pytest.MonkeyPatch.context() as patch:
+                in_draft(engine, patch)
+                assert await all_of(connection) == wanted
+            assert metric(server, "draft_failures_total") > 0
+            assert engine.free_pages == engine.total_pages
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_poison_request_over_http_hears_no_trace(stream):
+    body = {"prompt": "ab", "max_tokens": 4, "stream": stream}
+    async with serving(load=ServedModel.load, **SETTINGS) as server, http_client(server) as http:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Codec, "encode", lambda *_args, **_options: 1 / 0)
+            answer = await http.post("/v1/completions", json=body)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "internal error"
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+
+
+# --------------------------------------------------------------------------------------------- signals to a process
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+class Process:
+    """`pilotfish serve` on the embedded pair."""
+
+    def __init__(self, *options: str) -> None:
+        self.grpc_port, self.http_port = free_port(), free_port()
+        ports = ["--grpc-port", str(self.grpc_port), "--http-port", str(self.http_port), "--threads", "1"]
+        program = "from server.cli import main; raise SystemExit(main())"
+        command = [sys.executable, "-c", program, "serve", *ports, "--warm-up-seconds", "0", *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.process.kill()
+        self.process.wait()
+        self.process.stderr.close()
+
+    def wait_for(self, *states: str) -> None:
+        end = time.monotonic() + 90
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.process.stderr.read().decode()
+            try:
+                if httpx.get(f"http://127.0.0.1:{self.http_port}/health").json()["status"] in states:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.02)
+        raise TimeoutError(f"never was {states}")
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def code(self) -> int:
+        return self.process.wait(60)
+
+
+def test_sigterm_before_the_model_is_loaded_ends_cleanly():
+    with Process() as server:
+        server.wait_for("starting", "ready")
+        server.terminate()
+        assert server.code() == 0
+
+
+async def test_sigterm_under_load_cuts_no_stream_and_a_second_one_does():
+    with Process("--drain-seconds", "60", "--max-model-len", "1000") as server:
+        await asyncio.to_thread(server.wait_for, "ready")
+        async with client.AsyncClient(f"127.0.0.1:{server.grpc_port}", retry=None) as connection:
+            short = [asyncio.ensure_future(tokens_of(connection, prompt, ignore_eos=True)) for prompt in PROMPTS]
+            request = pb.GenerateStreamRequest(prompt="a", stopping=pb.StoppingParams(max_tokens=900, ignore_eos=True))
+            long = connection._inference.GenerateStream(request)
+            assert (await long.read()).delta.token_ids
+            server.terminate()
+            for tokens in await asyncio.gather(*short):
+                assert len(tokens) == 24
+            with pytest.raises(client.Unavailable):
+                await tokens_of(connection, "b")
+            server.terminate()
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await read_to_end(long)
+            assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert await asyncio.to_thread(server.code) == 0

@@ -1,0 +1,194 @@
+"""Cancel and deadline in each phase of a request's life: its pages are free before another step begins."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass, field
+
+import grpc
+import pytest
+
+from engine import passes
+from models import embedded_draft, embedded_target
+from pilotfish.v1 import generation_pb2 as pb
+from server.model import ServedModel
+from tests.server.conftest import serving, until
+from tests.server.test_life import read_to_end
+
+SETTINGS = {
+    "target": str(embedded_target()),
+    "draft": str(embedded_draft()),
+    "threads": 1,
+    "max_model_len": 512,
+    "max_batch_tokens": 64,
+    "max_batch_size": 2,
+    "warm_up_seconds": 0.0,
+    "speculation": "fixed",
+    "proposer": "model",
+}
+VICTIM = "victim"
+PROMPT = tuple(range(5, 205))  # longer than a step's budget
+
+
+@dataclass
+class Stop:
+    """Holds the compute thread where `reached` was set, until it may go on."""
+
+    reached: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self) -> None:
+        self.reached.set()
+        assert self.go_on.wait(60)
+
+
+def while_prefilling(engine, stop, patch):
+    run = passes.Passes._pass
+
+    def held(self, plan, proposal, watch):
+        if any(w.sequence.request_id == VICTIM and not w.reaches_end for w in plan.works):
+            stop()
+        return run(self, plan, proposal, watch)
+
+    patch.setattr(passes.Passes, "_pass", held)
+
+
+def while_drafting(engine, stop, patch):
+    proposer = engine._proposers._by_name["model"]
+    propose = proposer.propose
+
+    def held(sequences, k_each):
+        if any(s.request_id == VICTIM for s in sequences):
+            stop()
+        return propose(sequences, k_each)
+
+    patch.setattr(proposer, "propose", held)
+
+
+def while_verifying(engine, stop, patch):
+    judge = passes.judge
+
+    def held(fed, logits):
+        if any(f.sequence.request_id == VICTIM and f.drafts for f in fed):
+            stop()
+        return judge(fed, logits)
+
+    patch.setattr(passes, "judge", held)
+
+
+class Watch:
+    """How many steps begin between the wish to end the victim and its end, and what that frees."""
+
+    def __init__(self, driver, patch) -> None:
+        self.steps, self.freed = 0, 0
+        self.asked_at: int | None = None
+        self.ended_at: int | None = None
+        engine = driver.model.engine
+        end, finish, step = driver.end, engine.finish, engine.step
+
+        def watched_end(stream, *args):
+            if stream.request_id == VICTIM and self.asked_at is None:
+                self.asked_at = self.steps
+            end(stream, *args)
+
+        def watched_finish(request_id, *args, **kwargs):
+            before = engine.free_pages
+            events = finish(request_id, *args, **kwargs)
+            if request_id == VICTIM and events:
+                self.ended_at, self.freed = self.steps, engine.free_pages - before
+            return events
+
+        def watched_step():
+            self.steps += 1
+            return step()
+
+        for owner, name, watched in (
+            (driver, "end", watched_end),
+            (engine, "finish", watched_finish),
+            (engine, "step", watched_step),
+        ):
+            patch.setattr(owner, name, watched)
+
+
+def asked(request_id, prompt, most):
+    stopping = pb.StoppingParams(max_tokens=most, ignore_eos=True)
+    return pb.GenerateStreamRequest(request_id=request_id, token_ids=pb.TokenIds(ids=prompt), stopping=stopping)
+
+
+async def tokens_of(call):
+    return [token async for message in call for token in message.delta.token_ids]
+
+
+@pytest.mark.parametrize("by_deadline", [False, True], ids=["cancel", "deadline"])
+@pytest.mark.parametrize("hold", [while_prefilling, while_drafting, while_verifying], ids=lambda hold: hold.__name__)
+async def test_pages_are_free_before_another_step_begins(hold, by_deadline, monkeypatch):
+    async with serving(load=ServedModel.load, **SETTINGS) as server:
+        driver = server.app.driver
+        neighbour = asked("neighbour", (7, 8, 9), 200)
+        wanted = await tokens_of(server.inference.GenerateStream(neighbour))
+        stop, watch = Stop(), Watch(driver, monkeypatch)
+        hold(driver.model.engine, stop, monkeypatch)
+        beside = asyncio.ensure_future(tokens_of(server.inference.GenerateStream(neighbour)))
+        await until(lambda: watch.steps > 3)
+        timeout = 1.5 if by_deadline else None
+        victim = server.inference.GenerateStream(asked(VICTIM, PROMPT, 200), timeout=timeout)
+        reading = asyncio.ensure_future(read_to_end(victim))
+        await asyncio.to_thread(stop.reached.wait, 60)
+        if not by_deadline:
+            victim.cancel()
+        await until(lambda: watch.asked_at is not None, 30)
+        stop.go_on.set()
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            await reading
+        assert await beside == wanted
+        await until(lambda: not driver.live())
+        assert watch.ended_at == watch.asked_at, "another step began with pages that nobody waits for"
+        assert watch.freed > 0
+        assert driver.model.engine.free_pages == driver.model.engine.total_pages
+        driver.model.engine.check_invariants()
+
+
+@pytest.mark.parametrize("by_deadline", [False, True], ids=["cancel", "deadline"])
+async def test_what_is_queued_never_reaches_the_engine(by_deadline, monkeypatch):
+    async with serving(load=ServedModel.load, **SETTINGS | {"max_batch_size": 1}) as server:
+        driver = server.app.driver
+        watch, stop = Watch(driver, monkeypatch), Stop()
+        step = driver.model.engine.step
+        monkeypatch.setattr(driver.model.engine, "step", lambda: (stop(), step())[1])
+        first = asyncio.ensure_future(tokens_of(server.inference.GenerateStream(asked("first", (7, 8, 9), 9))))
+        await asyncio.to_thread(stop.reached.wait, 60)
+        victim = server.inference.GenerateStream(asked(VICTIM, PROMPT, 9), timeout=0.5 if by_deadline else None)
+        reading = asyncio.ensure_future(read_to_end(victim))
+        await until(lambda: driver.find(VICTIM) is not None)
+        if not by_deadline:
+            victim.cancel()
+        await until(lambda: driver.find(VICTIM) is None, 30)
+        assert not driver.queue.num_tokens
+        stop.go_on.set()
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            await reading
+        assert len(await first) == 9
+        assert watch.ended_at is None
+
+
+@pytest.mark.parametrize("by_deadline", [False, True], ids=["cancel", "deadline"])
+async def test_what_waits_to_be_written_is_freed_too(by_deadline, monkeypatch):
+    # Without these options the client's core reads on for its application, and no write ever waits.
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    async with serving(load=ServedModel.load, options=options, **SETTINGS) as server:
+        driver = server.app.driver
+        watch = Watch(driver, monkeypatch)
+        request = asked(VICTIM, (7, 8, 9), 480)
+        request.output.CopyFrom(pb.OutputOptions(logprobs=True, top_logprobs=20))
+        victim = server.inference.GenerateStream(request, timeout=3.0 if by_deadline else None)
+        await victim.read()
+        stream = driver.find(VICTIM)
+        # Unread tokens gather only while a write waits.
+        await until(lambda: stream.outputs[0]._num_unread > 20 or stream.ended, 30)
+        assert not stream.ended, "the whole output fitted into the window"
+        if not by_deadline:
+            victim.cancel()
+        await until(lambda: not driver.live(), 30)
+        assert watch.ended_at == watch.asked_at
+        assert driver.model.engine.free_pages == driver.model.engine.total_pages

@@ -1,0 +1,195 @@
+"""Who goes first and who is not taken at all: priorities with ageing, deadlines, and the estimates behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import combinations
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.stats import StepStats
+from engine.types import Request, SamplingParams
+from pilotfish.v1 import generation_pb2 as pb
+from server.driver import PATIENCE_SECONDS
+from server.estimates import Estimates, least_tokens
+from server.outputs import Timeline
+from server.queue import AdmissionQueue
+from tests.server.conftest import serving, until
+from tests.server.fake_engine import FakeEngine
+from tests.server.test_generate import collect, request
+from tests.server.test_life import metric
+
+
+def served_for(estimates, seconds):
+    estimates.end(Timeline(arrived=0.0, started=1.0, ended=1.0 + seconds))
+
+
+def step(seconds, *, prompt=0, generated=0, running=1):
+    return StepStats(
+        phase_seconds={"forward": seconds}, prompt_tokens=prompt, generated_tokens=generated, running=running
+    )
+
+
+def asked(tokens=4, **sampling):
+    return Request(request_id="r", token_ids=(1,) * tokens, sampling=SamplingParams(**sampling))
+
+
+# ------------------------------------------------------------------------------------------------------- estimates
+
+
+def test_what_is_not_known_takes_no_time():
+    estimates = Estimates()
+    assert estimates.wait(100, 4) == 0.0
+    assert estimates.work(asked(10_000, min_tokens=1000)) == 0.0
+    assert estimates.retry(4) == 1.0
+
+
+def test_places_become_free_at_the_rate_at_which_requests_end():
+    estimates = Estimates()
+    for _ in range(100):
+        served_for(estimates, 8.0)
+    assert estimates.wait(0, 3) == pytest.approx(2.0)
+    assert estimates.wait(4, 3) == pytest.approx(10.0)
+    assert estimates.retry(3) == pytest.approx(2.0)
+    for _ in range(100):
+        served_for(estimates, 8000.0)
+    assert estimates.retry(0) == 30.0
+
+
+def test_work_is_reading_and_the_tokens_that_are_sure():
+    estimates = Estimates()
+    estimates.observe(step(0.5, prompt=500))
+    for _ in range(100):
+        estimates.observe(step(0.03, generated=12, running=4))  # three tokens each
+    assert estimates.work(asked(1000)) == pytest.approx(1.0)
+    assert estimates.work(asked(1000, min_tokens=11)) == pytest.approx(1.1)
+    estimates.observe(step(100.0, prompt=1))  # says nothing of the speed of reading
+    assert estimates.work(asked(1000)) == pytest.approx(1.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tokens"),
+    [
+        ({}, 1),
+        ({"max_tokens": 50}, 1),
+        ({"max_tokens": 50, "min_tokens": 20}, 20),
+        ({"max_tokens": 50, "ignore_eos": True}, 50),
+        ({"ignore_eos": True}, 128),
+        ({"max_tokens": 50, "ignore_eos": True, "stop": ("x",)}, 1),
+        ({"max_tokens": 50, "ignore_eos": True, "stop_token_ids": (1,)}, 1),
+    ],
+)
+def test_only_tokens_that_are_sure_count(sampling, tokens):
+    assert least_tokens(asked(**sampling)) == tokens
+
+
+# ------------------------------------------------------------------------------------------------------------ order
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(-100, 100)), min_size=1, max_size=40), st.floats(0.1, 2.0))
+def test_nobody_is_overtaken_for_ever(arrivals, ageing):
+    """Whoever comes `200 * ageing` seconds later goes later, whatever the priorities."""
+    queue, now, when = AdmissionQueue(100, 10**6), 0.0, {}
+    for i, (gap, priority) in enumerate(arrivals):
+        now += gap
+        when[str(i)] = now
+        queue.push(Request(request_id=str(i), token_ids=(1,)), 1, now + PATIENCE_SECONDS - priority * ageing)
+    order = [queue.pop().request_id for _ in arrivals]
+    for first, second in combinations(order, 2):
+        assert when[first] <= when[second] + 200 * ageing + 1e-6
+
+
+async def order_of(server, requests, timeouts=None):
+    """The order in which queued requests reach the engine."""
+    engine = server.engine
+    first = asyncio.ensure_future(collect(server.inference.GenerateStream(request(request_id="first"))))
+    await until(lambda: engine.num_running == 1)
+    calls = [first]
+    for i, message in enumerate(requests):
+        timeout = None if timeouts is None else timeouts[i]
+        calls.append(asyncio.ensure_future(collect(server.inference.GenerateStream(message, timeout=timeout))))
+        await until(lambda: len(server.app.driver.queue) == i + 1)  # noqa: B023  # awaited before i moves on
+    engine.gate.set()
+    await asyncio.gather(*calls)
+    return [r.request_id for r in engine.requests[1:]]
+
+
+async def test_higher_priority_goes_first_and_equals_in_order():
+    engine = FakeEngine(batch=1)
+    engine.gate.clear()
+    async with serving(engine) as server:
+        requests = [request(request_id=f"{i}", priority=p) for i, p in enumerate([0, 5, -5, 5, 0])]
+        assert await order_of(server, requests) == ["1", "3", "0", "4", "2"]
+
+
+async def test_waiting_is_worth_priority():
+    engine = FakeEngine(batch=1)
+    engine.gate.clear()
+    async with serving(engine, ageing_seconds=1e-6) as server:  # so little that coming first is always worth more
+        requests = [request(request_id=f"{i}", priority=p) for i, p in enumerate([-100, 0, 100])]
+        assert await order_of(server, requests) == ["0", "1", "2"]
+
+
+async def test_a_near_deadline_goes_first():
+    engine = FakeEngine(batch=1)
+    engine.gate.clear()
+    async with serving(engine) as server:
+        requests = [request(request_id=f"{i}") for i in range(4)]
+        far = 10 * PATIENCE_SECONDS
+        assert await order_of(server, requests, [None, 9.0, far, 5.0]) == ["3", "1", "0", "2"]
+
+
+# -------------------------------------------------------------------------------------------------------- deadlines
+
+
+async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
+    engine = FakeEngine(batch=1)
+    async with serving(engine) as server:
+        await server.inference.Generate(request(pb.GenerateRequest))
+        server.app.driver.estimates = estimates = Estimates()
+        served_for(estimates, 100.0)
+        in_time = await server.inference.Generate(request(pb.GenerateRequest), timeout=20)
+        assert in_time.outputs
+        served_for(estimates, 100.0)
+        engine.gate.clear()
+        running = asyncio.ensure_future(server.inference.Generate(request(pb.GenerateRequest)))
+        await until(lambda: engine.num_running == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await server.inference.Generate(request(pb.GenerateRequest), timeout=20)
+        assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "by now's estimate it takes" in error.value.details()
+        assert not server.app.driver.queue
+        assert metric(server, "admission_rejected_total", reason="deadline") == 1
+        engine.gate.set()
+        await running
+
+
+async def test_work_that_takes_longer_than_the_deadline_is_refused():
+    async with serving() as server:
+        for _ in range(100):
+            server.app.driver.estimates.observe(step(1.0, generated=1))
+        stopping = pb.StoppingParams(max_tokens=100, min_tokens=50)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await server.inference.Generate(request(pb.GenerateRequest, stopping=stopping), timeout=10)
+        assert "it takes 0 to start and" in error.value.details()
+        assert (await server.inference.Generate(request(pb.GenerateRequest), timeout=10)).outputs
+
+
+async def test_what_is_late_when_its_turn_comes_never_reaches_the_engine():
+    engine = FakeEngine(batch=1)
+    engine.gate.clear()
+    async with serving(engine) as server:
+        driver = server.app.driver
+        running = asyncio.ensure_future(collect(server.inference.GenerateStream(request())))
+        await until(lambda: engine.num_running == 1)
+        late = driver.submit(Request(request_id="late", token_ids=(1,)), remaining=0.05)
+        await asyncio.sleep(0.1)
+        engine.gate.set()
+        with pytest.raises(Exception, match="before the request could start"):
+            await late.read()
+        await running
+        assert [r.request_id for r in engine.requests if r.request_id == "late"] == []
+        assert metric(server, "requests_total", finish_reason="deadline") == 1

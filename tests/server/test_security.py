@@ -1,0 +1,330 @@
+"""Tokens, what each caller may do, and TLS: default deny, over both doors."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+
+import grpc
+import httpx
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from pilotfish.v1 import control_pb2, generation_pb2_grpc
+from pilotfish.v1 import generation_pb2 as pb
+from server import cli
+from server.config import ServerConfig
+from server.errors import QuotaExceeded, Unauthenticated
+from server.security import ANYBODY, Caller, Callers, Quotas
+from tests.server import certificates
+from tests.server.conftest import serving, until
+from tests.server.fake_engine import FakeEngine
+from tests.server.test_generate import collect, detail, request
+from tests.server.test_life import LONG, metric
+
+ALICE, BOB, ROOT = "alice-has-a-long-token", "bob-has-another-token", "root-has-one-more-token"
+WRONG = ["", "Bearer", "Bearer ", f"Basic {ALICE}", "Bearer nobody-has-this-token", f"Bearer {ALICE}x", ALICE]
+
+
+def http_client(server):
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}")
+
+
+def bearer(token):
+    return (("authorization", f"Bearer {token}"),)
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text(f"# who may call\nalice {ALICE}\n\nbob {BOB}\nroot {ROOT} operator\n")
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------------- tokens
+
+
+def test_each_token_has_its_caller(tokens):
+    callers = Callers.load(tokens)
+    assert callers.are_known
+    assert callers.identify(f"Bearer {ALICE}") == Caller("alice")
+    assert callers.identify(f"bearer {ROOT}") == Caller("root", is_operator=True)
+    for wrong in (None, *WRONG):
+        with pytest.raises(Unauthenticated):
+            callers.identify(wrong)
+    assert Callers.load(None).identify(None) is ANYBODY
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no token"),
+        ("# nobody\n", "no token"),
+        ("alice", ":1: expected NAME TOKEN"),
+        (f"alice {ALICE} admin", ":1: expected NAME TOKEN"),
+        (f"al/ice {ALICE}", "'al/ice'"),
+        ("alice short", "5 characters"),
+        (f"alice {ALICE}\nbob {ALICE}", ":2: 'bob' or its token is there twice"),
+        (f"alice {ALICE}\nalice {BOB}", ":2: 'alice' or its token is there twice"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused(tmp_path, text, said, capsys):
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="tokens") as error:
+        Callers.load(path)
+    assert said in str(error.value)
+    assert ALICE not in str(error.value)
+
+
+def test_callers_cannot_name_each_others_requests_or_prompts():
+    alice, bob = Caller("alice"), Caller("bob")
+    assert len({alice.key("r"), bob.key("r"), ANYBODY.key("r")}) == 3
+    salts = {who.salt(salt) for who in (alice, bob) for salt in (None, "", "x", "bob/")}
+    assert len(salts) == 6  # no salt and an empty one, which is refused before, are the same
+    assert ANYBODY.salt("x") == "x"
+
+
+async def all_calls(server, metadata):
+    """Every kind of call, with the code it ends with."""
+    reflection = reflection_pb2_grpc.ServerReflectionStub(server.channel)
+    listing = reflection_pb2.ServerReflectionRequest(list_services="")
+    calls = [
+        server.inference.Generate(request(pb.GenerateRequest), metadata=metadata),
+        collect(server.inference.GenerateStream(request(), metadata=metadata)),
+        server.control.GetServerInfo(control_pb2.GetServerInfoRequest(), metadata=metadata),
+        server.control.GetLoad(control_pb2.GetLoadRequest(), metadata=metadata),
+        server.control.Abort(control_pb2.AbortRequest(request_id="x"), metadata=metadata),
+        server.channel.unary_unary("/pilotfish.v1.InferenceService/NoSuchMethod")(b"", metadata=metadata),
+        reflection.ServerReflectionInfo(iter([listing]), metadata=metadata).read(),
+    ]
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    return [e.code().name if isinstance(e, grpc.aio.AioRpcError) else "OK" for e in found]
+
+
+async def test_without_a_token_only_health_answers(tokens):
+    async with serving(token_file=tokens, reflection=True) as server:
+        for wrong in WRONG:
+            metadata = [("authorization", wrong)] if wrong else None
+            assert set(await all_calls(server, metadata)) == {"UNAUTHENTICATED"}
+        twice = (*bearer(ALICE), *bearer(BOB))
+        assert set(await all_calls(server, twice)) == {"UNAUTHENTICATED"}
+        assert not server.engine.requests
+        health = health_pb2_grpc.HealthStub(server.channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+        found = await all_calls(server, bearer(ALICE))
+        assert found == ["OK", "OK", "OK", "OK", "NOT_FOUND", "UNIMPLEMENTED", "OK"]
+
+
+async def test_over_http_too(tokens):
+    paths = ["/metrics", "/v1/models", "/docs", "/openapi.json", "/nothing", "/health/", "//health", "/HEALTH"]
+    async with serving(token_file=tokens) as server, http_client(server) as http:
+        for wrong in map(str.strip, WRONG):
+            headers = {"Authorization": wrong.encode()} if wrong else {}
+            answers = [await http.get(path, headers=headers) for path in paths]
+            answers += [
+                await http.post(path, headers=headers, json={"prompt": "a"})
+                for path in ("/generate", "/v1/completions", "/v1/chat/completions")
+            ]
+            assert {answer.status_code for answer in answers} == {401}
+            assert answers[0].headers["www-authenticate"] == "Bearer"
+            assert answers[0].json()["error"]["type"] == "authentication_error"
+        assert (await http.get("/health")).status_code == 200
+        mine = {"Authorization": f"Bearer {ALICE}"}
+        assert (await http.get("/metrics", headers=mine)).status_code == 200
+        assert (await http.post("/generate", headers=mine, json={"prompt": "a"})).status_code == 200
+
+
+async def last(call):
+    """The last message of a stream of which some has been read."""
+    message = None
+    while (following := await call.read()) is not grpc.aio.EOF:
+        message = following
+    return message
+
+
+async def test_callers_have_ids_and_aborts_of_their_own(tokens):
+    engine = FakeEngine(step_seconds=0.01)
+    async with serving(engine, token_file=tokens) as server:
+        asked = request(request_id="same", stopping=LONG)
+        calls = {}
+        for token in (ALICE, BOB):
+            calls[token] = server.inference.GenerateStream(asked, metadata=bearer(token))
+            assert (await calls[token].read()).request_id == "same"
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await server.inference.Generate(request(pb.GenerateRequest, request_id="same"), metadata=bearer(ALICE))
+        assert error.value.code() == grpc.StatusCode.ALREADY_EXISTS
+        assert "'same'" in error.value.details()
+        one = control_pb2.AbortRequest(request_id="same")
+        await server.control.Abort(one, metadata=bearer(ALICE))
+        assert (await last(calls[ALICE])).finished.finish_reason == pb.FINISH_REASON_ABORTED
+        assert len(server.app.driver.live()) == 1
+        everybody = control_pb2.AbortRequest(all=True)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await server.control.Abort(everybody, metadata=bearer(ALICE))
+        assert error.value.code() == grpc.StatusCode.PERMISSION_DENIED
+        assert (await server.control.Abort(everybody, metadata=bearer(ROOT))).aborted_requests == 1
+        assert (await last(calls[BOB])).finished.finish_reason == pb.FINISH_REASON_ABORTED
+        salts = {asked.cache_salt for asked in engine.requests}
+        assert len(salts) == 2
+        assert None not in salts
+
+
+# ---------------------------------------------------------------------------------------------------------- quotas
+
+
+class Time:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_caller_begins_so_many_per_second_and_no_more():
+    clock = Time()
+    quotas = Quotas(None, 4.0, clock)
+    alice, bob = Caller("alice"), Caller("bob")
+    for _ in range(4):
+        quotas.enter(alice)
+    with pytest.raises(QuotaExceeded) as error:
+        quotas.enter(alice)
+    assert error.value.retry_seconds == pytest.approx(0.25)
+    quotas.enter(bob)
+    clock.now += error.value.retry_seconds
+    quotas.enter(alice)
+    begun = 0
+    for _ in range(1000):
+        clock.now += 0.01
+        try:
+            quotas.enter(alice)()
+            begun += 1
+        except QuotaExceeded:
+            continue
+    assert begun == pytest.approx(40, abs=1)
+
+
+def test_leaving_counts_once():
+    quotas = Quotas(1, None, Time())
+    leave = quotas.enter(Caller("alice"))
+    with pytest.raises(QuotaExceeded, match="has 1 live requests; the limit is 1"):
+        quotas.enter(Caller("alice"))
+    leave()
+    leave()
+    quotas.enter(Caller("alice"))
+    with pytest.raises(QuotaExceeded):
+        quotas.enter(Caller("alice"))
+    for _ in range(3):
+        quotas.enter(ANYBODY)
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+async def test_a_caller_has_so_many_live_requests_and_no_more(tokens, over_http):
+    engine = FakeEngine()
+    engine.gate.clear()
+    async with serving(engine, token_file=tokens, max_requests_per_token=2) as server:
+        running = [server.inference.GenerateStream(request(), metadata=bearer(ALICE)) for _ in range(2)]
+        await until(lambda: len(server.app.driver.live()) == 2)
+        if over_http:
+            async with http_client(server) as http:
+                mine = {"Authorization": f"Bearer {ALICE}"}
+                answer = await http.post("/generate", headers=mine, json={"prompt": "a"})
+                assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+                assert answer.json()["error"]["code"] == "quota"
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await server.inference.Generate(request(pb.GenerateRequest), metadata=bearer(ALICE))
+            assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert detail(error.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1000
+        assert metric(server, "admission_rejected_total", reason="quota") == 1
+        other = asyncio.ensure_future(collect(server.inference.GenerateStream(request(), metadata=bearer(BOB))))
+        await until(lambda: len(server.app.driver.live()) == 3)
+        running.pop().cancel()
+        await until(lambda: len(server.app.driver.live()) == 2 or engine.gate.set())
+        await asyncio.gather(other, collect(running[0]))
+        for _ in range(5):  # each place is free again, whatever became of the request: done, refused or left
+            await server.inference.Generate(request(pb.GenerateRequest), metadata=bearer(ALICE))
+            with pytest.raises(grpc.aio.AioRpcError):
+                await server.inference.Generate(pb.GenerateRequest(prompt=""), metadata=bearer(ALICE))
+
+
+# ------------------------------------------------------------------------------------------------------------- TLS
+
+
+@pytest.fixture(scope="module")
+def papers(tmp_path_factory):
+    return certificates.make(tmp_path_factory.mktemp("papers"))
+
+
+async def generate_over(server, credentials):
+    async with grpc.aio.secure_channel(f"127.0.0.1:{server.app.grpc_port}", credentials) as channel:
+        stub = generation_pb2_grpc.InferenceServiceStub(channel)
+        return await stub.Generate(request(pb.GenerateRequest), timeout=10)
+
+
+async def get_health(server, context):
+    async with httpx.AsyncClient(verify=context, base_url=f"https://127.0.0.1:{server.app.http_port}") as http:
+        return (await http.get("/health")).status_code
+
+
+async def test_tls_over_both_doors(papers):
+    async with serving(tls_cert=papers.server_cert, tls_key=papers.server_key) as server:
+        credentials = grpc.ssl_channel_credentials(papers.authority.read_bytes())
+        assert (await generate_over(server, credentials)).outputs
+        assert await get_health(server, ssl.create_default_context(cafile=papers.authority)) == 200
+        with pytest.raises(grpc.aio.AioRpcError):  # in the clear
+            await server.inference.Generate(request(pb.GenerateRequest), timeout=10)
+        with pytest.raises(httpx.HTTPError):
+            await get_health(server, ssl.create_default_context())
+
+
+async def test_mutual_tls_over_both_doors(papers):
+    options = {"tls_cert": papers.server_cert, "tls_key": papers.server_key, "tls_client_ca": papers.authority}
+    async with serving(**options) as server:
+        authority = papers.authority.read_bytes()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await generate_over(server, grpc.ssl_channel_credentials(authority))
+        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+        pair = papers.client_key.read_bytes(), papers.client_cert.read_bytes()
+        assert (await generate_over(server, grpc.ssl_channel_credentials(authority, *pair))).outputs
+        context = ssl.create_default_context(cafile=papers.authority)
+        with pytest.raises(httpx.HTTPError):
+            await get_health(server, context)
+        context.load_cert_chain(papers.client_cert, papers.client_key)
+        assert await get_health(server, context) == 200
+
+
+# --------------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tls_cert": "a"}, {"tls_key": "a"}, {"tls_client_ca": "a"}, {"max_requests_per_token": 1}],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_that_would_protect_nothing_are_refused(options):
+    with pytest.raises(ValueError, match=r"tls_cert|token_file"):
+        ServerConfig(target="x", **options)
+
+
+def test_a_missing_file_of_tokens_is_said_plainly(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("server.logs.configure", lambda _: None)  # leave pytest's own handlers alone
+    assert cli.main(["serve", "nothing", "--token-file", str(tmp_path / "none")]) == 1
+    assert str(tmp_path / "none") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [({}, "without authentication"), ({"token_file": "tokens"}, "without TLS")],
+    ids=["no tokens", "no TLS"],
+)
+async def test_being_reachable_and_open_is_warned_of(options, warned, caplog, tokens):
+    options = dict.fromkeys(options, tokens)
+    async with serving(host="0.0.0.0", **options):
+        assert [r.message for r in caplog.records if r.levelname == "WARNING" and warned in r.message]
+
+
+async def test_loopback_needs_no_warning(caplog):
+    async with serving():
+        assert not [r for r in caplog.records if r.levelname == "WARNING"]
