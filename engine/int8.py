@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from engine.mapped import let_go
 from engine.native import PackedMatrix, multiplies, rows_for
 
 log = logging.getLogger(__name__)
@@ -189,12 +190,15 @@ class Int8Linear(nn.Module):
         weights, biases = [part.weight_int8 for part in parts], [part.bias for part in parts]
         assert all(w is not None for w in weights), "already packed"
         has_bias = all(bias is not None for bias in biases)
-        return cls(
+        made = cls(
             torch.cat(cast("list[Tensor]", weights)),
             torch.cat([part.scale for part in parts]),
             torch.cat(cast("list[Tensor]", biases)) if has_bias else None,
             parts[0].dtype,
         )
+        for weight in cast("list[Tensor]", weights):
+            let_go(weight)
+        return made
 
     def pack(self) -> Packed:
         """Bring the weight into the form that is multiplied, once, and let go of the plain one."""
@@ -202,6 +206,7 @@ class Int8Linear(nn.Module):
             weight, self.weight_int8 = self.weight_int8, None
             assert weight is not None
             self.packed = self._packed_of(weight)
+            let_go(weight)
         return self.packed
 
     def _packed_of(self, weight: Tensor) -> Packed:

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.activations import make_row_wise
 from engine.int8 import Int8Linear
+from engine.mapped import let_go
 from engine.native import PackedMatrix, multiplies, rows_for
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ def pack(model: PreTrainedModel) -> int:
             bias = cast("Tensor | None", module.bias)
             bias = None if bias is None else bias.detach().float()
             model.set_submodule(name, PackedLinear(PackedMatrix.of(weight.detach(), None, bias), dtype))
+            let_go(weight)
             done += 1
     if keeps_rows_apart(model):
         make_row_wise(model)

@@ -28,6 +28,7 @@ from engine.config import Rounded, Weights
 from engine.errors import ModelError
 from engine.int4 import GROUP, Int4Linear, fits
 from engine.int8 import Int8Linear
+from engine.mapped import let_go
 from engine.pack import matrix
 from engine.runner import load_model, prepare
 
@@ -57,8 +58,10 @@ def quantise(model: PreTrainedModel, weights: Rounded = "int8") -> None:
         module = cast("nn.Linear | Conv1D", model.get_submodule(name))
         # Logits are wanted in float32: rounded to bfloat16, many would tie.
         dtype = torch.float32 if module is head else None
-        rounded = Int4Linear if weights == "int4" and module is not head and fits(matrix(module)) else Int8Linear
-        model.set_submodule(name, rounded.of(matrix(module), module.bias, dtype))
+        weight = matrix(module)
+        rounded = Int4Linear if weights == "int4" and module is not head and fits(weight) else Int8Linear
+        model.set_submodule(name, rounded.of(weight, module.bias, dtype))
+        let_go(weight)
 
 
 def _is_matmul(name: str, module: nn.Module) -> bool:
