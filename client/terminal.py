@@ -61,7 +61,11 @@ def _fail(error: Exception, notes: Console) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pilotfish generate", description="Continue a prompt and stream the text.")
+    parser = argparse.ArgumentParser(
+        prog="pilotfish generate",
+        description="Continue a prompt and stream the text.",
+        epilog=f"A token, where the server asks for one, is read from the variable {VARIABLE}.",
+    )
     parser.add_argument("prompt", nargs="?", help="text to continue; - reads standard input")
     parser.add_argument("--file", type=Path, metavar="PATH", help="read the prompt from this file; - is standard input")
     parser.add_argument("--address", default="127.0.0.1:50051", help="the server's gRPC address [%(default)s]")

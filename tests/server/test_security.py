@@ -7,6 +7,7 @@ import ssl
 
 import grpc
 import httpx
+import openai
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -143,6 +144,19 @@ async def last(call):
     while (following := await call.read()) is not grpc.aio.EOF:
         message = following
     return message
+
+
+async def test_openais_client_sends_its_key(tokens):
+    async with serving(FakeEngine(), token_file=tokens, requests_per_second=1.0) as server:
+        url, ask = f"http://127.0.0.1:{server.app.http_port}/v1", {"model": "fake", "prompt": "ab", "max_tokens": 3}
+        async with openai.AsyncOpenAI(base_url=url, api_key="nobody-has-this-token", max_retries=0) as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                await stranger.completions.create(**ask)
+        async with openai.AsyncOpenAI(base_url=url, api_key=ALICE, max_retries=0) as alice:
+            assert (await alice.models.list()).data[0].id == "fake"
+            assert (await alice.completions.create(**ask)).choices[0].text
+            with pytest.raises(openai.RateLimitError, match="more than 1 requests per second"):
+                await alice.completions.create(**ask)
 
 
 async def test_callers_have_ids_and_aborts_of_their_own(tokens):
