@@ -4,6 +4,7 @@
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -22,8 +23,8 @@ $(STAMP): pyproject.toml
 demo: install ## Serve the embedded pair, complete unseen code through gRPC, compare with plain decoding
 	$(BIN)/python examples/demo.py
 
-test: install ## Run all tests
-	$(BIN)/python -m pytest
+test: install ## Run all tests, a file at a time in each of WORKERS processes
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # A GPU machine brings its own torch: these two install nothing and need torch, transformers, triton, pytest, hypothesis.
 CUDA_PYTHON ?= python3
