@@ -77,6 +77,7 @@ class Lab:
         settings = {
             "target": str(int8_of(self.pair.target)),
             "draft": str(int8_of(self.pair.draft)),
+            "dtype": "bfloat16",
             "threads": self.options.threads,
             "num_draft_tokens": MAX_NUM_DRAFT,
             "kv_memory": self.options.kv_memory,

@@ -34,6 +34,7 @@ class Peer:
     name: str
     module: str  # in this package
     weights: str  # as the program names them
+    draft_weights: str = ""  # the same, if not said otherwise
     speculates: bool = False  # with its own draft model
     plain: bool = True  # and without
     auto: bool = False  # chooses the number of drafts by itself
@@ -58,6 +59,8 @@ class Peer:
 PEERS = (
     Peer(OURS, "ours", "int8", speculates=True, is_ours=True),
     Peer(f"{OURS} AUTO", "ours", "int8", plain=False, auto=True, is_ours=True),
+    Peer(f"{OURS}, draft int4", "ours", "int8", "int4", speculates=True, plain=False, is_ours=True),
+    Peer("pilotfish int4", "ours", "int4", speculates=True, is_ours=True),
     Peer("openvino int8", "openvino", "int8"),
     Peer("openvino int8 + draft", "openvino", "int8", speculates=True, plain=False),
     Peer("openvino int4", "openvino", "int4"),
@@ -70,11 +73,16 @@ PEERS = (
 )
 
 
-def _ours(_: Peer, setting: Setting) -> dict[str, Any]:
-    pair = setting.pair
+def _ours(peer: Peer, setting: Setting) -> dict[str, Any]:
+    target, draft = setting.pair.target, setting.pair.draft
+    draft_weights = peer.draft_weights or peer.weights
+    # Rounded to 4 bits at load; in 8 they lie on disk.
     return {
-        "target": str(int8_of(pair.target)),
-        "draft": str(int8_of(pair.draft)),
+        "target": str(int8_of(target) if peer.weights == "int8" else target),
+        "draft": str(int8_of(draft) if draft_weights == "int8" else draft),
+        "weights": peer.weights,
+        "draft_weights": draft_weights,
+        "dtype": "bfloat16",
         "proposer": "model",
         "num_draft_tokens": 16,
         "max_batch_size": setting.batch,

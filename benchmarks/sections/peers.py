@@ -112,7 +112,7 @@ def _rows(
     for name, mine in turns.items():
         # A step of plain decoding reads every weight once.
         needs = [turn.speed / labels[name]["batch"] * weight_bytes / 1e9 for turn in mine]
-        is_plain_int8 = labels[name]["is_ours"] and not labels[name]["k"]
+        is_plain_int8 = name == f"{OURS}, K 0"
         shares = [need / had for need, had in zip(needs, bandwidths, strict=True)]
         yield labels[name] | {
             "tokens_per_second": median_speed(mine),

@@ -77,6 +77,7 @@ def _serving(setting: Setting) -> Iterator[str]:
     pair = setting.pair
     options = {
         "draft": int8_of(pair.draft),
+        "dtype": "bfloat16",
         "proposer": "model",
         "num-draft-tokens": 16,
         "max-batch-size": setting.batch,
