@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
+from benchmarks.machine import Memory
 from benchmarks.synthetic import SHAPES
 from engine.attention import choose
 from engine.attention.registry import AttentionName
@@ -36,7 +37,6 @@ from engine.stack import stack
 from engine.threads import use_threads
 
 CONTEXT = 128
-_SWEEP = 2**28  # bytes that one reading of memory sums up
 
 
 @dataclass
@@ -101,11 +101,6 @@ def _type_for(module: nn.Module, dtype: torch.dtype, weights: str) -> torch.dtyp
     return torch.bfloat16 if weights in get_args(Rounded) and isinstance(module, nn.Linear) else dtype
 
 
-def read_bandwidth(buffer: torch.Tensor) -> float:
-    """GB/s of summing up a buffer that no cache holds, median of five."""
-    return statistics.median(buffer.nbytes / seconds(buffer.sum) / 1e9 for _ in range(5))
-
-
 def seconds(run: Callable[[], object]) -> float:
     """How long one call takes."""
     start = perf_counter()
@@ -115,9 +110,9 @@ def seconds(run: Callable[[], object]) -> float:
 
 def measure(variants: Sequence[Variant], rows: Sequence[int], rounds: int, passes: int) -> Iterator[float]:
     """Fill the variants' times, in turns; yields each round's bandwidth."""
-    buffer = torch.zeros(_SWEEP // 4)
+    memory = Memory(torch.get_num_threads())
     for _ in range(rounds):
-        yield read_bandwidth(buffer)
+        yield memory.bandwidth()
         for count in rows:
             feeds = [Feed([5 + i], CONTEXT - 1, [i]) for i in range(count)]
             for variant in variants:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Self, TypeVar, Unpack
 
+import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -17,7 +18,8 @@ from pilotfish.v1 import control_pb2, generation_pb2
 from pilotfish.v1.control_pb2_grpc import ControlServiceStub
 from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
 
-T = TypeVar("T")
+RequestT = TypeVar("RequestT")
+AnswerT = TypeVar("AnswerT")
 
 
 class AsyncClient:
@@ -86,23 +88,17 @@ class AsyncClient:
     async def server_info(self) -> ServerInfo:
         """What runs there and in which state it is."""
         request = control_pb2.GetServerInfoRequest()
-        return convert.server_info(
-            await _answer(self._control.GetServerInfo(request, timeout=self._control_deadline, metadata=self._metadata))
-        )
+        return convert.server_info(await self._ask(self._control.GetServerInfo, request))
 
     async def model_info(self, model: str | None = None) -> ModelInfo:
         """The model and the limits it is served with."""
         request = control_pb2.GetModelInfoRequest(model=model)
-        return convert.model_info(
-            await _answer(self._control.GetModelInfo(request, timeout=self._control_deadline, metadata=self._metadata))
-        )
+        return convert.model_info(await self._ask(self._control.GetModelInfo, request))
 
     async def load(self) -> Load:
         """How busy the server is now."""
         request = control_pb2.GetLoadRequest()
-        return convert.load(
-            await _answer(self._control.GetLoad(request, timeout=self._control_deadline, metadata=self._metadata))
-        )
+        return convert.load(await self._ask(self._control.GetLoad, request))
 
     async def abort(self, request_id: str) -> int:
         """End the live request of this id; its caller gets what there is. Returns how many were ended: 1."""
@@ -115,23 +111,17 @@ class AsyncClient:
     async def tokenize(self, text: str, *, model: str | None = None) -> tuple[int, ...]:
         """The tokens that `text` is as a prompt."""
         request = control_pb2.TokenizeRequest(text=text, model=model)
-        return tuple(
-            (
-                await _answer(self._control.Tokenize(request, timeout=self._control_deadline, metadata=self._metadata))
-            ).token_ids
-        )
+        return tuple((await self._ask(self._control.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """The text of these tokens."""
         request = control_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
-        return (
-            await _answer(self._control.Detokenize(request, timeout=self._control_deadline, metadata=self._metadata))
-        ).text
+        return (await self._ask(self._control.Detokenize, request)).text
 
     async def health(self, service: str = "") -> str:
         """SERVING or NOT_SERVING, as `grpc.health.v1` says it; without a service: the whole server."""
         request = health_pb2.HealthCheckRequest(service=service)
-        answer = await _answer(self._health.Check(request, timeout=self._control_deadline, metadata=self._metadata))
+        answer = await self._ask(self._health.Check, request)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
     async def wait_until_serving(self, deadline: float = 120.0) -> None:
@@ -140,6 +130,10 @@ class AsyncClient:
             while not await self._serves():  # noqa: ASYNC110 - what is waited for is another process
                 await asyncio.sleep(0.1)
 
+    async def _ask(self, method: grpc.aio.UnaryUnaryMultiCallable[RequestT, AnswerT], request: RequestT) -> AnswerT:
+        """A call that generates nothing."""
+        return await _answer(method(request, timeout=self._control_deadline, metadata=self._metadata))
+
     async def _serves(self) -> bool:
         try:
             return await self.health() == "SERVING"
@@ -147,12 +141,10 @@ class AsyncClient:
             return False
 
     async def _abort(self, request: control_pb2.AbortRequest) -> int:
-        return (
-            await _answer(self._control.Abort(request, timeout=self._control_deadline, metadata=self._metadata))
-        ).aborted_requests
+        return (await self._ask(self._control.Abort, request)).aborted_requests
 
 
-async def _answer(call: Awaitable[T]) -> T:
+async def _answer(call: Awaitable[AnswerT]) -> AnswerT:
     try:
         return await call
     except aio.AioRpcError as failure:

@@ -83,20 +83,16 @@ class Client:
     def server_info(self) -> ServerInfo:
         """What runs there and in which state it is."""
         request = control_pb2.GetServerInfoRequest()
-        return convert.server_info(
-            _answer(self._control.GetServerInfo, request, self._control_deadline, self._metadata)
-        )
+        return convert.server_info(self._ask(self._control.GetServerInfo, request))
 
     def model_info(self, model: str | None = None) -> ModelInfo:
         """The model and the limits it is served with."""
         request = control_pb2.GetModelInfoRequest(model=model)
-        return convert.model_info(_answer(self._control.GetModelInfo, request, self._control_deadline, self._metadata))
+        return convert.model_info(self._ask(self._control.GetModelInfo, request))
 
     def load(self) -> Load:
         """How busy the server is now."""
-        return convert.load(
-            _answer(self._control.GetLoad, control_pb2.GetLoadRequest(), self._control_deadline, self._metadata)
-        )
+        return convert.load(self._ask(self._control.GetLoad, control_pb2.GetLoadRequest()))
 
     def abort(self, request_id: str) -> int:
         """End the live request of this id; its caller gets what there is. Returns how many were ended: 1."""
@@ -109,17 +105,17 @@ class Client:
     def tokenize(self, text: str, *, model: str | None = None) -> tuple[int, ...]:
         """The tokens that `text` is as a prompt."""
         request = control_pb2.TokenizeRequest(text=text, model=model)
-        return tuple(_answer(self._control.Tokenize, request, self._control_deadline, self._metadata).token_ids)
+        return tuple(self._ask(self._control.Tokenize, request).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
         """The text of these tokens."""
         request = control_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
-        return _answer(self._control.Detokenize, request, self._control_deadline, self._metadata).text
+        return self._ask(self._control.Detokenize, request).text
 
     def health(self, service: str = "") -> str:
         """SERVING or NOT_SERVING, as `grpc.health.v1` says it; without a service: the whole server."""
         request = health_pb2.HealthCheckRequest(service=service)
-        answer = _answer(self._health.Check, request, self._control_deadline, self._metadata)
+        answer = self._ask(self._health.Check, request)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
     def wait_until_serving(self, deadline: float = 120.0) -> None:
@@ -130,6 +126,10 @@ class Client:
                 raise TimeoutError(f"not serving after {deadline:g} s")
             time.sleep(0.1)
 
+    def _ask(self, method: grpc.UnaryUnaryMultiCallable[RequestT, AnswerT], request: RequestT) -> AnswerT:
+        """A call that generates nothing."""
+        return _answer(method, request, self._control_deadline, self._metadata)
+
     def _serves(self) -> bool:
         try:
             return self.health() == "SERVING"
@@ -137,7 +137,7 @@ class Client:
             return False
 
     def _abort(self, request: control_pb2.AbortRequest) -> int:
-        return _answer(self._control.Abort, request, self._control_deadline, self._metadata).aborted_requests
+        return self._ask(self._control.Abort, request).aborted_requests
 
 
 def _answer(

@@ -21,7 +21,7 @@ from engine.native import PackedMatrix, multiplies, rows_for
 
 log = logging.getLogger(__name__)
 
-_MATMULS = (nn.Linear, Conv1D)  # not what is made of them: it may do more
+MATMULS = (nn.Linear, Conv1D)  # not what is made of them: it may do more
 
 
 class PackedLinear(nn.Module):
@@ -47,7 +47,7 @@ def pack(model: PreTrainedModel) -> int:
     head, done = model.get_output_embeddings(), 0
     if model.device.type != "cpu":
         return 0
-    for name in [name for name, module in model.named_modules() if type(module) in _MATMULS]:
+    for name in [name for name, module in model.named_modules() if type(module) in MATMULS]:
         module = cast("nn.Linear | Conv1D", model.get_submodule(name))
         weight = matrix(module)
         if multiplies(weight.dtype) and rows_for(weight.dtype, weight.shape[1]) is not None:
@@ -73,7 +73,7 @@ def matrix(matmul: nn.Module) -> Tensor:
 def keeps_rows_apart(model: nn.Module) -> bool:
     """Whether no matmul of `model` lets a row's bits depend on the other rows: they are in int8, or packed."""
     experts = any(weight.ndim > 2 for weight in model.parameters())  # stacked matrices, multiplied by the model itself
-    return not experts and not any(isinstance(module, _MATMULS) for module in model.modules())
+    return not experts and not any(isinstance(module, MATMULS) for module in model.modules())
 
 
 def packed_of(matmul: nn.Module) -> PackedMatrix | None:

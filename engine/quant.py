@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from huggingface_hub import snapshot_download
@@ -29,18 +29,17 @@ from engine.errors import ModelError
 from engine.int4 import GROUP, Int4Linear, fits
 from engine.int8 import Int8Linear
 from engine.mapped import let_go
-from engine.pack import matrix
+from engine.pack import MATMULS, matrix
 from engine.runner import load_model, prepare
 
 # In `quantization_config`, so that whoever does not know it refuses the weights.
-_METHODS: dict[str, Rounded] = {"pilotfish-int8": "int8", "pilotfish-int4": "int4"}
+_METHODS: dict[str, Rounded] = {f"pilotfish-{weights}": weights for weights in get_args(Rounded)}
 _VERSION = 1
 # No name that others would take for a float weight's.
 _SCALE = "weight_scale"
 _KINDS = {"weight_int4": Int4Linear, "weight_int8": Int8Linear}
 # Small matrices that choose experts: a rounded choice is another choice.
 _ROUTERS = ("gate", "router")
-_MATMULS = (nn.Linear, Conv1D)  # not what is made of them: it may do more
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
@@ -65,7 +64,7 @@ def quantise(model: PreTrainedModel, weights: Rounded = "int8") -> None:
 
 
 def _is_matmul(name: str, module: nn.Module) -> bool:
-    return type(module) in _MATMULS and name.rpartition(".")[2] not in _ROUTERS
+    return type(module) in MATMULS and name.rpartition(".")[2] not in _ROUTERS
 
 
 def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights) -> int:

@@ -20,11 +20,12 @@ def random_rows(model: PreTrainedModel, *shape: int) -> Tensor:
 
 
 @torch.inference_mode()
-def agree(run: Callable[[T], Tensor], original: T, stand_in: T) -> bool:
-    """Whether both give the same but for rounding; one that cannot run does not."""
+def agree(run: Callable[[T], Tensor], original: T, stand_in: T, *, also: tuple[type[Exception], ...] = ()) -> bool:
+    """Whether both give the same but for rounding; one that cannot run does not. `also`: how else that may show."""
+    faults: tuple[type[Exception], ...] = (*_FAULTS, *also)
     try:
         want, got = run(original), run(stand_in)
-    except _FAULTS:
+    except faults:
         return False
     if want.dtype != got.dtype:
         return False

@@ -13,7 +13,7 @@ from engine.native.attention import BITS, AttentionArgs
 from engine.native.compiled import library
 from engine.native.matmul import Matrix, PackedMatrix
 
-_BITS, _PTR, _F32, _I64 = BITS, ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
+_PTR, _F32, _I64 = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
 
 
 class _Layer(ctypes.Structure):
@@ -89,7 +89,7 @@ class Layers:
             at.append(-(-(at[-1] + size) // 64) * 64)
         where.query_stride = joined
         told = _Pass(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), places.data_ptr(), *at, where, rows, width,
-                     _BITS[dtype])  # fmt: skip
+                     BITS[dtype])  # fmt: skip
         if native.pilotfish_layers(ctypes.byref(told), self._layers, len(self._layers), torch.get_num_threads()):
             raise MemoryError("a pass had no memory to work in")
         return hidden

@@ -33,13 +33,6 @@ INLINE float wide(bf16 x) {
   return y;
 }
 
-INLINE bf16 narrow(float y) { /* round to nearest, ties to even; NaN stays one */
-  uint32_t bits;
-  memcpy(&bits, &y, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return (bf16)((bits >> 16) | 0x40);
-  return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
 INLINE float element(const void *data, int64_t i, int bits) {
   return bits == 32 ? ((const float *)data)[i] : wide(((const bf16 *)data)[i]);
 }
@@ -82,8 +75,8 @@ INLINE float maximum_of(vec x) {
   return x[0];
 }
 
-/* Sixteen numbers as `narrow` does it. */
-INLINE bf16vec narrow_all(vec x) {
+/* Rounded to nearest, ties to even; NaN stays one. */
+INLINE bf16vec narrow(vec x) {
   ivec bits = (ivec)x;
   ivec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   ivec kept = (ivec)either(x == x, (vec)rounded, (vec)((bits >> 16) | 0x40));
@@ -100,7 +93,7 @@ INLINE void store(void *row, int64_t i, vec x, int bits) {
   if (bits == 32)
     *(vec_unaligned *)((float *)row + i) = x;
   else
-    *(bf16vec *)((bf16 *)row + i) = narrow_all(x);
+    *(bf16vec *)((bf16 *)row + i) = narrow(x);
 }
 
 /* The first `count` of sixteen numbers to out[at...], or added to what stands there; rounded before they are added. */
@@ -110,7 +103,7 @@ INLINE void store_some(void *out, int64_t at, vec y, int bits, int add, int64_t 
   char *to = (char *)out + at * (int64_t)size;
   void *whole = count >= LANES ? to : few; /* at the end of a row there is nothing to spare behind it */
   if (add) {
-    vec rounded = bits == 32 ? y : (vec)(__builtin_convertvector(narrow_all(y), ivec) << 16);
+    vec rounded = bits == 32 ? y : (vec)(__builtin_convertvector(narrow(y), ivec) << 16);
     if (whole == few) memcpy(few, to, (size_t)count * size);
     y = load(whole, 0, bits) + rounded;
   }

@@ -20,12 +20,9 @@ from engine.quant import load_quantised, quantise, save_quantised, weight_bytes
 from engine.runner import load_model
 from models import embedded_target
 from tests import zoo
+from tests.drawn import numbers
 
 CPU = torch.device("cpu")
-
-
-def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def represented(levels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

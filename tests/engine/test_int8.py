@@ -11,16 +11,9 @@ from torch import nn
 from engine import int8
 from engine.activations import RowWise
 from engine.int8 import Int8Linear, OneDNN, Portable, kernel, round_rows, round_weight
+from tests.drawn import int8s, numbers
 
 has_onednn = pytest.mark.skipif(kernel().name != "onednn", reason="no usable oneDNN operators here")
-
-
-def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def int8s(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(-127, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
 
 
 def unsigned(rows: torch.Tensor) -> torch.Tensor:

@@ -12,17 +12,10 @@ from hypothesis import strategies as st
 
 from engine.int8 import OFFSET, Portable
 from engine.native import PackedMatrix, library, multiplies
+from tests.drawn import int8s, numbers
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
 FLOATS = [torch.float32, torch.bfloat16]
-
-
-def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def int8s(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randint(-127, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture(params=[1, 3])
