@@ -20,6 +20,7 @@ from server.admission import Admission, Call, Origin
 from server.errors import Aborted, DeadlinePassed
 from server.http_errors import INTERNAL, HttpError, http_error
 from server.http_requests import Asked
+from server.stalls import stall_limit
 
 logger = logging.getLogger(__name__)
 
@@ -103,21 +104,22 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with aclosing(self._call.messages()) as messages:
+        async with aclosing(self._call.messages()) as messages, stall_limit(self._stall_seconds) as writes:
             try:
                 async with in_time(self._origin):
                     async for event in self._render(messages):
-                        await self._event(send, json.dumps(event, ensure_ascii=False))
-                await self._event(send, "[DONE]")
-            except TimeoutError:
-                raise  # a reader that stalls would not read an error either
+                        with writes:
+                            await _event(send, json.dumps(event, ensure_ascii=False))
+                with writes:
+                    await _event(send, "[DONE]")
             except Exception as error:  # noqa: BLE001  # the status is out: whatever it is, an event must say so
-                await self._event(send, json.dumps(_told(error).body()))
+                with writes:
+                    await _event(send, json.dumps(_told(error).body()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _event(self, send: Send, data: str) -> None:
-        async with asyncio.timeout(self._stall_seconds):
-            await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+async def _event(send: Send, data: str) -> None:
+    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
 
 
 def _told(error: Exception) -> HttpError:
