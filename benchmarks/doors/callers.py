@@ -37,21 +37,21 @@ async def stream(call: Call, server: Server, streams: int, tokens: int) -> Strea
 
 
 async def over_grpc(server: Server, streams: int, tokens: int) -> int:
-    """The messages of all streams."""
+    """The messages of all streams, their ends not counted."""
     request = pb.GenerateStreamRequest(
         prompt=PROMPT, stopping=pb.StoppingParams(max_tokens=tokens, ignore_eos=True)
     ).SerializeToString()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
-        method = channel.unary_stream(_METHOD)
+        method: Any = channel.unary_stream(_METHOD)
 
         async def one() -> int:
             count, last = 0, b""
-            async for last in method(request):
-                count += 1
+            async for message in method(request):
+                count, last = count + 1, message
             ended = pb.GenerateStreamResponse.FromString(last).finished.usage.completion_tokens
             if ended != tokens:
                 raise RuntimeError(f"a stream of {tokens} tokens ended after {ended}")
-            return count
+            return count - 1
 
         return sum(await asyncio.gather(*(one() for _ in range(streams))))
 
@@ -64,12 +64,9 @@ def over_sse(path: str) -> Call:
         body = json.dumps({"prompt": PROMPT, limit: tokens, "ignore_eos": True, "stream": True}).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         request = f"{head}\r\n\r\n".encode() + body
-        readers = [_Reader(request) for _ in range(streams)]
-        loop = asyncio.get_running_loop()
-        await asyncio.gather(
-            *(loop.create_connection(lambda reader=reader: reader, "127.0.0.1", server.http_port) for reader in readers)
-        )
-        return sum([await reader.done for reader in readers])
+        connect = asyncio.get_running_loop().create_connection
+        opened = (connect(lambda: _Reader(request), "127.0.0.1", server.http_port) for _ in range(streams))
+        return sum([await reader.done for _, reader in await asyncio.gather(*opened)])
 
     return call
 
@@ -93,7 +90,7 @@ class _Reader(asyncio.Protocol):
         self._tail = (self._tail + data)[-1000:]
         if b"data: [DONE]" in self._tail and not self.done.done():
             if b'"finish_reason": "length"' in self._tail:
-                self.done.set_result(self._count - 1)
+                self.done.set_result(self._count - 2)  # the end, and `[DONE]`
             else:
                 self.done.set_exception(RuntimeError(f"a stream ended otherwise: {self._tail!r}"))
             self._transport.close()

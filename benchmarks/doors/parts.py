@@ -73,7 +73,7 @@ class Parts:
         admission.Call.messages = self._generator(admission.Call.messages, "gather")  # type: ignore[method-assign]
         TextShape.events = self._generator(TextShape.events, "shape")  # type: ignore[method-assign]
         native_answers.events = self._generator(native_answers.events, "shape")
-        http_calls.json = SimpleNamespace(dumps=self._function(json.dumps, "serialise"))  # type: ignore[assignment]
+        vars(http_calls)["json"] = SimpleNamespace(dumps=self._function(json.dumps, "serialise"))
         http_calls._event = self._coroutine(http_calls._event, "write")  # noqa: SLF001
         InferenceService.GenerateStream = self._with_context(InferenceService.GenerateStream)  # type: ignore[method-assign]
         grpc.unary_stream_rpc_method_handler = self._with_serializer(grpc.unary_stream_rpc_method_handler)

@@ -25,6 +25,7 @@ from benchmarks.doors.parts import Parts
 from server.app import App
 from server.config import ServerConfig
 
+MAX_STREAMS = 1024
 TEXT = getsource(textwrap)  # what is streamed, again and again
 
 
@@ -81,14 +82,9 @@ def main(settings: dict[str, float]) -> None:
     parts = Parts()
     if settings["parts"]:
         parts.install()
-    config = ServerConfig(
-        target=NAME,
-        grpc_port=0,
-        http_port=0,
-        max_batch_size=256,
-        max_queue_requests=1024,
-        max_queue_tokens=1 << 31,
-        drain_seconds=0.0,
+    options = {"grpc_port": 0, "http_port": 0, "max_batch_size": MAX_STREAMS, "max_batch_tokens": MAX_STREAMS}
+    config = ServerConfig.model_validate(
+        options | {"target": NAME, "max_queue_requests": MAX_STREAMS, "max_queue_tokens": 1 << 31, "drain_seconds": 0}
     )
     load = lambda engine, _: served(engine, TEXT, settings)  # noqa: E731
     app = App(config, load=load, on_ready=lambda app: _tell({"grpc": app.grpc_port, "http": app.http_port}))
