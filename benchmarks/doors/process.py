@@ -24,6 +24,7 @@ from benchmarks.doors.noop import NAME, served
 from benchmarks.doors.parts import Parts
 from server.app import App
 from server.config import ServerConfig
+from server.garbage import freeze_loaded
 
 MAX_STREAMS = 1024
 TEXT = getsource(textwrap)  # what is streamed, again and again
@@ -87,8 +88,13 @@ def main(settings: dict[str, float]) -> None:
         options | {"target": NAME, "max_queue_requests": MAX_STREAMS, "max_queue_tokens": 1 << 31, "drain_seconds": 0}
     )
     load = lambda engine, _: served(engine, TEXT, settings)  # noqa: E731
-    app = App(config, load=load, on_ready=lambda app: _tell({"grpc": app.grpc_port, "http": app.http_port}))
+    app = App(config, load=load, on_ready=_be_ready)
     uvloop.run(_run(app, parts))
+
+
+def _be_ready(app: App) -> None:
+    freeze_loaded()  # as `pilotfish serve` does
+    _tell({"grpc": app.grpc_port, "http": app.http_port})
 
 
 async def _run(app: App, parts: Parts) -> None:
