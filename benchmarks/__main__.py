@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.lab import Lab, Options, Section
 from benchmarks.machine import machine
-from benchmarks.sections import grid, moving, ngram, peers, server, sweep, verify
+from benchmarks.sections import frontend, grid, moving, ngram, peers, server, sweep, verify
 from benchmarks.synthetic import SHAPES
 
 SECTIONS: tuple[Section, ...] = (
@@ -27,6 +27,7 @@ SECTIONS: tuple[Section, ...] = (
     moving.SECTION,
     ngram.SECTION,
     server.SECTION,
+    *frontend.SECTIONS,
     peers.SECTION,
 )
 
@@ -40,9 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for section in wanted:
         lab.tell(section.title)
         rows = section.measure(lab)
-        told = {"command": command, **machine(), "models": _models(lab.options)}
-        report.write(section, rows, options.out, told)
-        report.write_page(SECTIONS, options.out)
+        told = {"command": command, **machine(), "models": section.subject or _models(lab.options)}
+        folder = options.out / section.page
+        report.write(section, rows, folder, told)
+        report.write_page([other for other in SECTIONS if other.page == section.page], folder)
         print("\n".join([*(section.verdict(rows) if rows else ()), "", *report.table(section.columns, rows), ""]))
 
 
@@ -52,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     names, d = [section.name for section in SECTIONS], Options()
     parser.add_argument("sections", nargs="*", choices=[*names, []], help="of " + ", ".join(names) + "; none means all")
-    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/cpu"), help="folder of the results")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder of the results")
     parser.add_argument("--models", type=Path, default=d.models, help="where the synthetic models are kept")
     parser.add_argument("--shape", dest="target", choices=SHAPES, default=d.target, help="of the target")
     parser.add_argument("--draft-shape", dest="draft", choices=SHAPES, default=d.draft)
@@ -64,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-memory", type=float, default=d.kv_memory, help="GiB for keys and values, per engine")
     parser.add_argument("--peers", nargs="*", help="names, or parts of names, of programs; none at all: ours alone")
     parser.add_argument("--peers-python", default=d.peers_python, help="a Python that has the peers installed")
-    for name, of in (("batches", int), ("rates", float), ("contexts", int), ("drafts", int)):
+    for name, of in (("batches", int), ("rates", float), ("contexts", int), ("drafts", int), ("streams", int)):
         parser.add_argument(f"--{name}", type=of, nargs="+", help="default: what the section asks for")
     return parser
 

@@ -33,6 +33,8 @@ class Section:
     columns: Mapping[str, str]  # heading -> format of it, such as "{gain:.2f}"
     plot: Callable[[Sequence[Row], Path], Sequence[str]] = lambda _rows, _folder: ()  # writes PNGs, names them
     verdict: Callable[[Sequence[Row]], Sequence[str]] = lambda _rows: ()  # sentences over the table
+    page: str = "cpu"  # on which it is shown
+    subject: str | None = None  # what is measured, where that is not the synthetic pair
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Options:
     contexts: tuple[int, ...] | None = None
     drafts: tuple[int, ...] | None = None
     kv_memory: float = 6.0
+    streams: tuple[int, ...] | None = None
     peers: tuple[str, ...] | None = None
     peers_python: str = sys.executable
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.lab import Row, Section
 
-# Results come and go by sections, so the page is made anew from the files each time.
-_INTRODUCTION = """# On CPU, on models of chosen acceptance
+# Results come and go by sections, so a page is made anew from the files each time.
+_CPU = """# On CPU, on models of chosen acceptance
 
 Made by `make bench`; sections can be measured apart, and this page is put together from the files in `{folder}/`.
 
@@ -32,6 +32,20 @@ the row; rows above 0.1 deserve doubt.
 """
 
 
+_FRONTEND = """# What a streamed token costs in front of the engine
+
+Made by `python -m benchmarks frontend frontend-parts`, and put together from the files in `{folder}/`.
+
+The engine is one that has its tokens already (`benchmarks/doors/noop.py`). Everything else is the server as it is
+served: queue, driver, incremental detokenization, metrics, gRPC and HTTP, on one event loop of one process. Clients are
+another process on the same machine, which count messages and check the ends; gRPC's share one connection, SSE has one
+for each stream. Processor time is the server process's own, all threads; it says what a token costs, where tokens per
+second also say how well two processes share two cores.
+"""
+
+PAGES = {"cpu": _CPU, "frontend": _FRONTEND}
+
+
 def write(section: Section, rows: Sequence[Row], folder: Path, told: Mapping[str, Any]) -> None:
     """Keep what was found, draw its pictures, and make the page anew."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,8 +55,8 @@ def write(section: Section, rows: Sequence[Row], folder: Path, told: Mapping[str
 
 
 def write_page(sections: Sequence[Section], folder: Path) -> None:
-    """`folder.md`, from the JSON files in `folder`, in the order of `sections`."""
-    parts = [_INTRODUCTION.format(folder=folder.name)]
+    """`folder.md`, from the JSON files in `folder`, in the order of `sections`; the folder is named as the page."""
+    parts = [PAGES[folder.name].format(folder=folder.name)]
     for section in sections:
         path = folder / f"{section.name}.json"
         if path.exists():

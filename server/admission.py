@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.errors import PilotfishError
+from engine.errors import PilotfishError, Violation
 from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
 from server import answers, convert
@@ -91,13 +91,13 @@ class Admission:
         self._quotas, self._tracing = quotas, tracing
         self._num_arriving = 0
 
-    async def admit(self, message: convert.AnyGenerateRequest, origin: Origin) -> Call:
-        """A live request, or an error that has been counted."""
+    async def admit(self, message: convert.AnyGenerateRequest, origin: Origin, known: Sequence[Violation] = ()) -> Call:
+        """A live request, or an error that has been counted; with `known` violations an error that tells those too."""
         trace = self._tracing.begin(origin.headers)
         try:
             leave = self._quotas.enter(origin.caller)
             try:
-                return await self._admit(message, origin, leave, trace)
+                return await self._admit(message, known, origin, leave, trace)
             except BaseException:
                 leave()
                 raise
@@ -108,18 +108,27 @@ class Admission:
             raise
 
     async def _admit(
-        self, message: convert.AnyGenerateRequest, origin: Origin, leave: Callable[[], None], trace: Trace
+        self,
+        message: convert.AnyGenerateRequest,
+        known: Sequence[Violation],
+        origin: Origin,
+        leave: Callable[[], None],
+        trace: Trace,
     ) -> Call:
         driver = self._driver()
         driver.require_open()  # before any work is done for it
-        wanted = _of_caller(await self._understood(message, driver, origin.remaining), origin.caller)
+        wanted = _of_caller(await self._understood(message, known, driver, origin.remaining), origin.caller)
         stream = driver.submit(
             wanted.request, interval=wanted.interval, priority=wanted.priority, remaining=origin.remaining()
         )
         return Call(driver, wanted, stream, self._metrics, leave, trace)
 
     async def _understood(
-        self, message: convert.AnyGenerateRequest, driver: Driver, remaining: Callable[[], float]
+        self,
+        message: convert.AnyGenerateRequest,
+        known: Sequence[Violation],
+        driver: Driver,
+        remaining: Callable[[], float],
     ) -> convert.Wanted:
         """Checked, encoded and compiled. All that are at it at once are bounded like those that wait after it."""
         if self._num_arriving >= driver.queue.max_requests:
@@ -127,7 +136,7 @@ class Admission:
             raise QueueFull(problem, bound="arrivals", retry_seconds=RETRY_SECONDS)
         self._num_arriving += 1
         try:
-            return await self._compiled(await _wanted(message, driver.model), driver.model, remaining)
+            return await self._compiled(await _wanted(message, known, driver.model), driver.model, remaining)
         finally:
             self._num_arriving -= 1
 
@@ -149,8 +158,10 @@ def _of_caller(wanted: convert.Wanted, caller: Caller) -> convert.Wanted:
     return replace(wanted, request=mine)
 
 
-async def _wanted(message: convert.AnyGenerateRequest, model: ServedModel) -> convert.Wanted:
+async def _wanted(
+    message: convert.AnyGenerateRequest, known: Sequence[Violation], model: ServedModel
+) -> convert.Wanted:
     """A chat template may take its time, whatever the length."""
     if len(message.prompt) > MAX_TEXT_ON_LOOP or message.HasField("messages"):
-        return await asyncio.to_thread(convert.wanted, message, model)
-    return convert.wanted(message, model)
+        return await asyncio.to_thread(convert.wanted, message, model, known)
+    return convert.wanted(message, model, known)

@@ -138,10 +138,15 @@ def _serve(config: ServerConfig) -> int:
 
     from server import logs
     from server.app import App
+    from server.garbage import freeze_loaded
+
+    def be_ready(app: App) -> None:
+        freeze_loaded()
+        _show_banner(app)
 
     logs.configure(config.log_format)
     try:
-        app = App(config, on_ready=_show_banner)
+        app = App(config, on_ready=be_ready)
     except (ValueError, OSError) as error:  # a file of tokens that is none
         print(f"pilotfish serve: {error}", file=sys.stderr)
         return 1

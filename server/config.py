@@ -84,6 +84,7 @@ class ServerConfig(BaseSettings, EngineConfig):
     max_connection_seconds: float | None = Field(
         None, gt=0, description="Age at which a gRPC client is asked to connect anew, so that it finds new replicas."
     )
+    playground: bool = Field(True, description="Serve a page at / that shows tokens as they stream.")
     reflection: bool = Field(False, description="Let gRPC clients list the services (reflection).")
     tracing: bool = Field(
         False,

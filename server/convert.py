@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -58,8 +58,10 @@ def require_model(name: str | None, model: ServedModel) -> None:
         raise NotFound(f"model is {shown(name)}; this server has {model.name!r}")
 
 
-def wanted(message: AnyGenerateRequest, model: ServedModel) -> Wanted:
+def wanted(message: AnyGenerateRequest, model: ServedModel, known: Iterable[Violation] = ()) -> Wanted:
     """Check and translate a request. Encodes its text, which takes a while for a long one, and compiles no structure.
+
+    `known` violations are told with the others; if they are the input's, the message may have none.
 
     Raises:
         NotFound: another model than the served one.
@@ -67,7 +69,7 @@ def wanted(message: AnyGenerateRequest, model: ServedModel) -> Wanted:
         Unsupported: what this server or this model does not have, all of it.
     """
     require_model(message.model if message.HasField("model") else None, model)
-    found = list(_violations(message, model))
+    found = [*known, *_violations(message, model, needs_input=not known)]
     request = Request(
         request_id=message.request_id if message.HasField("request_id") else secrets.token_hex(12),
         token_ids=_prompt(message, model, found),
@@ -96,12 +98,12 @@ def wanted(message: AnyGenerateRequest, model: ServedModel) -> Wanted:
     )
 
 
-def _violations(message: AnyGenerateRequest, model: ServedModel) -> Iterator[Violation]:
+def _violations(message: AnyGenerateRequest, model: ServedModel, *, needs_input: bool) -> Iterator[Violation]:
     """What only the protocol can get wrong; the engine checks the rest."""
     if message.HasField("request_id") and not _REQUEST_ID.fullmatch(message.request_id):
         yield Violation("request_id", f"is {shown(message.request_id)}; expected 1 to 128 of A-Z a-z 0-9 . _ : -")
     match message.WhichOneof("input"):
-        case None:
+        case None if needs_input:
             yield Violation("input", "is missing; expected prompt, token_ids or messages")
         case "prompt" if model.codec is None:
             yield Violation("prompt", "is text, and the model has no tokenizer; send token_ids")
@@ -141,20 +143,21 @@ def _as_in_the_protocol(violation: Violation) -> Violation:
 
 
 def _prompt(message: AnyGenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[int, ...]:
-    """The prompt's tokens. After a violation any will do: the rest is checked with them, and nothing is run."""
-    if found:
-        return (0,)
+    """The prompt's tokens. Where that is a violation any will do: the rest is checked with them, and nothing is run."""
+    nothing = (0,)
     if message.HasField("token_ids"):
         return tuple(message.token_ids.ids)
-    assert model.codec is not None, "a violation before this"
+    if model.codec is None or not message.WhichOneof("input"):
+        return nothing
     if not message.HasField("messages"):
         return model.codec.encode(message.prompt)
-    assert model.chat is not None, "a violation before this"
+    if model.chat is None:
+        return nothing
     try:
         text = model.chat.render([Message(turn.role, turn.content) for turn in message.messages.messages])
     except InvalidRequest as invalid:
         found += invalid.violations
-        return (0,)
+        return nothing
     return model.codec.encode(text, bare=True)  # the template has written the special tokens itself
 
 

@@ -38,7 +38,7 @@ class NotFound(PilotfishError):
 
 
 class DeadlinePassed(PilotfishError):
-    """Expected: the caller's time was up before the request could start."""
+    """Expected: the caller's time is up, or would be before the end."""
 
 
 class Aborted(PilotfishError):

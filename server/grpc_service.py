@@ -6,7 +6,6 @@ gives the pages back before its next step.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from contextlib import aclosing
 from typing import Any, TypeAlias
@@ -22,6 +21,7 @@ from server.errors import Aborted
 from server.guard import caller_of
 from server.metrics import Metrics
 from server.security import Callers
+from server.stalls import stall_limit
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # both methods share what they do with it
 
@@ -43,14 +43,11 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Write messages as they come."""
         call = await self._admit(request, context)
-        async with aclosing(call.messages()) as messages:
-            async for message in messages:
-                await self._write(message, call, context)
-
-    async def _write(self, message: pb.GenerateStreamResponse, call: Call, context: Context) -> None:
         try:
-            async with asyncio.timeout(self._stall_seconds):
-                await context.write(message)
+            async with aclosing(call.messages()) as messages, stall_limit(self._stall_seconds) as writes:
+                async for message in messages:
+                    with writes:
+                        await context.write(message)
         except TimeoutError:
             self._metrics.requests.stalls.inc()
             error = Aborted(f"the reader took no message for {self._stall_seconds:g} seconds")

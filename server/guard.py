@@ -1,4 +1,4 @@
-"""The lock on both doors: where tokens are asked for, nothing but health is answered without. Knows no service."""
+"""The lock on both doors: where tokens are asked for, nothing but health and an empty page is answered without."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server import playground
 from server.boundary import refuse
 from server.errors import Unauthenticated
 from server.http_errors import http_error
@@ -15,7 +16,7 @@ from server.security import Caller, Callers
 from server.status import refusal
 
 OPEN_METHODS = "/grpc.health.v1.Health/"
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health"}) | playground.PATHS
 
 
 class Guard(grpc.aio.ServerInterceptor):

@@ -47,13 +47,13 @@ class HttpError:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The whole answer. What failed for a reason of its own would fail again, and a client is told so."""
+        """The whole answer. What failed for a reason of its own, or whose time is up, is not to be sent again."""
         headers = {}
         if self.retry_seconds is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_seconds))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        if self.status == 500:
+        if self.status in (500, 504):
             headers["x-should-retry"] = "false"
         return JSONResponse(self.body(), self.status, headers)
 
@@ -70,11 +70,9 @@ def http_error(error: PilotfishError) -> HttpError:
     return HttpError(status, kind, refused.metric, _joined(found), found[0][0])
 
 
-def invalid_body(errors: Sequence[Any]) -> HttpError:
+def violations(errors: Sequence[Any]) -> tuple[Violation, ...]:
     """What pydantic found in a body."""
-    violations = told([Violation(_path(error), _problem(error)) for error in errors])
-    found = [(violation.field, violation.problem) for violation in violations]
-    return HttpError(400, "invalid_request_error", "invalid", _joined(found), found[0][0])
+    return tuple(Violation(_path(error), _problem(error)) for error in errors)
 
 
 UNREADABLE = HttpError(

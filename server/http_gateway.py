@@ -19,6 +19,7 @@ from server.driver import Driver
 from server.guard import HttpGuard
 from server.http_limits import HttpProtocol, RequestLimits
 from server.lifecycle import Lifecycle, State
+from server.playground import add_playground
 from server.security import Callers
 from server.version import version
 
@@ -41,6 +42,9 @@ def gateway(
         max_body=config.max_message_bytes,
         seconds=config.body_seconds,
     )
+
+    if config.playground:
+        add_playground(app)
 
     @app.get("/health")
     async def health() -> JSONResponse:

@@ -1,13 +1,60 @@
-"""HTTP bodies to messages of the protocol, which one path checks for all. Knows no engine."""
+"""HTTP bodies to messages of the protocol, which one path checks for all. Knows no engine.
+
+Of a body with fields that are wrong by themselves the others are read all the same, so that all is told at once.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
+from engine.errors import Violation
 from pilotfish.v1 import generation_pb2 as pb
 from server.http_types import ChatBody, CompletionBody, GenerateBody, OpenAiBody, Options
 
 OPENAI_TEMPERATURE = 1.0  # what OpenAI's users expect where they say nothing; elsewhere it is 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A body as a message, and what is known to be wrong with it."""
+
+    message: pb.GenerateRequest
+    wrong: tuple[Violation, ...] = ()
+    timeout: float | None = None  # seconds
+
+
+def asked(body: Options) -> Asked:
+    """What a body asks for whose fields are right by themselves."""
+    return Asked(_message(body), tuple(body.conflicts()), body.timeout)
+
+
+def rest(kind: type[Options], found: Any, faulty: Iterable[str]) -> Asked | None:
+    """What a body asks for beside its `faulty` fields, an input perhaps not; None if it is no object."""
+    if not isinstance(found, dict):
+        return None
+    kept = {name: value for name, value in found.items() if name not in faulty}
+    field, nothing = kind.no_input
+    has_input = kept.get(field) is not None
+    body = kind.model_validate(kept if has_input else kept | {field: nothing})
+    read = asked(body)
+    if not has_input:
+        read.message.ClearField("prompt")
+        read.message.ClearField("messages")
+    return read
+
+
+def _message(body: Options) -> pb.GenerateRequest:
+    match body:
+        case GenerateBody():
+            return generate_request(body)
+        case CompletionBody():
+            return completion_request(body)
+        case ChatBody():
+            return chat_request(body)
+    raise AssertionError(f"no route takes a {type(body).__name__}")
 
 
 def generate_request(body: GenerateBody) -> pb.GenerateRequest:

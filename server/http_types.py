@@ -6,9 +6,12 @@ is a field of OpenAI's that is not served, as long as it asks for nothing.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from engine.errors import Violation
 
 
 def _is_text(value: str) -> str:
@@ -26,6 +29,7 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)]
 UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1, strict=True)]
 TokenKey = Annotated[int, Field(ge=0, le=2**32 - 1)]  # of an object in JSON, where keys are strings
 Real = Annotated[float, Field(strict=True)]
+Seconds = Annotated[float, Field(gt=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, AfterValidator(_is_text)]
 
@@ -110,6 +114,8 @@ def _one_or_many(value: Any) -> Any:
 class Options(Body):
     """What every generating route takes, named as in the protocol, without its groups."""
 
+    no_input: ClassVar[tuple[str, Any]] = ("prompt", "")  # of the right type, where the one that came is not
+
     model: Text | None = None
     temperature: Real | None = None
     top_p: Real | None = None
@@ -133,14 +139,15 @@ class Options(Body):
     cache_salt: Text | None = None
     speculation: Speculation | None = None
     priority: Int32 | None = None
+    stream: Flag = False
+    timeout: Seconds | None = None
 
-    @model_validator(mode="after")
-    def _one_structure(self) -> Options:
+    def conflicts(self) -> Iterator[Violation]:
+        """Fields that do not go together, each of them right by itself."""
         structures = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "response_format")
         given = [name for name in structures if getattr(self, name, None) is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are given; expected one structure")
-        return self
+            yield Violation("body", f"has {' and '.join(given)}; expected one structure")
 
 
 def _one_prompt(value: Any) -> Any:
@@ -165,7 +172,6 @@ class OpenAiBody(Options):
 
     n: UInt32 | None = None
     max_tokens: UInt32 | None = None
-    stream: Flag = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat | None = None
 
@@ -199,14 +205,16 @@ class ChatTurn(Body):
 class ChatBody(OpenAiBody):
     """`POST /v1/chat/completions`."""
 
+    no_input = ("messages", [])
+
     messages: list[ChatTurn]
     max_completion_tokens: UInt32 | None = None
     logprobs: Flag | None = None
     top_logprobs: UInt32 | None = None
 
-    @model_validator(mode="after")
-    def _one_limit(self) -> ChatBody:
+    def conflicts(self) -> Iterator[Violation]:
+        """Those of all routes, and two limits."""
+        yield from super().conflicts()
         newer, older = self.max_completion_tokens, self.max_tokens
         if newer is not None and older is not None and newer != older:
-            raise ValueError(f"max_completion_tokens is {newer} and max_tokens, its older name, is {older}")
-        return self
+            yield Violation("body", f"has max_completion_tokens {newer} and max_tokens, its older name, {older}")

@@ -58,6 +58,8 @@ class Chunk:
     @classmethod
     def merged(cls, parts: list[Chunk]) -> Chunk:
         """Successive chunks of one output as one."""
+        if len(parts) == 1:  # a reader that keeps up
+            return parts[0]
         return cls(
             index=parts[0].index,
             token_ids=_joined(part.token_ids for part in parts),

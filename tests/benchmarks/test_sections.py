@@ -7,7 +7,10 @@ import json
 import pytest
 
 from benchmarks.__main__ import SECTIONS, main
+from benchmarks.doors.callers import DOORS
+from benchmarks.doors.parts import PARTS
 from benchmarks.report import part, table
+from benchmarks.sections import frontend
 from benchmarks.sections.sweep import expected_gain
 from benchmarks.turns import interleave, promising, ratios
 from tests.benchmarks.turns import turn
@@ -18,7 +21,7 @@ SMALL = "--shape tiny --draft-shape tinier --tokens 8 --rounds 1 --prompt 16 --b
 
 def test_offline_sections_measure_and_write(tmp_path, capsys):
     out = tmp_path / "cpu"
-    options = [*SMALL.split(), "--threads", "1", "--models", str(tmp_path / "models"), "--out", str(out)]
+    options = [*SMALL.split(), "--threads", "1", "--models", str(tmp_path / "models"), "--out", str(tmp_path)]
     main([*OFFLINE, *options])
     page = out.with_suffix(".md").read_text()
     for section in SECTIONS:
@@ -29,6 +32,34 @@ def test_offline_sections_measure_and_write(tmp_path, capsys):
         assert found["command"].startswith(f"python -m benchmarks {OFFLINE[0]}")
         assert {"machine", "versions", "commit"} <= found.keys()
     assert "AUTO is" in capsys.readouterr().out
+
+
+def test_the_doors_are_measured_on_a_page_of_their_own(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(frontend, "PAUSE", 0.002)
+    main(
+        [
+            "frontend",
+            "frontend-parts",
+            "--rounds",
+            "1",
+            "--streams",
+            "1",
+            "3",
+            "--tokens",
+            "300",
+            "--out",
+            str(tmp_path),
+        ]
+    )
+    assert "# What a streamed token costs" in (tmp_path / "frontend.md").read_text()
+    rows = json.loads((tmp_path / "frontend" / "frontend.json").read_text())["rows"]
+    assert {(row["door"], row["streams"]) for row in rows} == {(door, n) for door in DOORS for n in (1, 3)}
+    assert all(row["messages"] >= 1 and row["cpu"] > 0 for row in rows)
+    parts = json.loads((tmp_path / "frontend" / "frontend-parts.json").read_text())["rows"]
+    assert [row["part"] for row in parts if row.get("gRPC", 0) > 0][:2] == [PARTS["driver"], PARTS["metrics"]]
+    for door in DOORS:
+        assert sum(row[f"{door} share"] for row in parts[:-1]) == pytest.approx(1)
+    assert "per token" in capsys.readouterr().out
 
 
 def test_theory():

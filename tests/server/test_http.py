@@ -66,6 +66,32 @@ async def test_generate_tells_text_and_speed():
         assert (second.speculation.mode, second.sampling.temperature) == ("off", 0.5)
 
 
+async def events_of(server, **body):
+    """The objects of a stream of `/generate`, which ends as it should."""
+    raw = (await server.http.post("/generate", json=body | {"stream": True})).text
+    *events, done = raw.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@pytest.mark.parametrize("fields", [{"max_new_tokens": 31}, {"stop": "brown"}, {"max_new_tokens": 5, "stop": ["zzz"]}])
+async def test_a_stream_of_generate_tells_who_wrote_each_token(fields):
+    async with talking(FakeEngine(text="€ur° the brown ")) as server:
+        whole = (await server.http.post("/generate", json={"prompt": "ab"} | fields)).json()
+        *pieces, end = await events_of(server, prompt="ab", **fields)
+        tokens = [token for piece in pieces for token in piece["tokens"]]
+        assert [token["id"] for token in tokens] == list(server.engine.expected(len(tokens)))
+        assert [token["from_draft"] for token in tokens[:-1]] == [i % 3 != 2 for i in range(len(tokens) - 1)]
+        for piece in pieces:
+            assert piece["text"].startswith("".join(token["text"] for token in piece["tokens"]))
+        assert "".join(piece["text"] for piece in pieces) == whole["generated_text"]
+        assert end.keys() == whole.keys() - {"generated_text"}
+        changing = {"latency_ms", "time_to_first_token_ms", "tokens_per_second"}
+        assert all(end[name] == whole[name] for name in end.keys() - changing)
+        assert (end["completion_tokens"], end["drafted"], end["accepted"]) == (len(tokens), 8, 4)
+        assert 0 < end["time_to_first_token_ms"] <= end["latency_ms"]
+
+
 # ------------------------------------------------------------------------------------------------------ completions
 
 
@@ -218,7 +244,7 @@ CHAT = {"model": "fake", "messages": [{"role": "user", "content": "u"}]}
         ("chat/completions", {"n": 0}, "n", "0"),
         ("chat/completions", {"n": -1}, "n", "-1"),
         ("chat/completions", {"max_tokens": 10**6}, "max_tokens", "1000000"),
-        ("chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, "body", "max_completion_tokens is 2"),
+        ("chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, "body", "max_completion_tokens 2"),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "2"),
         ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "21"),
         ("chat/completions", {"logit_bias": {"5": 200}}, "logit_bias[5]", "200"),

@@ -124,7 +124,7 @@ async def test_over_http_too(tokens):
     async with serving(token_file=tokens) as server, http_client(server) as http:
         for wrong in map(str.strip, WRONG):
             headers = {"Authorization": wrong.encode()} if wrong else {}
-            answers = [await http.get(path, headers=headers) for path in paths]
+            answers = [await http.get(f"{http.base_url}{path}", headers=headers) for path in paths]
             answers += [
                 await http.post(path, headers=headers, json={"prompt": "a"})
                 for path in ("/generate", "/v1/completions", "/v1/chat/completions")

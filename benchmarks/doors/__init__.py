@@ -1,0 +1,1 @@
+"""The server's doors without a model behind them: what a streamed token costs by itself."""

@@ -1,0 +1,62 @@
+"""Messages of the protocol as `/generate` answers: a text with figures, or its tokens as they come. Knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from itertools import accumulate, pairwise
+from typing import Any
+
+from pilotfish.v1 import generation_pb2 as pb
+
+Json = dict[str, Any]
+
+FINISH_REASONS = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_ABORTED: "abort",
+}
+
+
+def answer(response: pb.GenerateResponse) -> Json:
+    """The whole answer."""
+    (output,) = response.outputs
+    return {"generated_text": output.text} | _figures(output.finished)
+
+
+async def events(messages: AsyncIterator[pb.GenerateStreamResponse]) -> AsyncIterator[Json]:
+    """Every round's tokens, each with its text and whether it was an accepted draft; the figures last."""
+    async for message in messages:
+        if message.HasField("finished"):
+            yield _figures(message.finished)
+        else:
+            yield _piece(message.delta)
+
+
+def _piece(delta: pb.TokenDelta) -> Json:
+    """Text that no token brought alone, held back until the end, is in `text` only."""
+    borders = accumulate(delta.text_lengths, initial=0)
+    texts = [delta.text[start:stop] for start, stop in pairwise(borders)]
+    tokens = [
+        {"id": token, "text": text, "from_draft": drafted}
+        for token, text, drafted in zip(delta.token_ids, texts, delta.from_draft, strict=True)
+    ]
+    return {"text": delta.text, "tokens": tokens}
+
+
+def _figures(end: pb.Finished) -> Json:
+    usage, stats, timing = end.usage, end.speculation_stats, end.timing
+    seconds = timing.total_seconds - timing.queue_seconds
+    first = timing.time_to_first_token_seconds if timing.HasField("time_to_first_token_seconds") else None
+    return {
+        "finish_reason": FINISH_REASONS.get(end.finish_reason, "abort"),
+        "tokens_per_second": usage.completion_tokens / seconds if seconds > 0 else 0.0,
+        "avg_tokens_per_jump": stats.acceptance_length or 1.0,  # without drafts: one at a time
+        "latency_ms": 1000 * timing.total_seconds,
+        "time_to_first_token_ms": None if first is None else 1000 * first,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "gain": stats.gain_ratio,
+        "seed": end.seed,
+    }

@@ -1,0 +1,44 @@
+"""The page at `/`: a few static files, and what a browser may do with them. Knows no request and no model.
+
+The page talks to `/health` and `/generate` like any other caller. It needs no token to be loaded, for it holds
+nothing; what it asks for does (docs/adr/0027-a-page-without-a-build-step.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fastapi import FastAPI, Response
+
+_HERE = Path(__file__).resolve().parent
+_FILES = {  # path -> file and its type
+    "/": ("index.html", "text/html"),
+    "/playground.css": ("playground.css", "text/css"),
+    "/playground.js": ("playground.js", "text/javascript"),
+    "/pilotfish.svg": ("pilotfish.svg", "image/svg+xml"),
+}
+PATHS = frozenset(_FILES)
+# Nothing from elsewhere, nothing inline, nobody else's frame: a text that a model wrote can do nothing but be read.
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def add_playground(app: FastAPI) -> None:
+    """Serve the files, read once."""
+    for path, (name, media_type) in _FILES.items():
+        app.add_api_route(path, _file(name, media_type), methods=["GET", "HEAD"], include_in_schema=False)
+
+
+def _file(name: str, media_type: str) -> Callable[[], Response]:
+    content = (_HERE / name).read_bytes()
+
+    def serve() -> Response:
+        return Response(content, headers=_HEADERS, media_type=media_type)
+
+    return serve

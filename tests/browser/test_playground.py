@@ -1,0 +1,225 @@
+"""The page at `/`, as a person with a browser meets it: Chromium, a real server, one process."""
+
+from __future__ import annotations
+
+import re
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import httpx
+import pytest
+from playwright.async_api import expect
+
+from server.model import ServedModel
+from tests.browser.chromium import NARROW, browsing, executable, visiting
+from tests.engine.test_text import CODEC
+from tests.server.conftest import serving, until
+from tests.server.fake_engine import FakeEngine
+from tests.server.test_life import metric
+from tests.server.test_security import ALICE
+
+pytestmark = pytest.mark.skipif(
+    executable() is None, reason="the page is not tested: there is no Chromium here (Debian: apt-get install chromium)"
+)
+
+EMBEDDED = {"load": ServedModel.load, "target": "", "threads": 1, "max_model_len": 512, "warm_up_seconds": 0.0}
+PROMPT = 'def mean(values):\n    """Mean of <b>values</b>."""\n'
+SAME = re.compile(r"^The same text, token by token, with seed \d+\.$")
+
+
+@asynccontextmanager
+async def open_page(engine=None, window=None, **options):
+    """The page of a server, and what its console complains of."""
+    async with serving(engine, **options) as server, browsing() as browser:
+        url = f"http://127.0.0.1:{server.app.http_port}/"
+        async with visiting(browser, url, **(window or {})) as (page, said), httpx.AsyncClient(base_url=url) as http:
+            await expect(page.locator("#server")).to_contain_text("cpu")
+            server.http = http
+            yield page, said, server
+
+
+async def text_of(page, side):
+    """What a side shows of the output, its prompt left out."""
+    return "".join(await page.locator(f"#{side} pre span:not(.asked)").all_text_contents())
+
+
+async def test_two_streams_of_one_prompt_in_two_colours_with_one_text():
+    async with open_page(**EMBEDDED) as (page, said, server):
+        await page.get_by_label("Prompt").fill(PROMPT)
+        await page.get_by_label("Most tokens").fill("48")
+        await page.get_by_label("Temperature").fill("0.9")
+        await page.get_by_label("Seed").fill("11")
+        await page.get_by_label("Drafts per round").select_option("4")
+        await page.keyboard.press("Control+Enter")
+        await expect(page.locator("#status")).to_have_text(SAME)
+        whole = {"prompt": PROMPT, "max_new_tokens": 48, "temperature": 0.9, "top_p": 1, "seed": 11}
+        wanted = (await server.http.post("/generate", json=whole)).json()["generated_text"]
+        assert await text_of(page, "drafted") == await text_of(page, "plain") == wanted
+        assert await page.locator("#plain .draft").count() == 0
+        colours = [
+            await page.locator(f"#drafted .{kind}").first.evaluate("element => getComputedStyle(element).color")
+            for kind in ("draft", "target")
+        ]
+        assert colours[0] != colours[1]
+        assert await page.locator("#plain .passes i").count() == 48
+        passes = await page.locator("#drafted .passes i").count()
+        assert passes < 48
+        await expect(page.locator("#per-pass")).to_have_text(f"{48 / passes:.2f}")
+        for id_, form in (("gain", r"\d+\.\d\d\u00d7"), ("from-drafts", r"\d+ %"), ("accepted", r"\d+ %")):
+            await expect(page.locator(f"#{id_}")).to_have_text(re.compile(f"^{form}$"))
+        for side, count in (("drafted", passes), ("plain", 48)):
+            await expect(page.locator(f"#{side} .end")).to_contain_text(f"48 tokens in {count} passes")
+            await expect(page.locator(f"#{side} .speed")).to_have_text(re.compile(r"^[\d.,]+$"))
+        assert said == []
+
+
+@pytest.mark.parametrize("how", ["button", "key", "closing the window"])
+async def test_tokens_come_as_they_are_made_and_stopping_frees_the_server(how):
+    engine = FakeEngine(step_seconds=0.02)
+    async with open_page(engine) as (page, said, server):
+        await page.get_by_role("combobox", name="Plain decoding").select_option("race")
+        await page.get_by_label("Most tokens").fill("3000")
+        await page.get_by_role("button", name="Run").click()
+        await expect(page.locator("#plain .target").nth(2)).to_be_visible()
+        await expect(page.locator("#drafted .draft").nth(2)).to_be_visible()
+        assert engine.num_running == 2
+        assert await page.get_by_role("button", name="Run").is_disabled()
+        await expect(page.locator("#drafted .speed")).to_have_text(re.compile(r"^[\d.,]+$"))
+        match how:
+            case "button":
+                await page.get_by_role("button", name="Stop").click()
+            case "key":
+                await page.keyboard.press("Escape")
+            case _:
+                await page.close()
+        await until(lambda: engine.free_pages == engine.total_pages)
+        await until(lambda: metric(server, "requests_total", finish_reason="cancelled") == 2)
+        if how != "closing the window":
+            await expect(page.locator("#status")).to_have_text("Stopped.")
+            await expect(page.get_by_role("button", name="Run")).to_be_enabled()
+            shown = await text_of(page, "drafted")
+            assert CODEC.decode(engine.expected(3000)).startswith(shown)
+            assert await page.get_by_role("alert").is_hidden()
+        assert said == []
+
+
+async def test_errors_are_shown_as_the_server_says_them():
+    engine = FakeEngine(step_seconds=0.02)
+    async with open_page(engine) as (page, _, server):
+        await page.get_by_label("Temperature").fill("-1")
+        await page.get_by_label("Top p").fill("7")
+        await page.get_by_role("button", name="Run").click()
+        body = {"prompt": "a", "temperature": -1, "top_p": 7}
+        wanted = (await server.http.post("/generate", json=body)).json()["error"]["message"]
+        assert "temperature" in wanted
+        assert "top_p" in wanted
+        await expect(page.get_by_role("alert")).to_have_text(f"400: {wanted}")
+        await page.get_by_label("Temperature").fill("")  # the server's default
+        await page.get_by_label("Top p").fill("")
+        await page.get_by_role("button", name="Run").click()
+        await expect(page.get_by_role("alert")).to_be_hidden()
+        await expect(page.locator("#status")).to_have_text(SAME)
+        await page.get_by_label("Most tokens").fill("3000")
+        await page.get_by_role("button", name="Run").click()
+        await expect(page.locator("#drafted .draft").nth(2)).to_be_visible()
+        engine.fault = RuntimeError("secret")
+        await expect(page.get_by_role("alert")).to_contain_text("the engine failed")
+        assert "secret" not in await page.content()
+
+
+async def test_where_a_token_is_asked_for_there_is_a_field(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"alice {ALICE}\n")
+    async with open_page(token_file=tokens) as (page, _, _):
+        await page.get_by_role("button", name="Run").click()
+        await expect(page.get_by_role("alert")).to_contain_text("401: authorization is missing")
+        await expect(page.get_by_label("Bearer token")).to_be_focused()
+        await page.keyboard.type(ALICE)
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#status")).to_have_text(SAME)
+        stored = await page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]")
+        assert stored == [0, 0, ""]
+
+
+async def test_what_a_model_writes_is_text_and_nothing_else():
+    evil = "<img src=x onerror=alert(1)><script>alert(2)</script></pre>"
+    async with open_page(FakeEngine(text=evil)) as (page, said, _):
+        await page.get_by_label("Most tokens").fill(str(len(CODEC.encode(evil))))
+        await page.get_by_role("button", name="Run").click()
+        await expect(page.locator("#status")).to_have_text(SAME)
+        assert await text_of(page, "plain") == evil
+        assert await page.locator("pre *:not(span)").count() == 0
+        assert said == []
+
+
+# ----------------------------------------------------------------------------------------------- what it looks like
+
+CONTRASTS = """() => {
+  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const ground = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const colour = numbers(getComputedStyle(at).backgroundColor);
+      if (colour.length === 3 || colour[3] > 0) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const light = (colour) => {
+    const [r, g, b] = colour.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const found = {};
+  for (const element of document.querySelectorAll("body *")) {
+    const hasText = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    if ((!hasText && !element.value) || !element.checkVisibility() || element.closest(":disabled")) continue;
+    const [a, b] = [numbers(getComputedStyle(element).color), ground(element)].map(light).sort((x, y) => y - x);
+    found[`${element.tagName} ${element.id} ${element.className}`] = (a + 0.05) / (b + 0.05);
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_each_theme_is_legible_and_its_own(scheme):
+    async with open_page(window={"color_scheme": scheme}) as (page, said, _):
+        await page.get_by_label("Most tokens").fill("40")
+        await page.get_by_role("button", name="Run").click()
+        await expect(page.locator("#status")).to_have_text(SAME)
+        await page.get_by_text("Access token").click()
+        contrasts = await page.evaluate(CONTRASTS)
+        assert len(contrasts) > 25
+        assert {name: found for name, found in contrasts.items() if found < 4.5} == {}  # WCAG 2, level AA
+        ground = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+        brightness = sum(map(int, re.findall(r"\d+", ground))) / (3 * 255)
+        assert (brightness > 0.8) if scheme == "light" else (brightness < 0.2)
+        assert said == []
+
+
+async def test_a_narrow_window_scrolls_one_way_only():
+    long = "averyveryverylongwordwithoutaspace" * 30
+    async with open_page(FakeEngine(text=long), window={"viewport": NARROW}) as (page, said, _):
+        await page.get_by_label("Prompt").fill(long)
+        await page.get_by_label("Most tokens").fill("1000")
+        await page.get_by_role("button", name="Run").click()
+        await expect(page.locator("#status")).to_have_text(SAME)
+        await page.get_by_text("Access token").click()
+        width, visible = await page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+        assert width <= visible == NARROW["width"]
+        boxes = [await page.locator(f"#{side}").bounding_box() for side in ("drafted", "plain")]
+        assert boxes[0]["y"] + boxes[0]["height"] <= boxes[1]["y"]  # one below the other
+        assert said == []
+
+
+async def test_it_can_be_used_without_a_mouse():
+    async with open_page() as (page, said, _):
+        await page.locator("body").focus()
+        reached = []
+        for _ in range(11):
+            await page.keyboard.press("Tab")
+            reached.append(await page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        fields = ["prompt", "max-tokens", "temperature", "top-p", "seed", "drafts", "compare"]
+        assert [name for name in reached if name in fields] == fields
+        assert [(a, b) for a, b in pairwise(reached) if a == "compare"] == [("compare", "SUMMARY")]
+        assert reached[reached.index("SUMMARY") + 1 :][:3] == ["run", "PRE", "PRE"]
+        nameless = "[...document.querySelectorAll('input, select, textarea')].filter((e) => !e.labels.length).length"
+        assert await page.evaluate(nameless) == 0
+        assert said == []

@@ -1,0 +1,69 @@
+"""One timer for all writes of a stream: a write that hangs is cut, a pause between writes is not."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from server.stalls import stall_limit
+
+LIMIT = 0.1
+
+
+async def write(times, seconds):
+    """So many writes, each of which takes so long."""
+    async with stall_limit(LIMIT) as writes:
+        for _ in range(times):
+            with writes:
+                await asyncio.sleep(seconds)
+
+
+async def test_a_write_that_hangs_is_cut_and_many_that_do_not_are_not():
+    await write(8, LIMIT / 5)  # the timer of the first one goes off within a later one
+    with pytest.raises(TimeoutError):
+        await write(1, 1000)
+
+
+async def test_waiting_for_something_to_write_is_no_stall():
+    async with stall_limit(LIMIT) as writes:
+        for _ in range(3):
+            await asyncio.sleep(2 * LIMIT)
+            with writes:
+                await asyncio.sleep(0)
+
+
+async def test_errors_and_cancellation_pass_and_leave_no_timer():
+    seen = []
+
+    async def fail():
+        async with stall_limit(LIMIT) as writes:
+            seen.append(writes)
+            with writes:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    assert seen[0]._timer.cancelled()
+
+    async def hang():
+        async with stall_limit(1000) as writes:
+            with writes:
+                await asyncio.Event().wait()
+
+    task = asyncio.ensure_future(hang())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_what_was_loaded_is_left_out_of_collections_until_the_end():
+    code = "from server.garbage import freeze_loaded; import gc; freeze_loaded(); print(gc.get_freeze_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 1000
+    assert done.stderr == ""
+    assert gc.get_freeze_count() == 0, "tests do not freeze"
