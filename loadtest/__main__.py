@@ -2,18 +2,22 @@
 
 python -m loadtest curve       callers and rates up to twice what the server can do; plots
 python -m loadtest overload    ten times what it can do, for a minute
+python -m loadtest chaos       cancels, killed clients, stalled readers, deadlines and faults, for five minutes
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 from loadtest import plots, report
+from loadtest.chaos import OPTIONS, PROGRAM, chaos, chaos_lines
 from loadtest.curve import SHARES, curve
 from loadtest.overload import overload
 from loadtest.phases import Phase, Site
@@ -26,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(given)
     told = report.conditions(" ".join(["python -m loadtest", *given]))
-    with ServerProcess(*options.serve, log=options.out / "server.log") as server:
+    with _server(options) as server:
         lines, problems = EXPERIMENTS[options.experiment](server, options, told)
     page = "\n".join([f"`{told['command']}`; {told['machine']}; commit {told['commit']}", "", *lines, ""])
     (options.out / "report.md").write_text(page, "utf-8")
@@ -49,6 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--untimed", action="store_true", help="judge nothing that depends on the machine's speed")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="all that follows goes to the server")
     return parser
+
+
+def _server(options: argparse.Namespace) -> ServerProcess:
+    log = options.out / "server.log"
+    if options.experiment == "chaos":
+        return ServerProcess(*OPTIONS, *options.serve, log=log, program=PROGRAM)
+    return ServerProcess(*options.serve, log=log)
 
 
 def _tell(text: str) -> None:
@@ -85,7 +96,15 @@ def _overload(server: ServerProcess, options: argparse.Namespace, told: dict[str
     return [verdict, "", *lines], list(found.problems(timed=not options.untimed))
 
 
-EXPERIMENTS = {"curve": _curve, "overload": _overload}
+def _chaos(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
+    seconds = options.seconds or 300.0
+    found = asyncio.run(chaos(server, seconds / 5, seconds, _tell))
+    lines = chaos_lines(found)
+    (options.out / "results.json").write_text(json.dumps({**told, **asdict(found)}, indent=1) + "\n", "utf-8")
+    return lines, list(found.problems(timed=not options.untimed))
+
+
+EXPERIMENTS = {"curve": _curve, "overload": _overload, "chaos": _chaos}
 
 if __name__ == "__main__":
     sys.exit(main())
