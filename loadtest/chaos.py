@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -56,8 +55,8 @@ class Notes:
     right: int = 0  # streams of those who behave, with the tokens that they have alone
     wrong: list[str] = field(default_factory=list)
     refused: int = 0  # of those who behave: there was no room
-    failed: Counter[str] = field(default_factory=Counter)
-    deeds: Counter[str] = field(default_factory=Counter)  # and how each ended
+    failed: dict[str, int] = field(default_factory=dict)  # of those who behaved, for no good reason
+    deeds: dict[str, int] = field(default_factory=dict)  # what was done, and how it ended
     strange: list[str] = field(default_factory=list)  # ends that no deed should have
 
 
@@ -166,7 +165,7 @@ async def _behave(scene: Scene, found: Notes, alone: Mapping[Job, tuple[int, ...
             tokens = await _tokens(scene.client, job)
         except RequestFailed as error:
             if error.retry_seconds is None:
-                found.failed[str(error)] += 1
+                found.failed[str(error)] = found.failed.get(str(error), 0) + 1
             else:
                 found.refused += 1
             await asyncio.sleep(error.retry_seconds or 0.1)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from itertools import count
@@ -35,7 +34,7 @@ class Scene:
     http_address: str
     client: AsyncClient
     end: float  # in the loop's time
-    deeds: Counter[str]
+    deeds: dict[str, int]
     strange: list[str]
 
     @property
@@ -51,7 +50,7 @@ class Scene:
 
     def note(self, deed: str, end: str, *expected: str) -> None:
         """How a deed ended; what none of those expected is written down."""
-        self.deeds[f"{deed}: {end}"] += 1
+        self.deeds[f"{deed}: {end}"] = self.deeds.get(f"{deed}: {end}", 0) + 1
         if end not in expected:
             self.strange.append(f"{deed} ended with {end}; expected {', '.join(expected)}")
 
@@ -114,12 +113,12 @@ async def stall(scene: Scene, random: Random) -> None:
         try:
             await call.read()
             await asyncio.sleep(random.uniform(1, 5))
-            async for _ in call:
+            while await call.read() is not grpc.aio.EOF:
                 pass
-            end = "served"
+            end = (await call.code()).name
         except grpc.aio.AioRpcError as error:
             end = error.code().name
-    scene.note("stall", end, "ABORTED", "served", "RESOURCE_EXHAUSTED")
+    scene.note("stall", end, "ABORTED", "OK", "RESOURCE_EXHAUSTED")
 
 
 async def die(scene: Scene, random: Random) -> None:

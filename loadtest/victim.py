@@ -7,7 +7,7 @@ import sys
 
 from client import AsyncClient, RequestFailed
 
-ENDLESS = 2000  # tokens: more than it will live to see
+ENDLESS = 480  # tokens: more than it will live to see, and all that the server of chaos allows
 
 
 async def _read(client: AsyncClient, number: int) -> None:
