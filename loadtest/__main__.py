@@ -3,6 +3,7 @@
 python -m loadtest curve       callers and rates up to twice what the server can do; plots
 python -m loadtest overload    ten times what it can do, for a minute
 python -m loadtest chaos       cancels, killed clients, stalled readers, deadlines and faults, for five minutes
+python -m loadtest locust      Locust's users, for a minute, none of whom may fail; needs the extra loadtest
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from loadtest import plots, report
+from loadtest import plots, report, swarm
 from loadtest.chaos import OPTIONS, PROGRAM, chaos, chaos_lines
 from loadtest.curve import SHARES, curve
 from loadtest.overload import overload
@@ -50,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workload", choices=WORKLOADS, default="long_outputs", help="what is asked [%(default)s]")
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="curve: rates, in terms of capacity")
     parser.add_argument("--times", type=float, default=10.0, help="overload: rate, in terms of capacity [%(default)s]")
+    parser.add_argument("--users", type=int, default=100, help="locust [%(default)s]")
+    parser.add_argument("--workers", type=int, default=2, help="locust: processes that hold them [%(default)s]")
+    parser.add_argument("--scenario", default="steady", help="locust: steady, ramp, spike, or a workload [%(default)s]")
     parser.add_argument("--untimed", action="store_true", help="judge nothing that depends on the machine's speed")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="all that follows goes to the server")
     return parser
@@ -104,7 +108,16 @@ def _chaos(server: ServerProcess, options: argparse.Namespace, told: dict[str, s
     return lines, list(found.problems(timed=not options.untimed))
 
 
-EXPERIMENTS = {"curve": _curve, "overload": _overload, "chaos": _chaos}
+def _locust(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
+    wanted = swarm.Swarm(options.users, options.seconds or 60.0, options.workers, options.scenario)
+    _tell(f"{wanted.users} users for {wanted.seconds:g} s, {wanted.scenario}")
+    rows = wanted.run(server, options.out)
+    (options.out / "results.json").write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n", "utf-8")
+    failed = swarm.failures(rows)
+    return swarm.lines(rows), [f"{failed} calls failed"] if failed else []
+
+
+EXPERIMENTS = {"curve": _curve, "overload": _overload, "chaos": _chaos, "locust": _locust}
 
 if __name__ == "__main__":
     sys.exit(main())

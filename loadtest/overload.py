@@ -11,6 +11,7 @@ from loadtest.samples import Outcome, Sample
 
 CALLERS = 96  # who keep every place of the server taken, and some waiting, while its capacity is measured
 WARMING = 1 / 3  # of that time does not count
+SETTLING = 0.1  # of the time at capacity is not timed: all places are taken at once, as they never are later
 MOST_WAITING = 2.0  # times the time to first token at capacity
 MOST_GROWTH = 0.02  # of resident memory
 
@@ -77,11 +78,16 @@ def full_rate(samples: Sequence[Sample], seconds: float) -> float:
 
 
 async def overload(site: Site, times: float, seconds: float, tell: Callable[[str], None]) -> Overload:
-    """Measure capacity, then what it is like at capacity, then at so many times that."""
+    """Measure capacity, then what it is like at capacity, then at so many times that.
+
+    At capacity all places are taken and requests come as fast as others end: without the first, chance would decide
+    whether the queue is ever used.
+    """
     tell(f"capacity: {CALLERS} callers for {seconds / 2:g} s")
     capacity = await site.closed("capacity", CALLERS, seconds / 2)
     rate = full_rate(site.samples["capacity"], seconds / 2)
-    tell(f"at capacity: {rate:.1f} requests/s for {seconds:g} s")
-    at_capacity = await site.open("at capacity", Arrivals(rate), seconds)
+    places = await site.places()
+    tell(f"at capacity: {places} requests to take all places, then {rate:.1f} per second for {seconds:g} s")
+    at_capacity = await site.open("at capacity", Arrivals(rate), seconds, burst=places, since=SETTLING * seconds)
     tell(f"overload: {times * rate:.1f} requests/s for {seconds:g} s")
     return Overload(capacity, at_capacity, await site.open("overload", Arrivals(times * rate), seconds))

@@ -87,13 +87,22 @@ class Site:
     objective: Objective = field(default_factory=Objective)
     samples: dict[str, list[Sample]] = field(default_factory=dict)  # by phase
 
-    async def open(self, name: str, arrivals: Arrivals, seconds: float) -> Phase:
-        """Callers who come at a rate."""
+    async def open(self, name: str, arrivals: Arrivals, seconds: float, *, burst: int = 0, since: float = 0.0) -> Phase:
+        """Callers who come at a rate; `burst` come at once before; only what is sent from `since` on is timed."""
         random = Random(SEED)
-        moments = list(arrivals.times(seconds, random))
+        moments = [0.0] * burst + list(arrivals.times(seconds, random))
         return await self._measure(
-            name, lambda run: run.open_loop(moments, self.workload, random), rate=arrivals.rate, seconds=seconds
+            name,
+            lambda run: run.open_loop(moments, self.workload, random),
+            rate=arrivals.rate,
+            seconds=seconds,
+            since=since,
         )
+
+    async def places(self) -> int:
+        """How many requests the server runs at once."""
+        async with AsyncClient(self.server.address) as client:
+            return (await client.model_info()).max_batch_size
 
     async def closed(self, name: str, concurrency: int, seconds: float) -> Phase:
         """So many callers with one request at a time."""
@@ -113,6 +122,7 @@ class Site:
         seconds: float,
         rate: float | None = None,
         concurrency: int | None = None,
+        since: float = 0.0,
     ) -> Phase:
         before, usages = await asyncio.to_thread(self.server.metrics), list[Usage]()
         async with AsyncClient(self.server.address, retry=None) as client, _watching(self.server, usages):
@@ -125,7 +135,7 @@ class Site:
             name=name,
             rate=rate,
             concurrency=concurrency,
-            summary=Summary.of(run.samples, seconds, self.objective),
+            summary=Summary.of(run.samples, seconds, self.objective, since),
             account=await self._account(before, len(run.samples)),
             usages=tuple(usages),
         )

@@ -108,9 +108,11 @@ class Summary:
     acceptance_length: float
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], seconds: float, objective: Objective = Objective()) -> Summary:
-        """Latencies are of requests that were served; the rest has none to speak of."""
-        served = [s for s in samples if s.outcome is Outcome.SERVED]
+    def of(
+        cls, samples: Sequence[Sample], seconds: float, objective: Objective = Objective(), since: float = 0.0
+    ) -> Summary:
+        """Latencies are of requests that were served and not sent before `since`; sums are of all."""
+        served = [s for s in samples if s.outcome is Outcome.SERVED and s.intended >= since]
         refused = [s for s in samples if s.outcome is Outcome.REFUSED]
         drafted, rounds = sum(s.drafted for s in served), sum(s.rounds for s in served)
         accepted = sum(s.accepted for s in served)
@@ -125,7 +127,7 @@ class Summary:
             inter_token=levels(gap for s in served for gap in s.gaps),
             time_per_token=levels(s.time_per_token for s in served),
             total=levels(s.total for s in served),
-            lag=levels(s.sent - s.intended for s in samples),
+            lag=levels(s.sent - s.intended for s in samples if s.intended >= since),
             unhinted=sum(not s.retry_seconds for s in refused),
             acceptance_rate=accepted / drafted if drafted else math.nan,
             acceptance_length=1 + accepted / rounds if rounds else math.nan,
