@@ -10,7 +10,7 @@ from itertools import count
 from engine.types import Request
 from server.errors import QueueFull
 
-SERVICE_SHARE = 0.25  # of the time that requests now take, anybody may wait: where they take minutes, seconds are few
+SERVICE_SHARE = 0.1  # of the time that requests now take, anybody may wait: where they take minutes, seconds are few
 
 
 @dataclass(frozen=True, slots=True)
