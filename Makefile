@@ -1,6 +1,7 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cuda bench-cuda check features serve proto train heads bench clean
+.PHONY: help install demo test test-cuda bench-cuda check features serve proto train heads bench loadtest overload chaos \
+	simulate clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -73,6 +74,20 @@ bench: install ## Measure this machine, by sections (ARGS="grid --rounds 3"); wr
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python -m benchmarks $(ARGS)
 
+loadtest: install ## Load the embedded server: 100 Locust users for a minute, then its curve; reports in build/loadtest
+	$(BIN)/python -m pip install --quiet --editable '.[loadtest]'
+	$(BIN)/python -m loadtest locust --out build/loadtest/locust $(ARGS)
+	$(BIN)/python -m loadtest curve --seconds 6 --shares 0.5 0.9 1.5 --untimed --out build/loadtest/curve
+
+overload: install ## Ten times what the embedded server can do, for a minute (three in all)
+	$(BIN)/python -m loadtest overload --out build/loadtest/overload $(ARGS)
+
+chaos: install ## Cancels, killed clients, stalled readers, deadlines and faults, for five minutes (six in all)
+	$(BIN)/python -m loadtest chaos --out build/loadtest/chaos $(ARGS)
+
+simulate: install ## Predict a server under load from what its steps cost, and check that against one
+	$(BIN)/python -m benchmarks.simulate check $(ARGS)
+
 clean: ## Remove .venv, caches and build outputs; never the models' training state
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
-	find engine server client models proto examples tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find engine server client loadtest models proto examples tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -72,6 +72,9 @@ class Engine:
         ended = tuple(self._end_for_fault(sequence) for sequence in decided.faulty)
         if decided.is_whole:
             self.control.learn(round_of(plan, decided.proposal, decided.outcomes, watch.seconds))
+            for fed, event in zip(decided.fed, events, strict=True):
+                if event.finished is not None:  # it has just learned of one that is over
+                    self.control.forget(fed.sequence)
         failed = self._proposers.num_failures - failures
         stats = measure(plan, decided.proposal, decided.fed, events, watch.seconds, failed, self._scheduler)
         return StepOutput((*events, *ended), stats)

@@ -100,7 +100,8 @@ class App:
         tasks.create_task(self._http.run_until_stopped())
         model = await self._load_model()
         if model is not None:
-            queue = AdmissionQueue(self.config.max_queue_requests, self.config.max_queue_tokens)
+            config = self.config
+            queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
             self.driver = Driver(
                 model,
                 queue,

@@ -22,7 +22,7 @@ from server.estimates import Estimates
 from server.lifecycle import Lifecycle, State
 from server.metrics import Metrics
 from server.model import ServedModel
-from server.queue import AdmissionQueue
+from server.queue import AdmissionQueue, Outlook
 from server.streams import OutputStream
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Driver:
         self._endings: dict[str, _Ending] = {}
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
+        self._left: list[float] | None = None  # tokens that running outputs are likely to bring, as long as it is known
         self._stopping = False
 
     # ------------------------------------------------------------------------------------------------- the clock
@@ -104,6 +105,7 @@ class Driver:
                 self._forget(stream, FinishReason.DEADLINE)
                 continue
             stream.start()
+            self._left = None
             self._metrics.requests.start(stream.timeline)
             try:
                 self._engine.add(stream.request)
@@ -126,6 +128,7 @@ class Driver:
                 self._deliver(stream, event)
         self._metrics.steps.observe(output.stats)
         self.estimates.observe(output.stats)
+        self._left = None
         self._report_load()
 
     async def _sleep(self) -> None:
@@ -139,7 +142,7 @@ class Driver:
     def require_open(self) -> None:
         """Raise Unavailable or QueueFull where nobody can be taken: before any work is done for a request."""
         self._lifecycle.require_ready()
-        self.queue.require_room(retry_seconds=self.estimates.retry(self._engine.num_running))
+        self.queue.require_room(outlook=self._outlook())
 
     def submit(
         self, request: Request, *, interval: int = 1, priority: int = 0, remaining: float = math.inf
@@ -149,7 +152,7 @@ class Driver:
         Raises:
             Unavailable: the server starts, drains or failed.
             DuplicateRequest: a live request has this id.
-            QueueFull: the queue's bound in requests or tokens is reached.
+            QueueFull: the queue's bound in requests, tokens or seconds is reached.
             DeadlinePassed: its caller's time is up, or will be before it can be served.
         """
         self.require_open()
@@ -160,8 +163,7 @@ class Driver:
         due = min(now + PATIENCE_SECONDS - priority * self._ageing_seconds, now + remaining - work)
         self._require_time(remaining, due, work)
         stream = OutputStream(request, self.model.codec, self._clock, interval, now + remaining)
-        retry = self.estimates.retry(self._engine.num_running)
-        self.queue.push(request, request.sampling.n * self._most_tokens(request), due, retry)
+        self.queue.push(request, request.sampling.n * self._most_tokens(request), due, self._outlook())
         self._live[request.request_id] = stream
         self._idle.clear()
         self._wake.set()
@@ -247,6 +249,8 @@ class Driver:
         self.estimates.end(stream.timeline)
         for output in stream.outputs:
             self._metrics.requests.end_output(output.timeline, output.num_tokens)
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.estimates.end_output(output.num_tokens, self._most_output(stream.request))
         if not self._live:
             self._idle.set()
 
@@ -273,6 +277,19 @@ class Driver:
         if wait + work > max(remaining, 0.0) or remaining <= 0:
             problem = f"the deadline is in {max(remaining, 0.0):.3g} seconds"
             raise DeadlinePassed(f"{problem}; by now's estimate it takes {wait:.3g} to start and {work:.3g} to end")
+
+    def _outlook(self) -> Outlook:
+        if self._left is None:
+            running = (stream for stream in self._live.values() if stream.timeline.started is not None)
+            outputs = (
+                (o.num_tokens, self._most_output(s.request)) for s in running for o in s.outputs if o.end is None
+            )
+            self._left = sorted(self.estimates.left(*output) for output in outputs)
+        free = self._engine.config.max_batch_size - self._engine.num_running if self._engine.has_room else 0
+        return self.estimates.outlook(len(self.queue) - free, self._left)  # who has a place waits for a step at most
+
+    def _most_output(self, request: Request) -> int:
+        return self._most_tokens(request) - len(request.token_ids)
 
     def _most_tokens(self, request: Request) -> int:
         return request.max_len(self._engine.max_model_len, self._engine.config.max_output_tokens)

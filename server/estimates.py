@@ -1,13 +1,17 @@
-"""How long things have taken of late, and so how long the next will take at least. Knows numbers only.
+"""How long things have taken of late, and so how long the next will take. Knows numbers only.
 
-Everything here errs on the side of hope: what is not known takes no time, so that no deadline is refused on a guess.
+What is not known takes no time: nobody is refused on a guess. Where a deadline is concerned, hope decides: a refusal
+means that even with luck it would have been late. Where the queue's length is concerned, the most likely does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.stats import StepStats
 from engine.types import DEFAULT_MAX_TOKENS, Request
 from server.outputs import Timeline
+from server.queue import Outlook
 
 _NEW = 0.1  # weight of the newest value in a mean of the last ten or so
 _KEEP = 0.995  # per step: the best rate fades, so that a machine that became slower is believed in the end
@@ -22,6 +26,8 @@ class Estimates:
         self._service: float | None = None  # seconds that a request spends in the engine
         self._per_token: float | None = None  # seconds between two tokens of one output
         self._prompt_rate = 0.0  # best tokens of prompts per second
+        self._paces: dict[int, float] = {}  # seconds between two tokens of one output, by how many run, doubling
+        self._tokens = self._most_tokens = 0.0  # means of what outputs had, and of what they might have had
         self._rounds = self._drafted = self._accepted = 0.0  # fading sums
 
     def observe(self, stats: StepStats) -> None:
@@ -30,6 +36,9 @@ class Estimates:
         self._drafted = self._drafted * _KEEP + stats.drafted
         self._accepted = self._accepted * _KEEP + stats.accepted
         seconds = sum(stats.phase_seconds.values())
+        if stats.generated_tokens and stats.running:
+            size = stats.running.bit_length()
+            self._paces[size] = _mean(self._paces.get(size), seconds * stats.running / stats.generated_tokens)
         if stats.prompt_tokens >= _MIN_PROMPT_TOKENS and seconds > 0:
             self._prompt_rate = max(self._prompt_rate * _KEEP, stats.prompt_tokens / seconds)
         elif not stats.prompt_tokens and stats.generated_tokens and stats.running:
@@ -50,6 +59,30 @@ class Estimates:
         if timeline.started is not None and timeline.ended is not None:
             self._service = _mean(self._service, timeline.ended - timeline.started)
 
+    def end_output(self, tokens: int, most: int) -> None:
+        """An output is over that has so many tokens, and might have had `most`."""
+        self._tokens = _mean(self._tokens or None, tokens)
+        self._most_tokens = _mean(self._most_tokens or None, most)
+
+    def left(self, tokens: int, most: int) -> float:
+        """Tokens that an output which has so many is likely to bring yet: most do not use up what they may have."""
+        return max(0.0, most * self._share - tokens)
+
+    @property
+    def _share(self) -> float:
+        return self._tokens / self._most_tokens if self._most_tokens else 0.0
+
+    def turn(self, waiting: int, left: Sequence[float]) -> float:
+        """Seconds until so many that wait, and then one more, have got a place: outputs that run have `left` to bring.
+
+        [10, 30] tokens left, 20 tokens per output, a token per second; 0, 1, 2 wait: 10 s, 30 s, and 10 + 20 s.
+        """
+        if not left or not self._paces:
+            return 0.0
+        nearest = min(self._paces, key=lambda size: abs(size - len(left).bit_length()))
+        rounds, place = divmod(waiting, len(left))
+        return (left[place] + rounds * self._tokens) * self._paces[nearest]
+
     def wait(self, ahead: int, running: int) -> float:
         """Seconds until `ahead` others and then this one have got a place, where `running` now hold all of them.
 
@@ -62,10 +95,18 @@ class Estimates:
         reading = len(request.token_ids) / self._prompt_rate if self._prompt_rate else 0.0
         return reading + (least_tokens(request) - 1) * (self._per_token or 0.0)
 
-    def retry(self, running: int) -> float:
-        """Seconds after which a caller may find room in the queue."""
+    def outlook(self, waiting: int, left: Sequence[float]) -> Outlook:
+        """What a request that came now could expect, behind so many who have no place; `left` as in `turn`, ascending.
+
+        Past times of service lag behind when load rises; what runs now tells little when lengths differ much.
+        """
+        wait = max(self.wait(waiting, len(left)), self.turn(waiting, left)) if waiting >= 0 else 0.0
+        return Outlook(wait, self._service or 0.0, self.retry(max(0, waiting), len(left)))
+
+    def retry(self, waiting: int, running: int) -> float:
+        """Seconds after which all that wait now have a place: who came again sooner would find others there."""
         unknown, least, most = RETRY_SECONDS
-        return unknown if self._service is None else min(most, max(least, self.wait(0, running)))
+        return unknown if self._service is None else min(most, max(least, self.wait(waiting, running)))
 
 
 def least_tokens(request: Request) -> int:

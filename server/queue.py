@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, field
 from itertools import count
 
 from engine.types import Request
 from server.errors import QueueFull
+
+SERVICE_SHARE = 0.1  # of the time that requests now take, anybody may wait: where they take minutes, seconds are few
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a request that came now could expect, in seconds; what is not known takes no time."""
+
+    wait: float = 0.0  # until it got a place
+    service: float = 0.0  # from its place to its end
+    retry: float = 1.0  # until a caller who is refused may find room
+
+
+NOTHING_KNOWN = Outlook()
 
 
 @dataclass(order=True, slots=True)
@@ -20,13 +35,13 @@ class _Waiting:
 
 
 class AdmissionQueue:
-    """Who is due first goes first; bounded in requests and in tokens. A push, pop or remove costs O(log n).
+    """Who is due first goes first; bounded in requests, tokens and seconds. A push, pop or remove costs O(log n).
 
-    The bound in tokens is about waiting behind others: an empty queue takes a request of any size.
+    The bounds in tokens and seconds are about waiting behind others: an empty queue takes any request.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int) -> None:
-        self.max_requests, self.max_tokens = max_requests, max_tokens
+    def __init__(self, max_requests: int, max_tokens: int, max_seconds: float = math.inf) -> None:
+        self.max_requests, self.max_tokens, self.max_seconds = max_requests, max_tokens, max_seconds
         self.num_tokens = 0
         self._waiting: dict[str, _Waiting] = {}
         self._heap: list[_Waiting] = []  # those that were removed stay until they come up, or are too many
@@ -38,20 +53,24 @@ class AdmissionQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
 
-    def require_room(self, num_tokens: int = 0, retry_seconds: float = 1.0) -> None:
+    def require_room(self, num_tokens: int = 0, outlook: Outlook = NOTHING_KNOWN) -> None:
         """Raise QueueFull where a request of `num_tokens` has no room."""
         if len(self) >= self.max_requests:
             problem = f"the queue holds {len(self)} requests; the limit is {self.max_requests}"
-            raise QueueFull(problem, bound="requests", retry_seconds=retry_seconds)
+            raise QueueFull(problem, bound="requests", retry_seconds=outlook.retry)
         if self._waiting and self.num_tokens + num_tokens > self.max_tokens:
             held = f"the queue holds {self.num_tokens} tokens and the request may need {num_tokens}"
             problem = f"{held}; the limit is {self.max_tokens}"
-            raise QueueFull(problem, bound="tokens", retry_seconds=retry_seconds)
+            raise QueueFull(problem, bound="tokens", retry_seconds=outlook.retry)
+        longest = max(self.max_seconds, SERVICE_SHARE * outlook.service)
+        if self._waiting and outlook.wait > longest:
+            problem = f"a request would wait for {outlook.wait:.3g} seconds; the limit is {longest:.3g}"
+            raise QueueFull(problem, bound="seconds", retry_seconds=outlook.retry)
 
-    def push(self, request: Request, num_tokens: int, due: float, retry_seconds: float = 1.0) -> None:
+    def push(self, request: Request, num_tokens: int, due: float, outlook: Outlook = NOTHING_KNOWN) -> None:
         """Add, or raise QueueFull. `due` is in seconds of any clock, the same for all."""
         assert request.request_id not in self._waiting, "the driver refuses live ids"
-        self.require_room(num_tokens, retry_seconds)
+        self.require_room(num_tokens, outlook)
         entry = _Waiting(due, next(self._numbers), request, num_tokens)
         self._waiting[request.request_id] = entry
         heapq.heappush(self._heap, entry)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
 import torch
 
+from engine.adaptive import AdaptiveK
 from engine.errors import DuplicateRequest, InvalidRequest, Unsupported
 from engine.proposers.scripted import ScriptedProposer
 from engine.proposers.select import GIVE_UP_AFTER
-from engine.types import FinishReason, Request, SamplingParams, SpeculationMode, SpeculationParams, Verification
+from engine.types import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    Sequence,
+    SpeculationMode,
+    SpeculationParams,
+    Verification,
+)
 from tests import fakes
 
 VOCAB = 11
@@ -282,3 +292,21 @@ def test_warm_up_leaves_nothing() -> None:
     engine.warm_up()
     engine.check_invariants()
     assert not engine.has_work
+
+
+def live_sequences() -> int:
+    gc.collect()
+    return sum(type(thing) is Sequence for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("mode", SpeculationMode)
+def test_a_sequence_that_is_over_is_not_kept_by_anybody(mode: SpeculationMode) -> None:
+    before = live_sequences()
+    engine = engine_with(control=AdaptiveK(), speculation=mode)
+    fakes.run(engine, [request(f"r{i}") for i in range(9)])
+    for _ in range(3):
+        engine.add(request("cut"))
+        engine.step()
+        engine.finish("cut", FinishReason.CANCELLED)
+    assert not engine.has_work
+    assert live_sequences() - before <= 2, "a proposer knows who came last, and whom it tried last"

@@ -44,7 +44,8 @@ def test_what_is_not_known_takes_no_time():
     estimates = Estimates()
     assert estimates.wait(100, 4) == 0.0
     assert estimates.work(asked(10_000, min_tokens=1000)) == 0.0
-    assert estimates.retry(4) == 1.0
+    assert estimates.retry(0, 4) == 1.0
+    assert estimates.turn(100, [5.0]) == 0.0
 
 
 def test_places_become_free_at_the_rate_at_which_requests_end():
@@ -53,10 +54,32 @@ def test_places_become_free_at_the_rate_at_which_requests_end():
         served_for(estimates, 8.0)
     assert estimates.wait(0, 3) == pytest.approx(2.0)
     assert estimates.wait(4, 3) == pytest.approx(10.0)
-    assert estimates.retry(3) == pytest.approx(2.0)
+    assert estimates.retry(0, 3) == pytest.approx(2.0)
+    assert estimates.retry(4, 3) == pytest.approx(10.0), "others wait, and come first"
     for _ in range(100):
         served_for(estimates, 8000.0)
-    assert estimates.retry(0) == 30.0
+    assert estimates.retry(0, 0) == 30.0
+
+
+def test_a_place_is_free_when_what_runs_has_brought_what_is_left_of_it():
+    estimates = Estimates()
+    for _ in range(100):
+        estimates.end_output(20, 80)  # outputs use a quarter of what they may have
+        estimates.observe(step(2.0, generated=2, running=2))  # two seconds from one token to the next
+    left = sorted(estimates.left(tokens, most) for tokens, most in ((10, 80), (10, 160), (50, 80)))
+    assert left == pytest.approx([0.0, 10.0, 30.0])
+    for waiting, tokens in enumerate((0, 10, 30, 20 + 0, 20 + 10)):
+        assert estimates.turn(waiting, left) == pytest.approx(2.0 * tokens)
+    assert estimates.outlook(2, left).wait == pytest.approx(60.0)
+
+
+def test_the_pace_is_that_of_about_as_many():
+    estimates = Estimates()
+    estimates.end_output(10, 10)
+    estimates.observe(step(1.0, generated=1, running=1))
+    estimates.observe(step(5.0, generated=40, running=40))
+    assert estimates.turn(0, [10.0]) == pytest.approx(10.0)
+    assert estimates.turn(0, [10.0] * 50) == pytest.approx(50.0)
 
 
 def test_work_is_reading_and_the_tokens_that_are_sure():

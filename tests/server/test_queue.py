@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.types import Request
 from server.errors import QueueFull
-from server.queue import AdmissionQueue
+from server.queue import SERVICE_SHARE, AdmissionQueue, Outlook
 
 MAX_REQUESTS, MAX_TOKENS = 5, 100
 
@@ -53,3 +53,14 @@ def test_an_empty_queue_takes_a_request_of_any_size() -> None:
     queue.push(Request(request_id="huge", token_ids=(1,)), 10 * MAX_TOKENS, 0.0)
     with pytest.raises(QueueFull, match="the limit is 100"):
         queue.push(Request(request_id="small", token_ids=(1,)), 1, 0.0)
+
+
+def test_nobody_waits_longer_than_is_bearable_and_who_would_be_first_always_may() -> None:
+    queue = AdmissionQueue(MAX_REQUESTS, MAX_TOKENS, max_seconds=2.0)
+    slow = Outlook(wait=3.0, service=4.0, retry=5.0)
+    queue.push(Request(request_id="first", token_ids=(1,)), 1, 0.0, slow)
+    with pytest.raises(QueueFull, match="wait for 3 seconds; the limit is 2") as full:
+        queue.require_room(1, slow)
+    assert (full.value.bound, full.value.retry_seconds) == ("seconds", 5.0)
+    queue.require_room(1, Outlook(wait=2.0))
+    queue.require_room(1, Outlook(wait=3.0, service=3.0 / SERVICE_SHARE))  # everything takes long here

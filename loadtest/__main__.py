@@ -1,0 +1,123 @@
+"""Load a server on this machine, its own or one that is named, and write what came of it.
+
+python -m loadtest curve       callers and rates up to twice what the server can do; plots
+python -m loadtest overload    ten times what it can do, for a minute
+python -m loadtest chaos       cancels, killed clients, stalled readers, deadlines and faults, for five minutes
+python -m loadtest locust      Locust's users, for a minute, none of whom may fail; needs the extra loadtest
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+from loadtest import plots, report, swarm
+from loadtest.chaos import OPTIONS, PROGRAM, chaos, chaos_lines
+from loadtest.curve import SHARES, curve
+from loadtest.overload import overload
+from loadtest.phases import Phase, Site
+from loadtest.process import ServerProcess
+from loadtest.workload import WORKLOADS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one experiment; 0 if everything was as it should be."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = _parser().parse_args(given)
+    told = report.conditions(" ".join(["python -m loadtest", *given]))
+    with _server(options) as server:
+        lines, problems = EXPERIMENTS[options.experiment](server, options, told)
+    page = "\n".join([f"`{told['command']}`; {told['machine']}; commit {told['commit']}", "", *lines, ""])
+    (options.out / "report.md").write_text(page, "utf-8")
+    print(page)
+    for problem in problems:
+        print(f"PROBLEM: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("experiment", choices=EXPERIMENTS)
+    parser.add_argument("--out", type=Path, default=Path("build/loadtest"), help="folder of the results [%(default)s]")
+    parser.add_argument("--seconds", type=float, help="how long a stretch takes; default: as the experiment has it")
+    parser.add_argument("--workload", choices=WORKLOADS, default="long_outputs", help="what is asked [%(default)s]")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="curve: rates, in terms of capacity")
+    parser.add_argument("--times", type=float, default=10.0, help="overload: rate, in terms of capacity [%(default)s]")
+    parser.add_argument("--users", type=int, default=100, help="locust [%(default)s]")
+    parser.add_argument("--workers", type=int, default=2, help="locust: processes that hold them [%(default)s]")
+    parser.add_argument("--scenario", default="steady", help="locust: steady, ramp, spike, or a workload [%(default)s]")
+    parser.add_argument("--untimed", action="store_true", help="judge nothing that depends on the machine's speed")
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="all that follows goes to the server")
+    return parser
+
+
+def _server(options: argparse.Namespace) -> ServerProcess:
+    log = options.out / "server.log"
+    if options.experiment == "chaos":
+        return ServerProcess(*OPTIONS, *options.serve, log=log, program=PROGRAM)
+    return ServerProcess(*options.serve, log=log)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _write(options: argparse.Namespace, told: dict[str, str], phases: Sequence[Phase], site: Site) -> list[str]:
+    report.write(options.out, told, phases, site.samples)
+    return report.table(phases)
+
+
+def _curve(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
+    site = Site(server, WORKLOADS[options.workload])
+    found = asyncio.run(curve(site, options.seconds or 20.0, options.shares, _tell))
+    lines = _write(options, told, found.phases, site)
+    if find_spec("matplotlib"):
+        for path in plots.curves(options.out, found.phases, site.objective):
+            _tell(str(path))
+    verdict = (
+        f"Capacity {found.capacity:.1f} requests/s; everybody served up to {found.saturation:.1f}/s; goodput at the "
+        f"highest rate {found.kept:.0%} of the best."
+    )
+    return [verdict, "", *lines], list(found.problems(timed=not options.untimed))
+
+
+def _overload(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
+    site = Site(server, WORKLOADS[options.workload])
+    found = asyncio.run(overload(site, options.times, options.seconds or 60.0, _tell))
+    lines = _write(options, told, found.phases, site)
+    verdict = (
+        f"Time to first token p99 {found.waiting:.2f} times that at capacity; requests served per second "
+        f"{found.kept:.0%} of those at capacity; memory {found.growth:+.1%}."
+    )
+    return [verdict, "", *lines], list(found.problems(timed=not options.untimed))
+
+
+def _chaos(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
+    seconds = options.seconds or 300.0
+    found = asyncio.run(chaos(server, seconds / 5, seconds, _tell))
+    lines = chaos_lines(found)
+    (options.out / "results.json").write_text(json.dumps({**told, **asdict(found)}, indent=1) + "\n", "utf-8")
+    return lines, list(found.problems(timed=not options.untimed))
+
+
+def _locust(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
+    wanted = swarm.Swarm(options.users, options.seconds or 60.0, options.workers, options.scenario)
+    _tell(f"{wanted.users} users for {wanted.seconds:g} s, {wanted.scenario}")
+    rows = wanted.run(server, options.out)
+    (options.out / "results.json").write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n", "utf-8")
+    failed = swarm.failures(rows)
+    return swarm.lines(rows), [f"{failed} calls failed"] if failed else []
+
+
+EXPERIMENTS = {"curve": _curve, "overload": _overload, "chaos": _chaos, "locust": _locust}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""A server in a process of its own: started, waited for, watched from outside, ended. Knows Linux' /proc."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from client import Client
+from loadtest.metrics import Metrics
+
+SERVE = ("-c", "from server.cli import main; raise SystemExit(main())", "serve")
+# Server and driver share this machine: one thread each, where there are two cores.
+DEFAULTS = ("--threads", "1")
+_STOP_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process holds at one moment."""
+
+    resident: int  # bytes
+    descriptors: int
+
+
+def usage(pid: int) -> Usage:
+    """Of a process of this machine."""
+    folder = Path("/proc") / str(pid)
+    pages = int((folder / "statm").read_text("ascii").split()[1])
+    return Usage(pages * os.sysconf("SC_PAGE_SIZE"), len(list((folder / "fd").iterdir())))
+
+
+def free_port() -> int:
+    """A port that nobody listens on; another program may take it before it is used."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+class ServerProcess:
+    """`pilotfish serve` on loopback: the embedded pair, unless options say otherwise; in a `with` block.
+
+    Args:
+        options: of `pilotfish serve`.
+        log: what it says goes here.
+        program: arguments of Python that start it; default `pilotfish serve` itself.
+    """
+
+    def __init__(self, *options: str, log: Path | None = None, program: Sequence[str] = SERVE) -> None:
+        self.address, self.http_address = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        ports = ("--grpc-port", _port(self.address), "--http-port", _port(self.http_address))
+        self.command = [sys.executable, *program, *ports, *DEFAULTS, *options]
+        self._log = log
+
+    def __enter__(self) -> Self:
+        if self._log is not None:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+        with Path(self._log or os.devnull).open("wb") as log:
+            self.process = subprocess.Popen(self.command, stderr=log, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        try:
+            self._wait()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.pid
+
+    def metrics(self) -> Metrics:
+        """Its own account."""
+        return Metrics.read(self.http_address)
+
+    def usage(self) -> Usage:
+        """What it holds now."""
+        return usage(self.pid)
+
+    def stop(self) -> int:
+        """Let it drain and end; its exit code. One that does not end is killed."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(_STOP_SECONDS)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End it at once, if it has not ended."""
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def _wait(self, seconds: float = 120.0) -> None:
+        end = time.monotonic() + seconds
+        with Client(self.address) as client:
+            while True:
+                if self.process.poll() is not None:
+                    raise RuntimeError(f"the server ended with {self.process.returncode}; its log: {self._log}")
+                try:
+                    return client.wait_until_serving(deadline=1.0)
+                except TimeoutError:
+                    if time.monotonic() > end:
+                        raise
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]

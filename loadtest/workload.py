@@ -1,0 +1,98 @@
+"""What is asked: prompts of many lengths, cut from source code that is at hand, and options. Knows no server."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from random import Random
+
+from client.options import Options
+
+# Modules of the standard library: text of the kind that the embedded pair continues, present wherever Python is.
+_SOURCES = (json.decoder, json.encoder, textwrap)
+MEDIAN_PROMPT, SPREAD = 160, 0.7  # characters, and the standard deviation of their logarithm
+LONG_PROMPT = 2400  # characters
+MAX_TOKENS = (16, 64)  # least and most that are asked for
+SHARED = 900  # characters of a prefix that many prompts begin with
+NUM_SHARED = 4  # such prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request as its caller thinks of it."""
+
+    prompt: str
+    options: Options = field(default_factory=Options)
+    deadline: float | None = None  # seconds
+    patience: float | None = None  # seconds after which the caller goes away
+
+
+Workload = Callable[[Random], Ask]
+
+
+@cache
+def _text() -> str:
+    return "\n".join(Path(str(source.__file__)).read_text("utf-8") for source in _SOURCES)
+
+
+def _cut(random: Random, characters: int) -> str:
+    """So many characters of the text, from the beginning of a line on."""
+    text = _text()
+    start = text.rindex("\n", 0, random.randrange(1000, len(text) - characters)) + 1
+    return text[start : start + characters]
+
+
+def _options(random: Random) -> Options:
+    """Outputs of a chosen length: how much work a request is should not depend on what the model says."""
+    return {"max_tokens": random.randint(*MAX_TOKENS), "ignore_eos": True}
+
+
+def steady(random: Random) -> Ask:
+    """Prompts of log-normal length."""
+    characters = min(LONG_PROMPT, max(8, round(random.lognormvariate(0, SPREAD) * MEDIAN_PROMPT)))
+    return Ask(_cut(random, characters), _options(random))
+
+
+def long_prompts(random: Random) -> Ask:
+    """One in four is long."""
+    return Ask(_cut(random, LONG_PROMPT), _options(random)) if random.random() < 0.25 else steady(random)
+
+
+def mixed_priorities(random: Random) -> Ask:
+    """Three levels of priority."""
+    ask = steady(random)
+    return Ask(ask.prompt, {**ask.options, "priority": random.choice((-5, 0, 5))})
+
+
+def cancels(random: Random) -> Ask:
+    """One in three callers goes away soon."""
+    ask = steady(random)
+    return Ask(ask.prompt, ask.options, patience=random.uniform(0, 0.5) if random.random() < 1 / 3 else None)
+
+
+def shared_prefixes(random: Random) -> Ask:
+    """All begin with one of a few long prefixes."""
+    prefix = _cut(Random(random.randrange(NUM_SHARED)), SHARED)
+    return Ask(prefix + steady(random).prompt[:200], _options(random))
+
+
+def long_outputs(random: Random) -> Ask:
+    """Four times as long: fewer requests keep the server as busy, so that the driver is not what is measured."""
+    most = 4 * random.randint(*MAX_TOKENS)
+    return Ask(steady(random).prompt, {"max_tokens": most, "ignore_eos": True})
+
+
+def sampled(random: Random) -> Ask:
+    """With temperature and a seed."""
+    ask = steady(random)
+    return Ask(ask.prompt, {**ask.options, "temperature": 0.8, "seed": random.randrange(2**32)})
+
+
+WORKLOADS: dict[str, Workload] = {
+    workload.__name__: workload
+    for workload in (steady, long_prompts, long_outputs, mixed_priorities, cancels, shared_prefixes, sampled)
+}
