@@ -1,6 +1,6 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cuda bench-cuda check features serve proto train heads bench clean
+.PHONY: help install demo test test-cuda bench-cuda check dashboards features serve proto train heads bench clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -45,6 +45,9 @@ check: install ## Format, lint, types, layers, fresh stubs
 	diff --recursive --exclude='*.proto' --exclude='__init__.py*' --exclude='py.typed' --exclude='__pycache__' \
 		proto build/stubs
 
+dashboards: install ## Write the Grafana dashboards of deploy/grafana/dashboards.py as JSON
+	$(BIN)/python -m deploy.grafana.dashboards
+
 features: install ## Run the tests of every option with every proposer; writes docs/features.md
 	$(BIN)/python -m pytest tests/exactness/test_options.py --features docs/features.md
 
@@ -75,4 +78,4 @@ bench: install ## Measure this machine, by sections (ARGS="grid --rounds 3"); wr
 
 clean: ## Remove .venv, caches and build outputs; never the models' training state
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
-	find engine server client models proto examples tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find engine server client models proto examples deploy tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
