@@ -1,6 +1,6 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cuda bench-cuda check dashboards features serve proto train heads bench clean
+.PHONY: help install demo test test-cuda bench-cuda check check-deploy test-image dashboards features serve proto train heads bench clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed
 PROTOS := $(patsubst proto/%,%,$(wildcard proto/pilotfish/v1/*.proto))
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Create .venv with everything for use, tests and checks
 
@@ -44,6 +44,13 @@ check: install ## Format, lint, types, layers, fresh stubs
 	@$(MAKE) --no-print-directory build/stubs
 	diff --recursive --exclude='*.proto' --exclude='__init__.py*' --exclude='py.typed' --exclude='__pycache__' \
 		proto build/stubs
+	@$(MAKE) --no-print-directory check-deploy
+
+check-deploy: install ## Validate deploy/: hadolint, compose, Grafana's types, Kubernetes' schemas
+	$(BIN)/python -m pytest -q -n 0 $(addprefix tests/deploy/test_, containers.py dashboards.py)
+
+test-image: install ## Run the image's install steps in a clean directory, and its commands as its user
+	$(BIN)/python -m pytest -q -n 0 tests/deploy/try_image.py
 
 dashboards: install ## Write the Grafana dashboards of deploy/grafana/dashboards.py as JSON
 	$(BIN)/python -m deploy.grafana.dashboards
