@@ -1,4 +1,4 @@
-"""`pilotfish health`: one question to a server's grpc.health.v1, answered by the exit code. For containers and scripts."""
+"""`pilotfish health`: one question to a server's grpc.health.v1; the exit code answers. For containers and scripts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ask(arguments: Sequence[str]) -> tuple[str, bool]:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(question, timeout=options.timeout)
         except grpc.RpcError as error:
-            return f"{error.code().name}: {error.details()}", False  # type: ignore[attr-defined]  # it is a Call, too
+            return f"{error.code().name}: {error.details()}", False
     return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status), answer.status == SERVING
 
 
