@@ -47,7 +47,7 @@ check: install ## Format, lint, types, layers, fresh stubs
 	@$(MAKE) --no-print-directory check-deploy
 
 check-deploy: install ## Validate deploy/: hadolint, compose, Grafana's types, Kubernetes' schemas
-	$(BIN)/python -m pytest -q -n 0 $(addprefix tests/deploy/test_, containers.py dashboards.py)
+	$(BIN)/python -m pytest -q -n 0 $(addprefix tests/deploy/test_, containers.py dashboards.py kubernetes.py)
 
 test-image: install ## Run the image's install steps in a clean directory, and its commands as its user
 	$(BIN)/python -m pytest -q -n 0 tests/deploy/try_image.py
