@@ -1,6 +1,6 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cuda bench-cuda check check-deploy test-image dashboards features serve proto train heads bench clean
+.PHONY: help install demo test test-cuda bench-cuda check check-deploy test-image test-ray dashboards features serve proto train heads bench clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -51,6 +51,10 @@ check-deploy: install ## Validate deploy/: hadolint, compose, Grafana's types, K
 
 test-image: install ## Run the image's install steps in a clean directory, and its commands as its user
 	$(BIN)/python -m pytest -q -n 0 tests/deploy/try_image.py
+
+test-ray: install ## Run two replicas on a real Ray of this machine, and kill one under load
+	$(BIN)/python -m pip install --quiet --editable '.[ray]'
+	$(BIN)/python -m pytest -q -n 0 -W default --disable-warnings tests/deploy/try_ray.py
 
 dashboards: install ## Write the Grafana dashboards of deploy/grafana/dashboards.py as JSON
 	$(BIN)/python -m deploy.grafana.dashboards

@@ -28,8 +28,12 @@ class Arguments(BaseModel):
     max_waiting: int = Field(64, ge=0, description="Requests that may wait at a proxy; beyond, RESOURCE_EXHAUSTED.")
 
 
-def build(arguments: Arguments) -> serve.Application:
-    """Replicas that take a full batch each; more of them once batches are three quarters full or requests wait."""
+def build(args: dict[str, Any]) -> serve.Application:
+    """Replicas that take a full batch each; more of them once batches are three quarters full or requests wait.
+
+    `args` are `Arguments`.
+    """
+    arguments = Arguments.model_validate(args)
     config = configured(arguments.options)
     deployment = serve.deployment(
         Replica,

@@ -160,7 +160,7 @@ async def _parsed(parse: Parse, data: bytes, context: Context) -> Any:
 async def _content(envelope: bytes, context: Context) -> bytes:
     """A message's bytes; a status ends the call here."""
     content = opened(envelope)
-    if isinstance(content, Status):
-        await context.abort(content.code, content.message, content.trailers)
-        raise AssertionError("abort has raised")
-    return content
+    if not isinstance(content, Status):
+        return content
+    await context.abort(content.code, content.message, content.trailers)
+    raise AssertionError("abort has raised")
