@@ -1,7 +1,7 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cuda bench-cuda check features serve proto train heads bench loadtest overload chaos \
-	simulate clean
+.PHONY: help install demo test test-cuda bench-cuda check check-deploy test-image test-ray dashboards features serve proto \
+	train heads bench loadtest overload chaos simulate clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 PROTOS := $(patsubst proto/%,%,$(wildcard proto/pilotfish/v1/*.proto))
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Create .venv with everything for use, tests and checks
 
@@ -45,6 +45,20 @@ check: install ## Format, lint, types, layers, fresh stubs
 	@$(MAKE) --no-print-directory build/stubs
 	diff --recursive --exclude='*.proto' --exclude='__init__.py*' --exclude='py.typed' --exclude='__pycache__' \
 		proto build/stubs
+	@$(MAKE) --no-print-directory check-deploy
+
+check-deploy: install ## Validate deploy/: hadolint, compose, Grafana's types, Kubernetes' schemas
+	$(BIN)/python -m pytest -q -n 0 $(addprefix tests/deploy/test_, containers.py dashboards.py kubernetes.py)
+
+test-image: install ## Run the image's install steps in a clean directory, and its commands as its user
+	$(BIN)/python -m pytest -q -n 0 tests/deploy/try_image.py
+
+test-ray: install ## Run two replicas on a real Ray of this machine, and kill one under load
+	$(BIN)/python -m pip install --quiet --editable '.[ray]'
+	$(BIN)/python -m pytest -q -n 0 -W default --disable-warnings tests/deploy/try_ray.py
+
+dashboards: install ## Write the Grafana dashboards of deploy/grafana/dashboards.py as JSON
+	$(BIN)/python -m deploy.grafana.dashboards
 
 features: install ## Run the tests of every option with every proposer; writes docs/features.md
 	$(BIN)/python -m pytest tests/exactness/test_options.py --features docs/features.md
@@ -90,4 +104,4 @@ simulate: install ## Predict a server under load from what its steps cost, and c
 
 clean: ## Remove .venv, caches and build outputs; never the models' training state
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
-	find engine server client loadtest models proto examples tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find engine server client loadtest models proto examples deploy tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

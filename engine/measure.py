@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import TypedDict
@@ -61,6 +62,7 @@ def measure(
         rounds=len(rounds),
         drafted=sum(num_draft for num_draft, _ in rounds),
         accepted_per_position=_per_position(rounds),
+        sequences_per_num_draft=_per_num_draft(plan, proposal),
         generated_tokens=sum(len(event.token_ids) for event in events),
         prompt_tokens=sum(_num_prompt_tokens(work) for work in plan.works),
         preempted=plan.num_preempted,
@@ -70,6 +72,13 @@ def measure(
         spec_gain=scheduler.control.gain.ratio,
         **_load(scheduler),
     )
+
+
+def _per_num_draft(plan: StepPlan, proposal: Proposal) -> tuple[int, ...]:
+    """How many sequences past their prompt had 0, 1, ... drafts; drafts of [2, 0, 2] -> (1, 0, 2)."""
+    works = zip(plan.works, proposal.tokens, strict=True)
+    counts = Counter(len(drafts) for work, drafts in works if _feeds_newest_only(work))
+    return tuple(counts[num_draft] for num_draft in range(max(counts, default=-1) + 1))
 
 
 def _target_forwards(plan: StepPlan, proposal: Proposal) -> Iterator[Forward]:

@@ -32,6 +32,7 @@ class StepStats:
     rounds: int = 0  # sequences whose drafts were verified
     drafted: int = 0
     accepted_per_position: tuple[int, ...] = ()
+    sequences_per_num_draft: tuple[int, ...] = ()  # how many sequences were verified with 0, 1, ... drafts
     generated_tokens: int = 0
     prompt_tokens: int = 0  # prompt (or recomputed) tokens fed to the target
     preempted: int = 0

@@ -121,6 +121,7 @@ class Admission:
         stream = driver.submit(
             wanted.request, interval=wanted.interval, priority=wanted.priority, remaining=origin.remaining()
         )
+        stream.trace(trace.trace_id)
         return Call(driver, wanted, stream, self._metrics, leave, trace)
 
     async def _understood(

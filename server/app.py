@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
@@ -26,12 +26,14 @@ from server.config import ServerConfig
 from server.control_service import ControlService
 from server.driver import Driver
 from server.errors import Unavailable
+from server.exposition import Exposition
 from server.grammars import GrammarPool
 from server.grpc_server import listen, make_server
 from server.grpc_service import InferenceService
 from server.health import Health, add_health
 from server.http_api import add_generation
 from server.http_gateway import HttpServer, gateway
+from server.lag import watch_lag
 from server.lifecycle import Lifecycle, State
 from server.metrics import Metrics
 from server.model import Progress, ServedModel, model_name
@@ -63,6 +65,7 @@ class App:
     ) -> None:
         self.config, self.lifecycle = config, Lifecycle()
         self.metrics = Metrics(CollectorRegistry())
+        ProcessCollector(registry=self.metrics.registry)
         self.driver: Driver | None = None
         self.grpc_port = self.http_port = 0
         self._load, self._on_ready = load, on_ready
@@ -98,10 +101,12 @@ class App:
         self._http = self._http_server()
         self.http_port = self._http.port
         tasks.create_task(self._http.run_until_stopped())
+        self._lag = tasks.create_task(watch_lag(self.metrics.loop_lag.observe, time.monotonic))
         model = await self._load_model()
         if model is not None:
             config = self.config
             queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
+            self.metrics.requests.watch_queue(lambda: queue.usage)
             self.driver = Driver(
                 model,
                 queue,
@@ -116,7 +121,8 @@ class App:
 
     def _http_server(self) -> HttpServer:
         config = self.config
-        app = gateway(self.lifecycle, lambda: self.driver, self.metrics.registry, config, self._callers)
+        exposition = Exposition(self.metrics.registry, model_name(config.target) if config.vllm_metrics else None)
+        app = gateway(self.lifecycle, lambda: self.driver, exposition, config, self._callers)
         add_generation(app, self._admission, self._require_driver, config.stall_seconds)
         return HttpServer(app, config)
 
@@ -196,6 +202,7 @@ class App:
             await self._drain(self.driver)
         await self._grpc.stop(LAST_MESSAGES_SECONDS)
         self._http.stop()
+        self._lag.cancel()
         self._grammars.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
         for number in (signal.SIGTERM, signal.SIGINT):

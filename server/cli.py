@@ -27,6 +27,7 @@ commands:
   generate PROMPT                 continue a prompt on a running server
   check [MODEL] [--draft MODEL]   say whether and how this machine can serve a pair
   bench [MODEL] [--draft MODEL]   measure what speculation gains with a pair on this machine
+  health [ADDRESS]                ask a server whether it serves; the exit code answers
   quantize MODEL OUT              save a model with int8 or int4 weights in the folder OUT
   version                         print the version
 
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "generate": generate,
         "check": check,
         "bench": bench,
+        "health": health,
         "quantize": quantize,
         "version": show_version,
     }
@@ -104,6 +106,19 @@ def bench(arguments: list[str]) -> int:
         print(f"pilotfish bench: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def health(arguments: list[str]) -> int:
+    """Ask a server, without loading anything."""
+    from server.probe import ask
+
+    try:
+        answer, serves = ask(arguments)
+    except OSError as error:  # certificates that cannot be read
+        print(f"pilotfish health: {error}", file=sys.stderr)
+        return 2
+    print(answer)
+    return 0 if serves else 1
 
 
 def quantize(arguments: list[str]) -> int:

@@ -96,6 +96,9 @@ class ServerConfig(BaseSettings, EngineConfig):
         False,
         description="Export a span per request (OpenTelemetry; extra otel; OTEL_* variables say where).",
     )
+    vllm_metrics: bool = Field(
+        False, description="Export metrics under vLLM's names, too, for dashboards and autoscalers that know those."
+    )
     log_format: LogFormat = Field("auto", description="Form of the log; auto is text on a terminal, else json.")
 
     @model_validator(mode="before")

@@ -1,4 +1,7 @@
-"""grpc.health.v1 as the lifecycle has it. Knows no model: a service is served or it is not."""
+"""grpc.health.v1 as the lifecycle has it. Knows no model: a service is served or it is not.
+
+The name `liveness` has a health of its own, for whoever replaces processes: all is well until the engine has failed.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from server.lifecycle import State
+
+LIVENESS = "liveness"
 
 
 class Health:
@@ -23,6 +28,7 @@ class Health:
         status = answer.SERVING if state is State.READY else answer.NOT_SERVING
         for name in self._names:
             await self.servicer.set(name, status)
+        await self.servicer.set(LIVENESS, answer.NOT_SERVING if state is State.FAILED else answer.SERVING)
 
 
 def add_health(health: Health, server: grpc.aio.Server) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from server.config import ServerConfig
 from server.driver import Driver
+from server.exposition import Exposition
 from server.guard import HttpGuard
 from server.http_limits import HttpProtocol, RequestLimits
 from server.lifecycle import Lifecycle, State
@@ -29,7 +29,7 @@ LAST_RESPONSES_SECONDS = 2  # for what is written but not yet taken: a stalled r
 def gateway(
     lifecycle: Lifecycle,
     driver: Callable[[], Driver | None],
-    registry: CollectorRegistry,
+    exposition: Exposition,
     config: ServerConfig,
     callers: Callers,
 ) -> FastAPI:
@@ -59,9 +59,10 @@ def gateway(
         return JSONResponse(body, status_code=200 if lifecycle.state is State.READY else 503)
 
     @app.get("/metrics")
-    async def metrics() -> Response:
-        """Prometheus text format."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        """Prometheus text format, or OpenMetrics where that is asked for."""
+        page, content_type = exposition.page(request.headers.get("accept", ""))
+        return Response(page, media_type=content_type)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

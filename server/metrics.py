@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -16,9 +17,10 @@ REJECTIONS = (
     "invalid", "unsupported", "not_found", "duplicate", "queue_full", "quota", "unavailable", "deadline", "internal",
 )  # fmt: skip
 
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_DRAFTS = tuple(range(MAX_NUM_DRAFT + 1))
 _LENGTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 17)
 
 
@@ -31,6 +33,9 @@ class Metrics:
         self.requests = RequestMetrics(registry)
         self.engine_up = _gauge(registry, "engine_up", "1 while the engine can take a step, else 0.")
         self.model_load = _gauge(registry, "model_load_seconds", "Time from start to ready.")
+        self.loop_lag = _seconds(
+            registry, "event_loop_lag", "How late the event loop ran what was due, asked ten times a second."
+        )
         build = _gauge(registry, "build_info", "Always 1; the labels say which build this is.", ["version"])
         build.labels(version()).set(1)
 
@@ -56,6 +61,9 @@ class StepMetrics:
         self._length = _histogram(
             registry, "spec_acceptance_length", "1 + drafts kept per round, averaged over a step.", _LENGTHS
         )
+        self._num_draft = _histogram(
+            registry, "draft_tokens_per_sequence", "Drafts of one sequence in one step (K), 0 for plain.", _DRAFTS
+        )
         self._generated = _counter(registry, "generated_tokens", "Tokens generated.")
         self._prompt = _counter(registry, "prompt_tokens", "Prompt tokens fed to the target, recomputed ones too.")
         self._preempted = _counter(registry, "preemptions", "Sequences that lost their pages to others.")
@@ -64,6 +72,7 @@ class StepMetrics:
         self._draft_failures = _counter(registry, "draft_failures", "Faults of a proposer, answered by plain decoding.")
         self._gain = _gauge(registry, "spec_gain_ratio", "Tokens per second of the last steps over plain decoding's.")
         self._gain.set(1)
+        self._steps = _counter(registry, "engine_steps", "Steps taken.")
         self._last = _gauge(registry, "engine_last_step_timestamp_seconds", "When the last step ended, Unix time.")
 
     def observe(self, stats: StepStats) -> None:
@@ -81,6 +90,10 @@ class StepMetrics:
         self._draft_failures.inc(stats.draft_failures)
         self._gain.set(stats.spec_gain)
         self._last.set_to_current_time()
+        self._steps.inc()
+        for num_draft, sequences in enumerate(stats.sequences_per_num_draft):
+            for _ in range(sequences):
+                self._num_draft.observe(num_draft)
         if stats.rounds:
             self._observe_speculation(stats)
 
@@ -107,6 +120,11 @@ class RequestMetrics:
         self._waiting = _gauge(
             registry, "requests_waiting", "Queued requests, and outputs of others that wait to take part."
         )
+        self._queue_usage = _gauge(
+            registry,
+            "queue_usage_ratio",
+            "The queue's requests or tokens over their limit, whichever is more; 1 is full.",
+        )
         self._kv_usage = _gauge(registry, "kv_usage_ratio", "Share of the target's pages in use, 0 to 1.")
         self._queue = _seconds(registry, "queue_time", "Time from arrival to the engine.")
         self._first = _seconds(registry, "time_to_first_token", "Time from arrival to the first token of an output.")
@@ -118,6 +136,10 @@ class RequestMetrics:
         self.disconnects = _counter(registry, "client_disconnects", "Requests whose caller went away before the end.")
         self.stalls = _counter(registry, "stream_stalls", "Streams cut because their reader took no message.")
 
+    def watch_queue(self, usage: Callable[[], float]) -> None:
+        """Ask `usage` for the queue's share of its limits whenever somebody looks."""
+        self._queue_usage.set_function(usage)
+
     def reject(self, reason: str) -> None:
         """A request was refused."""
         self._rejected[reason].inc()
@@ -125,13 +147,13 @@ class RequestMetrics:
     def start(self, timeline: Timeline) -> None:
         """A request reached the engine."""
         assert timeline.started is not None, "a start without a time"
-        self._queue.observe(timeline.started - timeline.arrived)
+        self._queue.observe(timeline.started - timeline.arrived, _exemplar(timeline))
 
     def deliver(self, timeline: Timeline, previous: float | None) -> None:
         """A round brought an output tokens; `previous` is when the one before did."""
         assert timeline.last_token is not None, "a delivery without tokens"
         if previous is None:
-            self._first.observe(timeline.last_token - timeline.arrived)
+            self._first.observe(timeline.last_token - timeline.arrived, _exemplar(timeline))
         else:
             self._gap.observe(timeline.last_token - previous)
 
@@ -139,7 +161,7 @@ class RequestMetrics:
         """A request ended, the last of its outputs for this reason."""
         assert timeline.ended is not None, "an end without a time"
         self._ended[reason].inc()
-        self._duration.observe(timeline.ended - timeline.arrived)
+        self._duration.observe(timeline.ended - timeline.arrived, _exemplar(timeline))
 
     def end_output(self, timeline: Timeline, num_tokens: int) -> None:
         """One output of a request that ended, and how many tokens it has."""
@@ -151,6 +173,11 @@ class RequestMetrics:
         self._running.set(running)
         self._waiting.set(waiting)
         self._kv_usage.set(kv_usage)
+
+
+def _exemplar(timeline: Timeline) -> dict[str, str] | None:
+    """Which trace an observation is an example of, where requests are traced."""
+    return {"trace_id": timeline.trace_id} if timeline.trace_id else None
 
 
 def _counter(registry: CollectorRegistry, name: str, help_text: str, labels: list[str] | None = None) -> Counter:

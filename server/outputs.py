@@ -23,6 +23,7 @@ class Timeline:
     first_token: float | None = None
     last_token: float | None = None
     ended: float | None = None
+    trace_id: str | None = None  # 32 hexadecimal digits, where requests are traced
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,11 @@ class AdmissionQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
 
+    @property
+    def usage(self) -> float:
+        """Requests or tokens over their limit, whichever is more. Above 1 where one large request waits alone."""
+        return max(len(self) / self.max_requests, self.num_tokens / self.max_tokens)
+
     def require_room(self, num_tokens: int = 0, outlook: Outlook = NOTHING_KNOWN) -> None:
         """Raise QueueFull where a request of `num_tokens` has no room."""
         if len(self) >= self.max_requests:

@@ -47,6 +47,11 @@ class OutputStream:
         """Whether nothing more will be written."""
         return self._error is not None or all(output.end is not None for output in self.outputs)
 
+    def trace(self, trace_id: str | None) -> None:
+        """Say which trace it is part of; to be called before anything happens to it."""
+        for timeline in (self.timeline, *(output.timeline for output in self.outputs)):
+            timeline.trace_id = trace_id
+
     # ----------------------------------------------------------------------------------------- the driver writes
 
     def start(self) -> None:

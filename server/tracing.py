@@ -23,6 +23,10 @@ EXTRA = "tracing needs packages that are not installed: pip install 'pilotfish[o
 class Trace(Protocol):
     """One request, from its arrival on. Ends once, one way or the other."""
 
+    @property
+    def trace_id(self) -> str | None:
+        """32 hexadecimal digits, or None where the trace is not recorded."""
+
     def refuse(self, error: BaseException) -> None:
         """It was not admitted."""
 
@@ -39,6 +43,8 @@ class Tracing(Protocol):
 
 class NoTracing:
     """For those who ask for none. All methods do nothing."""
+
+    trace_id = None
 
     def begin(self, headers: Mapping[str, str]) -> Trace:
         """Itself."""
@@ -84,6 +90,11 @@ class OpenTelemetry:
 class _SpanOfRequest:
     def __init__(self, span: Span, clock: Clock) -> None:
         self._span, self._clock = span, clock
+
+    @property
+    def trace_id(self) -> str | None:
+        context = self._span.get_span_context()
+        return f"{context.trace_id:032x}" if context.trace_flags.sampled else None
 
     def refuse(self, error: BaseException) -> None:
         self._fail(error)

@@ -36,7 +36,7 @@ def test_links_lead_somewhere(document):
 def test_files_that_are_named_exist(document):
     """`engine/verify.py` in backticks is a promise that such a file is there."""
     named = re.findall(
-        r"`((?:engine|server|client|models|tests|proto|docs|examples)/[\w./-]+)`", document.read_text("utf-8")
+        r"`((?:engine|server|client|models|tests|proto|docs|examples|deploy)/[\w./-]+)`", document.read_text("utf-8")
     )
     assert [name for name in named if not (ROOT / name).exists()] == []
 

@@ -92,6 +92,17 @@ def test_from_draft_flags_and_statistics_add_up() -> None:
     assert stats.acceptance_length == 1 + stats.accepted / stats.rounds
 
 
+def test_a_step_tells_how_many_sequences_had_how_many_drafts() -> None:
+    engine = engine_with(num_draft_tokens=3)
+    for name in ("a", "b"):
+        engine.add(request(name))
+    engine.add(request("plain", speculation=SpeculationParams(mode=SpeculationMode.OFF)))
+    engine.step()
+    stats = engine.step().stats
+    assert stats.sequences_per_num_draft == (1, 0, 0, 2)
+    assert stats.drafted == 6
+
+
 def test_one_forward_serves_prefill_and_verification() -> None:
     engine = engine_with(num_draft_tokens=3, max_batch_tokens=12, max_batch_size=4)
     engine.add(request("old"))
@@ -100,6 +111,7 @@ def test_one_forward_serves_prefill_and_verification() -> None:
     step = engine.step()
     kinds = {forward.kind: (forward.sequences, forward.tokens) for forward in step.stats.forwards}
     assert kinds == {"verify": (1, 1), "prefill": (1, 11)}, "prompts come before drafts"
+    assert step.stats.sequences_per_num_draft == (1,), "who reads its prompt has no number of drafts"
     assert len(engine._passes._target.batches[-1]) == 2
     while engine.has_work:
         engine.step()

@@ -148,6 +148,7 @@ class FakeEngine:
             rounds=live,
             drafted=(self._burst - 1) * live,
             accepted_per_position=(live,) * (self._burst - 1),
+            sequences_per_num_draft=(*(self._burst - 1) * (0,), live),
             generated_tokens=sum(len(event.token_ids) for event in events),
             prefix_lookups=5 * live,
             prefix_hits=2 * live,

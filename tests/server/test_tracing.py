@@ -14,6 +14,7 @@ from tests.server.test_generate import collect, request
 from tests.server.test_life import LONG
 
 trace = pytest.importorskip("opentelemetry.trace")
+OWN = 32 * "7"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CONTEXT = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 
@@ -36,6 +37,9 @@ class Span:
 
     def end(self):
         self.ended += 1
+
+    def get_span_context(self):
+        return self.parent if self.parent.is_valid else trace.SpanContext(int(OWN, 16), 1, False, trace.TraceFlags(1))
 
 
 class Tracer:

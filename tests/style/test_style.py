@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("engine", "server", "client", "models", "benchmarks", "loadtest")
+PACKAGES = ("engine", "server", "client", "models", "benchmarks", "loadtest", "deploy")
 
 MEDIAN_FUNCTION = 10
 NINETIETH_PERCENTILE = 30

@@ -1,0 +1,1 @@
+"""What runs Pilotfish for others: containers, Prometheus, Grafana, Kubernetes, Ray."""

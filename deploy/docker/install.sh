@@ -1,0 +1,28 @@
+#!/bin/sh
+# Installs Pilotfish for use, and nothing for tests, into a new virtual environment.
+#   install.sh cpu|cuda FOLDER        from the root of the sources
+# Both images are made by it, and so is what `make test-image` tries. Versions are those of constraints.txt. torch
+# comes from PyTorch's own index, as a build for CPUs or for CUDA, unless TORCH_INDEX names another or is empty: then
+# whatever pip is configured for decides.
+set -eu
+
+case "$1" in
+    cpu) torch_index="${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" ;;
+    cuda) torch_index="${TORCH_INDEX-https://download.pytorch.org/whl/cu130}" ;;
+    *)
+        echo "install.sh: '$1' is neither cpu nor cuda" >&2
+        exit 2
+        ;;
+esac
+folder="$2"
+python="$folder/bin/python"
+
+python3 -m venv "$folder"
+pip_install() {
+    "$python" -m pip install --quiet --no-cache-dir --disable-pip-version-check \
+        --constraint deploy/docker/constraints.txt ${torch_index:+--extra-index-url "$torch_index"} "$@"
+}
+pip_install torch
+pip_install .
+"$python" -m pip check
+"$folder/bin/pilotfish" version

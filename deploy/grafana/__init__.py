@@ -1,0 +1,1 @@
+"""Dashboards, written in Python and kept as the JSON that Grafana loads."""

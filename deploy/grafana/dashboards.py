@@ -1,0 +1,266 @@
+"""The dashboards. `make dashboards` writes them as the JSON files beside this module, which Grafana loads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from deploy.grafana.panels import Panel, board
+from deploy.grafana.queries import mean, quantile, rate, ratio, series, total
+
+FOLDER = Path(__file__).with_name("dashboards")
+KIND = "{{kind}}"
+
+ACCEPTANCE_RATE = ratio("spec_accepted_tokens_total", "spec_draft_tokens_total")
+ACCEPTANCE_LENGTH = f"1 + {ratio('spec_accepted_tokens_total', 'spec_drafts_total')}"
+HEARTBEAT = f"time() - {series('engine_last_step_timestamp_seconds')}"
+CACHE_HITS = ratio("prefix_cache_hits_total", "prefix_cache_queries_total")
+WAITING = (total("requests_waiting"), "waiting")
+RUNNING = (total("requests_running"), "running")
+
+
+def _quantiles(title: str, name: str, help_text: str) -> Panel:
+    """p50, p95 and p99 of a duration."""
+    queries = [(quantile(q, f"{name}_seconds"), f"p{100 * q:g}") for q in (0.5, 0.95, 0.99)]
+    return Panel(title, "s", queries, help_text)
+
+
+TIME_TO_FIRST = _quantiles(
+    "Time to first token", "time_to_first_token", "From arrival to the first token of an output."
+)
+BETWEEN = _quantiles(
+    "Between two messages",
+    "inter_token_latency",
+    "Between two rounds of tokens of one output; a round may bring several.",
+)
+ENDED = Panel(
+    "Requests ended", "reqps", [(rate("requests_total", "finish_reason"), "{{finish_reason}}")], "By reason.", "stack"
+)
+REJECTED = Panel(
+    "Refused before the queue",
+    "reqps",
+    [(rate("admission_rejected_total", "reason"), "{{reason}}")],
+    "By reason. queue_full is back-pressure, invalid is the callers' mistake.",
+    "stack",
+)
+GAIN = Panel(
+    "Gain over plain decoding",
+    "none",
+    [(series("spec_gain_ratio"), "{{instance}}")],
+    "Tokens per second of the last steps over what plain decoding would have made. Below 1 drafts are a loss.",
+)
+ACCEPTANCE = Panel(
+    "Acceptance rate",
+    "percentunit",
+    [(ACCEPTANCE_RATE, "accepted / drafted")],
+    "Share of the drafts that the target kept; no point while nothing is drafted.",
+)
+TOKENS = Panel(
+    "Tokens per second",
+    "none",
+    [(rate("generated_tokens_total"), "generated"), (rate("prompt_tokens_total"), "prompt, fed to the target")],
+    "What the target has worked off. Prompt tokens found in the prefix cache are not among them.",
+)
+PAGES = Panel("Pages in use", "percentunit", [(series("kv_usage_ratio"), "{{instance}}")], "Of the target's K/V.")
+QUEUE = Panel("Requests", "none", [RUNNING, WAITING], "Outputs that take part in steps, and who waits.", "stack")
+
+OVERVIEW = [
+    Panel("Ready", "none", [(total("engine_up"), "engines")], "Engines that can take a step.", "number", 3),
+    Panel("Running", "none", [RUNNING], "Outputs that take part in steps.", "number", 3),
+    Panel("Waiting", "none", [WAITING], "Requests that wait.", "number", 3),
+    Panel("Tokens", "none", [(rate("generated_tokens_total"), "per second")], "Generated per second.", "number", 3),
+    Panel("Acceptance", "percentunit", [(ACCEPTANCE_RATE, "rate")], "Drafts kept of drafts made.", "number", 3),
+    Panel("Length", "none", [(ACCEPTANCE_LENGTH, "length")], "Tokens per verified round.", "number", 3),
+    Panel("Batch", "none", [(mean("batch_size", kind="verify"), "mean")], "Mean size of verification.", "number", 3),
+    Panel("Since a step", "s", [(f"min({HEARTBEAT})", "idle")], "Seconds since any engine stepped.", "number", 3),
+    ENDED,
+    QUEUE,
+    TOKENS,
+    TIME_TO_FIRST,
+    BETWEEN,
+    REJECTED,
+    ACCEPTANCE,
+    GAIN,
+    PAGES,
+]
+
+SPECULATION = [
+    ACCEPTANCE,
+    Panel("Acceptance length", "none", [(ACCEPTANCE_LENGTH, "1 + accepted / rounds")], "Tokens per verified round."),
+    GAIN,
+    Panel(
+        "Kept, by position",
+        "percentunit",
+        [(ratio("spec_accepted_tokens_per_position_total", "spec_drafts_total", "position"), "draft {{position}}")],
+        "Share of the verified rounds that kept the draft at this position, the first being 0.",
+    ),
+    Panel(
+        "Drafts per sequence (K)",
+        "none",
+        [(mean("draft_tokens_per_sequence"), "mean"), (quantile(0.9, "draft_tokens_per_sequence"), "p90")],
+        "As chosen each step for each sequence, those without drafts included.",
+    ),
+    Panel(
+        "K",
+        "none",
+        [(rate("draft_tokens_per_sequence_bucket", "le"), "{{le}}")],
+        "How often each number of drafts was chosen.",
+        "heat",
+    ),
+    Panel(
+        "Drafts per second",
+        "none",
+        [
+            (rate("spec_accepted_tokens_total"), "kept"),
+            (f"{rate('spec_draft_tokens_total')} - {rate('spec_accepted_tokens_total')}", "dropped"),
+        ],
+        "Dropped drafts are work for nothing.",
+        "stack",
+    ),
+    Panel(
+        "Mean acceptance length, by step",
+        "none",
+        [(rate("spec_acceptance_length_bucket", "le"), "{{le}}")],
+        "One observation per step that verified drafts.",
+        "heat",
+    ),
+    Panel(
+        "Faults of proposers",
+        "none",
+        [(rate("draft_failures_total"), "per second")],
+        "Each was answered by plain decoding; the log says more.",
+    ),
+]
+
+BATCHING = [
+    Panel(
+        "Mean batch size", "none", [(mean("batch_size", "kind"), KIND)], "Sequences per forward pass, by kind of work."
+    ),
+    Panel(
+        "Batch size, p90", "none", [(quantile(0.9, "batch_size", "kind"), KIND)], "Sequences per forward pass, by kind."
+    ),
+    Panel(
+        "Size of verification",
+        "none",
+        [(rate("batch_size_bucket", "le", kind="verify"), "{{le}}")],
+        "How often the target verified how many sequences at once.",
+        "heat",
+    ),
+    Panel(
+        "Mean tokens per pass", "none", [(mean("batch_tokens", "kind"), KIND)], "Rows fed to a model at once, by kind."
+    ),
+    Panel("Passes per second", "none", [(rate("batch_size_count", "kind"), KIND)], "Forward passes, by kind.", "stack"),
+    Panel(
+        "Tokens per step",
+        "none",
+        [
+            (f"{rate('generated_tokens_total')} / ({rate('engine_steps_total')} > 0)", "generated"),
+            (f"{rate('prompt_tokens_total')} / ({rate('engine_steps_total')} > 0)", "prompt"),
+        ],
+        "Over all sequences of the batch.",
+    ),
+    TOKENS,
+    QUEUE,
+    Panel(
+        "Tokens per sequence and step",
+        "none",
+        [(f"{rate('generated_tokens_total')} / ({rate('batch_size_sum', kind='verify')} > 0)", "tokens")],
+        "1 is plain decoding; drafts add to it.",
+    ),
+]
+
+SERVICE = [
+    ENDED,
+    REJECTED,
+    QUEUE,
+    Panel(
+        "Queue",
+        "percentunit",
+        [(series("queue_usage_ratio"), "{{instance}}")],
+        "Requests or tokens over their limit, whichever is more; from 100 % on requests are refused.",
+    ),
+    _quantiles("Time in the queue", "queue_time", "From arrival to the engine."),
+    TIME_TO_FIRST,
+    BETWEEN,
+    _quantiles("Time per token of an output", "time_per_output_token", "Mean of an output after its first token."),
+    _quantiles("Whole requests", "request_duration", "From arrival to the end."),
+    _quantiles(
+        "Lag of the event loop", "event_loop_lag", "How late the loop ran what was due: it was computing, or starved."
+    ),
+    Panel(
+        "Callers that left",
+        "reqps",
+        [(rate("client_disconnects_total"), "went away"), (rate("stream_stalls_total"), "cut: took no message")],
+        "Before their request ended.",
+    ),
+]
+
+ENGINE = [
+    PAGES,
+    Panel(
+        "Preemptions", "none", [(rate("preemptions_total"), "per second")], "Sequences that lost their pages to others."
+    ),
+    Panel(
+        "Prefix cache", "percentunit", [(CACHE_HITS, "hits")], "Share of prompt tokens whose keys and values it had."
+    ),
+    Panel(
+        "Time by phase",
+        "none",
+        [(rate("step_duration_seconds_sum", "phase"), "{{phase}}")],
+        "Seconds per second, of all engines together; one engine that is never idle makes 1.",
+        "stack",
+    ),
+    Panel(
+        "Phases of a step, mean",
+        "s",
+        [(mean("step_duration_seconds", "phase"), "{{phase}}")],
+        "propose is the draft, forward the target.",
+    ),
+    Panel(
+        "Phases of a step, p95",
+        "s",
+        [(quantile(0.95, "step_duration_seconds", "phase"), "{{phase}}")],
+        "propose is the draft, forward the target.",
+    ),
+    Panel("Steps per second", "none", [(rate("engine_steps_total"), "steps")], "Turns of the engine."),
+    Panel("Since the last step", "s", [(HEARTBEAT, "{{instance}}")], "Grows when idle, and when the engine hangs."),
+    Panel("Engine up", "none", [(series("engine_up"), "{{instance}}")], "1 while it can take a step."),
+    Panel("Memory", "bytes", [(series("process_resident_memory_bytes"), "{{instance}}")], "Resident, of the process."),
+    Panel(
+        "Cores", "none", [(rate("process_cpu_seconds_total", "instance"), "{{instance}}")], "CPU seconds per second."
+    ),
+    Panel("Time to ready", "s", [(series("model_load_seconds"), "{{instance}}")], "Of the last start."),
+]
+
+BOARDS: Mapping[str, tuple[str, list[Panel]]] = {
+    "overview": ("Pilotfish: overview", OVERVIEW),
+    "speculation": ("Pilotfish: speculation", SPECULATION),
+    "batching": ("Pilotfish: batching", BATCHING),
+    "service": ("Pilotfish: service", SERVICE),
+    "engine": ("Pilotfish: engine", ENGINE),
+}
+
+
+def boards() -> dict[str, Dashboard]:
+    """Every dashboard, by the name of its file."""
+    return {name: board(name, title, panels) for name, (title, panels) in BOARDS.items()}
+
+
+def as_json(dashboard: Dashboard) -> str:
+    """The file that Grafana loads."""
+    return JSONEncoder(indent=2, sort_keys=True).encode(dashboard) + "\n"
+
+
+def main() -> int:
+    """Write them all."""
+    for name, dashboard in boards().items():
+        (FOLDER / f"{name}.json").write_text(as_json(dashboard), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

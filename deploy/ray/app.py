@@ -1,0 +1,55 @@
+"""The application: `serve run deploy/ray/serve.yaml`, or `build` with arguments of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+
+from deploy.ray.replica import Replica, configured
+
+TARGET_LOAD = 0.75  # of a full batch, on average over the replicas
+
+
+class Arguments(BaseModel):
+    """What `serve.yaml` may say under `args`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    options: dict[str, Any] = Field({}, description="Options of `pilotfish serve`, by their names.")
+    num_cpus: float = Field(2, ge=0, description="Cores of a replica; as many threads compute unless options say else.")
+    num_gpus: float = Field(0, ge=0, description="GPUs of a replica.")
+    min_replicas: int = Field(1, ge=1, description="Replicas there are always.")
+    max_replicas: int = Field(4, ge=1, description="Replicas there are at most.")
+    upscale_seconds: float = Field(
+        10, ge=0, description="How long there must be too many requests for another replica."
+    )
+    max_waiting: int = Field(64, ge=0, description="Requests that may wait at a proxy; beyond, RESOURCE_EXHAUSTED.")
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """Replicas that take a full batch each; more of them once batches are three quarters full or requests wait.
+
+    `args` are `Arguments`.
+    """
+    arguments = Arguments.model_validate(args)
+    config = configured(arguments.options)
+    deployment = serve.deployment(
+        Replica,
+        name="Replica",
+        ray_actor_options={"num_cpus": arguments.num_cpus, "num_gpus": arguments.num_gpus},
+        max_ongoing_requests=config.max_batch_size,
+        max_queued_requests=arguments.max_waiting,
+        # Ongoing requests are those at replicas and those that wait at proxies: the depth of the queue counts.
+        autoscaling_config={
+            "min_replicas": arguments.min_replicas,
+            "max_replicas": arguments.max_replicas,
+            "target_ongoing_requests": TARGET_LOAD * config.max_batch_size,
+            "upscale_delay_s": arguments.upscale_seconds,
+        },
+        graceful_shutdown_timeout_s=config.drain_seconds,
+        health_check_period_s=5,
+    )
+    threads = {} if "threads" in arguments.options else {"threads": max(1, round(arguments.num_cpus))}
+    return deployment.bind({**arguments.options, **threads})

@@ -1,0 +1,166 @@
+"""Our methods on Ray's gRPC proxy: callers meet the same statuses as at a server of our own, and never a stack trace.
+
+Ray calls `add_inference` and `add_control` in each proxy process and gives them its server, which sends every call to
+a replica. Around each method this adds what `server/boundary.py` does elsewhere: bytes that are no message are refused,
+an envelope's status becomes the call's, the deadline goes along as metadata, and what Ray itself says when a replica is
+gone or all are busy is said in our words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from deploy.ray.envelope import Status, opened
+from engine.errors import InvalidRequest, PilotfishError
+from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
+from server.boundary import refuse
+from server.errors import QueueFull, Unavailable
+from server.status import refusal
+
+REMAINING = "pilotfish-remaining-seconds"  # metadata for the replica; callers' own is dropped
+RETRY_SECONDS = 1.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Parse = Callable[[bytes], Any]
+
+
+def add_inference(servicer: Any, server: Any) -> None:
+    """For `grpc_servicer_functions`: InferenceService."""
+    generation_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, _Door(server))  # type: ignore[arg-type]
+
+
+def add_control(servicer: Any, server: Any) -> None:
+    """For `grpc_servicer_functions`: ControlService."""
+    control_pb2_grpc.add_ControlServiceServicer_to_server(servicer, _Door(server))  # type: ignore[arg-type]
+
+
+class _Door:
+    """Ray's server as the generated code sees it."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
+        self._server.add_generic_rpc_handlers(tuple(_Edge(handler) for handler in handlers))
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """Nothing: they would answer before the generic ones, and without an edge."""
+
+
+class _Edge(grpc.GenericRpcHandler):
+    """A service whose methods Ray has replaced by its own, each with an edge."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @property
+    def _method_handlers(self) -> Mapping[str, Any]:  # Ray reads and replaces them under this name
+        return self._inner._method_handlers  # type: ignore[no-any-return]  # noqa: SLF001
+
+    @_method_handlers.setter
+    def _method_handlers(self, handlers: Mapping[str, Any]) -> None:
+        self._inner._method_handlers = handlers  # noqa: SLF001
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """The method's handler."""
+        handler = self._inner.service(handler_call_details)
+        if handler is None:
+            return None
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream, handler.request_deserializer))
+        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, handler.request_deserializer))
+
+
+def _stream(method: Any, parse: Parse) -> Any:
+    async def wrapped(data: bytes, context: Context) -> None:
+        call = _Call(context)
+        request = await _parsed(parse, data, context)
+        async for envelope in method(request, call):
+            await context.write(await _content(envelope, context))
+        await call.end()
+
+    return wrapped
+
+
+def _unary(method: Any, parse: Parse) -> Any:
+    async def wrapped(data: bytes, context: Context) -> bytes:
+        call = _Call(context)
+        envelope = await method(await _parsed(parse, data, context), call)
+        await call.end()
+        return await _content(envelope, context)
+
+    return wrapped
+
+
+class _Call:
+    """A call's context as Ray's methods see it: more metadata, and a status that does not leave unread."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._code, self._details = context, grpc.StatusCode.OK, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """The caller's, and how many seconds are left to it."""
+        given = tuple((key, value) for key, value in self._context.invocation_metadata() or () if key != REMAINING)
+        remaining: Any = self._context.time_remaining()
+        return given if remaining is None else (*given, (REMAINING, repr(float(remaining))))
+
+    def code(self) -> Any:
+        """None until somebody sets one."""
+        return None if self._code is grpc.StatusCode.OK else self._code
+
+    def details(self) -> str:
+        """Of the code."""
+        return self._details
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """Ray's verdict."""
+        self._code = code
+
+    def set_details(self, details: str) -> None:
+        """Its text, which may be a stack trace."""
+        self._details = details
+
+    async def end(self) -> None:
+        """Tell the caller what Ray has said, if it was not that all is well."""
+        error = _ours(self._code)
+        if error is not None:
+            await refuse(refusal(error), str(error), self._context)
+        elif self._code is not grpc.StatusCode.OK:
+            await self._context.abort(self._code, self._details)
+
+
+def _ours(code: grpc.StatusCode) -> PilotfishError | None:
+    """Our word for a status of Ray's own; None where its own will do. Our errors come in envelopes, not so."""
+    match code:
+        case grpc.StatusCode.OK | grpc.StatusCode.CANCELLED | grpc.StatusCode.DEADLINE_EXCEEDED:
+            return None
+        case grpc.StatusCode.NOT_FOUND:  # no application of that name: Ray's text says what there is
+            return None
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            problem = "every replica is busy, and as many wait as may"
+            return QueueFull(problem, bound="requests", retry_seconds=RETRY_SECONDS)
+    return Unavailable("REPLICA_LOST", "the replica was lost; the request may be sent again")
+
+
+async def _parsed(parse: Parse, data: bytes, context: Context) -> Any:
+    try:
+        return parse(data)
+    except (DecodeError, UnicodeDecodeError):
+        error = InvalidRequest.of("request", "is no message of this method, or has text that is no UTF-8")
+        await refuse(refusal(error), str(error), context)
+
+
+async def _content(envelope: bytes, context: Context) -> bytes:
+    """A message's bytes; a status ends the call here."""
+    content = opened(envelope)
+    if not isinstance(content, Status):
+        return content
+    await context.abort(content.code, content.message, content.trailers)
+    raise AssertionError("abort has raised")

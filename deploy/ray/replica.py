@@ -1,0 +1,161 @@
+"""One replica: an engine with its queue and clock, as in `server/app.py`, and no doors: Ray brings the calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from deploy.ray.edge import REMAINING
+from deploy.ray.envelope import Envelope
+from engine.errors import PilotfishError, Unsupported
+from server.admission import Admission, Call, Origin
+from server.config import ServerConfig
+from server.control_service import ControlService
+from server.driver import Driver
+from server.grammars import GrammarPool
+from server.lifecycle import Lifecycle, State
+from server.metrics import Metrics
+from server.model import ServedModel
+from server.queue import AdmissionQueue
+from server.security import Callers, Quotas
+from server.tracing import NoTracing
+
+logger = logging.getLogger(__name__)
+
+# What the doors of `pilotfish serve` do, and Ray's proxy does not.
+WITHOUT_EFFECT = ("token_file", "tls_cert", "tls_key", "tls_client_ca", "tracing", "vllm_metrics", "reflection")
+
+
+class Replica:
+    """A deployment of Ray Serve. Its methods are named as those of the protocol, whose calls Ray sends here."""
+
+    async def __init__(self, options: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._config, self._lifecycle = configured(options), Lifecycle()
+        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        load = partial(ServedModel.load, self._config.engine(), logger.info)
+        model = await asyncio.get_running_loop().run_in_executor(self._compute, load)
+        self._driver = self._started(model, Metrics(CollectorRegistry()))
+        self._clock = asyncio.create_task(self._driver.run())
+        await self._lifecycle.move(State.READY)
+
+    def _started(self, model: ServedModel, metrics: Metrics) -> Driver:
+        config, callers = self._config, Callers()
+        queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens)
+        driver = Driver(
+            model,
+            queue,
+            metrics,
+            self._lifecycle,
+            self._compute,
+            ageing_seconds=config.ageing_seconds,
+            hang_seconds=config.hang_seconds,
+        )
+        quotas = Quotas(None, None, time.monotonic)
+        self._admission = Admission(lambda: driver, metrics, GrammarPool(), quotas, NoTracing())
+        self._control = ControlService(lambda: driver, self._lifecycle, config, callers)
+        return driver
+
+    async def check_health(self) -> None:
+        """Ray asks now and then, and replaces a replica that raises here."""
+        if self._lifecycle.state is State.FAILED:
+            raise RuntimeError("the engine failed")
+
+    # --------------------------------------------------------------------------------------------- InferenceService
+
+    async def Generate(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
+        """Answer when all of it is there."""
+        try:
+            call = await self._admission.admit(request, _origin(grpc_context))
+        except PilotfishError as error:
+            return Envelope.refused(error)
+        try:
+            return await _enveloped(call.response())
+        finally:
+            call.release()
+
+    async def GenerateStream(self, request: Any, grpc_context: Any) -> AsyncGenerator[Envelope, None]:  # noqa: N802
+        """Messages as they come."""
+        try:
+            call = await self._admission.admit(request, _origin(grpc_context))
+        except PilotfishError as error:
+            yield Envelope.refused(error)
+            return
+        try:
+            async with aclosing(_messages(call)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            call.release()
+
+    # ----------------------------------------------------------------------------------------------- ControlService
+
+    async def GetServerInfo(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
+        """Of the replica that was asked."""
+        return await _enveloped(self._control.GetServerInfo(request, grpc_context))
+
+    async def GetModelInfo(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
+        """The same for all replicas."""
+        return await _enveloped(self._control.GetModelInfo(request, grpc_context))
+
+    async def GetLoad(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
+        """Of the replica that was asked."""
+        return await _enveloped(self._control.GetLoad(request, grpc_context))
+
+    async def Abort(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
+        """Not here: Ray chooses who is asked, and it would be another replica than the one that has the request."""
+        return Envelope.refused(Unsupported("Abort needs one server; with many replicas, cancel the call itself"))
+
+    async def Tokenize(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
+        """Text to tokens."""
+        return await _enveloped(self._control.Tokenize(request, grpc_context))
+
+    async def Detokenize(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
+        """Tokens to text."""
+        return await _enveloped(self._control.Detokenize(request, grpc_context))
+
+
+def configured(options: Mapping[str, Any]) -> ServerConfig:
+    """The options of `pilotfish serve`; ValueError for those that would promise what nothing here keeps."""
+    useless = sorted(set(options) & set(WITHOUT_EFFECT))
+    if useless:
+        raise ValueError(f"{', '.join(useless)}: Ray's proxy has no such thing; put a gateway before it")
+    return ServerConfig(**options)
+
+
+async def _messages(call: Call) -> AsyncGenerator[Envelope, None]:
+    """Of a call, the last one a status if it fails."""
+    try:
+        async with aclosing(call.messages()) as messages:
+            async for message in messages:
+                yield Envelope.of(message)
+    except PilotfishError as error:
+        yield Envelope.refused(error)
+    except Exception:
+        logger.exception("a call failed")
+        yield Envelope.failed()
+
+
+async def _enveloped(answer: Awaitable[Any]) -> Envelope:
+    try:
+        return Envelope.of(await answer)
+    except PilotfishError as error:
+        return Envelope.refused(error)
+    except Exception:
+        logger.exception("a call failed")
+        return Envelope.failed()
+
+
+def _origin(grpc_context: Any) -> Origin:
+    """Nobody in particular, with the seconds that the edge said were left."""
+    metadata = dict(grpc_context.invocation_metadata())
+    end = time.monotonic() + float(metadata.get(REMAINING, math.inf))
+    return Origin(remaining=lambda: end - time.monotonic())

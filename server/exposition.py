@@ -1,0 +1,76 @@
+"""The page `/metrics`: in which form, and under whose names. Knows nothing of what is measured.
+
+Prometheus asks for OpenMetrics, whose histograms carry exemplars: the trace of one request that fell into a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+# Ours to vLLM's; units and meaning agree, so that its dashboards and autoscalers work. A histogram keeps our buckets.
+VLLM_NAMES = MappingProxyType(
+    {
+        "pilotfish_requests_running": "vllm:num_requests_running",
+        "pilotfish_requests_waiting": "vllm:num_requests_waiting",
+        "pilotfish_kv_usage_ratio": "vllm:kv_cache_usage_perc",  # a share from 0 to 1 there, too
+        "pilotfish_prefix_cache_queries": "vllm:prefix_cache_queries",
+        "pilotfish_prefix_cache_hits": "vllm:prefix_cache_hits",
+        "pilotfish_preemptions": "vllm:num_preemptions",
+        "pilotfish_prompt_tokens": "vllm:prompt_tokens",
+        "pilotfish_generated_tokens": "vllm:generation_tokens",
+        "pilotfish_requests": "vllm:request_success",
+        "pilotfish_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+        "pilotfish_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+        "pilotfish_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+        "pilotfish_request_duration_seconds": "vllm:e2e_request_latency_seconds",
+        "pilotfish_queue_time_seconds": "vllm:request_queue_time_seconds",
+        "pilotfish_spec_drafts": "vllm:spec_decode_num_drafts",
+        "pilotfish_spec_draft_tokens": "vllm:spec_decode_num_draft_tokens",
+        "pilotfish_spec_accepted_tokens": "vllm:spec_decode_num_accepted_tokens",
+        "pilotfish_spec_accepted_tokens_per_position": "vllm:spec_decode_num_accepted_tokens_per_pos",
+    }
+)
+_VLLM_LABELS = {"finish_reason": "finished_reason"}
+
+
+class Exposition(Collector):
+    """Everything in a registry, and again under vLLM's names where the model has a name for them."""
+
+    def __init__(self, registry: CollectorRegistry, vllm_model: str | None = None) -> None:
+        self._registry = registry
+        self._vllm_labels = None if vllm_model is None else {"model_name": vllm_model, "engine": "0"}
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family, without the series that say when another one was created: they would double the page."""
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+            if self._vllm_labels is not None and family.name in VLLM_NAMES:
+                yield _renamed(family, VLLM_NAMES[family.name], self._vllm_labels)
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """Its text and content type, as the Accept header has it."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self), content_type
+
+
+def _renamed(family: Metric, name: str, labels: Mapping[str, str]) -> Metric:
+    renamed = Metric(name, family.documentation, family.type)
+    renamed.samples = [
+        Sample(
+            name + sample.name.removeprefix(family.name),
+            {**labels, **{_VLLM_LABELS.get(key, key): value for key, value in sample.labels.items()}},
+            sample.value,
+            sample.timestamp,
+            sample.exemplar,
+        )
+        for sample in family.samples
+    ]
+    return renamed

@@ -1,0 +1,42 @@
+"""`pilotfish health`: one question to a server's grpc.health.v1; the exit code answers. For containers and scripts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def parser() -> argparse.ArgumentParser:
+    """Its options; the port is that of `pilotfish serve` in the same environment."""
+    port = os.environ.get("PILOTFISH_GRPC_PORT", "50051")
+    options = argparse.ArgumentParser(prog="pilotfish health", description="Exit with 0 if a server serves, else 1.")
+    options.add_argument("address", nargs="?", default=f"127.0.0.1:{port}", help="HOST:PORT (default: %(default)s)")
+    options.add_argument("--service", default="", help="whose health; default the whole server's, or `liveness`")
+    options.add_argument("--timeout", type=float, default=3.0, help="seconds to wait (default: %(default)g)")
+    options.add_argument("--ca", type=Path, help="certificates (PEM) to trust; with it the question is asked over TLS")
+    return options
+
+
+def ask(arguments: Sequence[str]) -> tuple[str, bool]:
+    """The server's answer in a word, and whether it serves."""
+    options = parser().parse_args(arguments)
+    with _channel(options.address, options.ca) as channel:
+        question = health_pb2.HealthCheckRequest(service=options.service)
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(question, timeout=options.timeout)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}", False
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status), answer.status == SERVING
+
+
+def _channel(address: str, ca: Path | None) -> grpc.Channel:
+    if ca is None:
+        return grpc.insecure_channel(address)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca.read_bytes()))

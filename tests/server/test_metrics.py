@@ -1,0 +1,114 @@
+"""The page of metrics: its two forms, vLLM's names, traces as exemplars, and how late the event loop is."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.types import FinishReason, Request
+from pilotfish.v1 import generation_pb2 as pb
+from server.exposition import VLLM_NAMES, Exposition
+from server.lag import watch_lag
+from server.metrics import Metrics
+from server.outputs import Timeline
+from server.queue import AdmissionQueue
+from tests.server.conftest import serving, until
+from tests.server.test_generate import request
+
+OPENMETRICS = "application/openmetrics-text;version=1.0.0"
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+async def page_of(server, accept="text/plain"):
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}") as http:
+        return await http.get("/metrics", headers={"accept": accept})
+
+
+def samples(text, parse=text_string_to_metric_families):
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for f in parse(text) for s in f.samples}
+
+
+async def test_both_forms_tell_the_same(server):
+    await server.inference.Generate(request(pb.GenerateRequest))
+    plain, open_ = await page_of(server), await page_of(server, OPENMETRICS)
+    assert plain.headers["content-type"].startswith("text/plain")
+    assert open_.headers["content-type"].startswith("application/openmetrics-text")
+    changing = re.compile("process_|pilotfish_event_loop_lag")
+    found, same = samples(plain.text), samples(open_.text, openmetrics_families)
+    assert {key: v for key, v in found.items() if not changing.match(key[0])} == {
+        key: v for key, v in same.items() if not changing.match(key[0])
+    }
+    assert found["pilotfish_draft_tokens_per_sequence_sum", ()] == found["pilotfish_spec_draft_tokens_total", ()] > 0
+    assert not any(name.endswith("_created") for name, _ in found)
+    assert not any("vllm" in name for name, _ in found), "nobody asked for them"
+
+
+async def test_vllms_names_tell_what_ours_do():
+    async with serving(vllm_metrics=True) as server:
+        await server.inference.Generate(request(pb.GenerateRequest))
+        text = (await page_of(server)).text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    labels = {"model_name": "fake", "engine": "0"}
+    for ours, theirs in VLLM_NAMES.items():
+        assert families[theirs].type == families[ours].type
+        for mine, other in zip(families[ours].samples, families[theirs].samples, strict=True):
+            assert mine.name.removeprefix(ours) == other.name.removeprefix(theirs)
+            assert mine.value == other.value
+            assert labels.items() <= other.labels.items()
+    assert samples(text)["vllm:request_success_total", tuple(sorted({**labels, "finished_reason": "length"}.items()))]
+
+
+def test_every_name_of_ours_that_vllm_has_exists():
+    registry = CollectorRegistry()
+    Metrics(registry)
+    assert set(VLLM_NAMES) <= {family.name for family in registry.collect()}
+
+
+@pytest.mark.parametrize("trace_id", [TRACE, None])
+def test_a_traced_request_is_an_example_of_its_bucket(trace_id):
+    registry = CollectorRegistry()
+    requests = Metrics(registry).requests
+    timeline = Timeline(1.0, started=1.5, first_token=2.0, last_token=2.0, ended=4.0, trace_id=trace_id)
+    requests.start(timeline)
+    requests.deliver(timeline, None)
+    requests.end(FinishReason.LENGTH, timeline)
+    page, _ = Exposition(registry).page(OPENMETRICS)
+    examples = {
+        (sample.name, sample.exemplar.value): sample.exemplar.labels
+        for family in openmetrics_families(page.decode())
+        for sample in family.samples
+        if sample.exemplar
+    }
+    seconds = {"queue_time": 0.5, "time_to_first_token": 1.0, "request_duration": 3.0}
+    wanted = {(f"pilotfish_{name}_seconds_bucket", value): {"trace_id": TRACE} for name, value in seconds.items()}
+    assert examples == (wanted if trace_id else {})
+
+
+async def test_a_loop_that_is_held_shows():
+    late = []
+    watching = asyncio.create_task(watch_lag(late.append, time.monotonic, every_seconds=0.001))
+    await until(lambda: late)
+    late.clear()
+    time.sleep(0.2)  # noqa: ASYNC251  # holding the loop is the point
+    await until(lambda: late)
+    watching.cancel()
+    await asyncio.wait([watching])
+    assert late[0] > 0.15
+
+
+def test_the_queue_is_as_full_as_its_tighter_bound():
+    queue, registry = AdmissionQueue(4, 100), CollectorRegistry()
+    Metrics(registry).requests.watch_queue(lambda: queue.usage)
+    usage = lambda: registry.get_sample_value("pilotfish_queue_usage_ratio")  # noqa: E731
+    assert usage() == 0
+    queue.push(Request(request_id="a", token_ids=(1,)), 10, due=1.0)
+    assert usage() == 0.25
+    queue.push(Request(request_id="b", token_ids=(1,)), 80, due=1.0)
+    assert usage() == 0.9
