@@ -30,6 +30,7 @@ class Metrics:
         self.steps = StepMetrics(registry)
         self.requests = RequestMetrics(registry)
         self.engine_up = _gauge(registry, "engine_up", "1 while the engine can take a step, else 0.")
+        self.restarts = _counter(registry, "engine_restarts", "Times that the engine failed and was restarted.")
         self.model_load = _gauge(registry, "model_load_seconds", "Time from start to ready.")
         build = _gauge(registry, "build_info", "Always 1; the labels say which build this is.", ["version"])
         build.labels(version()).set(1)

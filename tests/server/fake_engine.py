@@ -87,6 +87,17 @@ class FakeEngine:
     def free_pages(self) -> int:
         return self.total_pages - self.num_running
 
+    page_size = 16
+
+    @property
+    def spare_pages(self) -> int:
+        return self.free_pages
+
+    def recover(self) -> None:
+        self._live.clear()
+        if self.fault is not None:
+            raise self.fault
+
     @property
     def has_work(self) -> bool:
         return bool(self._live)
