@@ -35,6 +35,7 @@ async def serving(
     options=(),
     ready=True,
     tracing_with=None,
+    program=None,
     **config,
 ):
     """A running App and a channel to it; drained and stopped at the end."""
@@ -43,7 +44,7 @@ async def serving(
     model = served(engine, codec, compile_grammar=compile_grammar, chat=chat)
     settings = ServerConfig(**settings)
     engine.config = settings.engine().model_copy(update={"max_batch_size": engine.config.max_batch_size})
-    app = App(settings, load=load or (lambda _config, _progress: model), tracing=tracing_with)
+    app = App(settings, load=load or (lambda _config, _progress: model), tracing=tracing_with, program=program)
     running = asyncio.create_task(app.run())
     await until(lambda: running.done() or (app.lifecycle.state is State.READY if ready else app.http_port))
     try:
