@@ -16,8 +16,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from engine.config import EngineConfig
 from engine.errors import ModelError, PilotfishError
@@ -73,6 +74,11 @@ class Link:
         except OSError as error:
             raise DoorsGone from error
 
+    def close(self) -> None:
+        """Let go of it."""
+        for end in (self._socket, self._woken, self._waker):
+            end.close()
+
     def _received(self) -> bytes:
         try:
             data = self._socket.recv(_RECEIVE_BYTES)
@@ -98,21 +104,25 @@ class EngineServer:
         self._compiling: dict[int, tuple[Request, Future[Grammar]]] = {}
         self._events: list[wire.Event] = []  # not told yet
 
-    def run(self) -> None:
+    def run(self) -> NoReturn:
         """Turn until the doors are gone, or a step raises."""
         while True:
-            told = self._order
-            for message in self._link.receive(0.0 if self._may_step else self._beat_seconds):
-                self._obey(message)
-            self._add_compiled()
-            if self._events or (self._order != told and not self._may_step):
-                self._tell(None)
-            if self._may_step:
-                output = self._engine.step()
-                self._note(output.events)
-                self._tell(output.stats)
-            elif time.monotonic() - self._spoke >= self._beat_seconds:
-                self._send(wire.Beat())
+            self.turn()
+
+    def turn(self) -> None:
+        """Do what was ordered, tell what came of it, and take a step if there is one to take."""
+        told = self._order
+        for message in self._link.receive(0.0 if self._may_step else self._beat_seconds):
+            self._obey(message)
+        self._add_compiled()
+        if self._events or (self._order != told and not self._may_step):
+            self._tell(None)
+        if self._may_step:
+            output = self._engine.step()
+            self._note(output.events)
+            self._tell(output.stats)
+        elif time.monotonic() - self._spoke >= self._beat_seconds:
+            self._send(wire.Beat())
 
     @property
     def _may_step(self) -> bool:
@@ -253,22 +263,21 @@ def ready(model: ServedModel, engine: Engine) -> wire.Ready:
     )
 
 
-def serve(sock: socket.socket, load: Load) -> int:
-    """Load what the first message asks for and serve it; the exit code."""
-    link = Link(sock, _RECEIVE_BYTES)
-    start = _first(link)
-    logs.configure(start.log_format)
-    config = EngineConfig.model_validate_json(start.config)
-    link.allow(wire.most_bytes(config))
-    try:
-        model = load(config, lambda stage: link.send(wire.Progress(stage)))
-    except ModelError as error:
-        link.send(wire.Refused(str(error)))
-        return 1
-    engine = cast("Engine", model.engine)  # what is loaded here is here
-    link.send(ready(model, engine))
-    EngineServer(link, engine, model.compile_grammar, start.beat_seconds).run()
-    return 0
+def serve(sock: socket.socket, load: Load) -> None:
+    """Load what the first message asks for and serve it, for as long as there are doors."""
+    with closing(Link(sock, _RECEIVE_BYTES)) as link:
+        start = _first(link)
+        logs.configure(start.log_format)
+        config = EngineConfig.model_validate_json(start.config)
+        link.allow(wire.most_bytes(config))
+        try:
+            model = load(config, lambda stage: link.send(wire.Progress(stage)))
+        except ModelError as error:
+            link.send(wire.Refused(str(error)))
+            return
+        engine = cast("Engine", model.engine)  # what is loaded here is here
+        link.send(ready(model, engine))
+        EngineServer(link, engine, model.compile_grammar, start.beat_seconds).run()
 
 
 def main(load: Load = ServedModel.load) -> None:
@@ -279,7 +288,7 @@ def main(load: Load = ServedModel.load) -> None:
     _die_with_parent()
     code = 1
     try:
-        code = serve(socket.socket(fileno=int(sys.argv[1])), load)
+        serve(socket.socket(fileno=int(sys.argv[1])), load)
     except DoorsGone:
         code = 0
     except wire.WireError as error:
