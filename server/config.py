@@ -63,7 +63,9 @@ class ServerConfig(BaseSettings, EngineConfig):
     hang_seconds: float = Field(
         120.0, gt=0, description="How long one step of the engine may take before it is given up, in seconds."
     )
-    engine_process: bool = Field(False, description="Run the engine in a process of its own, apart from the doors.")
+    engine_process: bool = Field(
+        True, description="Run the engine in a process of its own, apart from the doors; else on a thread."
+    )
     max_engine_crashes: int = Field(
         5,
         ge=0,

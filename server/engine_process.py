@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -263,21 +262,20 @@ def ready(model: ServedModel, engine: Engine) -> wire.Ready:
     )
 
 
-def serve(sock: socket.socket, load: Load) -> None:
+def serve(link: Link, load: Load) -> None:
     """Load what the first message asks for and serve it, for as long as there are doors."""
-    with closing(Link(sock, _RECEIVE_BYTES)) as link:
-        start = _first(link)
-        logs.configure(start.log_format)
-        config = EngineConfig.model_validate_json(start.config)
-        link.allow(wire.most_bytes(config))
-        try:
-            model = load(config, lambda stage: link.send(wire.Progress(stage)))
-        except ModelError as error:
-            link.send(wire.Refused(str(error)))
-            return
-        engine = cast("Engine", model.engine)  # what is loaded here is here
-        link.send(ready(model, engine))
-        EngineServer(link, engine, model.compile_grammar, start.beat_seconds).run()
+    start = _first(link)
+    logs.configure(start.log_format)
+    config = EngineConfig.model_validate_json(start.config)
+    link.allow(wire.most_bytes(config))
+    try:
+        model = load(config, lambda stage: link.send(wire.Progress(stage)))
+    except ModelError as error:
+        link.send(wire.Refused(str(error)))
+        return
+    engine = cast("Engine", model.engine)  # what is loaded here is here
+    link.send(ready(model, engine))
+    EngineServer(link, engine, model.compile_grammar, start.beat_seconds).run()
 
 
 def main(load: Load = ServedModel.load) -> None:
@@ -288,7 +286,7 @@ def main(load: Load = ServedModel.load) -> None:
     _die_with_parent()
     code = 1
     try:
-        serve(socket.socket(fileno=int(sys.argv[1])), load)
+        serve(Link(socket.socket(fileno=int(sys.argv[1])), _RECEIVE_BYTES), load)
     except DoorsGone:
         code = 0
     except wire.WireError as error:
@@ -296,7 +294,7 @@ def main(load: Load = ServedModel.load) -> None:
     except Exception:
         logger.exception("the engine failed")
     finally:
-        logging.shutdown()
+        logging.shutdown()  # before the socket closes: then this process may be killed
         os._exit(code)  # a structure that compiles on another thread is nobody's any more
 
 

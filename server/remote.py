@@ -7,25 +7,20 @@ when it says nothing for too long, or what is no message; and it ends when this 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import signal
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.intake import Intake, Limits
 from engine.types import FinishReason, Request
 from server import wire
+from server.channel import Channel, said, spawn
 from server.config import LogFormat
-from server.errors import EngineCrashed, EngineHung
 from server.host import Brought
 from server.model import EngineView, Progress, ServedModel
 
@@ -68,7 +63,7 @@ class RemoteEngine:
         self._program, self._hang_seconds, self._log_format = program, hang_seconds, log_format
         self._limit = wire.most_bytes(config)
         self._process: subprocess.Popen[bytes] | None = None
-        self._channel: _Channel | None = None
+        self._channel: Channel | None = None
         self._order = self._ticket = 0
         self._wake = asyncio.Event()
         self._live: dict[int, _Live] = {}
@@ -95,7 +90,7 @@ class RemoteEngine:
         if self._process is not None:
             self._process.kill()
             status = await asyncio.to_thread(self._process.wait)
-            logger.info("the engine's process %d has ended: %s", self._process.pid, _said(status))
+            logger.info("the engine's process %d has ended: %s", self._process.pid, said(status))
         self._process = self._channel = None
 
     async def _spawn(self, progress: Progress) -> None:
@@ -104,9 +99,9 @@ class RemoteEngine:
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # whoever waits may be gone
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = _popen(self._program.source, theirs)
+            self._process = spawn(self._program.source, theirs)
         beat = min(MOST_BEAT_SECONDS, self._hang_seconds / _BEATS_PER_HANG)
-        make = lambda: _Channel(self._limit, self._take, self._lose)  # noqa: E731
+        make = lambda: Channel(self._limit, self._take, self._lose)  # noqa: E731
         _, self._channel = await asyncio.get_running_loop().create_unix_connection(make, sock=ours)
         self._send(wire.Start(self.config.model_dump_json(), self._log_format, beat))
         self._facts = facts = await self._ready
@@ -275,79 +270,3 @@ class RemoteEngine:
     def spec_gain(self) -> float:
         """As it last said."""
         return self._load.spec_gain
-
-
-class _Channel(asyncio.Protocol):
-    """Our end of the sockets: messages in, bytes out, and an ear for silence."""
-
-    def __init__(self, limit: int, take: Callable[[wire.ToDoors], None], lose: Callable[[Exception], None]) -> None:
-        self._frames, self._take, self._lose = wire.Frames(limit), take, lose
-        self._transport: Any = None
-        self._watching: asyncio.TimerHandle | None = None
-        self._heard = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The sockets are ours."""
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """Bytes of one message, of half a one or of several."""
-        self._heard = True
-        try:
-            for payload in self._frames.feed(data):
-                self._take(wire.read_to_doors(payload))
-        except wire.WireError as error:
-            logger.error("the engine's process is not understood: %s", error)  # noqa: TRY400  # no trace is of use
-            self._lose(EngineCrashed(str(error)))
-            self._transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The process ended, or we let go of it."""
-        self.close()
-        self._lose(EngineCrashed("the engine's process ended"))
-
-    def send(self, frame: bytes) -> None:
-        """Write, as soon as there is room; to nobody, once the process is gone."""
-        if not self._transport.is_closing():
-            self._transport.write(frame)
-
-    def watch(self, seconds: float) -> None:
-        """From now on silence for so long is the end: two looks without a word between, as one may be our own pause."""
-        loop, half = asyncio.get_running_loop(), seconds / 2
-        quiet = 0
-
-        def look() -> None:
-            nonlocal quiet
-            quiet, self._heard = 0 if self._heard else quiet + 1, False
-            if quiet >= 2:
-                logger.error("the engine's process has said nothing for %g seconds; it is killed", seconds)
-                self._lose(EngineHung(f"nothing was heard of the engine for {seconds:g} seconds"))
-            else:
-                self._watching = loop.call_later(half, look)
-
-        self._watching = loop.call_later(half, look)
-
-    def close(self) -> None:
-        """Let go."""
-        if self._watching is not None:
-            self._watching.cancel()
-        self._transport.abort()
-
-
-def _popen(source: str, theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """A Python that finds the same modules as this one, and looks nowhere else."""
-    path = os.pathsep.join(filter(None, sys.path))
-    return subprocess.Popen(  # noqa: S603  # our own program
-        [sys.executable, "-P", "-c", source, str(theirs.fileno())],
-        env=os.environ | {"PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-    )
-
-
-def _said(status: int) -> str:
-    if status >= 0:
-        return f"exit status {status}"
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-status).name
-    return f"signal {-status}"

@@ -40,7 +40,8 @@ async def serving(
 ):
     """A running App and a channel to it; drained and stopped at the end."""
     engine = engine or FakeEngine()
-    settings = {"target": "fake", "grpc_port": 0, "http_port": 0, "drain_seconds": 5.0} | config
+    settings = {"target": "fake", "grpc_port": 0, "http_port": 0, "drain_seconds": 5.0, "engine_process": False}
+    settings |= config
     model = served(engine, codec, compile_grammar=compile_grammar, chat=chat)
     settings = ServerConfig(**settings)
     engine.config = settings.engine().model_copy(update={"max_batch_size": engine.config.max_batch_size})

@@ -247,15 +247,15 @@ def test_logprobs_of_prompts_go_apart(doors):
 def test_a_process_that_hears_nonsense_ends(data):
     ours, theirs = socket.socketpair()
     ours.sendall(data)
-    with ours, pytest.raises(wire.WireError):
-        serve(theirs, lambda *_: pytest.fail("nothing was to be loaded"))
+    with ours, closing(Link(theirs, LIMIT)) as link, pytest.raises(wire.WireError):
+        serve(link, lambda *_: pytest.fail("nothing was to be loaded"))
 
 
 def test_a_process_that_is_left_alone_ends(doors):
     ours, theirs = socket.socketpair()
     ours.close()
-    with pytest.raises(DoorsGone):
-        serve(theirs, lambda *_: pytest.fail("nothing was to be loaded"))
+    with closing(Link(theirs, LIMIT)) as link, pytest.raises(DoorsGone):
+        serve(link, lambda *_: pytest.fail("nothing was to be loaded"))
     doors.say(wire.Add(1, 1, asked("a")))
     doors.turn()
     doors.socket.close()
