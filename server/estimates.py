@@ -6,7 +6,7 @@ Everything here errs on the side of hope: what is not known takes no time, so th
 from __future__ import annotations
 
 from engine.stats import StepStats
-from engine.types import DEFAULT_MAX_TOKENS, Request
+from engine.types import Request
 from server.outputs import Timeline
 
 _NEW = 0.1  # weight of the newest value in a mean of the last ten or so
@@ -57,10 +57,10 @@ class Estimates:
         """
         return 0.0 if self._service is None else (ahead + 1) * self._service / (running + 1)
 
-    def work(self, request: Request) -> float:
-        """Seconds from its place to the last of the tokens that `request` is sure to get."""
+    def work(self, request: Request, max_len: int) -> float:
+        """Seconds from its place to the last of the tokens that `request` is sure to get, of `max_len` at most."""
         reading = len(request.token_ids) / self._prompt_rate if self._prompt_rate else 0.0
-        return reading + (least_tokens(request) - 1) * (self._per_token or 0.0)
+        return reading + (least_tokens(request, max_len) - 1) * (self._per_token or 0.0)
 
     def retry(self, running: int) -> float:
         """Seconds after which a caller may find room in the queue."""
@@ -68,13 +68,13 @@ class Estimates:
         return unknown if self._service is None else min(most, max(least, self.wait(0, running)))
 
 
-def least_tokens(request: Request) -> int:
-    """How many tokens an output is sure to have: most end by themselves, sooner than they must."""
+def least_tokens(request: Request, max_len: int) -> int:
+    """How many tokens an output is sure to have: most end by themselves, sooner than `max_len` makes them."""
     sampling = request.sampling
     may_end = not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids or sampling.guided
     if may_end:
         return max(1, sampling.min_tokens)
-    return DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+    return max_len - len(request.token_ids)
 
 
 def _mean(old: float | None, new: float) -> float:
