@@ -26,7 +26,7 @@ class Channel(asyncio.Protocol):
         self._frames, self._take, self._lose = wire.Frames(limit), take, lose
         self._transport: Any = None
         self._watching: asyncio.TimerHandle | None = None
-        self._heard = False
+        self._heard = self._is_closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The sockets are ours."""
@@ -36,7 +36,7 @@ class Channel(asyncio.Protocol):
         """Bytes of one message, of half a one or of several."""
         self._heard = True
         try:
-            for payload in self._frames.feed(data):
+            for payload in () if self._is_closed else self._frames.feed(data):
                 self._take(wire.read_to_doors(payload))
         except wire.WireError as error:
             logger.error("the engine's process is not understood: %s", error)  # noqa: TRY400  # no trace is of use
@@ -45,7 +45,8 @@ class Channel(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The process ended, or we let go of it."""
-        self._lose(EngineCrashed("the engine's process ended"))
+        if not self._is_closed:
+            self._lose(EngineCrashed("the engine's process ended"))
         self.close()
 
     def send(self, frame: bytes) -> None:
@@ -71,7 +72,7 @@ class Channel(asyncio.Protocol):
 
     def close(self) -> None:
         """Let go: nothing that comes from now on is this process's."""
-        self._take = self._lose = lambda _: None
+        self._is_closed = True
         if self._watching is not None:
             self._watching.cancel()
         self._transport.abort()

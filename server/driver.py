@@ -109,7 +109,8 @@ class Driver:
             self._metrics.requests.start(stream.timeline)
             try:
                 self.host.add(stream.request)
-            except PilotfishError as error:  # it was checked before it was queued: not the caller's mistake
+            except Exception as error:  # noqa: BLE001  # checked before it was queued: not the caller's mistake; logged
+                self.host.drop(stream.request_id, FinishReason.ERROR)
                 self._fail(stream, "the engine refused the request", error)
 
     def _emit(self, brought: Brought) -> None:
@@ -245,6 +246,7 @@ class Driver:
             self.queue.remove(stream.request_id)
             stream.fail(Unavailable(reason, "the engine failed; the request may be sent again"))
             self._forget(stream, FinishReason.ERROR)
+        self._metrics.requests.set_load(0, 0, 0.0)
 
     def _require_time(self, remaining: float, due: float, work: float) -> None:
         """Raise DeadlinePassed where less is left than a request of this size will take by all that is known."""

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from engine.config import EngineConfig
-from engine.errors import ModelError, PilotfishError
+from engine.errors import ModelError
 from engine.grammar import Grammar
 from engine.stats import StepStats
 from engine.types import Finished, FinishReason, Request, Speculation, SpeculationStats, TokenEvent
@@ -168,7 +168,7 @@ class EngineServer:
     def _add(self, ticket: int, request: Request) -> None:
         try:
             self._engine.add(request)
-        except PilotfishError as error:  # the doors have checked it: not its caller's mistake
+        except Exception as error:  # the doors have checked it: not its caller's mistake
             logger.exception("request %s: the engine refused it", request.request_id)
             self._refuse(ticket, request, str(error))
         else:

@@ -164,7 +164,7 @@ class RemoteEngine:
     # ---------------------------------------------------------------------------------------------- what it is told
 
     def add(self, request: Request) -> None:
-        """See Host; wire.FrameTooLarge for a request that no message has room for."""
+        """See Host; wire.Unsayable for a request that no message has room for."""
         self._ticket += 1
         # A compiled structure cannot travel; what it was compiled from is in the request, too.
         self._send(wire.Add(self._next_order(), self._ticket, replace(request, grammar=None)))

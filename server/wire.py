@@ -26,8 +26,8 @@ class WireError(PilotfishError):
     """Unexpected: bytes that are no message, or too many of them. The other side cannot be believed any more."""
 
 
-class FrameTooLarge(PilotfishError):
-    """Expected: one request has more to say than fits into a message. It is refused alone."""
+class Unsayable(PilotfishError):
+    """Expected: a request that no message can hold: too large, or with what is no text. It is refused alone."""
 
 
 # ------------------------------------------------------------------------------------------ from doors to engine
@@ -194,10 +194,13 @@ def most_bytes(bounds: Bounds) -> int:
 
 
 def framed(message: ToEngine | ToDoors, limit: int) -> bytes:
-    """A message as it travels; FrameTooLarge beyond `limit` bytes."""
-    payload = _encoder.encode(message)
+    """A message as it travels; Unsayable beyond `limit` bytes, or with half a surrogate pair in it, or 2**64."""
+    try:
+        payload = _encoder.encode(message)
+    except (msgspec.MsgspecError, ValueError, OverflowError) as error:
+        raise Unsayable(f"no message: {error}") from error
     if len(payload) > limit:
-        raise FrameTooLarge(f"a message of {len(payload)} bytes; the limit is {limit}")
+        raise Unsayable(f"a message of {len(payload)} bytes; the limit is {limit}")
     return len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
 
 

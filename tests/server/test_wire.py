@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from contextlib import closing
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -123,8 +124,11 @@ def test_a_message_of_another_shape_is_refused(read, data):
 
 
 def test_what_is_too_large_is_refused_on_both_sides_before_it_is_read():
-    with pytest.raises(wire.FrameTooLarge):
+    with pytest.raises(wire.Unsayable):
         wire.framed(TO_ENGINE[1], 10)
+    for sampling in (SamplingParams(stop=("\ud800",)), SamplingParams(seed=2**64)):
+        with pytest.raises(wire.Unsayable):
+            wire.framed(wire.Add(1, 2, replace(REQUEST, sampling=sampling)), LIMIT)
     with pytest.raises(wire.WireError, match="limit is 10"):
         list(wire.Frames(10).feed((11).to_bytes(4, "big")))
 
