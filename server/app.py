@@ -56,7 +56,7 @@ class App:
     def __init__(
         self,
         config: ServerConfig,
-        load: Load = ServedModel.load,
+        load: Load | None = None,  # default: as the config says; given, the engine runs here
         on_ready: Callable[[App], None] = lambda _: None,
         tracing: Tracing | None = None,  # default: as the config says
         program: Program | None = None,  # of the engine's own process, if it has one
@@ -76,11 +76,11 @@ class App:
         self._admission = Admission(self._require_driver, self.metrics, self._grammars, quotas, tracing)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
 
-    def _make_host(self, load: Load, program: Program) -> Host:
+    def _make_host(self, load: Load | None, program: Program) -> Host:
         config = self.config
-        if config.engine_process:
+        if load is None and config.engine_process:
             return RemoteEngine(config.engine(), program, config.hang_seconds, config.log_format)
-        return LocalHost(load, config.engine(), self._compute, config.hang_seconds)
+        return LocalHost(load or ServedModel.load, config.engine(), self._compute, config.hang_seconds)
 
     async def run(self) -> int:
         """Serve until asked to stop; the exit code."""
