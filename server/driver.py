@@ -145,13 +145,12 @@ class Driver:
         if request.request_id in self._live:
             own = request.request_id.rpartition("/")[2]  # without its caller's name
             raise DuplicateRequest(f"request_id {own!r} is live")
-        max_len = request.max_len(self._engine.max_model_len, self._engine.config.max_output_tokens)
-        now, work = self._clock(), self.estimates.work(request, max_len)
+        now, work = self._clock(), self.estimates.work(request, self._most_tokens(request))
         due = min(now + PATIENCE_SECONDS - priority * self._ageing_seconds, now + remaining - work)
         self._require_time(remaining, due, work)
         stream = OutputStream(request, self.model.codec, self._clock, interval, now + remaining)
         retry = self.estimates.retry(self._engine.num_running)
-        self.queue.push(request, request.sampling.n * max_len, due, retry)
+        self.queue.push(request, request.sampling.n * self._most_tokens(request), due, retry)
         self._live[request.request_id] = stream
         self._idle.clear()
         self._wake.set()
@@ -257,6 +256,9 @@ class Driver:
         if wait + work > max(remaining, 0.0) or remaining <= 0:
             problem = f"the deadline is in {max(remaining, 0.0):.3g} seconds"
             raise DeadlinePassed(f"{problem}; by now's estimate it takes {wait:.3g} to start and {work:.3g} to end")
+
+    def _most_tokens(self, request: Request) -> int:
+        return request.max_len(self._engine.max_model_len, self._engine.config.max_output_tokens)
 
     def _report_load(self) -> None:
         engine = self._engine

@@ -7,6 +7,7 @@ it reads what was ordered meanwhile. When the doors' process ends, so does this 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import select
@@ -274,6 +275,9 @@ def serve(link: Link, load: Load) -> None:
         link.send(wire.Refused(str(error)))
         return
     engine = cast("Engine", model.engine)  # what is loaded here is here
+    # What was loaded stays: a collection that looked through it would take as long as several steps.
+    gc.collect()
+    gc.freeze()
     link.send(ready(model, engine))
     EngineServer(link, engine, model.compile_grammar, start.beat_seconds).run()
 
