@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from engine.bounds import MAX_SALT_LENGTH, Bounds
 from engine.errors import Violation
-from engine.types import DEFAULT_MAX_TOKENS, MAX_NUM_DRAFT, MAX_SEED, Guided, Request, SamplingParams
+from engine.types import MAX_NUM_DRAFT, MAX_SEED, Guided, Request, SamplingParams
 
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 
@@ -20,7 +20,7 @@ def violations(request: Request, bounds: Bounds, vocab_size: int, max_model_len:
     yield from _prompt_violations(request, bounds, max_model_len)
     yield from _unknown("token_ids", request.token_ids, vocab_size)
     yield from _token_violations(sampling, bounds, vocab_size)
-    yield from _logprob_violations(request, bounds)
+    yield from _logprob_violations(request, bounds, max_model_len)
     if sampling.guided is not None:
         yield from _guided_violations(sampling, bounds)
     wanted = request.speculation.num_draft_tokens
@@ -120,10 +120,12 @@ def _unknown(field: str, tokens: Iterable[int], vocab_size: int, *, by_id: bool 
             return
 
 
-def _logprob_violations(request: Request, bounds: Bounds) -> Iterator[Violation]:
+def _logprob_violations(request: Request, bounds: Bounds, max_model_len: int) -> Iterator[Violation]:
     """What is asked for in all: a long prompt, many outputs or many likeliest tokens multiply."""
     sampling, most = request.sampling, bounds.max_total_logprobs
-    num_tokens = DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+    num_tokens = sampling.max_tokens
+    if num_tokens is None:
+        num_tokens = request.max_len(max_model_len, bounds.max_output_tokens) - len(request.token_ids)
     asked = {"output.logprobs": (sampling.logprobs, sampling.n * num_tokens)}
     asked["output.prompt_logprobs"] = (sampling.prompt_logprobs, len(request.token_ids))
     for field, (top, tokens) in asked.items():

@@ -70,6 +70,8 @@ class Engine:
             pairs = zip(decided.fed, decided.outcomes, strict=True)
             events = tuple(self._commit(fed, outcome) for fed, outcome in pairs)
         ended = tuple(self._end_for_fault(sequence) for sequence in decided.faulty)
+        if decided.doubt is not None:
+            self._try(decided.doubt)
         if decided.is_whole:
             self.control.learn(round_of(plan, decided.proposal, decided.outcomes, watch.seconds))
             for fed, event in zip(decided.fed, events, strict=True):
@@ -86,6 +88,23 @@ class Engine:
         except Exception:
             log.exception("request %s: its tokens could not be committed; it ends", fed.sequence.request_id)
             return self._end_for_fault(fed.sequence)
+
+    def _try(self, doubt: Exception) -> None:
+        """A whole step failed, for each of its sequences alone too. Raise that, unless a trial succeeds meanwhile.
+
+        So no number of requests at fault stops an engine that works, and one that does not is not blamed on requests.
+        """
+        (trial,) = self._intake.open(_trial(self.max_model_len))
+        pool = self._scheduler.target_pool
+        if not pool.reserve(trial.target, len(trial.tokens)):
+            return  # other sequences have all pages, so a pass of theirs will tell
+        try:
+            self._passes.try_on(trial)
+        except Exception:
+            log.exception("a trial failed as well: it is not the requests' fault")
+            raise doubt from None
+        finally:
+            pool.release(trial.target)
 
     def _end_for_fault(self, sequence: Sequence) -> TokenEvent:
         return self._end(sequence, FinishReason.ERROR, error="the request failed in the engine")
@@ -246,6 +265,16 @@ class Engine:
         return self._scheduler.has_room
 
     @property
+    def spare_pages(self) -> int:
+        """Free pages of the target's arena that no waiting sequence will take; below 0 where there are too few."""
+        return self._scheduler.num_spare
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page of the target's arena."""
+        return self._scheduler.target_pool.page_size
+
+    @property
     def total_pages(self) -> int:
         """Pages of the target's arena."""
         return self._scheduler.target_pool.num_pages
@@ -258,10 +287,15 @@ class Engine:
     def warm_up(self) -> None:
         """Run one short request through the whole path, so that the first caller does not pay for first times."""
         assert not self._live, "warm_up is for an idle engine"
-        sampling = SamplingParams(max_tokens=min(8, self.max_model_len - 1), ignore_eos=True)
-        self.add(Request(request_id="warm-up", token_ids=(0,), sampling=sampling))
+        self.add(_trial(self.max_model_len))
         while self.has_work:
             self.step()
+
+    def recover(self) -> None:
+        """After a step that raised: end everybody, and see whether it works again. Raises if it does not."""
+        self.finish_all(FinishReason.ERROR)
+        self.check_invariants()
+        self.warm_up()
 
     def check_invariants(self) -> None:
         """I1 and I5 on every sequence and page, and that nobody is lost between the two."""
@@ -270,6 +304,12 @@ class Engine:
         live = {(name, index) for name, outputs in self._live.items() for index in outputs}
         assert scheduled == live, "a live sequence is not scheduled, or a dead one is"
         assert self.has_work or self.free_pages == self.total_pages, "idle, and pages are held"
+
+
+def _trial(max_model_len: int) -> Request:
+    """What no sound engine can fail at."""
+    sampling = SamplingParams(max_tokens=min(8, max_model_len - 1), ignore_eos=True)
+    return Request(request_id="trial", token_ids=(0,), sampling=sampling)
 
 
 def _length_before_stop(sequence: Sequence, fresh: tuple[int, ...]) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-import torch
+import numpy as np
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from engine.bounds import Bounds
@@ -218,13 +218,13 @@ def _compile(vocabulary: Vocabulary, guided: Guided) -> _Result:
 def _take_first_steps(grammar: CompiledGrammar) -> None:
     """GrammarFault if it matches nothing or costs too much at once; otherwise the first request finds warm masks."""
     state, end_tokens = grammar.start(), list(grammar.vocabulary.end_tokens)
-    mask = torch.empty(grammar.vocabulary.vocab_size, dtype=torch.bool)
+    mask = np.empty(grammar.vocabulary.vocab_size, dtype=np.bool_)
     for _ in range(_FIRST_STEPS):
-        state.fill(mask)
+        state.mark(mask)
         mask[end_tokens] = False
         if not mask.any():
             return
-        state.advance([int(mask.nonzero()[0])])
+        state.advance([int(mask.argmax())])
 
 
 def _source(guided: Guided) -> str:

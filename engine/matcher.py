@@ -10,12 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from torch import Tensor
+from numpy.typing import NDArray
 
 from engine.errors import GrammarFault
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What one mask may cost, chosen by measurement (docs/adr/0007-structured-output-llguidance.md): a structure that asks
 # for more is refused when it is compiled, or ends its request later.
@@ -102,8 +106,11 @@ class MatcherState:
 
     def fill(self, mask: Tensor) -> None:
         """Write which tokens may come next; after an end token the end tokens, so that a law is left."""
-        assert mask.shape == (self._vocabulary.vocab_size,), f"a mask of shape {tuple(mask.shape)}"
-        allowed = mask.numpy()
+        self.mark(mask.numpy())
+
+    def mark(self, allowed: NDArray[np.bool_]) -> None:
+        """The same for an array: structures are compiled where there are no tensors, too."""
+        assert allowed.shape == (self._vocabulary.vocab_size,), f"a mask of shape {allowed.shape}"
         if self._ended:
             allowed[:] = False
         else:

@@ -22,8 +22,6 @@ from engine.types import Sequence
 
 log = logging.getLogger(__name__)
 
-GIVE_UP_AFTER = 3  # requests in a row that failed alone, and none that did not: then it is not their fault
-
 
 @dataclass(frozen=True, slots=True)
 class Decided:
@@ -34,6 +32,7 @@ class Decided:
     outcomes: list[Outcome]
     faulty: tuple[Sequence, ...] = ()
     is_whole: bool = True  # one pass for all; else its time says nothing
+    doubt: Exception | None = None  # nobody succeeded: it may be the engine's own fault
 
 
 class Passes:
@@ -41,16 +40,14 @@ class Passes:
 
     def __init__(self, target: Runner, proposers: Proposers) -> None:
         self._target, self._proposers = target, proposers
-        self._num_faults = 0  # in a row
 
     def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Decided:
-        """Decide all sequences of a plan. Raises what the target raises only if it fails for everybody."""
+        """Decide all sequences of a plan; what is raised meanwhile is put down to whom it happens to alone."""
         try:
             fed, outcomes = self._pass(plan, proposal, watch)
         except Exception as error:
             log.exception("a pass for %d sequences failed; each is tried alone", len(plan.works))
             return self._one_by_one(plan, error, watch)
-        self._num_faults = 0
         return Decided(proposal, fed, outcomes)
 
     def _one_by_one(self, plan: StepPlan, error: Exception, watch: Stopwatch) -> Decided:
@@ -70,11 +67,14 @@ class Passes:
             else:
                 fed += own_fed
                 outcomes += own_outcomes
-        self._num_faults = self._num_faults + len(faulty) if len(faulty) == len(plan.works) else 0
-        if self._num_faults >= GIVE_UP_AFTER:
-            raise error
         plain = Proposal.certain([()] * len(plan.works))
-        return Decided(plain, fed, outcomes, tuple(faulty), is_whole=False)
+        doubt = error if len(faulty) == len(plan.works) else None
+        return Decided(plain, fed, outcomes, tuple(faulty), is_whole=False, doubt=doubt)
+
+    def try_on(self, sequence: Sequence) -> None:
+        """Feed all of a sequence that nobody waits for, and raise what that raises."""
+        plan = StepPlan((Work.feeding(sequence, sequence.todo),))
+        self._pass(plan, Proposal.certain([()]), Stopwatch(lambda: 0.0))
 
     def _pass(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> tuple[list[Fed], list[Outcome]]:
         with watch.phase("forward"):

@@ -91,8 +91,13 @@ class Scheduler:
     @property
     def has_room(self) -> bool:
         """Whether one more sequence would start with the next step, those that wait already counted."""
+        return len(self.running) + len(self.waiting) < self._max_batch_size and self.num_spare > 0
+
+    @property
+    def num_spare(self) -> int:
+        """Pages that are free and not promised to those who wait."""
         promised = sum(self.target_pool.pages_for(len(sequence.tokens)) for sequence in self.waiting)
-        return len(self.running) + len(self.waiting) < self._max_batch_size and self.target_pool.num_free > promised
+        return self.target_pool.num_free - promised
 
     def add(self, first: Sequence, *siblings: Sequence) -> None:
         """Wait for a place, first come, first served. `siblings` have the same prompt and wait until it is fed."""

@@ -10,14 +10,12 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.types import FinishReason
 from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -31,14 +29,17 @@ from server.grammars import GrammarPool
 from server.grpc_server import listen, make_server
 from server.grpc_service import InferenceService
 from server.health import Health, add_health
+from server.host import Host, LocalHost
 from server.http_api import add_generation
 from server.http_gateway import HttpServer, gateway
 from server.lag import watch_lag
 from server.lifecycle import Lifecycle, State
 from server.metrics import Metrics
-from server.model import Progress, ServedModel, model_name
+from server.model import Load, ServedModel, model_name
 from server.queue import AdmissionQueue
+from server.remote import Program, RemoteEngine
 from server.security import Callers, Quotas
+from server.supervisor import Crashes, Supervisor, first_of
 from server.tracing import NoTracing, OpenTelemetry, Tracing
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,6 @@ SERVICES = (
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LAST_MESSAGES_SECONDS = 2.0  # for what is written but not yet sent when the last stream has ended
 
-Load = Callable[[EngineConfig, Progress], ServedModel]
-
 
 class App:
     """One server process."""
@@ -59,17 +58,19 @@ class App:
     def __init__(
         self,
         config: ServerConfig,
-        load: Load = ServedModel.load,
+        load: Load | None = None,  # default: as the config says; given, the engine runs here
         on_ready: Callable[[App], None] = lambda _: None,
         tracing: Tracing | None = None,  # default: as the config says
+        program: Program | None = None,  # of the engine's own process, if it has one
     ) -> None:
         self.config, self.lifecycle = config, Lifecycle()
         self.metrics = Metrics(CollectorRegistry())
         ProcessCollector(registry=self.metrics.registry)
         self.driver: Driver | None = None
         self.grpc_port = self.http_port = 0
-        self._load, self._on_ready = load, on_ready
+        self._on_ready = on_ready
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self.host = self._make_host(load, program or Program())
         self._grammars = GrammarPool()
         self._callers = Callers.load(config.token_file)
         quotas = Quotas(config.max_requests_per_token, config.requests_per_second, time.monotonic)
@@ -77,6 +78,12 @@ class App:
             tracing = OpenTelemetry.configured(model_name(config.target)) if config.tracing else NoTracing()
         self._admission = Admission(self._require_driver, self.metrics, self._grammars, quotas, tracing)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
+
+    def _make_host(self, load: Load | None, program: Program) -> Host:
+        config = self.config
+        if load is None and config.engine_process:
+            return RemoteEngine(config.engine(), program, config.hang_seconds, config.log_format)
+        return LocalHost(load or ServedModel.load, config.engine(), self._compute, config.hang_seconds)
 
     async def run(self) -> int:
         """Serve until asked to stop; the exit code."""
@@ -104,20 +111,25 @@ class App:
         self._lag = tasks.create_task(watch_lag(self.metrics.loop_lag.observe, time.monotonic))
         model = await self._load_model()
         if model is not None:
-            config = self.config
-            queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
-            self.metrics.requests.watch_queue(lambda: queue.usage)
-            self.driver = Driver(
-                model,
-                queue,
-                self.metrics,
-                self.lifecycle,
-                self._compute,
-                ageing_seconds=self.config.ageing_seconds,
-                hang_seconds=self.config.hang_seconds,
-            )
+            self.driver = self._make_driver(model)
             tasks.create_task(self.driver.run())
             await self._open()
+
+    def _make_driver(self, model: ServedModel) -> Driver:
+        config = self.config
+        crashes = Crashes(config.max_engine_crashes, config.crash_window_seconds)
+        supervisor = Supervisor(self.host, self.lifecycle, self.metrics, crashes)
+        queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
+        self.metrics.requests.watch_queue(lambda: queue.usage)
+        return Driver(
+            model,
+            self.host,
+            queue,
+            self.metrics,
+            self.lifecycle,
+            supervisor,
+            ageing_seconds=config.ageing_seconds,
+        )
 
     def _http_server(self) -> HttpServer:
         config = self.config
@@ -130,6 +142,7 @@ class App:
         config, self._grpc = self.config, make_server(self.config, self._callers)
         health = Health(SERVICES)
         self.lifecycle.listen(health.follow)
+        self.lifecycle.listen(self._follow)
         await health.follow(self.lifecycle.state)
         add_health(health, self._grpc)
         inference = InferenceService(self._admission, self._callers, self.metrics, config.stall_seconds)
@@ -143,9 +156,8 @@ class App:
 
     async def _load_model(self) -> ServedModel | None:
         """The model, or None if it cannot be served or a stop was asked for meanwhile."""
-        loop = asyncio.get_running_loop()
-        loading = loop.run_in_executor(self._compute, partial(self._load, self.config.engine(), self._progress))
-        await _first_of(loading, self._stop.wait())
+        loading = asyncio.ensure_future(self.host.start(self._progress))
+        await first_of(loading, self._stop.wait())
         if self._stop.is_set():
             return None
         try:
@@ -154,11 +166,11 @@ class App:
             logger.error("cannot serve %s: %s", self.config.target, error)  # noqa: TRY400  # the caller's mistake: no trace
         except Exception:
             logger.exception("cannot load %s", self.config.target)
-        await self._fail()
+        await self.lifecycle.move(State.FAILED)
         return None
 
     def _progress(self, stage: str) -> None:
-        """Told each stage of loading, on the compute thread."""
+        """Told each stage of loading, on whatever thread."""
         if self._stop.is_set():
             raise InterruptedError("a stop was asked for while loading")
         logger.info("%s", stage)
@@ -180,9 +192,9 @@ class App:
         elif config.tls_cert is None:
             logger.warning("listening on %s without TLS: anyone on the way can read tokens and texts", config.host)
 
-    async def _fail(self) -> None:
-        await self.lifecycle.move(State.FAILED)
-        self._stop.set()
+    async def _follow(self, state: State) -> None:
+        if state is State.FAILED:
+            self._stop.set()  # nothing will get better here: what runs this process sees an exit code
 
     def _require_driver(self) -> Driver:
         if self.driver is None:
@@ -204,24 +216,15 @@ class App:
         self._http.stop()
         self._lag.cancel()
         self._grammars.close()
+        await self.host.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().remove_signal_handler(number)
 
     async def _drain(self, driver: Driver) -> None:
         logger.info("draining: %d live requests have %g seconds", len(driver.live()), self.config.drain_seconds)
-        await _first_of(driver.wait_idle(), self._cut.wait(), timeout=self.config.drain_seconds)
+        await first_of(driver.wait_idle(), self._cut.wait(), timeout=self.config.drain_seconds)
         for stream in driver.live():
             driver.end(stream, FinishReason.ABORTED, Unavailable("DRAINING", "the server shut down"))
         await driver.wait_idle()
         driver.stop()
-
-
-async def _first_of(*waits: Awaitable[object], timeout: float | None = None) -> None:  # noqa: ASYNC109  # it is no error
-    """Return when the first of these is done, or after `timeout` seconds."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

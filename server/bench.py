@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pydantic_settings import SettingsConfigDict
 
@@ -103,7 +103,7 @@ class Bench:
         for number in range(self.rounds + 1):
             for way in WAYS:
                 tell(f"batch {batch}, round {number} of {self.rounds}, {way}")
-                turn = _turn(model.engine, prompts, self.tokens, way)
+                turn = _turn(cast("Engine", model.engine), prompts, self.tokens, way)
                 if number:  # the first round warms up
                     turns[way].append(turn)
         return [_row(batch, way, turns[way], turns[SpeculationMode.OFF]) for way in WAYS]

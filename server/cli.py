@@ -167,7 +167,7 @@ def _serve(config: ServerConfig) -> int:
         return 1
     try:
         code = uvloop.run(app.run())
-        if app.driver is not None and app.driver.is_hung:
+        if app.host.is_hung:
             logging.shutdown()
             os._exit(code)  # the interpreter would wait for a step that never ends
         return code

@@ -69,6 +69,15 @@ class ServerConfig(BaseSettings, EngineConfig):
     hang_seconds: float = Field(
         120.0, gt=0, description="How long one step of the engine may take before it is given up, in seconds."
     )
+    engine_process: bool = Field(
+        True, description="Run the engine in a process of its own, apart from the doors; else on a thread."
+    )
+    max_engine_crashes: int = Field(
+        5,
+        ge=0,
+        description="How often the engine may fail and be restarted within crash_window_seconds; then the exit.",
+    )
+    crash_window_seconds: float = Field(300.0, gt=0, description="The time over which max_engine_crashes counts.")
     stall_seconds: float = Field(30.0, gt=0, description="How long a reader may take no message, in seconds.")
     max_message_bytes: int = Field(4 << 20, ge=1024, description="Largest message or body taken, in bytes.")
     max_header_bytes: int = Field(16 << 10, ge=4096, description="Most bytes of a call's metadata or headers.")

@@ -30,6 +30,7 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # only Abort looks at i
 _STATES = {
     State.STARTING: pb.SERVER_STATE_STARTING,
     State.READY: pb.SERVER_STATE_READY,
+    State.RECOVERING: pb.SERVER_STATE_STARTING,
     State.DRAINING: pb.SERVER_STATE_DRAINING,
     State.FAILED: pb.SERVER_STATE_FAILED,
 }

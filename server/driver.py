@@ -1,7 +1,7 @@
 """The asyncio clock: queue to engine, engine to streams. Knows no protocol and no tensors.
 
-The engine steps on one worker thread; everything that changes it happens between two steps, in `run`. So there
-are no locks, and what is asked meanwhile (an end, a new request) is applied before the next step.
+The engine steps on a thread or in a process of its own (`host`); what is asked meanwhile (an end, a new request) is
+ordered in `run` alone, and holds before the engine's next step. So there are no locks.
 """
 
 from __future__ import annotations
@@ -10,23 +10,20 @@ import asyncio
 import logging
 import math
 import time
-from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from engine.errors import DuplicateRequest, PilotfishError
 from engine.stats import Clock
 from engine.types import FinishReason, Request, TokenEvent
 from server.errors import Aborted, DeadlinePassed, EngineHung, RequestFailed, Unavailable
 from server.estimates import Estimates
-from server.lifecycle import Lifecycle, State
+from server.host import Brought, Host
+from server.lifecycle import Lifecycle
 from server.metrics import Metrics
 from server.model import ServedModel
 from server.queue import AdmissionQueue, Outlook
 from server.streams import OutputStream
-
-if TYPE_CHECKING:
-    from engine.engine import StepOutput
+from server.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -49,53 +46,58 @@ class Driver:
     def __init__(
         self,
         model: ServedModel,
+        host: Host,
         queue: AdmissionQueue,
         metrics: Metrics,
         lifecycle: Lifecycle,
-        compute: Executor,  # one thread, and nothing else runs on it
+        supervisor: Supervisor,
         clock: Clock = time.monotonic,
         ageing_seconds: float = 1.0,
-        hang_seconds: float | None = None,
     ) -> None:
-        self.model, self.queue = model, queue
-        self.estimates, self._ageing_seconds, self._hang_seconds = Estimates(), ageing_seconds, hang_seconds
-        self.is_hung = False  # a step never ended: its thread is lost
-        self._engine, self._metrics, self._lifecycle = model.engine, metrics, lifecycle
-        self._compute, self._clock = compute, clock
+        self.model, self.queue, self.host = model, queue, host
+        self.estimates, self._ageing_seconds = Estimates(), ageing_seconds
+        self._engine, self._metrics, self._lifecycle = host.engine, metrics, lifecycle
+        self._supervisor, self._clock = supervisor, clock
         self._live: dict[str, OutputStream] = {}
         self._endings: dict[str, _Ending] = {}
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._left: list[float] | None = None  # tokens that running outputs are likely to bring, as long as it is known
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------------- the clock
 
     async def run(self) -> None:
-        """Turn until `stop`, or until a step raises or hangs: then every live request ends with an error."""
-        try:
-            while not self._stopping:
-                self._apply_endings()
-                self._admit()
-                if self._engine.has_work:
-                    self._emit(await self._step())
-                else:
-                    await self._sleep()
-        except Exception:
-            logger.exception("the engine failed; %d live requests end with it", len(self._live))
-            await self._die()
+        """Turn until `stop`, or until the engine fails for good; each time it fails, every live request ends."""
+        while not self._stopping.is_set():
+            try:
+                await self._turn()
+            except Exception as error:
+                logger.exception("the engine failed; %d live requests end with it", len(self._live))
+                await self._supervisor.lost()
+                self._end_all(error)
+                if not await self._supervisor.revive(self._stopping):
+                    return
+
+    async def _turn(self) -> None:
+        self._apply_endings()
+        self._admit()
+        if not self.host.has_work:
+            self._report_load()
+        brought = await self.host.turn(self._wake)
+        if brought is not None:
+            self._emit(brought)
 
     def _apply_endings(self) -> None:
         endings, self._endings = self._endings, {}
         for request_id, ending in endings.items():
-            stream = self._live[request_id]
-            events = self._engine.finish(request_id, ending.reason)
-            if ending.error is not None:
-                stream.fail(ending.error)
+            if ending.error is None:
+                self.host.finish(request_id, ending.reason)
             else:
-                for event in events:
-                    stream.close(event)
-            self._forget(stream, ending.reason)
+                self.host.drop(request_id, ending.reason)
+                stream = self._live[request_id]
+                stream.fail(ending.error)
+                self._forget(stream, ending.reason)
 
     def _admit(self) -> None:
         while self.queue and self._engine.has_room:
@@ -108,34 +110,21 @@ class Driver:
             self._left = None
             self._metrics.requests.start(stream.timeline)
             try:
-                self._engine.add(stream.request)
-            except PilotfishError as error:  # it was checked before it was queued: not the caller's mistake
+                self.host.add(stream.request)
+            except Exception as error:  # noqa: BLE001  # checked before it was queued: not the caller's mistake; logged
+                self.host.drop(stream.request_id, FinishReason.ERROR)
                 self._fail(stream, "the engine refused the request", error)
 
-    async def _step(self) -> StepOutput:
-        step = asyncio.get_running_loop().run_in_executor(self._compute, self._engine.step)
-        await asyncio.wait((step,), timeout=self._hang_seconds)
-        if not step.done():
-            self.is_hung = True
-            step.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody asks any more
-            raise EngineHung(f"a step has taken more than {self._hang_seconds:g} seconds")
-        return step.result()
-
-    def _emit(self, output: StepOutput) -> None:
-        for event in output.events:
+    def _emit(self, brought: Brought) -> None:
+        for event in brought.events:
             stream = self._live.get(event.request_id)
             if stream is not None:  # else another output's fault has just ended it
                 self._deliver(stream, event)
-        self._metrics.steps.observe(output.stats)
-        self.estimates.observe(output.stats)
+        if brought.stats is not None:
+            self._metrics.steps.observe(brought.stats)
+            self.estimates.observe(brought.stats)
         self._left = None
         self._report_load()
-
-    async def _sleep(self) -> None:
-        assert not self.queue, "an idle engine has room"
-        self._report_load()
-        self._wake.clear()
-        await self._wake.wait()
 
     # ------------------------------------------------------------------------------------ what others ask meanwhile
 
@@ -159,7 +148,7 @@ class Driver:
         if request.request_id in self._live:
             own = request.request_id.rpartition("/")[2]  # without its caller's name
             raise DuplicateRequest(f"request_id {own!r} is live")
-        now, work = self._clock(), self.estimates.work(request)
+        now, work = self._clock(), self.estimates.work(request, self._most_tokens(request))
         due = min(now + PATIENCE_SECONDS - priority * self._ageing_seconds, now + remaining - work)
         self._require_time(remaining, due, work)
         stream = OutputStream(request, self.model.codec, self._clock, interval, now + remaining)
@@ -199,7 +188,7 @@ class Driver:
 
     def stop(self) -> None:
         """Let `run` return after the current step."""
-        self._stopping = True
+        self._stopping.set()
         self._wake.set()
 
     # -------------------------------------------------------------------------------------------- one request's end
@@ -211,28 +200,27 @@ class Driver:
         try:
             self._push(stream, event)
         except Exception as error:  # noqa: BLE001  # `_fail` logs it
-            self._engine.finish(stream.request_id, FinishReason.ERROR)
+            self.host.drop(stream.request_id, FinishReason.ERROR)
             self._fail(stream, "the output could not be turned into text", error)
             return
         if timeline.last_token != previous:
             self._metrics.requests.deliver(timeline, previous)
 
     def _push(self, stream: OutputStream, event: TokenEvent) -> None:
-        if event.finished is not None and event.finished.reason is FinishReason.ERROR:
-            self._end_for_fault(stream, event.finished.error)
-            return
         output = stream.outputs[event.index]
+        end = event.finished
+        if end is not None and end.reason is FinishReason.ERROR and not output.is_stopped:
+            self._end_for_fault(stream, end.error)
+            return
         if stream.push(event):
-            kept = output.num_tokens
-            (ended,) = self._engine.finish(stream.request_id, FinishReason.STOP, index=event.index, keep=kept)
-            stream.close(ended)
+            self.host.finish(stream.request_id, FinishReason.STOP, event.index, output.num_tokens)
         if stream.ended:
             assert output.end is not None, "the last output to end"
             self._forget(stream, output.end.finished.reason)
 
     def _end_for_fault(self, stream: OutputStream, problem: str | None) -> None:
         """One output cannot go on: its call ends with one error, so the other outputs have no reader any more."""
-        self._engine.finish(stream.request_id, FinishReason.CANCELLED)
+        self.host.drop(stream.request_id, FinishReason.CANCELLED)
         stream.fail(RequestFailed(problem or "the request failed"))
         self._forget(stream, FinishReason.ERROR)
 
@@ -254,19 +242,14 @@ class Driver:
         if not self._live:
             self._idle.set()
 
-    async def _die(self) -> None:
-        """The engine cannot be trusted any more: take nothing new, and tell everyone."""
-        self._metrics.engine_up.set(0)
-        await self._lifecycle.move(State.FAILED)
+    def _end_all(self, error: Exception) -> None:
+        """The engine has lost what it was at: tell everyone."""
+        reason = "ENGINE_HUNG" if isinstance(error, EngineHung) else "ENGINE_DEAD"
         for stream in self.live():
             self.queue.remove(stream.request_id)
-            stream.fail(
-                Unavailable(
-                    "ENGINE_HUNG" if self.is_hung else "ENGINE_DEAD",
-                    "the engine failed; the request may be sent again elsewhere",
-                )
-            )
+            stream.fail(Unavailable(reason, "the engine failed; the request may be sent again"))
             self._forget(stream, FinishReason.ERROR)
+        self._metrics.requests.set_load(0, 0, 0.0)
 
     def _require_time(self, remaining: float, due: float, work: float) -> None:
         """Raise DeadlinePassed where less is left than a request of this size will take by all that is known."""

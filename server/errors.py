@@ -46,7 +46,15 @@ class Aborted(PilotfishError):
 
 
 class EngineHung(PilotfishError):
-    """Unexpected: a step does not end. Only a restart of the process helps."""
+    """Unexpected: a step does not end."""
+
+
+class EngineCrashed(PilotfishError):
+    """Unexpected: the engine's process ended, or said what cannot be understood."""
+
+
+class EngineGone(PilotfishError):
+    """Unexpected: the engine failed and cannot begin again in this process. Only a new one helps."""
 
 
 class RequestFailed(PilotfishError):

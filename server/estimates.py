@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.stats import StepStats
-from engine.types import DEFAULT_MAX_TOKENS, Request
+from engine.types import Request
 from server.outputs import Timeline
 from server.queue import Outlook
 
@@ -90,10 +90,10 @@ class Estimates:
         """
         return 0.0 if self._service is None else (ahead + 1) * self._service / (running + 1)
 
-    def work(self, request: Request) -> float:
-        """Seconds from its place to the last of the tokens that `request` is sure to get."""
+    def work(self, request: Request, max_len: int) -> float:
+        """Seconds from its place to the last of the tokens that `request` is sure to get, of `max_len` at most."""
         reading = len(request.token_ids) / self._prompt_rate if self._prompt_rate else 0.0
-        return reading + (least_tokens(request) - 1) * (self._per_token or 0.0)
+        return reading + (least_tokens(request, max_len) - 1) * (self._per_token or 0.0)
 
     def outlook(self, waiting: int, left: Sequence[float]) -> Outlook:
         """What a request that came now could expect, behind so many who have no place; `left` as in `turn`, ascending.
@@ -109,13 +109,13 @@ class Estimates:
         return unknown if self._service is None else min(most, max(least, self.wait(waiting, running)))
 
 
-def least_tokens(request: Request) -> int:
-    """How many tokens an output is sure to have: most end by themselves, sooner than they must."""
+def least_tokens(request: Request, max_len: int) -> int:
+    """How many tokens an output is sure to have: most end by themselves, sooner than `max_len` makes them."""
     sampling = request.sampling
     may_end = not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids or sampling.guided
     if may_end:
         return max(1, sampling.min_tokens)
-    return DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
+    return max_len - len(request.token_ids)
 
 
 def _mean(old: float | None, new: float) -> float:

@@ -51,7 +51,7 @@ def gateway(
         """200 while requests are taken, else 503."""
         loaded = driver()
         body: dict[str, Any] = {"status": lifecycle.state.value}
-        if lifecycle.state is State.STARTING:
+        if lifecycle.state in (State.STARTING, State.RECOVERING):
             body["progress"] = lifecycle.progress
         body["uptime_seconds"] = round(time.monotonic() - started, 3)
         if loaded is not None:

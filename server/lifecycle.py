@@ -9,16 +9,18 @@ from server.errors import Unavailable
 
 
 class State(StrEnum):
-    """From start to end; only STARTING leads to READY, and nothing leads out of FAILED."""
+    """From start to end. RECOVERING may follow READY and lead back; DRAINING ends, or fails; FAILED is the end."""
 
     STARTING = "starting"
     READY = "ready"
+    RECOVERING = "recovering"  # the engine failed and is being restarted
     DRAINING = "draining"
     FAILED = "failed"
 
 
 _PROBLEMS = {
     State.STARTING: ("STARTING", "the model is still loading"),
+    State.RECOVERING: ("ENGINE_DEAD", "the engine failed and is being restarted"),
     State.DRAINING: ("DRAINING", "the server is shutting down"),
     State.FAILED: ("ENGINE_DEAD", "the engine failed"),
 }
@@ -38,7 +40,7 @@ class Lifecycle:
 
     async def move(self, state: State) -> None:
         """Enter `state` and tell the listeners."""
-        if self.state in (state, State.FAILED):
+        if self.state in (state, State.FAILED) or (self.state is State.DRAINING and state is not State.FAILED):
             return
         self.state = state
         for listener in self._listeners:

@@ -32,6 +32,7 @@ class Metrics:
         self.steps = StepMetrics(registry)
         self.requests = RequestMetrics(registry)
         self.engine_up = _gauge(registry, "engine_up", "1 while the engine can take a step, else 0.")
+        self.restarts = _counter(registry, "engine_restarts", "Times that the engine failed and was restarted.")
         self.model_load = _gauge(registry, "model_load_seconds", "Time from start to ready.")
         self.loop_lag = _seconds(
             registry, "event_loop_lag", "How late the event loop ran what was due, asked ten times a second."

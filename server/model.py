@@ -5,20 +5,56 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from engine.config import EngineConfig
 from engine.grammar import Grammar
 from engine.text import Codec
-from engine.types import Guided
+from engine.types import Guided, Request
 from models import embedded_draft, embedded_target
 from server.chat import ChatTemplate
 
 if TYPE_CHECKING:
     from engine.engine import Engine
 
+
+class EngineView(Protocol):
+    """What can be asked of an engine wherever it runs; the properties are those of `Engine`."""
+
+    config: EngineConfig
+
+    @property
+    def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def max_model_len(self) -> int: ...  # noqa: D102
+    @property
+    def eos_token_ids(self) -> frozenset[int]: ...  # noqa: D102
+    @property
+    def proposer_names(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def default_proposer(self) -> str: ...  # noqa: D102
+    @property
+    def num_running(self) -> int: ...  # noqa: D102
+    @property
+    def num_waiting(self) -> int: ...  # noqa: D102
+    @property
+    def has_room(self) -> bool: ...  # noqa: D102
+    @property
+    def total_pages(self) -> int: ...  # noqa: D102
+    @property
+    def free_pages(self) -> int: ...  # noqa: D102
+    @property
+    def spec_gain(self) -> float: ...  # noqa: D102
+
+    def check(self, request: Request) -> None:
+        """Raise InvalidRequest or Unsupported for what it would refuse."""
+        ...
+
+
 Progress = Callable[[str], None]
 CompileGrammar = Callable[[Guided], Grammar]  # slow but bounded; any thread; raises InvalidRequest
+
+Load = Callable[[EngineConfig, Progress], "ServedModel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +64,7 @@ class ServedModel:
     name: str
     draft_name: str | None
     device: str
-    engine: Engine
+    engine: EngineView
     codec: Codec | None  # None: a checkpoint without a tokenizer serves token ids alone
     compile_grammar: CompileGrammar | None = None  # None: no structure can be asked for
     chat: ChatTemplate | None = None  # None: no conversations, only prompts
@@ -36,19 +72,19 @@ class ServedModel:
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress) -> ServedModel:
         """Load and warm up. Takes seconds to minutes: call it on the compute thread."""
-        from engine.build import build_engine, pick_device
-        from engine.calibrate import calibrate
+        from engine.build import pick_device
+
+        return cls.around(load_engine(config, progress), config, str(pick_device(config.device)))
+
+    @classmethod
+    def around(cls, engine: EngineView, config: EngineConfig, device: str) -> ServedModel:
+        """What belongs to an engine that is loaded, here or elsewhere: tokenizer, structures, chat template."""
         from engine.guided import GrammarCompiler
 
-        engine = build_engine(config, progress)
         codec = Codec.load(config.target, config.revision)
         compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids, config)
         chat = None if codec is None else ChatTemplate.load(config.target, config.revision)
-        progress("warming up")
-        engine.warm_up()
-        calibrate(engine, config.warm_up_seconds)
         draft_name = None if config.draft is None else model_name(config.draft)
-        device = str(pick_device(config.device))
         return cls(
             model_name(config.target),
             draft_name,
@@ -58,6 +94,18 @@ class ServedModel:
             None if compiler is None else compiler.compile,
             chat,
         )
+
+
+def load_engine(config: EngineConfig, progress: Progress) -> Engine:
+    """The engine alone, loaded and warm."""
+    from engine.build import build_engine
+    from engine.calibrate import calibrate
+
+    engine = build_engine(config, progress)
+    progress("warming up")
+    engine.warm_up()
+    calibrate(engine, config.warm_up_seconds)
+    return engine
 
 
 def model_name(source: str) -> str:

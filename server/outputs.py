@@ -96,6 +96,11 @@ class Output:
         return bool(self._unread) and (first or self._num_unread >= self._interval or self.end is not None)
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has cut it: whatever else comes, that was its end."""
+        return self._stop_string is not None
+
+    @property
     def has_unread(self) -> bool:
         """Whether there is anything at all."""
         return bool(self._unread)
@@ -103,15 +108,16 @@ class Output:
     def push(self, event: TokenEvent) -> bool:
         """Take one step's tokens, and the end if it is there; whether text ended it and the engine is to be told."""
         assert self.end is None, f"an event after the end of output {self.index}"
-        stop = self._keep(event)
+        is_late = self.is_stopped  # the engine had taken another step before it was told
+        stop = is_late or self._keep(event)
         if event.finished is None:
-            return stop
+            return stop and not is_late
         # The engine may have ended it in the very step in which plain decoding would have met the stop string before.
         self.close(self._stopped(event.finished) if stop else event.finished)
         return False
 
     def close(self, finished: Finished) -> None:
-        """Take the end by itself: a stop string that `push` found, a cancellation, an abort."""
+        """Take the end."""
         assert self.end is None, f"a second end of output {self.index}"
         tail = "" if self._text is None else self._text.flush()
         self.timeline.ended = self._clock()

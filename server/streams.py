@@ -68,13 +68,6 @@ class OutputStream:
         self._after(output)
         return stopped
 
-    def close(self, event: TokenEvent) -> None:
-        """Take the end of one output by itself: a stop string that `push` found, a cancellation, an abort."""
-        assert event.finished is not None, "not a terminal event"
-        output = self.outputs[event.index]
-        output.close(event.finished)
-        self._after(output)
-
     def fail(self, error: PilotfishError) -> None:
         """End every output with one error, which the reader gets raised after what is already written."""
         assert not self.ended, f"a second end of {self.request_id}"

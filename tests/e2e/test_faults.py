@@ -21,8 +21,9 @@ from engine.matcher import MatcherState
 from engine.text import Codec
 from models import embedded_draft, embedded_target
 from pilotfish.v1 import generation_pb2 as pb
-from server import answers, streams
+from server import answers, engine_process, streams
 from server.model import ServedModel
+from server.remote import Program
 from tests.e2e.test_bad_inputs import http_client
 from tests.server.conftest import serving, until
 from tests.server.test_life import metric, read_to_end
@@ -35,20 +36,20 @@ SETTINGS = {
     "warm_up_seconds": 0.0,
     "speculation": "fixed",
 }
-POISON = "poison"  # the id of the request that fails; its prompt holds a token that no other has
+# A poison request has the name of its fault for id and for prompt, and fails at it alone.
 PROMPTS = ["def mean(values):\n", "import os\n\n", "class Queue:\n"]
 SECRET = "a trace that is for the log alone"
 
 
-def is_poison(sequence) -> bool:
-    return sequence.request_id == POISON and sequence.num_generated >= 4
+def is_poison(sequence, fault) -> bool:
+    return sequence.request_id == fault.__name__ and sequence.num_generated >= 4
 
 
 def in_tokenizer(engine, patch):
     encode = Codec.encode
 
     def faulty(self, text, **options):
-        if POISON in text:
+        if in_tokenizer.__name__ in text:
             raise RuntimeError(SECRET)
         return encode(self, text, **options)
 
@@ -59,7 +60,7 @@ def in_target(engine, patch):
     run = passes.Passes._pass
 
     def faulty(self, plan, proposal, watch):
-        if any(map(is_poison, plan.sequences)):
+        if any(is_poison(s, in_target) for s in plan.sequences):
             raise RuntimeError(SECRET)
         return run(self, plan, proposal, watch)
 
@@ -70,7 +71,7 @@ def in_sampler(engine, patch):
     judge = passes.judge
 
     def faulty(fed, logits):
-        if any(is_poison(f.sequence) for f in fed):
+        if any(is_poison(f.sequence, in_sampler) for f in fed):
             raise RuntimeError(SECRET)
         return judge(fed, logits)
 
@@ -83,7 +84,7 @@ def not_a_number(engine, patch):
     def faulty(fed, logits):
         first = 0
         for f in fed:
-            if is_poison(f.sequence):
+            if is_poison(f.sequence, not_a_number):
                 logits[first : first + f.num_rows] = math.nan
             first += f.num_rows
         return judge(fed, logits)
@@ -106,7 +107,7 @@ def in_detokenizer(engine, patch):
     push = streams.OutputStream.push
 
     def faulty(self, event):
-        if self.request_id == POISON:
+        if self.request_id == in_detokenizer.__name__:
             raise RuntimeError(SECRET)
         return push(self, event)
 
@@ -118,7 +119,7 @@ def in_serializer(engine, patch):
         make = getattr(answers, name)
 
         def faulty(chunk, asked, *args, make=make, **options):
-            if asked.request_id == POISON:
+            if asked.request_id == in_serializer.__name__:
                 raise RuntimeError(SECRET)
             return make(chunk, asked, *args, **options)
 
@@ -129,7 +130,7 @@ def in_draft(engine, patch):
     propose = engine._proposers._by_name["model"].propose
 
     def faulty(sequences, k_each):
-        if any(map(is_poison, sequences)):
+        if any(is_poison(s, in_draft) for s in sequences):
             raise RuntimeError(SECRET)
         return propose(sequences, k_each)
 
@@ -141,45 +142,79 @@ async def tokens_of(connection, prompt, **options):
     return [token for event in events if isinstance(event, client.Delta) for token in event.token_ids]
 
 
-async def all_of(connection, **poison):
+async def all_of(connection, name, **poison):
     """The healthy ones' tokens, and what the poison one got."""
     calls = [tokens_of(connection, prompt) for prompt in PROMPTS]
-    calls.append(tokens_of(connection, POISON + "\n", request_id=POISON, **poison))
+    calls.append(tokens_of(connection, name + "\n", request_id=name, **poison))
     *healthy, sick = await asyncio.gather(*calls, return_exceptions=True)
     return healthy, sick
 
 
-FAULTS = [in_tokenizer, in_target, in_sampler, not_a_number, in_grammar, in_detokenizer, in_serializer]
+IN_ENGINE = [in_target, in_sampler, not_a_number, in_grammar, in_draft]
+IN_DOORS = [in_tokenizer, in_detokenizer, in_serializer]
+APART = "from tests.e2e.test_faults import faulty_engine; faulty_engine()"
 
 
-async def test_a_poison_request_fails_alone_wherever_it_fails():
-    async with serving(load=ServedModel.load, **SETTINGS) as server:
+def faulty_engine() -> None:
+    """The program of an engine's process with all its faults."""
+
+    def load(config, progress):
+        model = ServedModel.load(config, progress)
+        for fault in IN_ENGINE:
+            fault(model.engine, pytest.MonkeyPatch())
+        return model
+
+    engine_process.main(load)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["thread", "process"])
+async def test_a_poison_request_fails_alone_wherever_it_fails(apart, monkeypatch):
+    where = {"program": Program(APART), "engine_process": True} if apart else {"load": ServedModel.load}
+    async with serving(**where, **SETTINGS) as server:
         address, engine = f"127.0.0.1:{server.app.grpc_port}", server.app.driver.model.engine
         async with client.AsyncClient(address) as connection:
-            wanted, whole = await all_of(connection)
-            for fault in FAULTS:
+            wanted, _ = await all_of(connection, "nobody")
+            for fault in IN_DOORS if apart else [*IN_DOORS, *IN_ENGINE]:
+                fault(engine, monkeypatch)
+            for fault in [*IN_DOORS, *IN_ENGINE]:
                 options = {"regex": "[a-z ]{60}"} if fault is in_grammar else {}
-                with pytest.MonkeyPatch.context() as patch:
-                    fault(engine, patch)
-                    healthy, sick = await all_of(connection, **options)
+                healthy, sick = await all_of(connection, fault.__name__, **options)
                 assert healthy == wanted, fault.__name__
-                assert isinstance(sick, client.ServerFault), (fault.__name__, sick)
-                assert SECRET not in sick.message
+                if fault is not in_draft:  # that costs drafts alone
+                    assert isinstance(sick, client.ServerFault), (fault.__name__, sick)
+                    assert SECRET not in sick.message
                 await until(lambda: not server.app.driver.live())
-                engine.check_invariants()
-                assert engine.free_pages == engine.total_pages
-            assert await all_of(connection) == (wanted, whole)
+                await until(lambda: engine.free_pages == engine.total_pages)
+            assert (await all_of(connection, "nobody"))[0] == wanted
             assert metric(server, "engine_up") == 1
+            assert metric(server, "engine_restarts_total") == 0
+            if not apart:
+                engine.check_invariants()
 
 
-async def test_a_draft_fault_costs_drafts_and_no_token():
+@pytest.mark.parametrize("apart", [False, True], ids=["thread", "process"])
+async def test_no_number_of_poison_requests_stops_an_idle_server(apart, monkeypatch):
+    where = {"program": Program(APART), "engine_process": True} if apart else {"load": ServedModel.load}
+    async with serving(**where, **SETTINGS) as server:
+        address, engine = f"127.0.0.1:{server.app.grpc_port}", server.app.driver.model.engine
+        if not apart:
+            in_target(engine, monkeypatch)
+        async with client.AsyncClient(address) as connection:
+            wanted = await tokens_of(connection, PROMPTS[0])
+            for _ in range(7):
+                with pytest.raises(client.ServerFault):
+                    await tokens_of(connection, "a", request_id=in_target.__name__)
+            assert await tokens_of(connection, PROMPTS[0]) == wanted
+            assert metric(server, "engine_restarts_total") == 0
+
+
+async def test_a_draft_fault_costs_drafts_and_no_token(monkeypatch):
     async with serving(load=ServedModel.load, **SETTINGS | {"proposer": "model"}) as server:
         address, engine = f"127.0.0.1:{server.app.grpc_port}", server.app.driver.model.engine
         async with client.AsyncClient(address) as connection:
-            wanted = await all_of(connection)
-            with pytest.MonkeyPatch.context() as patch:
-                in_draft(engine, patch)
-                assert await all_of(connection) == wanted
+            wanted = await all_of(connection, in_draft.__name__)
+            in_draft(engine, monkeypatch)
+            assert await all_of(connection, in_draft.__name__) == wanted
             assert metric(server, "draft_failures_total") > 0
             assert engine.free_pages == engine.total_pages
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import pytest
@@ -12,7 +15,9 @@ import pytest
 from engine import passes
 from models import embedded_draft, embedded_target
 from pilotfish.v1 import generation_pb2 as pb
+from server import engine_process
 from server.model import ServedModel
+from server.remote import Program
 from tests.server.conftest import serving, until
 from tests.server.test_life import read_to_end
 
@@ -27,7 +32,7 @@ SETTINGS = {
     "speculation": "fixed",
     "proposer": "model",
 }
-VICTIM = "victim"
+VICTIM = "victim"  # or what begins with it
 PROMPT = tuple(range(5, 205))  # longer than a step's budget
 
 
@@ -43,11 +48,15 @@ class Stop:
         assert self.go_on.wait(60)
 
 
+def is_victim(sequence) -> bool:
+    return sequence.request_id.startswith(VICTIM)
+
+
 def while_prefilling(engine, stop, patch):
     run = passes.Passes._pass
 
     def held(self, plan, proposal, watch):
-        if any(w.sequence.request_id == VICTIM and not w.reaches_end for w in plan.works):
+        if any(is_victim(w.sequence) and not w.reaches_end for w in plan.works):
             stop()
         return run(self, plan, proposal, watch)
 
@@ -59,7 +68,7 @@ def while_drafting(engine, stop, patch):
     propose = proposer.propose
 
     def held(sequences, k_each):
-        if any(s.request_id == VICTIM for s in sequences):
+        if any(map(is_victim, sequences)):
             stop()
         return propose(sequences, k_each)
 
@@ -70,7 +79,7 @@ def while_verifying(engine, stop, patch):
     judge = passes.judge
 
     def held(fed, logits):
-        if any(f.sequence.request_id == VICTIM and f.drafts for f in fed):
+        if any(is_victim(f.sequence) and f.drafts for f in fed):
             stop()
         return judge(fed, logits)
 
@@ -192,3 +201,94 @@ async def test_what_waits_to_be_written_is_freed_too(by_deadline, monkeypatch):
         await until(lambda: not driver.live(), 30)
         assert watch.ended_at == watch.asked_at
         assert driver.model.engine.free_pages == driver.model.engine.total_pages
+
+
+# --------------------------------------------------------------------------------- the same in a process of its own
+
+HOLDS = [while_prefilling, while_drafting, while_verifying]
+APART = "from tests.e2e.test_phases import held_engine; held_engine()"
+FOLDER = "PILOTFISH_TEST_HOLDS"  # where files say that a phase was reached, and that it may go on
+
+
+@dataclass
+class StopByFile:
+    """Holds the engine's process in a phase of the victim that is named after it."""
+
+    phase: str
+
+    def __call__(self, name: str) -> None:
+        folder = Path(os.environ[FOLDER])
+        if self.phase in name and not (folder / f"{name}.go").exists():
+            (folder / f"{name}.reached").touch()
+            while not (folder / f"{name}.go").exists():
+                time.sleep(0.002)
+
+
+def held_engine() -> None:
+    """The program of an engine's process that can be held in every phase."""
+
+    def load(config, progress):
+        model = ServedModel.load(config, progress)
+        for hold in HOLDS:
+            stop = StopByFile(hold.__name__)
+            patch, live = pytest.MonkeyPatch(), model.engine._live
+            hold(model.engine, lambda stop=stop, live=live: [stop(name) for name in live if VICTIM in name], patch)
+        return model
+
+    engine_process.main(load)
+
+
+class OutputsAfter:
+    """How many steps of the engine are told of between the wish to end the victim and its end."""
+
+    def __init__(self, driver, victim, patch) -> None:
+        self.steps: int | None = None
+        self.is_over = False
+        end, turn = driver.end, driver.host.turn
+
+        def watched_end(stream, *args):
+            if stream.request_id == victim and self.steps is None:
+                self.steps = 0
+            end(stream, *args)
+
+        async def watched_turn(wake):
+            brought = await turn(wake)
+            ends = brought is not None and [e.request_id for e in brought.events if e.finished is not None]
+            if self.steps is not None and not self.is_over and brought is not None:
+                self.is_over = victim in ends
+                self.steps += brought.stats is not None and not self.is_over
+            return brought
+
+        patch.setattr(driver, "end", watched_end)
+        patch.setattr(driver.host, "turn", watched_turn)
+
+
+async def test_in_a_process_of_its_own_only_the_step_under_way_is_finished(monkeypatch, tmp_path):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    async with serving(program=Program(APART), engine_process=True, **SETTINGS) as server:
+        driver = server.app.driver
+        neighbour = asked("neighbour", (7, 8, 9), 400)
+        wanted = await tokens_of(server.inference.GenerateStream(neighbour))
+        for hold in HOLDS:
+            for by_deadline in (False, True):
+                name = f"{VICTIM}-{hold.__name__}-{by_deadline}"
+                beside = asyncio.ensure_future(tokens_of(server.inference.GenerateStream(neighbour)))
+                with pytest.MonkeyPatch.context() as patch:
+                    after = OutputsAfter(driver, name, patch)
+                    victim = server.inference.GenerateStream(
+                        asked(name, PROMPT, 200), timeout=1 if by_deadline else None
+                    )
+                    reading = asyncio.ensure_future(read_to_end(victim))
+                    await until((tmp_path / f"{name}.reached").exists, 30)
+                    if not by_deadline:
+                        victim.cancel()
+                    await until(lambda: after.steps is not None, 30)  # noqa: B023  # awaited before it moves on
+                    await until(lambda: not driver._endings)  # it has been ordered
+                    (tmp_path / f"{name}.go").touch()
+                    with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+                        await reading
+                    assert await beside == wanted
+                    await until(lambda: after.is_over)  # noqa: B023
+                    assert after.steps <= 1, "a step began with a request that nobody waits for"
+                engine = driver.model.engine
+                await until(lambda: engine.free_pages == engine.total_pages)  # noqa: B023

@@ -8,8 +8,7 @@ import torch
 from engine import engine as engine_module
 from engine import passes
 from engine.engine import Engine
-from engine.passes import GIVE_UP_AFTER
-from engine.types import FinishReason, Request, SamplingParams, Verification
+from engine.types import FinishReason, KVCursor, Request, SamplingParams, Verification
 from tests import fakes
 
 VOCAB = 11
@@ -127,20 +126,44 @@ def test_an_engine_that_fails_for_everybody_is_given_up() -> None:
         engine.step()
 
 
-def test_requests_that_fail_alone_are_believed_twice() -> None:
+@pytest.mark.parametrize("together", [1, 4])
+def test_no_number_of_poison_requests_stops_an_engine_that_works(together: int) -> None:
     def law(context: tuple[int, ...]) -> torch.Tensor:
         if context[0] == SICK:
             raise RuntimeError("poison")
         return LAW(context)
 
     engine = engine_with(law)
-    for _ in range(5):  # a good one between them shows that the engine works
-        for _ in range(GIVE_UP_AFTER - 1):
-            found = fakes.run(engine, [Request(request_id="sick", token_ids=(SICK,))])
-            assert found.finished["sick"].reason is FinishReason.ERROR
-        fakes.run(engine, [Request(request_id="well", token_ids=(1, 2))])
-    for _ in range(GIVE_UP_AFTER - 1):
-        fakes.run(engine, [Request(request_id="sick", token_ids=(SICK,))])
-    engine.add(Request(request_id="sick", token_ids=(SICK,)))
-    with pytest.raises(RuntimeError, match="poison"):
+    for _ in range(12):
+        sick = [Request(request_id=f"sick{i}", token_ids=(SICK,)) for i in range(together)]
+        found = fakes.run(engine, sick)
+        assert {end.reason for end in found.finished.values()} == {FinishReason.ERROR}
+        engine.check_invariants()
+    assert fakes.run(engine, requests()).tokens["well0"] == wanted().tokens["well0"]
+
+
+def test_a_full_engine_is_not_tried_while_others_hold_its_pages() -> None:
+    """No page is left for a trial: the others' own passes tell whether it works."""
+    engine = engine_with(poisoned, max_batch_size=2, max_batch_tokens=2)
+    pool = engine._scheduler.target_pool
+    cursor = KVCursor()
+    assert pool.reserve(cursor, pool.num_pages * pool.page_size)
+    engine._try(RuntimeError("poison"))
+    pool.release(cursor)
+
+
+def test_an_engine_recovers_from_a_step_that_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_with(LAW)
+    for request in requests():
+        engine.add(request)
+    for _ in range(3):
         engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._scheduler, "plan", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+        with pytest.raises(ZeroDivisionError):
+            engine.recover()
+    engine.recover()
+    assert not engine.has_work
+    assert fakes.run(engine, requests()).tokens == wanted().tokens

@@ -35,15 +35,19 @@ async def serving(
     options=(),
     ready=True,
     tracing_with=None,
+    program=None,
     **config,
 ):
     """A running App and a channel to it; drained and stopped at the end."""
     engine = engine or FakeEngine()
-    settings = {"target": "fake", "grpc_port": 0, "http_port": 0, "drain_seconds": 5.0} | config
+    settings = {"target": "fake", "grpc_port": 0, "http_port": 0, "drain_seconds": 5.0, "engine_process": False}
+    settings |= config
     model = served(engine, codec, compile_grammar=compile_grammar, chat=chat)
     settings = ServerConfig(**settings)
     engine.config = settings.engine().model_copy(update={"max_batch_size": engine.config.max_batch_size})
-    app = App(settings, load=load or (lambda _config, _progress: model), tracing=tracing_with)
+    if load is None and not settings.engine_process:
+        load = lambda _config, _progress: model  # noqa: E731
+    app = App(settings, load=load, tracing=tracing_with, program=program)
     running = asyncio.create_task(app.run())
     await until(lambda: running.done() or (app.lifecycle.state is State.READY if ready else app.http_port))
     try:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-
-import torch
+from typing import NamedTuple
 
 from engine.checks import violations
 from engine.config import EngineConfig
-from engine.engine import StepOutput
 from engine.errors import DuplicateRequest, InvalidRequest, Unsupported
 from engine.grammar import GrammarState
 from engine.stats import Forward, StepStats
@@ -31,6 +29,13 @@ from tests.engine.test_text import CODEC, VOCAB_SIZE
 EOS = 0
 TEXT = "the quick brown fox says €5 and jumps over the lazy dog again and again. "
 SHIFT = 4  # output i begins this many tokens later in the text than output i - 1
+
+
+class StepOutput(NamedTuple):
+    """Like the engine's own, whose import would take seconds, which a process of its own has to wait for."""
+
+    events: tuple[TokenEvent, ...]
+    stats: StepStats
 
 
 def logprob_of(token: int, top: int) -> TokenLogprob:
@@ -64,6 +69,7 @@ class FakeEngine:
         self.poison: set[int] = set()
         self.poisoned = {0}
         self.fault: Exception | None = None  # raised by the next step
+        self.is_broken = False  # the fault does not go away
         self.gate = threading.Event()  # a step waits for it
         self.gate.set()
         self.steps = 0
@@ -86,6 +92,18 @@ class FakeEngine:
     @property
     def free_pages(self) -> int:
         return self.total_pages - self.num_running
+
+    page_size = 16
+
+    @property
+    def spare_pages(self) -> int:
+        return self.free_pages
+
+    def recover(self) -> None:
+        self._live.clear()
+        if self.is_broken:
+            raise self.fault
+        self.fault = None
 
     @property
     def has_work(self) -> bool:
@@ -219,6 +237,8 @@ class FakeEngine:
 
 def _guided(state: GrammarState, scripted: int) -> int:
     """The scripted token if the grammar lets it come, else the first that may; end of text only where it must."""
+    import torch
+
     mask = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
     state.fill(mask)
     allowed = mask.nonzero().flatten().tolist()

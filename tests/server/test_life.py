@@ -310,42 +310,69 @@ async def test_what_does_not_finish_in_time_is_cut(second_signal):
         assert engine.free_pages == engine.total_pages
 
 
-async def test_a_dead_engine_ends_every_stream_and_says_so():
+async def reason_of(call):
+    """What a stream that the engine took with it is told."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert "memory" not in error.value.details()
+    return detail(error.value, error_details_pb2.ErrorInfo).reason
+
+
+async def watched(server):
+    """The health of the whole server, change by change."""
+    watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest())
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    return watch
+
+
+async def test_an_engine_that_crashes_ends_every_stream_and_begins_again_in_place():
     engine = FakeEngine(batch=1, step_seconds=0.01)
     async with serving(engine) as server:
-        calls = [asyncio.ensure_future(collect(server.inference.GenerateStream(request(stopping=LONG)))) for _ in "ab"]
-        await until(lambda: len(server.app.driver.live()) == 2)
-        engine.fault = RuntimeError("out of memory")
-        for call in calls:
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await call
-            assert error.value.code() == grpc.StatusCode.UNAVAILABLE
-            assert detail(error.value, error_details_pb2.ErrorInfo).reason == "ENGINE_DEAD"
-            assert "memory" not in error.value.details()
-        assert await health_of(server) == "NOT_SERVING"
+        watch = await watched(server)
+        for times in (1, 2):
+            outputs = [collect(server.inference.GenerateStream(request(stopping=LONG))) for _ in "ab"]
+            calls = [asyncio.ensure_future(output) for output in outputs]
+            await until(lambda: len(server.app.driver.live()) == 2)  # one runs, one is queued
+            engine.fault = RuntimeError("out of memory")
+            assert [await reason_of(call) for call in calls] == ["ENGINE_DEAD"] * 2
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            assert metric(server, "engine_restarts_total") == times
+            assert metric(server, "engine_up") == 1
+            assert engine.free_pages == engine.total_pages
+        assert len((await collect(server.inference.GenerateStream(request())))[2]) == 1
+        watch.cancel()
+
+
+async def test_an_engine_that_stays_broken_ends_the_server_with_an_exit_code():
+    engine = FakeEngine(batch=1, step_seconds=0.01)
+    async with serving(engine) as server:
+        watch = await watched(server)
+        call = asyncio.ensure_future(collect(server.inference.GenerateStream(request(stopping=LONG))))
+        await until(lambda: engine.steps > 2)
+        engine.is_broken, engine.fault = True, RuntimeError("out of memory")
+        assert await reason_of(call) == "ENGINE_DEAD"
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+        async with asyncio.timeout(20):
+            assert await server.running == 1
+        assert server.app.lifecycle.state is State.FAILED
         assert metric(server, "engine_up") == 0
-        assert await code_of(server.inference.Generate(request(pb.GenerateRequest))) == grpc.StatusCode.UNAVAILABLE
-        info = await server.control.GetServerInfo(control_pb2.GetServerInfoRequest())
-        assert info.state == control_pb2.SERVER_STATE_FAILED
-        server.app.stop()
-        assert await server.running == 1
+        assert not server.app.host.is_hung
 
 
-async def test_a_step_that_never_ends_is_given_up_and_every_stream_hears_of_it():
+async def test_a_step_that_never_ends_ends_every_stream_and_the_server():
     engine = FakeEngine(batch=1, step_seconds=0.001)
     async with serving(engine, hang_seconds=0.3) as server:
+        watch = await watched(server)
         calls = [asyncio.ensure_future(collect(server.inference.GenerateStream(request(stopping=LONG)))) for _ in "ab"]
         await until(lambda: len(server.app.driver.live()) == 2 and engine.steps > 2)
         engine.gate.clear()
-        for call in calls:
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await call
-            assert error.value.code() == grpc.StatusCode.UNAVAILABLE
-            assert detail(error.value, error_details_pb2.ErrorInfo).reason == "ENGINE_HUNG"
-        for service in ("", *SERVICES):
-            assert await health_of(server, service) == "NOT_SERVING"
+        assert [await reason_of(call) for call in calls] == ["ENGINE_HUNG"] * 2
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+        async with asyncio.timeout(20):
+            assert await server.running == 1
         assert metric(server, "engine_up") == 0
-        assert server.app.driver.is_hung
-        assert await code_of(server.inference.Generate(request(pb.GenerateRequest))) == grpc.StatusCode.UNAVAILABLE
-        server.app.stop()
-        assert await server.running == 1
+        assert server.app.host.is_hung, "the interpreter would wait for the thread"

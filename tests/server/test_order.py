@@ -37,13 +37,17 @@ def asked(tokens=4, **sampling):
     return Request(request_id="r", token_ids=(1,) * tokens, sampling=SamplingParams(**sampling))
 
 
+def work(estimates, request):
+    return estimates.work(request, request.max_len(100_000))
+
+
 # ------------------------------------------------------------------------------------------------------- estimates
 
 
 def test_what_is_not_known_takes_no_time():
     estimates = Estimates()
     assert estimates.wait(100, 4) == 0.0
-    assert estimates.work(asked(10_000, min_tokens=1000)) == 0.0
+    assert work(estimates, asked(10_000, min_tokens=1000)) == 0.0
     assert estimates.retry(0, 4) == 1.0
     assert estimates.turn(100, [5.0]) == 0.0
 
@@ -87,10 +91,10 @@ def test_work_is_reading_and_the_tokens_that_are_sure():
     estimates.observe(step(0.5, prompt=500))
     for _ in range(100):
         estimates.observe(step(0.03, generated=12, running=4))  # three tokens each
-    assert estimates.work(asked(1000)) == pytest.approx(1.0)
-    assert estimates.work(asked(1000, min_tokens=11)) == pytest.approx(1.1)
+    assert work(estimates, asked(1000)) == pytest.approx(1.0)
+    assert work(estimates, asked(1000, min_tokens=11)) == pytest.approx(1.1)
     estimates.observe(step(100.0, prompt=1))  # says nothing of the speed of reading
-    assert estimates.work(asked(1000)) == pytest.approx(1.0, rel=0.01)
+    assert work(estimates, asked(1000)) == pytest.approx(1.0, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +110,15 @@ def test_work_is_reading_and_the_tokens_that_are_sure():
     ],
 )
 def test_only_tokens_that_are_sure_count(sampling, tokens):
-    assert least_tokens(asked(**sampling)) == tokens
+    request = asked(**sampling)
+    assert least_tokens(request, request.max_len(4096)) == tokens
+
+
+@pytest.mark.parametrize(("limits", "tokens"), [((4096, 32), 32), ((4096, 500), 128), ((20, None), 16)])
+def test_what_an_output_may_have_bounds_what_it_is_sure_to_have(limits, tokens):
+    """`max_output_tokens`, or the room in the context, where a request leaves its length open."""
+    request = asked(ignore_eos=True)
+    assert least_tokens(request, request.max_len(*limits)) == tokens
 
 
 # ------------------------------------------------------------------------------------------------------------ order

@@ -1,0 +1,150 @@
+"""Where the engine runs, behind one interface: on a thread of this process (here), or in its own (`remote.py`).
+
+The driver has an engine's verbs but no engine: what it orders holds before the next step, and what came of it is in
+what `turn` brings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, cast
+
+from engine.config import EngineConfig
+from engine.stats import StepStats
+from engine.types import FinishReason, Request, TokenEvent
+from server.errors import EngineGone, EngineHung
+from server.model import EngineView, Load, Progress, ServedModel
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a turn brought: events of a step and its measurements, or without a step the ends that were ordered."""
+
+    events: tuple[TokenEvent, ...]
+    stats: StepStats | None
+
+
+class Host(Protocol):
+    """An engine that lives somewhere."""
+
+    is_hung: bool  # a thread of this process is lost in a step
+
+    @property
+    def engine(self) -> EngineView:
+        """How it stands, as far as is known here."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is with it."""
+        ...
+
+    async def start(self, progress: Progress) -> ServedModel:
+        """Load. Raises ModelError for models that cannot be served; may be cancelled."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Take a checked request; raises a PilotfishError that is this request's alone."""
+        ...
+
+    def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:
+        """End a request, or one output of it, as `Engine.finish` does; the terminal events come with a turn."""
+        ...
+
+    def drop(self, request_id: str, reason: FinishReason) -> None:
+        """End a request that nobody reads any more: nothing of it comes with any turn."""
+        ...
+
+    async def turn(self, wake: asyncio.Event) -> Brought | None:
+        """Wait for the next output; None if only `wake` was set. Raises where the engine failed: then `restart`."""
+        ...
+
+    async def restart(self) -> None:
+        """Begin again without requests; EngineGone where only a new process of ours could."""
+        ...
+
+    async def close(self) -> None:
+        """Leave nothing behind that runs."""
+        ...
+
+
+class LocalHost:
+    """An engine that steps on one worker thread. Everything else that changes it happens between two steps."""
+
+    def __init__(self, load: Load, config: EngineConfig, compute: Executor, hang_seconds: float | None = None) -> None:
+        self.is_hung = False
+        self._load, self._config = load, config
+        self._compute, self._hang_seconds = compute, hang_seconds
+        self._ended: list[TokenEvent] = []  # ordered, not yet brought
+        self._loaded: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine itself."""
+        assert self._loaded is not None, "not started"
+        return self._loaded
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is live, or its end not yet told."""
+        return self.engine.has_work or bool(self._ended)
+
+    async def start(self, progress: Progress) -> ServedModel:
+        """Load on the compute thread."""
+        loading = partial(self._load, self._config, progress)
+        model = await asyncio.get_running_loop().run_in_executor(self._compute, loading)
+        self._loaded = cast("Engine", model.engine)  # what is loaded here is here
+        return model
+
+    def add(self, request: Request) -> None:
+        """See Host."""
+        self.engine.add(request)
+
+    def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:
+        """See Host."""
+        self._ended += self.engine.finish(request_id, reason, index=index, keep=keep)
+
+    def drop(self, request_id: str, reason: FinishReason) -> None:
+        """See Host."""
+        self.engine.finish(request_id, reason)
+        self._ended = [event for event in self._ended if event.request_id != request_id]
+
+    async def turn(self, wake: asyncio.Event) -> Brought | None:
+        """Ends that were ordered come at once; else one step is taken, or there is nothing to do."""
+        if self._ended:
+            ended, self._ended = tuple(self._ended), []
+            return Brought(ended, None)
+        if not self.engine.has_work:
+            await wake.wait()
+            wake.clear()
+            return None
+        return await self._step()
+
+    async def _step(self) -> Brought:
+        step = asyncio.get_running_loop().run_in_executor(self._compute, self.engine.step)
+        await asyncio.wait((step,), timeout=self._hang_seconds)
+        if not step.done():
+            self.is_hung = True
+            step.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody asks any more
+            raise EngineHung(f"a step has taken more than {self._hang_seconds:g} seconds")
+        output = step.result()
+        return Brought(output.events, output.stats)
+
+    async def restart(self) -> None:
+        """End everything and try it, in place: the same weights and pages."""
+        self._ended = []
+        if self.is_hung:
+            raise EngineGone("a step that does not end has the compute thread")
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._compute, self.engine.recover)
+        except Exception as error:
+            raise EngineGone("it does not work any more, with nothing to do but a trial") from error
+
+    async def close(self) -> None:
+        """The compute thread is not ours."""
