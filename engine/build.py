@@ -22,6 +22,7 @@ from engine.fuse_cuda import fuse_for_cuda
 from engine.intake import Limits
 from engine.kernels import has_triton
 from engine.kv import KVArena, KVLayout
+from engine.loops import rounds_for, wants_rounds
 from engine.pack import keeps_rows_apart, pack
 from engine.pages import BlockPool
 from engine.probe import probe
@@ -74,7 +75,7 @@ def load(
         model = load_quantised(name, revision, dtype, held)
     else:
         model = load_model(name, revision, dtype, device)
-    if config.fuse and device.type == "cpu":
+    if config.fuse and device.type == "cpu" and config.loop != "rounds":  # whose batches C cannot read
         fuse(model)
         pack(model)
         stack(model)
@@ -131,14 +132,16 @@ def assemble(
     layout = kv_layout(target.config, target.dtype)
     page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
     num_pages = pages_within(config, [layout, *drafters.layouts.values()], page_size, limit)
-    make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
+    spare = page_size if wants_rounds(config, target.device) else 0  # what rounds write for nobody
+    make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device, spare_rows=spare)
     # int8 and packed floats keep their rows apart by themselves; torch's matmuls need passes of one shape.
     needs_tiles = config.reproducible and not keeps_rows_apart(target)
     make_runner = partial(_tiled_runner, tap=drafters.tap) if needs_tiles else _runner
     runner = make_runner(config, target, make_arena)
     # Under the coupled rule a draft's bits reach no output: only the target is slowed down for them.
     attend = attention.choose(config.attention, target.device, row_wise=keeps_rows_apart(target))
-    by_name = drafters.proposers(make_arena, attend, config.max_batch_tokens) | dict(extra_proposers)
+    runners = drafters.runners(make_arena, attend)
+    by_name = drafters.proposers(runners, make_arena, attend, config.max_batch_tokens) | dict(extra_proposers)
     by_name |= {name: wrap(by_name[name]) for name, wrap in wrappers.items()}
     if config.proposer is not None and config.proposer not in by_name:
         raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(by_name)}")
@@ -153,10 +156,14 @@ def assemble(
         proposers.draft_kv_users,
         proposers.draft_kv_sharers,
         AdaptiveK(proposers.draft_kv_users),
+        AdaptiveK(proposers.draft_kv_users),
     )
     borders = [longrope_border(model.config) for model in (target, draft or target)]
     limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)
-    return Engine(config, limits, runner, proposers, scheduler)
+    rides = frozenset(("model", "auto")) - {*extra_proposers, *wrappers} if draft is not None and vocab is None else ()
+    mine = runners.get("model") if rides else None
+    rounds = rounds_for(config, runner, mine, limits.max_model_len, frozenset(rides))
+    return Engine(config, limits, runner, proposers, scheduler, rounds=rounds)
 
 
 def pick_device(name: str) -> torch.device:

@@ -14,6 +14,7 @@ from engine.types import MAX_NUM_DRAFT, SpeculationMode, Verification
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["float32", "bfloat16"]
+Loop = Literal["auto", "plain", "rounds"]
 Rounded = Literal["int8", "int4"]
 Weights = Literal["native", Rounded]
 
@@ -62,6 +63,11 @@ class EngineConfig(Bounds):
         "auto",
         description="Attention implementation; native is our C kernel for CPUs, triton the one for CUDA, fixed is for "
         "reproducible.",
+    )
+    loop: Loop = Field(
+        "auto",
+        description="Where sequences decode: in plain steps, or in rounds that stay on the device; auto takes rounds on "
+        "cuda where they can run. Both give the same tokens; what rounds cannot do is done in plain steps beside them.",
     )
     reproducible: bool = Field(
         False, description="The same bits whatever else is in the batch; slower, CPU and coupled verification only."

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.gain import Gain
 from engine.goodput import Load
-from engine.types import Sequence
+from engine.types import Sequence, SpeculationMode
+
+_NEAR = 4  # tokens that a draft model has missed are fed in a pass that hardly costs more for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Round:
     draft_seconds: float
     other_seconds: float
     has_prompts: bool  # others fed prompts in the same pass
+    rows: int | None = None  # of the target's pass, where some were fed that count for nobody
 
     @property
     def seconds(self) -> float:
@@ -33,7 +36,8 @@ class Round:
     @property
     def load(self) -> Load:
         """What the target was fed."""
-        return Load.of(self.lengths, self.drafted)
+        load = Load.of(self.lengths, self.drafted)
+        return load if self.rows is None else replace(load, rows=self.rows)
 
 
 class Control(Protocol):
@@ -87,4 +91,24 @@ def within(limits: Seq[int], budget: int) -> list[int]:
     for limit in limits:
         given.append(min(limit, budget))
         budget -= given[-1]
+    return given
+
+
+def levelled(sequences: Seq[Sequence], limits: Seq[int], chosen: Seq[int]) -> list[int]:
+    """What was `chosen` for each, made fit for a round on the device, whose rows are those of its largest K for all.
+
+    AUTO gets as many rows as were found worth it, spread evenly, and drafts wherever rows are there anyway; but whose
+    draft model would have much to read first gets some only if they were chosen for it. FIXED stays as it is.
+    [4, 4, 0, 0] -> [2, 2, 2, 2]; [1, 0, 0, 0], a probe -> [1, 1, 1, 1].
+    """
+    free = [i for i, s in enumerate(sequences) if limits[i] and s.speculation.mode is SpeculationMode.AUTO]
+    wanted, given = sum(chosen[i] for i in free), list(chosen)
+    for i in free:
+        given[i] = 0
+    depth = max(1, round(wanted / len(free))) if wanted else 0
+    widest = max([depth, *given], default=0)
+    for i in free:
+        cursor, length = sequences[i].draft, len(sequences[i].tokens)
+        if chosen[i] or length - 2 - cursor.kv_len <= _NEAR:
+            given[i] = min(limits[i], widest)
     return given

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
+from itertools import zip_longest
 from typing import TypedDict
 
 from engine.control import Round
 from engine.judge import Fed, Outcome
+from engine.mail import Landed
 from engine.proposers import Proposal
 from engine.scheduler import Scheduler, StepPlan, Work
 from engine.stats import Forward, StepStats
@@ -18,11 +21,6 @@ class _Load(TypedDict):
     running: int
     waiting: int
     kv_usage: float
-
-
-def idle(scheduler: Scheduler) -> StepStats:
-    """A step in which nobody took part."""
-    return StepStats(**_load(scheduler))
 
 
 def round_of(plan: StepPlan, proposal: Proposal, outcomes: Seq[Outcome], phase_seconds: Mapping[str, float]) -> Round:
@@ -39,7 +37,7 @@ def round_of(plan: StepPlan, proposal: Proposal, outcomes: Seq[Outcome], phase_s
         accepted=[outcome.num_accepted for _, _, outcome in steady],
         draft_passes=[(forward.sequences, forward.tokens) for forward in proposal.forwards],
         draft_seconds=draft_seconds,
-        other_seconds=sum(phase_seconds.values()) - draft_seconds,
+        other_seconds=sum(s for name, s in phase_seconds.items() if name != "launch") - draft_seconds,
         has_prompts=len(steady) < len(plan.works),
     )
 
@@ -67,8 +65,23 @@ def measure(
         prefix_lookups=plan.prefix_lookups,
         prefix_hits=plan.prefix_hits,
         draft_failures=draft_failures,
-        spec_gain=scheduler.control.gain.ratio,
+        spec_gain=scheduler.gain,
         **_load(scheduler),
+    )
+
+
+def with_rounds(stats: StepStats, landed: Seq[Landed], events: Seq[TokenEvent]) -> StepStats:
+    """The same and what rounds on the device brought; `events` in the order of the landings."""
+    landings = [landing for round_ in landed for landing in round_.landings]
+    drafted = [(x.num_draft, sum(event.from_draft)) for x, event in zip(landings, events, strict=True) if x.num_draft]
+    both = zip_longest(stats.accepted_per_position, _per_position(drafted), fillvalue=0)
+    return replace(
+        stats,
+        forwards=(*stats.forwards, *(forward for round_ in landed for forward in round_.forwards)),
+        rounds=stats.rounds + len(drafted),
+        drafted=stats.drafted + sum(num_draft for num_draft, _ in drafted),
+        accepted_per_position=tuple(map(sum, both)),
+        generated_tokens=stats.generated_tokens + sum(len(event.token_ids) for event in events),
     )
 
 

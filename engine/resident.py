@@ -17,6 +17,7 @@ from engine.types import SamplingParams
 
 IDLE = 0  # the slot of nobody, for the idle places of a batch
 MOST_ENDS = 8  # tokens that may end an output
+_FEW = 4  # pages that are cheaper to write one by one than to upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +32,41 @@ class Place:
     num_draft: int
 
 
+class Tables:
+    """Which pages of one model's arena hold the sequence in each slot: `[slots, width]`, `spare_page` where none does.
+
+    What is written beyond a sequence's own pages goes to the spare one, which belongs to nobody.
+    """
+
+    def __init__(self, size: int, width: int, spare_page: int, device: torch.device) -> None:
+        self.pages = torch.full((size, width), spare_page, dtype=torch.int32, device=device)
+        self.spare_page, self._entered = spare_page, [0] * size
+
+    def enter(self, slot: int, pages: Seq[int]) -> None:
+        """Enter what is new of a sequence's page table. A first long one is uploaded; later pages travel alone."""
+        first, fresh = self._entered[slot], pages[self._entered[slot] :]
+        if len(fresh) > _FEW:
+            self.pages[slot, first : len(pages)] = torch.tensor(fresh, dtype=torch.int32).to(self.pages.device)
+        else:
+            for i, page in enumerate(fresh, first):
+                self.pages[slot, i] = page  # a number travels with the kernel that writes it: no upload
+        self._entered[slot] = len(pages)
+
+    def clear(self, slot: int) -> None:
+        """The sequence is gone: its pages may be given away."""
+        self.pages[slot] = self.spare_page
+        self._entered[slot] = 0
+
+
 class Resident:
-    """`num_slots` sequences of at most `longest` tokens; tables of `width` pages, `spare_page` where there is none."""
+    """`num_slots` sequences of at most `longest` tokens, and their pages in the target's and the draft's arena."""
 
     def __init__(
-        self, num_slots: int, longest: int, width: int, spare_page: int, vocab: int, device: torch.device
+        self, num_slots: int, longest: int, width: int, spare_pages: tuple[int, int], vocab: int, device: torch.device
     ) -> None:
         size = num_slots + 1
-        self._spare_page, self.vocab, self._device = spare_page, vocab, device
+        self.vocab, self._device = vocab, device
+        self.target, self.draft = (Tables(size, width, spare, device) for spare in spare_pages)
 
         def whole(*shape: int, value: int = 0) -> Tensor:
             return torch.full(shape, value, dtype=torch.int64, device=device)
@@ -50,20 +78,17 @@ class Resident:
             ends=whole(size, MOST_ENDS, value=-1),
             running=whole(size),
         )
-        self.tables = torch.full((size, width), spare_page, dtype=torch.int32, device=device)
         self.num_draft = whole(size)
         self._seed, self._top_k = whole(size), whole(size, value=vocab)
         self._temperature = torch.zeros(size, device=device)
         self._top_p = torch.ones(size, dtype=torch.float64, device=device)
         self._min_p = torch.zeros(size, dtype=torch.float64, device=device)
 
-    def place(self, slot: int, place: Place, pages: Seq[int]) -> None:
-        """Fill a slot: a few small uploads."""
+    def place(self, slot: int, place: Place) -> None:
+        """Fill a slot, all but its pages: a few small uploads."""
         tracks, wanted = self.tracks, place.sampling
         tracks.tokens[slot, : len(place.tokens)] = self._up(place.tokens)
         tracks.ends[slot] = self._up([*place.ends, *[-1] * (MOST_ENDS - len(place.ends))])
-        self.tables[slot] = self._spare_page
-        self.tables[slot, : len(pages)] = self._up(pages).int()
         top_k = min(wanted.top_k or self.vocab, self.vocab)
         seed = place.seed - 2**64 if place.seed >= 2**63 else place.seed
         whole = [len(place.tokens), place.max_length, place.num_draft, seed, top_k, 1]
@@ -77,12 +102,8 @@ class Resident:
     def free(self, slot: int) -> None:
         """Let a sequence stand still; its pages may then be given away."""
         self.tracks.running[slot] = 0
-        self.tables[slot] = self._spare_page
-
-    def grow(self, slot: int, first: int, pages: Seq[int]) -> None:
-        """Enter further pages behind the `first` ones. A number travels with the kernel that writes it: no upload."""
-        for i, page in enumerate(pages, first):
-            self.tables[slot, i] = page
+        self.target.clear(slot)
+        self.draft.clear(slot)
 
     def set_num_draft(self, slot: int, num_draft: int) -> None:
         """Drafts that this sequence takes of each round's K."""

@@ -20,7 +20,7 @@ from engine.batch import RaggedBatch
 from engine.kernels.args import Committed, Laws, Tracks
 from engine.kernels.paging import Paging, tile_size
 from engine.kv import KVArena
-from engine.resident import Resident
+from engine.resident import Resident, Tables
 
 
 class Choose(Protocol):
@@ -42,7 +42,7 @@ class Ops:
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """A model, its arena, and what its passes have in common."""
+    """A model, its arena with one page more than are given away, and what its passes have in common."""
 
     model: PreTrainedModel
     arena: KVArena
@@ -73,41 +73,46 @@ class Round:
         self, state: Resident, target: Fed, draft: Fed | None, ops: Ops, size: int, k: int, *, cuts: bool = True
     ) -> None:
         assert draft is not None or k == 0, "drafts need a draft model"
-        self._state, self._ops, self._size, self._k, self._cuts = state, ops, size, k, cuts
-        device = state.tables.device
-        self._verify = _Pass(state, target, ops.attend, size, k + 1, k + 1, device)
-        self._draft_first = _Pass(state, draft, ops.attend, size, 2, 1, device) if draft and k else None
-        self._draft_next = _Pass(state, draft, ops.attend, size, 1, 1, device) if draft and k > 1 else None
+        self._state, self._ops, self._cuts = state, ops, cuts
+        self.size, self.k, self.device = size, k, state.tracks.tokens.device
+        device, attend = self.device, ops.attend
+        self._verify = _Pass(state.target, target, attend, size, k + 1, k + 1, device)
+        self._draft_first = _Pass(state.draft, draft, attend, size, 2, 1, device) if draft and k else None
+        self._draft_next = _Pass(state.draft, draft, attend, size, 1, 1, device) if draft and k > 1 else None
         self._steps = torch.arange(k + 1, device=device)
         self._two = torch.arange(-2, 0, device=device)
 
     @torch.inference_mode()
-    def __call__(self, slots: Tensor) -> Brought:
-        """Draft, verify, commit. `slots` int64 `[B]`, `resident.IDLE` for idle places."""
-        state, tracks = self._state, self._state.tracks
-        length = tracks.length[slots]
-        drafts = self._propose(slots, length)
-        newest = tracks.tokens[slots, length - 1]
-        logits = self._verify(torch.cat([newest[:, None], drafts], 1), length - 1, slots)
-        laws = state.laws(slots, length, self._steps)
-        drawn = self._ops.choose(logits, laws, cuts=self._cuts).view(self._size, -1)
-        is_number = logits.amax(-1).isfinite().view(self._size, -1)
-        num_sound = is_number.long().cumprod(1).sum(1)
-        taken = self._steps[: self._k] < state.num_draft[slots][:, None]
-        return Brought(drawn, self._ops.commit(drawn, torch.where(taken, drafts, -1), num_sound, slots, tracks))
+    def propose(self, slots: Tensor) -> Tensor:
+        """`[B, K]`: the draft's own draws, with the noise that the target will draw with.
 
-    def _propose(self, slots: Tensor, length: Tensor) -> Tensor:
-        """`[B, K]`: the draft's own draws, with the noise that the target will draw with."""
+        `slots` int64 `[B]`, `resident.IDLE` for idle places.
+        """
         if self._draft_first is None:
-            return slots.new_empty((self._size, 0))
+            return slots.new_empty((self.size, 0))
+        length = self._state.tracks.length[slots]
         fed = self._state.tracks.tokens[slots[:, None], (length[:, None] + self._two).clamp(min=0)]
         logits = self._draft_first(fed, length - 2, slots)
         drafts = [self._draw(logits, slots, length, 0)]
-        for i in range(1, self._k):
+        for i in range(1, self.k):
             assert self._draft_next is not None
             logits = self._draft_next(drafts[-1][:, None], length - 1 + i, slots)
             drafts.append(self._draw(logits, slots, length, i))
         return torch.stack(drafts, 1)
+
+    @torch.inference_mode()
+    def verify(self, slots: Tensor, drafts: Tensor) -> Brought:
+        """Verify `drafts` `[B, K]` and commit what stays."""
+        state, tracks = self._state, self._state.tracks
+        length = tracks.length[slots]
+        newest = tracks.tokens[slots, length - 1]
+        logits = self._verify(torch.cat([newest[:, None], drafts], 1), length - 1, slots)
+        laws = state.laws(slots, length, self._steps)
+        drawn = self._ops.choose(logits, laws, cuts=self._cuts).view(self.size, -1)
+        is_number = logits.amax(-1).isfinite().view(self.size, -1)
+        num_sound = is_number.long().cumprod(1).sum(1)
+        taken = self._steps[: self.k] < state.num_draft[slots][:, None]
+        return Brought(drawn, self._ops.commit(drawn, torch.where(taken, drafts, -1), num_sound, slots, tracks))
 
     def _draw(self, logits: Tensor, slots: Tensor, length: Tensor, i: int) -> Tensor:
         laws = self._state.laws(slots, length, self._steps[i : i + 1])
@@ -118,9 +123,9 @@ class _Pass:
     """Forward passes of one shape: `rows` tokens of each of `size` sequences, logits of the last `wanted`."""
 
     def __init__(
-        self, state: Resident, fed: Fed, attend: Attend, size: int, rows: int, wanted: int, device: torch.device
+        self, tables: Tables, fed: Fed, attend: Attend, size: int, rows: int, wanted: int, device: torch.device
     ) -> None:
-        self._state, self._fed, self._attend = state, fed, attend
+        self._tables, self._fed, self._attend = tables, fed, attend
         step = tile_size(fed.group) // fed.group
         tiles = [(i, first) for i in range(size) for first in range(0, rows, step)]
         self._tiles = torch.tensor(tiles, dtype=torch.int32, device=device)
@@ -132,7 +137,7 @@ class _Pass:
     def __call__(self, ids: Tensor, start: Tensor, slots: Tensor) -> Tensor:
         """Feed `ids` `[B, rows]` from positions `start` `[B]` on: logits `[B * wanted, vocab]`."""
         position = (start[:, None] + self._rows).flatten()
-        tables, page_size = self._state.tables, self._fed.arena.page_size
+        tables, page_size = self._tables.pages, self._fed.arena.page_size
         num_keys = tables.shape[1] * page_size
         spans = torch.stack([self._first, self._num_rows, start, slots], 1).int()
         batch = RaggedBatch(
@@ -161,8 +166,8 @@ class _Pass:
 
     def _kv_rows(self, position: Tensor, slots: Tensor, num_keys: int) -> Tensor:
         """Arena rows of the new K/V; what lies before position 0 goes to the page of nobody, as idle rows do."""
-        page_size, spare = self._fed.arena.page_size, self._fed.arena.num_pages - 1
+        page_size, spare = self._fed.arena.page_size, self._tables.spare_page
         owner = slots[:, None].expand(-1, len(self._rows)).flatten()
         at = position.clamp(0, num_keys - 1)
-        page = self._state.tables[owner, at // page_size].long()
+        page = self._tables.pages[owner, at // page_size].long()
         return torch.where(position < 0, spare, page) * page_size + at % page_size
