@@ -23,6 +23,7 @@ from engine.intake import Limits
 from engine.kernels import has_triton
 from engine.kv import KVArena, KVLayout
 from engine.loops import rounds_for, wants_rounds
+from engine.memory import GIB, kv_gib
 from engine.pack import keeps_rows_apart, pack
 from engine.pages import BlockPool
 from engine.probe import probe
@@ -37,7 +38,6 @@ from engine.threads import use_threads
 from engine.tiles import TILE, TiledRunner
 from engine.vocab import VocabMap, Vocabulary
 
-GIB = 2**30
 PAGE_SIZE = 32  # tokens; the prefix cache knows whole pages
 
 
@@ -131,7 +131,8 @@ def assemble(
     limit = max_model_len(config, [model.config for model in (target, *drafters.models.values())])
     layout = kv_layout(target.config, target.dtype)
     page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
-    num_pages = pages_within(config, [layout, *drafters.layouts.values()], page_size, limit)
+    memory = kv_gib(config, target.device, target.config)
+    num_pages = pages_within(memory, config.max_batch_size, [layout, *drafters.layouts.values()], page_size, limit)
     spare = page_size if wants_rounds(config, target.device) else 0  # what rounds write for nobody
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device, spare_rows=spare)
     # int8 and packed floats keep their rows apart by themselves; torch's matmuls need passes of one shape.
@@ -183,16 +184,16 @@ def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
     return config.max_model_len or min(known)
 
 
-def pages_within(config: EngineConfig, layouts: list[KVLayout], page_size: int, max_model_len: int) -> int:
-    """Pages per arena: what the memory holds, but no more than a full batch of longest sequences could use."""
+def pages_within(memory: float, most: int, layouts: list[KVLayout], page_size: int, max_model_len: int) -> int:
+    """Pages per arena: what `memory` GiB hold, but no more than `most` longest sequences could use."""
     page_bytes = page_size * sum(layout.bytes_per_token for layout in layouts)
-    affordable = int(config.kv_memory * GIB) // page_bytes
+    affordable = int(memory * GIB) // page_bytes
     if affordable < 1:
         raise ModelError(
-            f"kv_memory is {config.kv_memory} GiB; one page of {page_size} tokens takes {page_bytes} bytes: "
+            f"kv_memory is {memory} GiB; one page of {page_size} tokens takes {page_bytes} bytes: "
             "give more, or a smaller max_model_len or page_size"
         )
-    return min(affordable, config.max_batch_size * -(-max_model_len // page_size))
+    return min(affordable, most * -(-max_model_len // page_size))
 
 
 def _check_bits_are_promised(config: EngineConfig, device: torch.device) -> None:

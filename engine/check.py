@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -20,11 +21,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 from engine import checkpoint
-from engine.build import GIB, build_engine, max_model_len, pages_within, pick_device, read_vocabulary, weights_of
+from engine.build import build_engine, max_model_len, pages_within, pick_device, read_vocabulary, weights_of
 from engine.config import EngineConfig, Weights
 from engine.errors import ModelError
 from engine.int8 import kernel_name
 from engine.kv import KVLayout
+from engine.memory import GIB, free_on, kv_gib
 from engine.quant import weight_bytes
 from engine.runner import kv_layout
 from engine.text import Codec
@@ -243,9 +245,15 @@ def _proposer(config: EngineConfig) -> str:
 def _pages(config: EngineConfig, models: list[Facts]) -> str:
     limit = max_model_len(config, [model.config for model in models])
     size, layouts = min(config.page_size or limit, limit), [model.layout for model in models]
-    pages = pages_within(config, layouts, size, limit)
+    memory = kv_gib(config, pick_device(config.device), models[0].config, partial(_free_after, models))
+    pages = pages_within(memory, config.max_batch_size, layouts, size, limit)
     taken = pages * size * sum(layout.bytes_per_token for layout in layouts)
-    return f"{pages} of {size} tokens, {_size(taken)} (kv_memory is {config.kv_memory:g} GiB)"
+    return f"{pages} of {size} tokens, {_size(taken)} (kv_memory is {memory:.3g} GiB)"
+
+
+def _free_after(models: list[Facts], device: torch.device) -> int:
+    """What a GPU will have free once the weights are there."""
+    return free_on(device) - sum(model.weight_bytes for model in models)
 
 
 def _weights(models: list[Facts]) -> str:

@@ -54,7 +54,12 @@ class EngineConfig(Bounds):
     max_model_len: int | None = Field(None, ge=2, description="Most tokens of prompt and output; default the model's.")
     max_batch_size: int = Field(64, ge=1, description="Most sequences in one step.")
     max_batch_tokens: int = Field(512, ge=1, description="Most tokens fed to the target in one step.")
-    kv_memory: float = Field(2.0, gt=0, description="Memory for keys and values of target and drafts, in GiB.")
+    kv_memory: float | None = Field(
+        None,
+        gt=0,
+        description="Memory for keys and values of target and drafts, in GiB; default 2 on cpu, and on cuda what is "
+        "free once the weights are there, less what passes need.",
+    )
     page_size: int | None = Field(
         None, ge=1, description="Tokens per K/V page; default 32, or one page per sequence without prefix cache."
     )
@@ -66,8 +71,8 @@ class EngineConfig(Bounds):
     )
     loop: Loop = Field(
         "auto",
-        description="Where sequences decode: in plain steps, or in rounds that stay on the device; auto takes rounds on "
-        "cuda where they can run. Both give the same tokens; what rounds cannot do is done in plain steps beside them.",
+        description="Where sequences decode: in plain steps, or in rounds that stay on the device; auto takes rounds "
+        "on cuda where they can run. Both give the same tokens; what rounds cannot do, plain steps do beside them.",
     )
     reproducible: bool = Field(
         False, description="The same bits whatever else is in the batch; slower, CPU and coupled verification only."

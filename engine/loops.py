@@ -1,4 +1,4 @@
-"""Which loop a config gets: rounds on the device where they can run, plain steps elsewhere; the log says which and why."""
+"""Which loop a config gets: rounds on the device where they can run, else plain steps. The log says which and why."""
 
 from __future__ import annotations
 
@@ -34,15 +34,27 @@ def rounds_for(
     Raises:
         ModelError: they were asked for and cannot run.
     """
-    if not isinstance(target, ModelRunner):
-        return _refused(config, "reproducible passes have a shape of their own")
-    device = target.device
-    if not wants_rounds(config, device):
-        log.info("loop on %s: plain", device.type)
+    if config.loop == "plain" or (isinstance(target, ModelRunner) and not wants_rounds(config, target.device)):
+        log.info("loop: plain, %s", "as asked for" if config.loop == "plain" else "on a CPU")
         return None
-    why_not = _why_not(config, target)
+    try:
+        return _rounds(config, target, draft, longest, drafts_for)
+    except ModelError as error:
+        if config.loop == "rounds":
+            raise
+        log.info("loop: plain, because %s", error)
+        return None
+
+
+def _rounds(
+    config: EngineConfig, target: Runner, draft: ModelRunner | None, longest: int, drafts_for: frozenset[str]
+) -> RoundLoop:
+    """ModelError says why not."""
+    if not isinstance(target, ModelRunner):
+        raise ModelError("no rounds: reproducible passes have a shape of their own")
+    why_not, device = _why_not(config, target), target.device
     if why_not is not None:
-        return _refused(config, why_not)
+        raise ModelError(f"no rounds: {why_not}")
     rounds = RoundLoop(
         _fed(target), None if draft is None else _fed(draft), ops_on(device), num_slots=config.max_batch_size,
         longest=longest, most_drafts=config.num_draft_tokens if draft is not None else 0, vocab=target.vocab_size,
@@ -52,7 +64,7 @@ def rounds_for(
     try:
         rounds.try_out()
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
-        return _refused(config, f"a round of this model fails: {error}")
+        raise ModelError(f"no rounds: a round of this model fails: {error}") from error
     log.info("loop on %s: rounds, drafts for proposers %s", device.type, ", ".join(sorted(drafts_for)) or "none")
     return rounds
 
@@ -77,13 +89,6 @@ def _why_not(config: EngineConfig, target: ModelRunner) -> str | None:
     if keeps_rows_apart(target.model):
         return "its weights are packed for a CPU"
     return None
-
-
-def _refused(config: EngineConfig, why: str) -> None:
-    if config.loop == "rounds":
-        raise ModelError(f"loop is rounds; it cannot be: {why}")
-    if config.loop == "auto":
-        log.info("loop: plain, because %s", why)
 
 
 def _fed(runner: ModelRunner) -> Fed:

@@ -165,7 +165,7 @@ class Mail:
         """Of each place."""
         if self._event is not None:
             self._event.synchronize()
-        return self._rows.tolist()  # type: ignore[no-any-return]
+        return self._rows.tolist()
 
     def draft_passes(self, places: int) -> list[tuple[int, int]]:
         """Sequences and tokens of each pass of the draft model; the first of a round feeds two tokens."""

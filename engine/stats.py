@@ -28,7 +28,9 @@ class StepStats:
     """One step in numbers. Durations in seconds; counters are of this step alone."""
 
     forwards: tuple[Forward, ...] = ()
-    phase_seconds: Mapping[str, float] = field(default_factory=dict)  # plan, launch, propose, forward, verify, commit, land
+    phase_seconds: Mapping[str, float] = field(
+        default_factory=dict
+    )  # plan, launch, propose, forward, verify, commit, land
     rounds: int = 0  # sequences whose drafts were verified
     drafted: int = 0
     accepted_per_position: tuple[int, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence as Seq
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from engine import draws
 from engine.attention import paged
@@ -92,7 +92,7 @@ def asking(asked: Request, **wishes) -> Request:
     return other
 
 
-@lru_cache(maxsize=None)
+@cache
 def plainly(asked: Request, family: str = "llama"):
     """What one-token decoding gives a request that is alone: its tokens, and why it ended."""
     engine = engine_of(family, loop="plain", draft=None, proposer="none", prefix_cache=False)

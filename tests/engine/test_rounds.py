@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from engine import draws, sampling
 from engine.attention import paged
 from engine.batch import Feed
+from engine.control import FixedK
 from engine.errors import ModelError
 from engine.fuse_cuda import fuse_for_cuda
 from engine.noise import Stream
@@ -34,7 +35,6 @@ from engine.types import (
     SpeculationMode,
     Verification,
 )
-from engine.control import FixedK
 from tests import fakes, zoo
 from tests.engine.test_sampling import row
 from tests.hostless import hostless, looking_away
@@ -252,7 +252,7 @@ def test_a_model_that_a_round_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_loop_of_a_cpu_is_plain(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert engine_of(loop="auto").loop == "plain"
-    assert "loop on cpu: plain" in caplog.text
+    assert "loop: plain, on a CPU" in caplog.text
 
 
 def test_places() -> None:
