@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -13,7 +14,7 @@ from engine import attention
 from engine.adaptive import AdaptiveK
 from engine.bits import hold_bits
 from engine.checkpoint import read_config
-from engine.config import EngineConfig, Weights
+from engine.choices import Weights
 from engine.drafters import Drafters
 from engine.engine import Engine
 from engine.errors import ModelError
@@ -30,6 +31,7 @@ from engine.probe import probe
 from engine.proposers import Proposer, Proposers
 from engine.quant import load_quantised, quantised_as
 from engine.rope import longrope_border
+from engine.rounds import Ops
 from engine.runner import ModelRunner, Runner, Tap, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
 from engine.stack import stack
@@ -37,6 +39,9 @@ from engine.text import Codec
 from engine.threads import use_threads
 from engine.tiles import TILE, TiledRunner
 from engine.vocab import VocabMap, Vocabulary
+
+if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
+    from engine.config import EngineConfig
 
 PAGE_SIZE = 32  # tokens; the prefix cache knows whole pages
 
@@ -120,11 +125,13 @@ def assemble(
     extra_proposers: Mapping[str, Proposer] = MappingProxyType({}),
     vocab: VocabMap | None = None,
     wrappers: Mapping[str, Callable[[Proposer], Proposer]] = MappingProxyType({}),
+    ops: Ops | None = None,
 ) -> Engine:
     """An engine of models that are loaded already (with our attention: `runner.load_model`).
 
     `extra_proposers` come to those that the config brings, or replace them by name. `vocab` is for a draft of
     another vocabulary. `wrappers` put proposers, by name, into others that watch them or change what they say.
+    `ops` are what rounds are made of, where that is not as usual.
     """
     _check_bits_are_promised(config, target.device)
     drafters = Drafters.load(config, target, draft, vocab)
@@ -163,7 +170,7 @@ def assemble(
     limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)
     rides = frozenset(("model", "auto")) - {*extra_proposers, *wrappers} if draft is not None and vocab is None else ()
     mine = runners.get("model") if rides else None
-    rounds = rounds_for(config, runner, mine, limits.max_model_len, frozenset(rides))
+    rounds = rounds_for(config, runner, mine, limits.max_model_len, frozenset(rides), ops)
     return Engine(config, limits, runner, proposers, scheduler, rounds=rounds)
 
 

@@ -22,7 +22,8 @@ from transformers.utils import logging
 
 from engine import checkpoint
 from engine.build import build_engine, max_model_len, pages_within, pick_device, read_vocabulary, weights_of
-from engine.config import EngineConfig, Weights
+from engine.choices import Weights
+from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.int8 import kernel_name
 from engine.kv import KVLayout

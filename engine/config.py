@@ -10,13 +10,8 @@ from typing import Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from engine.bounds import Bounds
+from engine.choices import Device, DType, Loop, Weights
 from engine.types import MAX_NUM_DRAFT, SpeculationMode, Verification
-
-Device = Literal["auto", "cpu", "cuda"]
-DType = Literal["float32", "bfloat16"]
-Loop = Literal["auto", "plain", "rounds"]
-Rounded = Literal["int8", "int4"]
-Weights = Literal["native", Rounded]
 
 
 class EngineConfig(Bounds):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
 from engine.attention import Attend
 from engine.checkpoint import shape_of
-from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv import KVArena, KVLayout
 from engine.probe import probe
@@ -21,6 +21,9 @@ from engine.proposers.first_of import FirstOf
 from engine.proposers.medusa import MedusaHeads, MedusaProposer, load_medusa
 from engine.runner import ModelRunner, Runner, Tap, kv_layout, vocab_size
 from engine.vocab import MappedRunner, VocabMap
+
+if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
+    from engine.config import EngineConfig
 
 MakeArena = Callable[[KVLayout], KVArena]
 

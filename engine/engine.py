@@ -1,8 +1,6 @@
 """Token ids in, token ids out. Knows no text, no network, no clock but the one it is given.
 
-`Engine.step` is the whole of speculative serving; the rest is a request's way in and out. Sequences that can decode in
-rounds on the device do (`round_loop`), beside the others' plain steps, and have the same tokens.
-Not thread-safe: one task calls `add`, `finish` and `step`, one at a time.
+`Engine.step` is the whole of speculative serving. Not thread-safe: one task calls `add`, `finish` and `step`.
 """
 
 from __future__ import annotations
@@ -10,8 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig
 from engine.errors import DuplicateRequest
 from engine.intake import Intake, Limits
 from engine.judge import Outcome
@@ -24,6 +22,9 @@ from engine.runner import Runner
 from engine.scheduler import Scheduler, StepPlan
 from engine.stats import Clock, StepStats, Stopwatch
 from engine.types import Finished, FinishReason, Request, SamplingParams, Sequence, TokenEvent
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Engine:
         self.config, self.limits, self._rounds = config, limits, rounds or NoRounds()
         self._proposers, self._scheduler, self._clock = proposers, scheduler, clock
         self._passes = Passes(target, proposers)
-        self.control = scheduler.control
+        self.control, self.round_control = scheduler.control, scheduler.round_control
         self._intake = Intake(config, limits, proposers.names)
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
 
@@ -79,7 +80,7 @@ class Engine:
         with watch.phase("commit"):
             pairs = zip(decided.fed, decided.outcomes, strict=True)
             events = tuple(self._commit(fed.sequence, len(fed.drafts), outcome) for fed, outcome in pairs)
-        ended = tuple(self._end_for_fault(sequence) for sequence in decided.faulty)
+        ended = tuple(map(self._end_for_fault, decided.faulty))
         if decided.is_whole:
             self.control.learn(round_of(plan, decided.proposal, decided.outcomes, watch.seconds))
         failed = self._proposers.num_failures - failures
@@ -105,7 +106,7 @@ class Engine:
             landings = [landing for round_ in landed for landing in round_.landings]
             events = tuple(self._commit(x.sequence, x.num_draft, x.outcome) for x in landings)
         for round_ in landed:
-            self._scheduler.round_control.learn(round_.done)
+            self.round_control.learn(round_.done)
         return StepOutput((*plain.events, *events), with_rounds(plain.stats, landed, events))
 
     def _commit(self, sequence: Sequence, num_draft: int, outcome: Outcome) -> TokenEvent:
@@ -302,7 +303,7 @@ class Engine:
     def end_practice(self) -> None:
         """What steps cost is known now; what they brought was not asked for."""
         self.control.begin()
-        self._scheduler.round_control.begin()
+        self.round_control.begin()
 
     def check_invariants(self) -> None:
         """I1 and I5 on every sequence and page, and that nobody is lost between the two."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine import draws
 from engine.attention import paged
-from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.graphs import Graphs
 from engine.kernels import has_triton, reference
@@ -17,6 +17,9 @@ from engine.rope import longrope_border
 from engine.round_loop import RoundLoop, as_it_is
 from engine.rounds import Fed, Ops
 from engine.runner import ModelRunner, Runner, known_positions
+
+if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
+    from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +30,12 @@ def wants_rounds(config: EngineConfig, device: torch.device) -> bool:
 
 
 def rounds_for(
-    config: EngineConfig, target: Runner, draft: ModelRunner | None, longest: int, drafts_for: frozenset[str]
+    config: EngineConfig,
+    target: Runner,
+    draft: ModelRunner | None,
+    longest: int,
+    drafts_for: frozenset[str],
+    ops: Ops | None = None,
 ) -> RoundLoop | None:
     """Rounds of `target` and `draft`, tried once; None where they are not wanted or cannot run.
 
@@ -38,7 +46,7 @@ def rounds_for(
         log.info("loop: plain, %s", "as asked for" if config.loop == "plain" else "on a CPU")
         return None
     try:
-        return _rounds(config, target, draft, longest, drafts_for)
+        return _rounds(config, target, draft, longest, drafts_for, ops)
     except ModelError as error:
         if config.loop == "rounds":
             raise
@@ -47,7 +55,12 @@ def rounds_for(
 
 
 def _rounds(
-    config: EngineConfig, target: Runner, draft: ModelRunner | None, longest: int, drafts_for: frozenset[str]
+    config: EngineConfig,
+    target: Runner,
+    draft: ModelRunner | None,
+    longest: int,
+    drafts_for: frozenset[str],
+    ops: Ops | None,
 ) -> RoundLoop:
     """ModelError says why not."""
     if not isinstance(target, ModelRunner):
@@ -56,7 +69,7 @@ def _rounds(
     if why_not is not None:
         raise ModelError(f"no rounds: {why_not}")
     rounds = RoundLoop(
-        _fed(target), None if draft is None else _fed(draft), ops_on(device), num_slots=config.max_batch_size,
+        _fed(target), None if draft is None else _fed(draft), ops or ops_on(device), num_slots=config.max_batch_size,
         longest=longest, most_drafts=config.num_draft_tokens if draft is not None else 0, vocab=target.vocab_size,
         drafts_for=drafts_for, chunk=config.max_batch_tokens,
         make_run=Graphs() if device.type == "cuda" else as_it_is,

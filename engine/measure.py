@@ -78,6 +78,7 @@ def with_rounds(stats: StepStats, landed: Seq[Landed], events: Seq[TokenEvent]) 
     return replace(
         stats,
         forwards=(*stats.forwards, *(forward for round_ in landed for forward in round_.forwards)),
+        device_seconds=sum(round_.done.seconds for round_ in landed),
         rounds=stats.rounds + len(drafted),
         drafted=stats.drafted + sum(num_draft for num_draft, _ in drafted),
         accepted_per_position=tuple(map(sum, both)),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig
 
-from engine.config import EngineConfig
 from engine.errors import ModelError
+
+if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
+    from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.activations import make_row_wise
 from engine.attention.registry import ATTENTION_NAME
 from engine.checkpoint import read_config, told_as_model_error
-from engine.config import Rounded, Weights
+from engine.choices import Rounded, Weights
 from engine.errors import ModelError
 from engine.int4 import GROUP, Int4Linear, fits
 from engine.int8 import Int8Linear

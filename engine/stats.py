@@ -31,6 +31,7 @@ class StepStats:
     phase_seconds: Mapping[str, float] = field(
         default_factory=dict
     )  # plan, launch, propose, forward, verify, commit, land
+    device_seconds: float = 0.0  # of the rounds on the device that were read in this step, by its own clock
     rounds: int = 0  # sequences whose drafts were verified
     drafted: int = 0
     accepted_per_position: tuple[int, ...] = ()

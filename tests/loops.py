@@ -7,10 +7,10 @@ import random
 from collections.abc import Sequence as Seq
 from functools import cache, lru_cache
 
+from benchmarks.bare import options as bare_options
 from engine import draws
 from engine.attention import paged
 from engine.build import assemble
-from engine.config import EngineConfig
 from engine.control import FixedK
 from engine.engine import Engine
 from engine.kernels import reference
@@ -51,7 +51,7 @@ def engine_of(family: str = "llama", pages: int = 40, pair=None, **options) -> E
         "max_model_len": LONGEST, "page_size": page_size, "kv_memory": gib(pages, pair, page_size),
         "max_batch_size": 6, "max_batch_tokens": 32, "warm_up_seconds": 0,
     }  # fmt: skip
-    return assemble(EngineConfig(**usual | options), *pair)
+    return assemble(bare_options(**usual | options), *pair)
 
 
 def steered(control, **options) -> Engine:
