@@ -15,6 +15,7 @@ from engine.adaptive import AdaptiveK
 from engine.bits import hold_bits
 from engine.checkpoint import read_config
 from engine.choices import Weights
+from engine.control import Late
 from engine.drafters import Drafters
 from engine.engine import Engine
 from engine.errors import ModelError
@@ -164,7 +165,7 @@ def assemble(
         proposers.draft_kv_users,
         proposers.draft_kv_sharers,
         AdaptiveK(proposers.draft_kv_users),
-        AdaptiveK(proposers.draft_kv_users),
+        Late(AdaptiveK(proposers.draft_kv_users)),
     )
     borders = [longrope_border(model.config) for model in (target, draft or target)]
     limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)

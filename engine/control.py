@@ -27,6 +27,7 @@ class Round:
     other_seconds: float
     has_prompts: bool  # others fed prompts in the same pass
     rows: int | None = None  # of the target's pass, where some were fed that count for nobody
+    is_probe: bool = False  # what control said of this choice when it made it (`Late`)
 
     @property
     def seconds(self) -> float:
@@ -42,6 +43,8 @@ class Round:
 
 class Control(Protocol):
     """Chooses K."""
+
+    is_probing: bool  # whether what was chosen last is only to find out whether drafts would pay
 
     @property
     def gain(self) -> Gain:
@@ -68,6 +71,8 @@ class Control(Protocol):
 class FixedK:
     """As many as each may have, whatever they cost."""
 
+    is_probing = False
+
     def __init__(self) -> None:
         self.gain = Gain()
 
@@ -83,6 +88,55 @@ class FixedK:
 
     def forget(self, sequence: Sequence) -> None:
         """Nothing to forget."""
+
+
+class Late:
+    """A control that hears of a choice only when the next one is made already, as of rounds on the device.
+
+    What it is told of a round is said to be of the kind that the round was. And where it wants a plain step after
+    steps with drafts, the choice before holds once more until that step is known: it would want a second one.
+    """
+
+    def __init__(self, inner: Control) -> None:
+        self._inner, self.is_probing = inner, False
+        self._last: dict[Sequence, int] = {}  # chosen last, as far as there were drafts
+        self._held: dict[Sequence, int] | None = None  # the same, from before the plain step that is not known yet
+
+    @property
+    def gain(self) -> Gain:
+        """The inner one's."""
+        return self._inner.gain
+
+    def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
+        """The inner one's choice, or the one before."""
+        if self._held is not None:
+            held, self._held, self.is_probing = self._held, None, False
+            return within([min(n, held.get(s, 0)) for s, n in zip(sequences, limits, strict=True)], budget)
+        chosen = self._inner.choose(sequences, limits, budget, prompt_rows)
+        self.is_probing = self._inner.is_probing
+        if not any(chosen):
+            self._held = self._last or None
+        drafts = any(chosen) and not self.is_probing
+        self._last = dict(zip(sequences, chosen, strict=True)) if drafts else {}
+        return chosen
+
+    def learn(self, done: Round) -> None:
+        """As the inner one, whose latest choice was another."""
+        latest, self._inner.is_probing = self._inner.is_probing, done.is_probe
+        self._inner.learn(done)
+        self._inner.is_probing = latest
+
+    def begin(self) -> None:
+        """As the inner one."""
+        self._inner.begin()
+        self._last, self._held = {}, None
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+        self._inner.forget(sequence)
+        self._last.pop(sequence, None)
+        if self._held is not None:
+            self._held.pop(sequence, None)
 
 
 def within(limits: Seq[int], budget: int) -> list[int]:

@@ -115,7 +115,7 @@ class RoundLoop:
 
     def launch(self, works: Seq[Work]) -> None:
         """Launch a round of these and nobody else. Their pages reach as far as `Scheduler` reserves for riders."""
-        wanted = {work.sequence: work.num_draft for work in works}
+        wanted = {work.sequence: work for work in works}
         for sequence in [s for s in self.riders if s not in wanted]:
             self.leave(sequence)
         for sequence in wanted:
@@ -140,11 +140,11 @@ class RoundLoop:
             self._free.append(rider.slot)
             self._slots, sequence.in_flight = None, 0
 
-    def _launch(self, wanted: dict[Sequence, int]) -> None:
+    def _launch(self, wanted: dict[Sequence, Work]) -> None:
         marks = Marks(self.state.tracks.length.device, self._clock)
         marks.mark()
         fed = self._catch_up(wanted)
-        given = {s: k if self.riders[s].in_step else 0 for s, k in wanted.items()}
+        given = {s: work.num_draft if self.riders[s].in_step else 0 for s, work in wanted.items()}
         k = max(given.values())
         for rider in self.riders.values():
             self._prepare(rider, given[rider.sequence], k)
@@ -152,12 +152,15 @@ class RoundLoop:
         cuts = any(Kind.of(s.request.sampling) is Kind.CUT for s in self.riders)
         brought = self._run_of(len(slots), k, cuts=cuts)(slots, marks.mark)
         marks.mark()
-        shares = [Share(r, len(s.tokens), wanted[s], given[s], r.in_step) for s, r in self.riders.items()]
+        shares = [
+            Share(r, len(s.tokens), wanted[s].num_draft, given[s], r.in_step, wanted[s].is_probe)
+            for s, r in self.riders.items()
+        ]
         self._mails.append(Mail(k, len(slots), shares, fed, marks, brought))
         for sequence, num_draft in given.items():
             sequence.in_flight += num_draft + 1
 
-    def _catch_up(self, wanted: dict[Sequence, int]) -> list[int]:
+    def _catch_up(self, wanted: dict[Sequence, Work]) -> list[int]:
         """Feed the draft what it has missed of those who are to get drafts: how many tokens of each.
 
         Of a sequence that is not in step a round in flight brings one token, so that what the host knows but for the
@@ -165,7 +168,7 @@ class RoundLoop:
         """
         feeds, room = list[Feed](), self._chunk
         for sequence, rider in self.riders.items():
-            if not wanted[sequence] or rider.in_step:
+            if not wanted[sequence].num_draft or rider.in_step:
                 continue
             cursor, stop = sequence.draft, len(sequence.tokens) - 1
             chunk = sequence.tokens[cursor.kv_len : min(stop, cursor.kv_len + room)]
@@ -235,6 +238,7 @@ class RoundLoop:
             other_seconds=other,
             has_prompts=False,
             rows=mail.size * (mail.k + 1),
+            is_probe=any(share.is_probe for share, _ in here),
         )
         return Landed(landings, done, mail.forwards())
 

@@ -24,6 +24,7 @@ class Work:
     span: range  # positions kv_len .. stop
     length: int  # tokens of the sequence when this was planned
     num_draft: int = 0
+    is_probe: bool = False  # drafts are there only to find out whether they would pay
 
     @classmethod
     def feeding(cls, sequence: Sequence, num_tokens: int) -> Work:
@@ -231,7 +232,8 @@ class Scheduler:
         sequences = [work.sequence for work in works]
         limits = [self._most_drafts(s) for s in sequences]
         chosen = self.round_control.choose(sequences, limits, self._max_batch_tokens - len(works), 0) if works else []
-        return self._with_room(works, levelled(sequences, limits, chosen))
+        probing = [replace(work, is_probe=self.round_control.is_probing) for work in works]
+        return self._with_room(probing, levelled(sequences, limits, chosen))
 
     def _with_room(self, works: list[Work], chosen: list[int]) -> Iterator[Work]:
         """As many drafts as were chosen, or none where pages are missing."""

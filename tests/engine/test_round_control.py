@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 from torch import Tensor
 
+from engine.control import FixedK, Late, levelled
 from engine.control import Round as Done
-from engine.control import levelled
 from engine.prices import KNOTS
 from engine.rounds import Brought, Round
 from engine.types import KVCursor, Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
@@ -61,6 +61,46 @@ def test_rows_that_count_for_nobody_are_paid_for() -> None:
     assert done.load.quantities[6:].sum() == min(12, KNOTS[-1])
 
 
+class Script(FixedK):
+    """These choices, one after another; what it is told of each is noted."""
+
+    def __init__(self, *choices: tuple[int, bool]) -> None:
+        super().__init__()
+        self.choices, self.told = list(choices), []
+
+    def choose(self, sequences, limits, budget, prompt_rows):
+        k, self.is_probing = self.choices.pop(0)
+        return [k] * len(sequences)
+
+    def learn(self, done: Done) -> None:
+        self.told.append(self.is_probing)
+
+
+def done_of(one: Sequence, k: int, *, is_probe: bool) -> Done:
+    return Done([one], [10], [k], [k], [0], [], 1.0, 1.0, has_prompts=False, is_probe=is_probe)
+
+
+def test_a_plain_step_that_is_not_known_yet_is_not_asked_for_again() -> None:
+    """Drafts, a plain step that is due, then drafts as before; plain steps that go on are not interrupted twice."""
+    one, inner = sequence(), Script((3, False), (0, False), (4, False), (0, False), (0, False), (0, False))
+    late = Late(inner)
+    assert [late.choose([one], [8], 8, 0)[0] for _ in range(8)] == [3, 0, 3, 4, 0, 4, 0, 0]
+    late.forget(one)
+
+
+def test_a_round_is_learned_as_the_kind_it_was() -> None:
+    one, inner = sequence(), Script((1, True), (0, False), (0, False))
+    late = Late(inner)
+    late.choose([one], [8], 8, 0)
+    assert late.is_probing
+    late.choose([one], [8], 8, 0)
+    late.learn(done_of(one, 1, is_probe=True))
+    assert not inner.is_probing
+    assert late.choose([one], [8], 8, 0) == [0], "a probe is not held"
+    late.learn(done_of(one, 0, is_probe=False))
+    assert inner.told == [True, False]
+
+
 @dataclass
 class Costs:
     """Seconds of rounds on a clock that nothing else moves."""
@@ -84,8 +124,8 @@ class Costs:
         return run
 
 
-def rate(costs: Costs, pair, mode: SpeculationMode, rounds: int = 260) -> tuple[float, float]:
-    """Tokens per second with four sequences at a time, and drafts per round and sequence; the last two thirds count."""
+def rate(costs: Costs, pair, mode: SpeculationMode, rounds: int = 300) -> tuple[float, float]:
+    """Tokens per second with four sequences at a time, and drafts per round and sequence; the last third counts."""
     engine = engine_of(pair=pair, speculation=mode, max_model_len=128, max_batch_size=4, num_draft_tokens=4, pages=40)
     engine._rounds._clock, engine._rounds._make_run = costs, costs.run_of
     engine._rounds._runs.clear()
@@ -95,10 +135,10 @@ def rate(costs: Costs, pair, mode: SpeculationMode, rounds: int = 260) -> tuple[
             sampling = SamplingParams(temperature=1.0, max_tokens=100, ignore_eos=True)
             engine.add(Request(request_id=f"{i}-{engine.num_waiting}", token_ids=(5, 6, 7), sampling=sampling))
         stats = engine.step().stats
-        if i == rounds // 3:
+        if i == 2 * rounds // 3:
             began, made, drafted = costs.now, 0, 0
         made, drafted = made + stats.generated_tokens, drafted + stats.drafted
-    return made / (costs.now - began), drafted / (4 * rounds * 2 / 3)
+    return made / (costs.now - began), drafted / (4 * rounds / 3)
 
 
 def wrong():
@@ -114,13 +154,13 @@ def test_right_and_cheap_drafts_are_made() -> None:
     assert auto > 2.5 * plain
 
 
-@pytest.mark.parametrize("costs", [(0.1, 1.0, 0.0), (0.5, 1.0, 0.02)])
-def test_wrong_drafts_are_left(costs: tuple[float, float, float]) -> None:
-    """Never slower than plain decoding, but for the probes that find out whether it is still so."""
+def test_wrong_drafts_are_left() -> None:
+    """Not slower than plain decoding, but for probes: a hundred rounds may hold one series, paid for by many more."""
+    costs = 0.5, 1.0, 0.02
     auto, drafts = rate(Costs(*costs), wrong(), AUTO)
     plain, _ = rate(Costs(*costs), wrong(), SpeculationMode.OFF)
-    assert drafts < 0.4
-    assert auto > 0.97 * plain
+    assert drafts < 0.15
+    assert auto > 0.92 * plain
 
 
 def test_right_drafts_that_cost_more_than_they_bring_are_left() -> None:
@@ -128,4 +168,4 @@ def test_right_drafts_that_cost_more_than_they_bring_are_left() -> None:
     target = models()[0]
     auto, _ = rate(Costs(0.3, 0.05, 0.25), (target, target), AUTO)
     plain, _ = rate(Costs(0.3, 0.05, 0.25), (target, target), SpeculationMode.OFF)
-    assert auto > 0.97 * plain
+    assert auto > 0.92 * plain
