@@ -205,8 +205,10 @@ def pages_within(memory: float, most: int, layouts: list[KVLayout], page_size: i
 
 
 def _check_bits_are_promised(config: EngineConfig, device: torch.device) -> None:
-    if config.reproducible and device.type != "cpu":
-        raise ModelError(f"reproducible is for the CPU: on {device.type} it was never measured, so it is not promised")
+    if config.reproducible and device.type not in ("cpu", "cuda"):
+        raise ModelError(f"reproducible is for cpu and cuda: on {device.type} no order of sums is known to be fixed")
+    if config.reproducible and device.type == "cuda" and not has_triton():
+        raise ModelError("reproducible on cuda needs Triton: the order of sums of other attention hangs on lengths")
 
 
 def _runner(config: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena]) -> Runner:
@@ -221,7 +223,8 @@ def _runner(config: EngineConfig, model: PreTrainedModel, make_arena: Callable[.
 def _tiled_runner(
     _: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena], tap: Tap | None
 ) -> Runner:
-    layout, attend = kv_layout(model.config, model.dtype), attention.choose("fixed", model.device)
+    layout = kv_layout(model.config, model.dtype)
+    attend = attention.choose(attention.fixed_order(model.device), model.device)
     probe(model, layout, attend)
     hold_bits(model, layout)
     arena = make_arena(layout, spare_rows=TILE)

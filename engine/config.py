@@ -70,7 +70,7 @@ class EngineConfig(Bounds):
         "on cuda where they can run. Both give the same tokens; what rounds cannot do, plain steps do beside them.",
     )
     reproducible: bool = Field(
-        False, description="The same bits whatever else is in the batch; slower, CPU and coupled verification only."
+        False, description="The same bits whatever else is in the batch; slower, with coupled verification only."
     )
     warm_up_seconds: float = Field(
         1.0, ge=0, description="Time to measure at load what steps cost, so that AUTO starts well; 0 measures nothing."

@@ -30,6 +30,7 @@ class Place:
     sampling: SamplingParams
     seed: int
     num_draft: int
+    rejects: bool = False  # the rejection rule verifies, where it is not the coupled one
 
 
 class Tables:
@@ -78,9 +79,9 @@ class Resident:
             ends=whole(size, MOST_ENDS, value=-1),
             running=whole(size),
         )
-        self.num_draft = whole(size)
+        self.num_draft, self.rejects = whole(size), whole(size)
         self._seed, self._top_k = whole(size), whole(size, value=vocab)
-        self._temperature = torch.zeros(size, device=device)
+        self.temperature = torch.zeros(size, device=device)
         self._top_p = torch.ones(size, dtype=torch.float64, device=device)
         self._min_p = torch.zeros(size, dtype=torch.float64, device=device)
 
@@ -91,12 +92,14 @@ class Resident:
         tracks.ends[slot] = self._up([*place.ends, *[-1] * (MOST_ENDS - len(place.ends))])
         top_k = min(wanted.top_k or self.vocab, self.vocab)
         seed = place.seed - 2**64 if place.seed >= 2**63 else place.seed
-        whole = [len(place.tokens), place.max_length, place.num_draft, seed, top_k, 1]
-        homes = (tracks.length, tracks.max_length, self.num_draft, self._seed, self._top_k, tracks.running)
+        whole = [len(place.tokens), place.max_length, place.num_draft, int(place.rejects), seed, top_k, 1]
+        homes = (
+            tracks.length, tracks.max_length, self.num_draft, self.rejects, self._seed, self._top_k, tracks.running,
+        )  # fmt: skip
         for home, value in zip(homes, self._up(whole), strict=True):
             home[slot] = value
         reals = torch.tensor([wanted.temperature, wanted.top_p, wanted.min_p], dtype=torch.float64).to(self._device)
-        for home, value in zip((self._temperature, self._top_p, self._min_p), reals, strict=True):
+        for home, value in zip((self.temperature, self._top_p, self._min_p), reals, strict=True):
             home[slot] = value
 
     def free(self, slot: int) -> None:
@@ -109,21 +112,24 @@ class Resident:
         """Drafts that this sequence takes of each round's K."""
         self.num_draft[slot] = num_draft
 
-    def laws(self, slots: Tensor, first: Tensor, rows: Tensor) -> Laws:
-        """Of rows `first[b] + rows[j]` of each sequence: `[B * len(rows)]` each. Runs on the device."""
+    def laws(self, slots: Tensor, first: Tensor, rows: Tensor, apart: Stream = Stream.COUPLED) -> Laws:
+        """Of rows `first[b] + rows[j]` of each sequence: `[B * len(rows)]` each. Runs on the device.
+
+        Under the rejection rule a row's noise is of the stream `apart`.
+        """
         position = first[:, None] + rows
 
         def each(values: Tensor) -> Tensor:
             return values[slots][:, None].expand_as(position).flatten()
 
         return Laws(
-            temperature=each(self._temperature),
+            temperature=each(self.temperature),
             top_k=each(self._top_k),
             top_p=each(self._top_p),
             min_p=each(self._min_p),
             seed=each(self._seed),
             position=position.flatten(),
-            stream=torch.full_like(position, int(Stream.COUPLED)).flatten(),
+            stream=int(Stream.COUPLED) + each(self.rejects) * (int(apart) - int(Stream.COUPLED)),
         )
 
     def _up(self, values: Seq[int]) -> Tensor:

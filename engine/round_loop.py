@@ -30,14 +30,14 @@ _BEYOND = 64  # and multiples of this; each size with each K, with cuts or witho
 Run = Callable[[Tensor, Callable[[], None]], Brought]  # slots, and what to call between drafting and verification
 
 
-def serves(sampling: SamplingParams, verification: Verification, ends: Seq[int]) -> bool:
-    """Whether a request can run here: coupled, shaped by temperature and cuts alone, with few end tokens."""
+def serves(sampling: SamplingParams, ends: Seq[int]) -> bool:
+    """Whether a request can run here: shaped by temperature and cuts alone, with few end tokens."""
     plain = SamplingParams(
         temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
         seed=sampling.seed, n=sampling.n, max_tokens=sampling.max_tokens, stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids, ignore_eos=sampling.ignore_eos,
     )  # fmt: skip
-    return sampling == plain and verification is Verification.COUPLED and len(ends) <= MOST_ENDS
+    return sampling == plain and len(ends) <= MOST_ENDS
 
 
 def places_for(count: int) -> int:
@@ -92,7 +92,7 @@ class RoundLoop:
         self.state = Resident(num_slots, longest, width, spare, vocab, target.model.device)
         self._free = list(range(num_slots, IDLE, -1))
         self._drafter = None if draft is None else ModelRunner(draft.model, draft.arena, ops.attend)
-        self._runs: dict[tuple[int, int, bool], Run] = {}
+        self._runs: dict[tuple[int, int, bool, bool], Run] = {}
         self.riders: dict[Sequence, Rider] = {}  # in the order in which they came
         self._slots: Tensor | None = None  # who stands at which place of the batch; None: to be laid out anew
         self._mails: deque[Mail] = deque()  # launched and not yet read: one between steps, two within
@@ -104,12 +104,12 @@ class RoundLoop:
         drafts_here = not asked.num_draft_tokens or asked.proposer in self._drafts_for
         has_one_table = sequence.target.border is None and sequence.draft.border is None
         ends = tuple(sequence.end_token_ids)
-        return drafts_here and has_one_table and serves(sequence.request.sampling, asked.verification, ends)
+        return drafts_here and has_one_table and serves(sequence.request.sampling, ends)
 
     def try_out(self) -> None:
         """Run rounds of nobody. What a model does that a round cannot hold raises here, and not in a request."""
         for k in (0, 1) if self._draft is not None and self._most_drafts else (0,):
-            self._run_of(1, k, cuts=False)(self._nobody(1), lambda: None)
+            self._run_of(1, k, cuts=False, rejects=False)(self._nobody(1), lambda: None)
 
     # ------------------------------------------------------------------------------------------------- launching
 
@@ -128,7 +128,9 @@ class RoundLoop:
     def _board(self, sequence: Sequence) -> None:
         slot, sampling = self._free.pop(), sequence.request.sampling
         ends = tuple(sequence.end_token_ids)
-        self.state.place(slot, Place(sequence.tokens, sequence.max_len, ends, sampling, sequence.seed, 0))
+        rejects = sequence.speculation.verification is Verification.REJECTION
+        place = Place(sequence.tokens, sequence.max_len, ends, sampling, sequence.seed, 0, rejects)
+        self.state.place(slot, place)
         self.riders[sequence] = Rider(sequence, slot)
         self._slots = None
 
@@ -149,8 +151,7 @@ class RoundLoop:
         for rider in self.riders.values():
             self._prepare(rider, given[rider.sequence], k)
         slots = self._laid_out()
-        cuts = any(Kind.of(s.request.sampling) is Kind.CUT for s in self.riders)
-        brought = self._run_of(len(slots), k, cuts=cuts)(slots, marks.mark)
+        brought = self._run_of(len(slots), k, *self._kinds())(slots, marks.mark)
         marks.mark()
         shares = [
             Share(r, len(s.tokens), wanted[s].num_draft, given[s], r.in_step, wanted[s].is_probe)
@@ -205,11 +206,17 @@ class RoundLoop:
     def _nobody(self, size: int) -> Tensor:
         return torch.full((size,), IDLE, dtype=torch.int64, device=self.state.tracks.length.device)
 
-    def _run_of(self, size: int, k: int, *, cuts: bool) -> Run:
-        key = size, k, cuts
+    def _kinds(self) -> tuple[bool, bool]:
+        """Whether any law is cut, and whether any sequence is of the rejection rule: most rounds do without either."""
+        cuts = any(Kind.of(s.request.sampling) is Kind.CUT for s in self.riders)
+        return cuts, any(s.speculation.verification is Verification.REJECTION for s in self.riders)
+
+    def _run_of(self, size: int, k: int, cuts: bool, rejects: bool) -> Run:
+        key = size, k, cuts, rejects
         if key not in self._runs:
             draft = self._draft if k else None
-            self._runs[key] = self._make_run(Round(self.state, self._target, draft, self._ops, size, k, cuts=cuts))
+            round_ = Round(self.state, self._target, draft, self._ops, size, k, cuts=cuts, rejects=rejects)
+            self._runs[key] = self._make_run(round_)
         return self._runs[key]
 
     # --------------------------------------------------------------------------------------------------- reading

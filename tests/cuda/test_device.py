@@ -15,7 +15,7 @@ from engine.memory import kv_gib
 from engine.types import FinishReason
 from tests import fakes, zoo
 from tests.interpreting import DEVICE
-from tests.loops import LONGEST, AnyK, engine_of, models, plainly, request
+from tests.loops import LONGEST, AnyK, asking, engine_of, models, plainly, request
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -176,6 +176,21 @@ def test_in_bfloat16_a_sampled_run_ends(loop):
     pair = [model.to(torch.bfloat16) for model in (zoo.ours(zoo.reference("llama")), zoo.near(zoo.reference("llama")))]
     engine = engine_of(pair=[model.cuda() for model in pair], device="cuda", attention="auto", loop=loop)
     assert len(fakes.run(engine, [request(i) for i in range(8)]).finished) == 8
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_reproducible_in_bfloat16(family):
+    """Coupled: greedy or sampled, with drafts and among others, the tokens of a request alone without drafts."""
+    reference = zoo.reference(family)
+    pair = [model.to("cuda", torch.bfloat16) for model in (zoo.ours(reference), zoo.near(reference))]
+    options = {"pair": pair, "device": "cuda", "attention": "auto", "dtype": "bfloat16", "reproducible": True}
+    alone, together = {}, engine_of(family, loop="auto", **options)
+    for i in range(8):
+        plain = engine_of(family, loop="plain", speculation="off", prefix_cache=False, **options)
+        alone |= fakes.run(plain, [request(i)]).tokens
+    for num_draft in (4, 2):
+        asked = [asking(request(i), proposer="model", num_draft_tokens=num_draft) for i in range(8)]
+        assert fakes.run(together, asked).tokens == alone
 
 
 def test_memory_is_that_of_the_card():

@@ -259,7 +259,7 @@ def test_places() -> None:
     assert [places_for(count) for count in (1, 3, 33, 128, 129, 193)] == [1, 4, 48, 128, 192, 256]
 
 
-def round_of(pair, ops: Ops, k: int) -> tuple[Round, torch.Tensor]:
+def round_of(pair, ops: Ops, k: int, **kinds: bool) -> tuple[Round, torch.Tensor]:
     """A round of three sequences that were fed but for their newest tokens, and an idle place."""
     loop = loop_of(pair, ops)
     works = []
@@ -271,9 +271,8 @@ def round_of(pair, ops: Ops, k: int) -> tuple[Round, torch.Tensor]:
         works.append(Work.feeding(sequence, 1))
     loop.launch(works)
     loop.read()
-    loop._slots = None
     slots = loop._laid_out()
-    return Round(loop.state, loop._target, loop._draft, ops, 4, k), slots
+    return Round(loop.state, loop._target, loop._draft, ops, 4, k, **kinds), slots
 
 
 def sequence_of(asked: Request, pages: list[int]) -> Sequence:
@@ -383,7 +382,8 @@ def test_few_pages_preempt() -> None:
         check(said, one)
 
 
-def test_draws_are_the_plain_loops() -> None:
+def rows_and_laws() -> tuple[torch.Tensor, RowParams, draws.Laws]:
+    """Rows of all four kinds of law, said in the plain loop's words and in the device's."""
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(3)).mul(3)
     rows = [row(LAWS[i % 4], i, 2**63 + i) for i in range(64)]
     params = RowParams.of(rows, 50, logits.device)
@@ -392,12 +392,43 @@ def test_draws_are_the_plain_loops() -> None:
         params.temperature.masked_fill(greedy, 0), params.top_k, params.top_p, params.min_p, params.seed,
         params.position, torch.full((64,), int(Stream.COUPLED)),
     )  # fmt: skip
+    return logits, params, laws
+
+
+def test_draws_are_the_plain_loops() -> None:
+    logits, params, laws = rows_and_laws()
     assert torch.equal(draws.choose(logits, laws), sampling.choose(logits, params))
+    torch.testing.assert_close(
+        draws.probabilities(logits, laws), sampling.probabilities(logits, params), rtol=1e-12, atol=1e-15
+    )
+
+
+@pytest.mark.parametrize("num_draft", [0, 1, 3])
+@pytest.mark.parametrize("company", [False, True])
+def test_rejection_in_rounds(num_draft: int, company: bool) -> None:
+    """For the same drafts the same tokens as in plain steps; coupled sequences beside it stay what they are."""
+    wishes = {"verification": Verification.REJECTION, "proposer": "model", "num_draft_tokens": num_draft}
+    asked = [asking(request(i), **wishes) if i % 2 or not company else request(i) for i in range(8)]
+    said = {}
+    for loop in ("plain", "rounds"):
+        engine = engine_of(loop=loop, max_batch_tokens=400, max_batch_size=8)
+        said[loop] = fakes.run(engine, asked)
+    assert said["rounds"].tokens == said["plain"].tokens
+    kept = [sum(f.stats.accepted for f in one.finished.values()) for one in said.values()]
+    assert kept[0] == kept[1]
+    assert bool(kept[0]) is (num_draft > 0 or company)
+
+
+def test_a_round_of_rejection_without_the_host() -> None:
+    both, slots = round_of(models(), PLAIN, 3, rejects=True)
+    both._state.rejects[slots[:2]] = 1
+    with hostless():
+        brought = both.verify(slots, both.propose(slots))
+    assert (brought.committed.num_fresh[:3] > 0).all()
 
 
 def test_serves() -> None:
-    assert serves(LAWS[1], Verification.COUPLED, [1, 2])
-    assert not serves(LAWS[1], Verification.REJECTION, [])
-    assert not serves(LAWS[1], Verification.COUPLED, range(9))
+    assert serves(LAWS[1], [1, 2])
+    assert not serves(LAWS[1], range(9))
     for unserved in ({"repetition_penalty": 1.1}, {"logprobs": 0}, {"logit_bias": {3: 1.0}}, {"min_tokens": 2}):
-        assert not serves(SamplingParams(**unserved), Verification.COUPLED, [])
+        assert not serves(SamplingParams(**unserved), [])
