@@ -8,6 +8,7 @@ from typing import Protocol
 
 from engine.gain import Gain
 from engine.goodput import Load
+from engine.probing import Probing
 from engine.types import Sequence, SpeculationMode
 
 _NEAR = 4  # tokens that a draft model has missed are fed in a pass that hardly costs more for them
@@ -43,8 +44,6 @@ class Round:
 
 class Control(Protocol):
     """Chooses K."""
-
-    is_probing: bool  # whether what was chosen last is only to find out whether drafts would pay
 
     @property
     def gain(self) -> Gain:
@@ -90,6 +89,21 @@ class FixedK:
         """Nothing to forget."""
 
 
+class Probes(Control, Protocol):
+    """A control that now and then asks for drafts only to find out whether they would pay."""
+
+    probing: Probing
+
+
+class RoundControl(Control, Protocol):
+    """Chooses K for rounds."""
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether what was chosen last is only to find out whether drafts would pay."""
+        ...
+
+
 class Late:
     """A control that hears of a choice only when the next one is made already, as of rounds on the device.
 
@@ -97,7 +111,7 @@ class Late:
     steps with drafts, the choice before holds once more until that step is known: it would want a second one.
     """
 
-    def __init__(self, inner: Control) -> None:
+    def __init__(self, inner: Probes) -> None:
         self._inner, self.is_probing = inner, False
         self._last: dict[Sequence, int] = {}  # chosen last, as far as there were drafts
         self._held: dict[Sequence, int] | None = None  # the same, from before the plain step that is not known yet
@@ -113,7 +127,7 @@ class Late:
             held, self._held, self.is_probing = self._held, None, False
             return within([min(n, held.get(s, 0)) for s, n in zip(sequences, limits, strict=True)], budget)
         chosen = self._inner.choose(sequences, limits, budget, prompt_rows)
-        self.is_probing = self._inner.is_probing
+        self.is_probing = self._inner.probing.is_now
         if not any(chosen):
             self._held = self._last or None
         drafts = any(chosen) and not self.is_probing
@@ -122,9 +136,10 @@ class Late:
 
     def learn(self, done: Round) -> None:
         """As the inner one, whose latest choice was another."""
-        latest, self._inner.is_probing = self._inner.is_probing, done.is_probe
+        probing = self._inner.probing
+        latest, probing.is_now = probing.is_now, done.is_probe
         self._inner.learn(done)
-        self._inner.is_probing = latest
+        probing.is_now = latest
 
     def begin(self) -> None:
         """As the inner one."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
-from engine.control import Control, FixedK, levelled
+from engine.control import Control, FixedK, RoundControl, levelled
 from engine.gain import Gain
 from engine.pages import BlockPool
 from engine.types import Sequence
@@ -71,9 +71,10 @@ class Scheduler:
         draft_kv_users: frozenset[str] = frozenset(),  # names of the proposers that need draft pages
         draft_kv_sharers: frozenset[str] = frozenset(),  # and of those whose pages the prefix cache may keep
         control: Control | None = None,  # default: as many drafts as each may have
-        round_control: Control | None = None,  # the same of rounds on the device, which cost otherwise
+        round_control: RoundControl | None = None,  # the same of rounds on the device, which cost otherwise
     ) -> None:
-        self.control, self.round_control = control or FixedK(), round_control or FixedK()
+        self.control: Control = control or FixedK()
+        self.round_control: RoundControl = round_control or FixedK()
         self.target_pool, self.draft_pool = target_pool, draft_pool
         self._draft_kv_users, self._draft_kv_sharers = draft_kv_users, draft_kv_sharers
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
@@ -139,6 +140,7 @@ class Scheduler:
                 return  # in order: a short one does not overtake, or a long one might wait for ever
             self._adopt(sequence, found)
             self.target_pool.reserve(sequence.target, len(sequence.tokens))
+            self._adopt_draft(sequence)  # now, so that control knows what drafting would cost
             self.running.append(self.waiting.popleft())
 
     def _let_siblings_wait(self) -> None:
@@ -160,6 +162,13 @@ class Scheduler:
             sequence.num_cached = sequence.target.kv_len
             self._prefix_lookups += sequence.prompt_len
             self._prefix_hits += sequence.num_cached
+
+    def _adopt_draft(self, sequence: Sequence) -> None:
+        """Begin with what the draft model has read of the same text for others."""
+        if self.draft_pool is None or sequence.draft.page_table or not sequence.speculation.num_draft_tokens:
+            return
+        if sequence.speculation.proposer in self._draft_kv_sharers:
+            self.draft_pool.adopt(sequence.draft, self.draft_pool.find(sequence.tokens, _draft_salt(sequence)))
 
     def _share(self, sequence: Sequence) -> None:
         """Tell the prefix caches what this sequence has fed."""
@@ -259,9 +268,7 @@ class Scheduler:
             return False
         if self.draft_pool is None or sequence.speculation.proposer not in self._draft_kv_users:
             return True
-        if not sequence.draft.page_table and sequence.speculation.proposer in self._draft_kv_sharers:
-            found = self.draft_pool.find(sequence.tokens, _draft_salt(sequence))
-            self.draft_pool.adopt(sequence.draft, found)
+        self._adopt_draft(sequence)
         # May fail although the pools are of one size: target pages that several share are fewer than their draft's.
         return self.draft_pool.reserve(sequence.draft, length)
 

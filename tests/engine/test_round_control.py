@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.control import FixedK, Late, levelled
 from engine.control import Round as Done
 from engine.prices import KNOTS
+from engine.probing import Probing
 from engine.rounds import Brought, Round
 from engine.types import KVCursor, Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
 from tests import zoo
@@ -66,14 +67,14 @@ class Script(FixedK):
 
     def __init__(self, *choices: tuple[int, bool]) -> None:
         super().__init__()
-        self.choices, self.told = list(choices), []
+        self.choices, self.told, self.probing = list(choices), [], Probing()
 
     def choose(self, sequences, limits, budget, prompt_rows):
-        k, self.is_probing = self.choices.pop(0)
+        k, self.probing.is_now = self.choices.pop(0)
         return [k] * len(sequences)
 
     def learn(self, done: Done) -> None:
-        self.told.append(self.is_probing)
+        self.told.append(self.probing.is_now)
 
 
 def done_of(one: Sequence, k: int, *, is_probe: bool) -> Done:
@@ -95,7 +96,7 @@ def test_a_round_is_learned_as_the_kind_it_was() -> None:
     assert late.is_probing
     late.choose([one], [8], 8, 0)
     late.learn(done_of(one, 1, is_probe=True))
-    assert not inner.is_probing
+    assert not inner.probing.is_now
     assert late.choose([one], [8], 8, 0) == [0], "a probe is not held"
     late.learn(done_of(one, 0, is_probe=False))
     assert inner.told == [True, False]
