@@ -19,6 +19,7 @@ from engine.control import Late
 from engine.drafters import Drafters
 from engine.engine import Engine
 from engine.errors import ModelError
+from engine.fp8 import to_fp8
 from engine.fuse import fuse
 from engine.fuse_cuda import fuse_for_cuda
 from engine.intake import Limits
@@ -77,23 +78,25 @@ def load(
     """
     dtype = getattr(torch, config.dtype)
     held = weights_of(name, read_config(name, revision), weights, device)
-    if held != "native":
-        model = load_quantised(name, revision, dtype, held)
-    else:
+    if held in ("native", "fp8"):
         model = load_model(name, revision, dtype, device)
+    else:
+        model = load_quantised(name, revision, dtype, held)
     if config.fuse and device.type == "cpu" and config.loop != "rounds":  # whose batches C cannot read
         fuse(model)
         pack(model)
         stack(model)
     if config.fuse and device.type == "cuda" and has_triton():
         fuse_for_cuda(model)
+    if held == "fp8":
+        to_fp8(model)
     return model
 
 
 def weights_of(name: str, config: PreTrainedConfig, asked: Weights, device: torch.device) -> Weights:
     """How the weights of a checkpoint will be held; ModelError where the device cannot."""
     found = quantised_as(config) or asked
-    if found != "native" and device.type != "cpu":
+    if found not in ("native", "fp8") and device.type != "cpu":
         raise ModelError(f"{name!r} with {found} weights runs on cpu alone; device is {device.type}")
     return found
 

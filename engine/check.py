@@ -112,7 +112,8 @@ class Facts:
         yield "layers", f"{self.layout.layers}, with {self.layout.kv_heads} K/V heads of {self.layout.head_dim}"
         dtype = str(self.layout.dtype).removeprefix("torch.")
         is_rounded = self.weights != "native"
-        held = f"{self.weights} ({kernel_name()} kernel), the rest in {dtype}" if is_rounded else dtype
+        how = "torch's" if self.weights == "fp8" else kernel_name()
+        held = f"{self.weights} ({how} kernel), the rest in {dtype}" if is_rounded else dtype
         yield "weights", f"{_size(self.weight_bytes)} in {held}"
         yield "K/V", f"{self.layout.bytes_per_token} bytes per token"
         yield "context", f"{known.limit} tokens ({known.reason})"

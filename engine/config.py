@@ -27,7 +27,8 @@ class EngineConfig(Bounds):
     dtype: DType = Field("float32", description="Type of weights, activations and K/V.")
     weights: Weights = Field(
         "native",
-        description="int8 and int4 round matrices to so many bits at load (CPU only); native leaves them in dtype.",
+        description="int8 and int4 round matrices to so many bits at load (CPU only), fp8 to 8-bit floats (for CUDA "
+        "from Hopper on, in bfloat16); native leaves them in dtype.",
     )
     draft_weights: Weights | None = Field(None, description="The same for the draft; default that of the target.")
     fuse: bool = Field(True, description="Join and replace small operations of a model where that changes no result.")
