@@ -25,7 +25,7 @@ from benchmarks.synthetic import SHAPES
 from engine.attention import choose
 from engine.attention.registry import AttentionName
 from engine.batch import Feed
-from engine.config import Rounded
+from engine.choices import Rounded
 from engine.fuse import fuse
 from engine.int4 import Int4Linear
 from engine.int8 import Int8Linear, kernel_name

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_SALT_LENGTH = 256  # characters
-
 
 class Bounds(BaseModel):
     """Every bound on a request, each an option of the engine."""

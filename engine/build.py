@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -13,21 +14,26 @@ from engine import attention
 from engine.adaptive import AdaptiveK
 from engine.bits import hold_bits
 from engine.checkpoint import read_config
-from engine.config import EngineConfig, Weights
+from engine.choices import Weights
+from engine.control import Late
 from engine.drafters import Drafters
 from engine.engine import Engine
 from engine.errors import ModelError
+from engine.fp8 import to_fp8
 from engine.fuse import fuse
 from engine.fuse_cuda import fuse_for_cuda
 from engine.intake import Limits
 from engine.kernels import has_triton
 from engine.kv import KVArena, KVLayout
+from engine.loops import rounds_for, wants_rounds
+from engine.memory import GIB, kv_gib
 from engine.pack import keeps_rows_apart, pack
 from engine.pages import BlockPool
 from engine.probe import probe
 from engine.proposers import Proposer, Proposers
 from engine.quant import load_quantised, quantised_as
 from engine.rope import longrope_border
+from engine.rounds import Ops
 from engine.runner import ModelRunner, Runner, Tap, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
 from engine.stack import stack
@@ -36,7 +42,9 @@ from engine.threads import use_threads
 from engine.tiles import TILE, TiledRunner
 from engine.vocab import VocabMap, Vocabulary
 
-GIB = 2**30
+if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
+    from engine.config import EngineConfig
+
 PAGE_SIZE = 32  # tokens; the prefix cache knows whole pages
 
 
@@ -70,23 +78,25 @@ def load(
     """
     dtype = getattr(torch, config.dtype)
     held = weights_of(name, read_config(name, revision), weights, device)
-    if held != "native":
-        model = load_quantised(name, revision, dtype, held)
-    else:
+    if held in ("native", "fp8"):
         model = load_model(name, revision, dtype, device)
-    if config.fuse and device.type == "cpu":
+    else:
+        model = load_quantised(name, revision, dtype, held)
+    if config.fuse and device.type == "cpu" and config.loop != "rounds":  # whose batches C cannot read
         fuse(model)
         pack(model)
         stack(model)
     if config.fuse and device.type == "cuda" and has_triton():
         fuse_for_cuda(model)
+    if held == "fp8":
+        to_fp8(model)
     return model
 
 
 def weights_of(name: str, config: PreTrainedConfig, asked: Weights, device: torch.device) -> Weights:
     """How the weights of a checkpoint will be held; ModelError where the device cannot."""
     found = quantised_as(config) or asked
-    if found != "native" and device.type != "cpu":
+    if found not in ("native", "fp8") and device.type != "cpu":
         raise ModelError(f"{name!r} with {found} weights runs on cpu alone; device is {device.type}")
     return found
 
@@ -119,26 +129,31 @@ def assemble(
     extra_proposers: Mapping[str, Proposer] = MappingProxyType({}),
     vocab: VocabMap | None = None,
     wrappers: Mapping[str, Callable[[Proposer], Proposer]] = MappingProxyType({}),
+    ops: Ops | None = None,
 ) -> Engine:
     """An engine of models that are loaded already (with our attention: `runner.load_model`).
 
     `extra_proposers` come to those that the config brings, or replace them by name. `vocab` is for a draft of
     another vocabulary. `wrappers` put proposers, by name, into others that watch them or change what they say.
+    `ops` are what rounds are made of, where that is not as usual.
     """
     _check_bits_are_promised(config, target.device)
     drafters = Drafters.load(config, target, draft, vocab)
     limit = max_model_len(config, [model.config for model in (target, *drafters.models.values())])
     layout = kv_layout(target.config, target.dtype)
     page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
-    num_pages = pages_within(config, [layout, *drafters.layouts.values()], page_size, limit)
-    make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
+    memory = kv_gib(config, target.device, target.config)
+    num_pages = pages_within(memory, config.max_batch_size, [layout, *drafters.layouts.values()], page_size, limit)
+    spare = page_size if wants_rounds(config, target.device) else 0  # what rounds write for nobody
+    make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device, spare_rows=spare)
     # int8 and packed floats keep their rows apart by themselves; torch's matmuls need passes of one shape.
     needs_tiles = config.reproducible and not keeps_rows_apart(target)
     make_runner = partial(_tiled_runner, tap=drafters.tap) if needs_tiles else _runner
     runner = make_runner(config, target, make_arena)
     # Under the coupled rule a draft's bits reach no output: only the target is slowed down for them.
     attend = attention.choose(config.attention, target.device, row_wise=keeps_rows_apart(target))
-    by_name = drafters.proposers(make_arena, attend, config.max_batch_tokens) | dict(extra_proposers)
+    runners = drafters.runners(make_arena, attend)
+    by_name = drafters.proposers(runners, make_arena, attend, config.max_batch_tokens) | dict(extra_proposers)
     by_name |= {name: wrap(by_name[name]) for name, wrap in wrappers.items()}
     if config.proposer is not None and config.proposer not in by_name:
         raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(by_name)}")
@@ -153,10 +168,14 @@ def assemble(
         proposers.draft_kv_users,
         proposers.draft_kv_sharers,
         AdaptiveK(proposers.draft_kv_users),
+        Late(AdaptiveK(proposers.draft_kv_users)),
     )
     borders = [longrope_border(model.config) for model in (target, draft or target)]
     limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)
-    return Engine(config, limits, runner, proposers, scheduler)
+    rides = frozenset(("model", "auto")) - {*extra_proposers, *wrappers} if draft is not None and vocab is None else ()
+    mine = runners.get("model") if rides else None
+    rounds = rounds_for(config, runner, mine, limits.max_model_len, frozenset(rides), ops)
+    return Engine(config, limits, runner, proposers, scheduler, rounds=rounds)
 
 
 def pick_device(name: str) -> torch.device:
@@ -176,21 +195,23 @@ def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
     return config.max_model_len or min(known)
 
 
-def pages_within(config: EngineConfig, layouts: list[KVLayout], page_size: int, max_model_len: int) -> int:
-    """Pages per arena: what the memory holds, but no more than a full batch of longest sequences could use."""
+def pages_within(memory: float, most: int, layouts: list[KVLayout], page_size: int, max_model_len: int) -> int:
+    """Pages per arena: what `memory` GiB hold, but no more than `most` longest sequences could use."""
     page_bytes = page_size * sum(layout.bytes_per_token for layout in layouts)
-    affordable = int(config.kv_memory * GIB) // page_bytes
+    affordable = int(memory * GIB) // page_bytes
     if affordable < 1:
         raise ModelError(
-            f"kv_memory is {config.kv_memory} GiB; one page of {page_size} tokens takes {page_bytes} bytes: "
+            f"kv_memory is {memory} GiB; one page of {page_size} tokens takes {page_bytes} bytes: "
             "give more, or a smaller max_model_len or page_size"
         )
-    return min(affordable, config.max_batch_size * -(-max_model_len // page_size))
+    return min(affordable, most * -(-max_model_len // page_size))
 
 
 def _check_bits_are_promised(config: EngineConfig, device: torch.device) -> None:
-    if config.reproducible and device.type != "cpu":
-        raise ModelError(f"reproducible is for the CPU: on {device.type} it was never measured, so it is not promised")
+    if config.reproducible and device.type not in ("cpu", "cuda"):
+        raise ModelError(f"reproducible is for cpu and cuda: on {device.type} no order of sums is known to be fixed")
+    if config.reproducible and device.type == "cuda" and not has_triton():
+        raise ModelError("reproducible on cuda needs Triton: the order of sums of other attention hangs on lengths")
 
 
 def _runner(config: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena]) -> Runner:
@@ -205,7 +226,8 @@ def _runner(config: EngineConfig, model: PreTrainedModel, make_arena: Callable[.
 def _tiled_runner(
     _: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena], tap: Tap | None
 ) -> Runner:
-    layout, attend = kv_layout(model.config, model.dtype), attention.choose("fixed", model.device)
+    layout = kv_layout(model.config, model.dtype)
+    attend = attention.choose(attention.fixed_order(model.device), model.device)
     probe(model, layout, attend)
     hold_bits(model, layout)
     arena = make_arena(layout, spare_rows=TILE)

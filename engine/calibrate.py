@@ -46,7 +46,7 @@ def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter) 
         if clock() - start >= seconds:
             break
         _run(engine, shape)
-    engine.control.begin()
+    engine.end_practice()
 
 
 def _run(engine: Engine, shape: Shape) -> None:

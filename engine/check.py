@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
@@ -20,11 +21,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 from engine import checkpoint
-from engine.build import GIB, build_engine, max_model_len, pages_within, pick_device, read_vocabulary, weights_of
-from engine.config import EngineConfig, Weights
+from engine.build import build_engine, max_model_len, pages_within, pick_device, read_vocabulary, weights_of
+from engine.choices import Weights
+from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.int8 import kernel_name
 from engine.kv import KVLayout
+from engine.memory import GIB, free_on, kv_gib
 from engine.quant import weight_bytes
 from engine.runner import kv_layout
 from engine.text import Codec
@@ -109,7 +112,8 @@ class Facts:
         yield "layers", f"{self.layout.layers}, with {self.layout.kv_heads} K/V heads of {self.layout.head_dim}"
         dtype = str(self.layout.dtype).removeprefix("torch.")
         is_rounded = self.weights != "native"
-        held = f"{self.weights} ({kernel_name()} kernel), the rest in {dtype}" if is_rounded else dtype
+        how = "torch's" if self.weights == "fp8" else kernel_name()
+        held = f"{self.weights} ({how} kernel), the rest in {dtype}" if is_rounded else dtype
         yield "weights", f"{_size(self.weight_bytes)} in {held}"
         yield "K/V", f"{self.layout.bytes_per_token} bytes per token"
         yield "context", f"{known.limit} tokens ({known.reason})"
@@ -243,9 +247,15 @@ def _proposer(config: EngineConfig) -> str:
 def _pages(config: EngineConfig, models: list[Facts]) -> str:
     limit = max_model_len(config, [model.config for model in models])
     size, layouts = min(config.page_size or limit, limit), [model.layout for model in models]
-    pages = pages_within(config, layouts, size, limit)
+    memory = kv_gib(config, pick_device(config.device), models[0].config, partial(_free_after, models))
+    pages = pages_within(memory, config.max_batch_size, layouts, size, limit)
     taken = pages * size * sum(layout.bytes_per_token for layout in layouts)
-    return f"{pages} of {size} tokens, {_size(taken)} (kv_memory is {config.kv_memory:g} GiB)"
+    return f"{pages} of {size} tokens, {_size(taken)} (kv_memory is {memory:.3g} GiB)"
+
+
+def _free_after(models: list[Facts], device: torch.device) -> int:
+    """What a GPU will have free once the weights are there."""
+    return free_on(device) - sum(model.weight_bytes for model in models)
 
 
 def _weights(models: list[Facts]) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from engine.bounds import MAX_SALT_LENGTH, Bounds
 from engine.errors import Violation
 from engine.types import MAX_NUM_DRAFT, MAX_SEED, Guided, Request, SamplingParams
 
+if TYPE_CHECKING:  # asked for values alone: without pydantic there are others
+    from engine.bounds import Bounds
+
+MAX_SALT_LENGTH = 256  # characters
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 
 

@@ -10,12 +10,8 @@ from typing import Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from engine.bounds import Bounds
+from engine.choices import Device, DType, Loop, Weights
 from engine.types import MAX_NUM_DRAFT, SpeculationMode, Verification
-
-Device = Literal["auto", "cpu", "cuda"]
-DType = Literal["float32", "bfloat16"]
-Rounded = Literal["int8", "int4"]
-Weights = Literal["native", Rounded]
 
 
 class EngineConfig(Bounds):
@@ -31,7 +27,8 @@ class EngineConfig(Bounds):
     dtype: DType = Field("float32", description="Type of weights, activations and K/V.")
     weights: Weights = Field(
         "native",
-        description="int8 and int4 round matrices to so many bits at load (CPU only); native leaves them in dtype.",
+        description="int8 and int4 round matrices to so many bits at load (CPU only), fp8 to 8-bit floats (for CUDA "
+        "from Hopper on, in bfloat16); native leaves them in dtype.",
     )
     draft_weights: Weights | None = Field(None, description="The same for the draft; default that of the target.")
     fuse: bool = Field(True, description="Join and replace small operations of a model where that changes no result.")
@@ -53,7 +50,12 @@ class EngineConfig(Bounds):
     max_model_len: int | None = Field(None, ge=2, description="Most tokens of prompt and output; default the model's.")
     max_batch_size: int = Field(64, ge=1, description="Most sequences in one step.")
     max_batch_tokens: int = Field(512, ge=1, description="Most tokens fed to the target in one step.")
-    kv_memory: float = Field(2.0, gt=0, description="Memory for keys and values of target and drafts, in GiB.")
+    kv_memory: float | None = Field(
+        None,
+        gt=0,
+        description="Memory for keys and values of target and drafts, in GiB; default 2 on cpu, and on cuda what is "
+        "free once the weights are there, less what passes need.",
+    )
     page_size: int | None = Field(
         None, ge=1, description="Tokens per K/V page; default 32, or one page per sequence without prefix cache."
     )
@@ -63,8 +65,13 @@ class EngineConfig(Bounds):
         description="Attention implementation; native is our C kernel for CPUs, triton the one for CUDA, fixed is for "
         "reproducible.",
     )
+    loop: Loop = Field(
+        "auto",
+        description="Where sequences decode: in plain steps, or in rounds that stay on the device; auto takes rounds "
+        "on cuda where they can run. Both give the same tokens; what rounds cannot do, plain steps do beside them.",
+    )
     reproducible: bool = Field(
-        False, description="The same bits whatever else is in the batch; slower, CPU and coupled verification only."
+        False, description="The same bits whatever else is in the batch; slower, with coupled verification only."
     )
     warm_up_seconds: float = Field(
         1.0, ge=0, description="Time to measure at load what steps cost, so that AUTO starts well; 0 measures nothing."

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
 from engine.attention import Attend
 from engine.checkpoint import shape_of
-from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv import KVArena, KVLayout
 from engine.probe import probe
@@ -21,6 +21,9 @@ from engine.proposers.first_of import FirstOf
 from engine.proposers.medusa import MedusaHeads, MedusaProposer, load_medusa
 from engine.runner import ModelRunner, Runner, Tap, kv_layout, vocab_size
 from engine.vocab import MappedRunner, VocabMap
+
+if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
+    from engine.config import EngineConfig
 
 MakeArena = Callable[[KVLayout], KVArena]
 
@@ -66,18 +69,28 @@ class Drafters:
         tap = Tap(target) if medusa is not None or eagle is not None else None
         return cls(target, models, medusa, eagle, tap, layouts, vocab)
 
-    def proposers(self, make_arena: MakeArena, attend: Attend, max_batch_tokens: int) -> dict[str, Proposer]:
+    def runners(self, make_arena: MakeArena, attend: Attend) -> dict[str, ModelRunner]:
+        """Each draft model with an arena of its own.
+
+        Raises:
+            ModelError: it keeps not to the contract of a ragged batch.
+        """
+        for name, model in self.models.items():
+            probe(model, self.layouts[name], attend)
+        return {name: ModelRunner(m, make_arena(self.layouts[name]), attend) for name, m in self.models.items()}
+
+    def proposers(
+        self, runners: Mapping[str, ModelRunner], make_arena: MakeArena, attend: Attend, max_batch_tokens: int
+    ) -> dict[str, Proposer]:
         """One proposer per name that a request may ask for; the target has run by now.
 
         Raises:
-            ModelError: a draft that keeps not to the contract of a ragged batch, a target without readable features.
+            ModelError: a target without readable features.
         """
         by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer(), "suffix": SuffixProposer()}
-        for name, model in self.models.items():
-            probe(model, self.layouts[name], attend)
-            runner: Runner = ModelRunner(model, make_arena(self.layouts[name]), attend)
-            if name == "model" and self.vocab is not None:
-                runner = MappedRunner(runner, self.vocab, model.device)
+        for name, own in runners.items():
+            vocab = self.vocab if name == "model" else None
+            runner: Runner = own if vocab is None else MappedRunner(own, vocab, own.device)
             by_name[name] = ModelProposer(runner, max_batch_tokens)
         if self.tap is not None:
             by_name |= self._heads(self.tap, make_arena, attend, max_batch_tokens)

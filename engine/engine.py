@@ -1,7 +1,6 @@
 """Token ids in, token ids out. Knows no text, no network, no clock but the one it is given.
 
-`Engine.step` is the whole of speculative serving; the rest is a request's way in and out.
-Not thread-safe: one task calls `add`, `finish` and `step`, one at a time.
+`Engine.step` is the whole of speculative serving. Not thread-safe: one task calls `add`, `finish` and `step`.
 """
 
 from __future__ import annotations
@@ -9,19 +8,23 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig
 from engine.errors import DuplicateRequest
 from engine.intake import Intake, Limits
-from engine.judge import Fed, Outcome
-from engine.measure import idle, measure, round_of
-from engine.passes import Passes
+from engine.judge import Outcome
+from engine.mail import NoRounds, Rounds
+from engine.measure import measure, round_of, with_rounds
+from engine.passes import Decided, Passes
 from engine.processors import follow
 from engine.proposers import Proposers
 from engine.runner import Runner
-from engine.scheduler import Scheduler
+from engine.scheduler import Scheduler, StepPlan
 from engine.stats import Clock, StepStats, Stopwatch
 from engine.types import Finished, FinishReason, Request, SamplingParams, Sequence, TokenEvent
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
@@ -45,31 +48,39 @@ class Engine:
         proposers: Proposers,
         scheduler: Scheduler,
         clock: Clock = time.perf_counter,
+        rounds: Rounds | None = None,  # None: every sequence decodes in plain steps
     ) -> None:
-        self.config, self.limits = config, limits
+        self.config, self.limits, self._rounds = config, limits, rounds or NoRounds()
         self._proposers, self._scheduler, self._clock = proposers, scheduler, clock
         self._passes = Passes(target, proposers)
-        self.control = scheduler.control
+        self.control, self.round_control = scheduler.control, scheduler.round_control
         self._intake = Intake(config, limits, proposers.names)
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
 
     # ------------------------------------------------------------------------------------------------ the step
 
     def step(self) -> StepOutput:
-        """admit -> plan -> propose -> verify -> commit: one target pass serves every sequence at once."""
-        watch, failures = Stopwatch(self._clock), self._proposers.num_failures
+        """admit -> plan -> propose -> verify -> commit: one target pass serves every sequence at once.
+
+        Riders have a round of their own, launched first: the device works on it while the host goes on.
+        """
+        watch = Stopwatch(self._clock)
         with watch.phase("plan"):
             self._scheduler.admit()
             plan = self._scheduler.plan()
-        if not plan.works:
-            return StepOutput((), idle(self._scheduler))
+        self._launch(plan, watch)
+        return self._land(self._feed(plan, watch), watch)
+
+    def _feed(self, plan: StepPlan, watch: Stopwatch) -> StepOutput:
+        """The plain part: what is not on the device, prompts and all."""
+        failures = self._proposers.num_failures
         with watch.phase("propose"):
             proposal = self._proposers.propose(plan.sequences, plan.num_draft_each)
-        decided = self._passes.run(plan, proposal, watch)
+        decided = self._passes.run(plan, proposal, watch) if plan.works else Decided(proposal, [], [])
         with watch.phase("commit"):
             pairs = zip(decided.fed, decided.outcomes, strict=True)
-            events = tuple(self._commit(fed, outcome) for fed, outcome in pairs)
-        ended = tuple(self._end_for_fault(sequence) for sequence in decided.faulty)
+            events = tuple(self._commit(fed.sequence, len(fed.drafts), outcome) for fed, outcome in pairs)
+        ended = tuple(map(self._end_for_fault, decided.faulty))
         if decided.doubt is not None:
             self._try(decided.doubt)
         if decided.is_whole:
@@ -81,13 +92,38 @@ class Engine:
         stats = measure(plan, decided.proposal, decided.fed, events, watch.seconds, failed, self._scheduler)
         return StepOutput((*events, *ended), stats)
 
-    def _commit(self, fed: Fed, outcome: Outcome) -> TokenEvent:
+    def _launch(self, plan: StepPlan, watch: Stopwatch) -> None:
+        """A round that fails costs speed alone: what the host knows of each sequence is all that plain steps need."""
+        try:
+            with watch.phase("launch"):
+                self._rounds.launch(plan.rides)
+        except Exception:
+            log.exception("a round on the device failed; from now on all sequences decode in plain steps")
+            for sequence in self._scheduler.sequences:
+                self._rounds.leave(sequence)
+                sequence.rides = False
+            self._rounds = NoRounds()
+
+    def _land(self, plain: StepOutput, watch: Stopwatch) -> StepOutput:
+        """Commit what came of the round before the one just launched."""
+        with watch.phase("land"):
+            landed = self._rounds.read()
+            landings = [landing for round_ in landed for landing in round_.landings]
+            events = tuple(self._commit(x.sequence, x.num_draft, x.outcome) for x in landings)
+        for round_ in landed:
+            self.round_control.learn(round_.done)
+        for x, event in zip(landings, events, strict=True):
+            if event.finished is not None:
+                self.round_control.forget(x.sequence)
+        return StepOutput((*plain.events, *events), with_rounds(plain.stats, landed, events))
+
+    def _commit(self, sequence: Sequence, num_draft: int, outcome: Outcome) -> TokenEvent:
         """Take what a sequence got; a fault in doing so is its own."""
         try:
-            return self._keep(fed, outcome)
+            return self._keep(sequence, num_draft, outcome)
         except Exception:
-            log.exception("request %s: its tokens could not be committed; it ends", fed.sequence.request_id)
-            return self._end_for_fault(fed.sequence)
+            log.exception("request %s: its tokens could not be committed; it ends", sequence.request_id)
+            return self._end_for_fault(sequence)
 
     def _try(self, doubt: Exception) -> None:
         """A whole step failed, for each of its sequences alone too. Raise that, unless a trial succeeds meanwhile.
@@ -109,13 +145,12 @@ class Engine:
     def _end_for_fault(self, sequence: Sequence) -> TokenEvent:
         return self._end(sequence, FinishReason.ERROR, error="the request failed in the engine")
 
-    def _keep(self, fed: Fed, outcome: Outcome) -> TokenEvent:
+    def _keep(self, sequence: Sequence, num_draft: int, outcome: Outcome) -> TokenEvent:
         """Append the kept drafts and the next token, as far as plain decoding would have gone; move the cursors."""
-        sequence = fed.sequence
         fresh = list(outcome.tokens[: _length_before_stop(sequence, outcome.tokens)])
         num_accepted = min(outcome.num_accepted, len(fresh))
-        if fed.drafts:
-            sequence.stats = sequence.stats.after(len(fed.drafts), num_accepted)
+        if num_draft:
+            sequence.stats = sequence.stats.after(num_draft, num_accepted)
         sequence.tokens += fresh
         sequence.target.rollback(len(sequence.tokens))  # I3: this is the whole rollback
         sequence.draft.rollback(len(sequence.tokens))
@@ -148,6 +183,8 @@ class Engine:
         if request.request_id in self._live:
             raise DuplicateRequest(f"request_id {request.request_id!r} is live")
         outputs = self._intake.open(request)
+        for sequence in outputs:
+            sequence.rides = self._rounds.takes(sequence)
         self._live[request.request_id] = {sequence.index: sequence for sequence in outputs}
         self._scheduler.add(*outputs)
 
@@ -196,7 +233,8 @@ class Engine:
         del outputs[sequence.index]
         if not outputs:
             del self._live[sequence.request_id]
-        gain = self.control.gain.of(sequence)
+        gain = self._scheduler.control_of(sequence).gain.of(sequence)
+        self._rounds.leave(sequence)
         self._scheduler.remove(sequence, trust=reason is not FinishReason.ERROR)
         finished = Finished(
             reason=reason,
@@ -242,7 +280,12 @@ class Engine:
     @property
     def spec_gain(self) -> float:
         """Tokens per second of the last steps over what plain decoding would have made, as far as known."""
-        return self.control.gain.ratio
+        return self._scheduler.gain
+
+    @property
+    def loop(self) -> str:
+        """Where sequences decode that can: `rounds` on the device, or `plain` steps."""
+        return self._rounds.name
 
     @property
     def num_running(self) -> int:
@@ -296,6 +339,11 @@ class Engine:
         self.finish_all(FinishReason.ERROR)
         self.check_invariants()
         self.warm_up()
+
+    def end_practice(self) -> None:
+        """What steps cost is known now; what they brought was not asked for."""
+        self.control.begin()
+        self.round_control.begin()
 
     def check_invariants(self) -> None:
         """I1 and I5 on every sequence and page, and that nobody is lost between the two."""

@@ -19,7 +19,13 @@ class Gain:
     @property
     def ratio(self) -> float:
         """Over the last steps."""
-        return self._plain / self._spent if self._spent > 0 else 1.0
+        return self.ratio_of(self)
+
+    @staticmethod
+    def ratio_of(*gains: Gain) -> float:
+        """Over the last steps of several kinds."""
+        spent = sum(gain._spent for gain in gains)  # noqa: SLF001 - its own
+        return sum(gain._plain for gain in gains) / spent if spent > 0 else 1.0  # noqa: SLF001
 
     def of(self, sequence: Sequence) -> float:
         """Over all steps of one output."""

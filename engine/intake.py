@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.checks import violations
-from engine.config import EngineConfig
 from engine.errors import InvalidRequest, Unsupported, shown
 from engine.types import MAX_SEED, KVCursor, Request, Sequence, Speculation, SpeculationMode, Verification
+
+if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
+    from engine.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
+from itertools import zip_longest
 from typing import TypedDict
 
 from engine.control import Round
 from engine.judge import Fed, Outcome
+from engine.mail import Landed
 from engine.proposers import Proposal
 from engine.scheduler import Scheduler, StepPlan, Work
 from engine.stats import Forward, StepStats
@@ -19,11 +22,6 @@ class _Load(TypedDict):
     running: int
     waiting: int
     kv_usage: float
-
-
-def idle(scheduler: Scheduler) -> StepStats:
-    """A step in which nobody took part."""
-    return StepStats(**_load(scheduler))
 
 
 def round_of(plan: StepPlan, proposal: Proposal, outcomes: Seq[Outcome], phase_seconds: Mapping[str, float]) -> Round:
@@ -40,7 +38,7 @@ def round_of(plan: StepPlan, proposal: Proposal, outcomes: Seq[Outcome], phase_s
         accepted=[outcome.num_accepted for _, _, outcome in steady],
         draft_passes=[(forward.sequences, forward.tokens) for forward in proposal.forwards],
         draft_seconds=draft_seconds,
-        other_seconds=sum(phase_seconds.values()) - draft_seconds,
+        other_seconds=sum(s for name, s in phase_seconds.items() if name != "launch") - draft_seconds,
         has_prompts=len(steady) < len(plan.works),
     )
 
@@ -69,7 +67,7 @@ def measure(
         prefix_lookups=plan.prefix_lookups,
         prefix_hits=plan.prefix_hits,
         draft_failures=draft_failures,
-        spec_gain=scheduler.control.gain.ratio,
+        spec_gain=scheduler.gain,
         **_load(scheduler),
     )
 
@@ -77,8 +75,31 @@ def measure(
 def _per_num_draft(plan: StepPlan, proposal: Proposal) -> tuple[int, ...]:
     """How many sequences past their prompt had 0, 1, ... drafts; drafts of [2, 0, 2] -> (1, 0, 2)."""
     works = zip(plan.works, proposal.tokens, strict=True)
-    counts = Counter(len(drafts) for work, drafts in works if _feeds_newest_only(work))
-    return tuple(counts[num_draft] for num_draft in range(max(counts, default=-1) + 1))
+    return _counted(len(drafts) for work, drafts in works if _feeds_newest_only(work))
+
+
+def _counted(numbers: Iterable[int]) -> tuple[int, ...]:
+    """How often 0, 1, 2, ... come; [2, 0, 2] -> (1, 0, 2)."""
+    counts = Counter(numbers)
+    return tuple(counts[number] for number in range(max(counts, default=-1) + 1))
+
+
+def with_rounds(stats: StepStats, landed: Seq[Landed], events: Seq[TokenEvent]) -> StepStats:
+    """The same and what rounds on the device brought; `events` in the order of the landings."""
+    landings = [landing for round_ in landed for landing in round_.landings]
+    drafted = [(x.num_draft, sum(event.from_draft)) for x, event in zip(landings, events, strict=True) if x.num_draft]
+    accepted = zip_longest(stats.accepted_per_position, _per_position(drafted), fillvalue=0)
+    per_num_draft = zip_longest(stats.sequences_per_num_draft, _counted(x.num_draft for x in landings), fillvalue=0)
+    return replace(
+        stats,
+        forwards=(*stats.forwards, *(forward for round_ in landed for forward in round_.forwards)),
+        device_seconds=sum(round_.done.seconds for round_ in landed),
+        rounds=stats.rounds + len(drafted),
+        drafted=stats.drafted + sum(num_draft for num_draft, _ in drafted),
+        accepted_per_position=tuple(map(sum, accepted)),
+        sequences_per_num_draft=tuple(map(sum, per_num_draft)),
+        generated_tokens=stats.generated_tokens + sum(len(event.token_ids) for event in events),
+    )
 
 
 def _target_forwards(plan: StepPlan, proposal: Proposal) -> Iterator[Forward]:

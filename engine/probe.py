@@ -120,9 +120,11 @@ def _check_arena(model: PreTrainedModel, arena: KVArena) -> None:
 def _check_equal(model: PreTrainedModel, got: Tensor, want: Tensor, problem: str) -> None:
     spread, off = max(float(want.std()), 1e-3), (got - want).abs()
     # bf16 keeps 8 bits, and another batch shape rounds differently in every layer; a wrong context is off by far more.
-    # In int8 a last bit may become a step of 1/127 here and there: what counts is how far a whole row is off.
-    furthest = off.square().mean(-1).sqrt().max() if has_int8(model) else off.max()
-    tolerance = 1e-3 if model.dtype == torch.float32 and not has_int8(model) else 0.1
+    # In int8 a last bit may become a step of 1/127 here and there. What counts is how far a whole row is off: of the
+    # hundred thousand numbers of a large vocabulary one is always far out.
+    is_exact = model.dtype == torch.float32 and not has_int8(model)
+    furthest = off.max() if is_exact else off.square().mean(-1).sqrt().max()
+    tolerance = 1e-3 if is_exact else 0.1
     if not furthest <= tolerance * spread:
         raise ModelError(f"{_name(model)}: {problem}")
 

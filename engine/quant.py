@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.activations import make_row_wise
 from engine.attention.registry import ATTENTION_NAME
 from engine.checkpoint import read_config, told_as_model_error
-from engine.config import Rounded, Weights
+from engine.choices import Rounded, Weights
 from engine.errors import ModelError
 from engine.int4 import GROUP, Int4Linear, fits
 from engine.int8 import Int8Linear
@@ -79,6 +79,11 @@ def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights) -
     }
     held: int = sum(p.numel() for p in others.values()) * dtype.itemsize
     head = model.get_output_embeddings()
+    if weights == "fp8":
+        wide = [m for m in matmuls if m is head]
+        held += sum(matrix(m).numel() * dtype.itemsize for m in wide if id(m.weight) not in others)
+        held += sum(m.bias.numel() * dtype.itemsize for m in matmuls if m not in wide and m.bias is not None)
+        return held + sum(matrix(m).numel() + 4 * matrix(m).shape[0] for m in matmuls if m not in wide)
     in_groups = [m for m in matmuls if weights == "int4" and m is not head and fits(matrix(m))]
     # A scale takes 4 bytes: one for each output, or for each group of inputs of each.
     grouped = sum(matrix(m).numel() // 2 + 4 * matrix(m).numel() // GROUP for m in in_groups)

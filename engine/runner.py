@@ -44,7 +44,7 @@ class ModelRunner:
     """One transformers model, its arena, and the one method that the step calls."""
 
     def __init__(self, model: PreTrainedModel, arena: KVArena, attend: Attend) -> None:
-        self._model, self.arena, self._attend = model.eval(), arena, attend
+        self.model, self.arena, self._attend = model.eval(), arena, attend
         install_tables(model)
         self.vocab_size = vocab_size(model)
         self.device = model.device
@@ -53,7 +53,7 @@ class ModelRunner:
     def forward(self, feeds: Seq[Feed]) -> Tensor:
         """One pass of the model's own code over the ragged batch; attention is ours."""
         batch = RaggedBatch.of(feeds, self.arena.page_size, self.device)
-        output = self._model(
+        output: Any = self.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,

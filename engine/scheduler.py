@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
-from engine.control import Control, FixedK
+from engine.control import Control, FixedK, RoundControl, levelled
+from engine.gain import Gain
 from engine.pages import BlockPool
 from engine.types import Sequence
 
@@ -23,6 +24,7 @@ class Work:
     span: range  # positions kv_len .. stop
     length: int  # tokens of the sequence when this was planned
     num_draft: int = 0
+    is_probe: bool = False  # drafts are there only to find out whether they would pay
 
     @classmethod
     def feeding(cls, sequence: Sequence, num_tokens: int) -> Work:
@@ -41,6 +43,7 @@ class StepPlan:
     """What the next step does, one entry per sequence that takes part."""
 
     works: tuple[Work, ...] = ()
+    rides: tuple[Work, ...] = ()  # of those who decode in a round on the device
     num_preempted: int = 0
     prefix_lookups: int = 0  # tokens of the prompts admitted for it
     prefix_hits: int = 0
@@ -68,8 +71,10 @@ class Scheduler:
         draft_kv_users: frozenset[str] = frozenset(),  # names of the proposers that need draft pages
         draft_kv_sharers: frozenset[str] = frozenset(),  # and of those whose pages the prefix cache may keep
         control: Control | None = None,  # default: as many drafts as each may have
+        round_control: RoundControl | None = None,  # the same of rounds on the device, which cost otherwise
     ) -> None:
-        self.control = control or FixedK()
+        self.control: Control = control or FixedK()
+        self.round_control: RoundControl = round_control or FixedK()
         self.target_pool, self.draft_pool = target_pool, draft_pool
         self._draft_kv_users, self._draft_kv_sharers = draft_kv_users, draft_kv_sharers
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
@@ -99,6 +104,15 @@ class Scheduler:
         promised = sum(self.target_pool.pages_for(len(sequence.tokens)) for sequence in self.waiting)
         return self.target_pool.num_free - promised
 
+    @property
+    def gain(self) -> float:
+        """Tokens per second of the last steps over what plain decoding would have made, as far as known."""
+        return Gain.ratio_of(self.control.gain, self.round_control.gain)
+
+    def control_of(self, sequence: Sequence) -> Control:
+        """Who chooses how many drafts it gets."""
+        return self.round_control if sequence.rides else self.control
+
     def add(self, first: Sequence, *siblings: Sequence) -> None:
         """Wait for a place, first come, first served. `siblings` have the same prompt and wait until it is fed."""
         self.waiting.append(first)
@@ -107,7 +121,8 @@ class Scheduler:
 
     def remove(self, sequence: Sequence, *, trust: bool = True) -> None:
         """Forget a sequence, wherever it stands, and free its pages now; unless trusted, nobody begins with them."""
-        self.control.forget(sequence)
+        for control in (self.control, self.round_control):
+            control.forget(sequence)
         if not trust:
             self.target_pool.forget(sequence.target)
         for first, siblings in self._siblings.items():
@@ -177,13 +192,15 @@ class Scheduler:
         """
         before = len(self.waiting)
         self._renew_outgrown()
-        steady = [Work.feeding(s, 1) for s in self._with_pages() if s.todo == 1]
+        both = [Work.feeding(s, 1) for s in self._with_pages() if s.todo == 1]
+        steady = [work for work in both if not work.sequence.rides]
         budget = self._max_batch_tokens - len(steady)
         chunks = list(self._chunks(budget))
         prompt_rows = sum(len(work.span) for work in chunks)
         lookups, hits, self._prefix_lookups, self._prefix_hits = self._prefix_lookups, self._prefix_hits, 0, 0
         works = (*self._with_drafts(steady, budget - prompt_rows, prompt_rows), *chunks)
-        return StepPlan(works, len(self.waiting) - before, lookups, hits)
+        rides = tuple(self._riding([work for work in both if work.sequence.rides]))
+        return StepPlan(works, rides, len(self.waiting) - before, lookups, hits)
 
     def _renew_outgrown(self) -> None:
         """Give up K/V made with another rotary table than a sequence's length now asks for: all of it is fed again."""
@@ -198,7 +215,7 @@ class Scheduler:
         position = 0
         while position < len(self.running):
             sequence = self.running[position]
-            if self.target_pool.reserve(sequence.target, len(sequence.tokens)):
+            if self.target_pool.reserve(sequence.target, _reach(sequence, 0)):
                 position += 1
             else:
                 self._preempt(self.running[-1])
@@ -222,7 +239,19 @@ class Scheduler:
         """Add as many drafts as control chooses within the budget and free pages hold; nobody is preempted."""
         sequences = [work.sequence for work in steady]
         chosen = self.control.choose(sequences, [self._most_drafts(s) for s in sequences], budget, prompt_rows)
-        for work, num_draft in zip(steady, chosen, strict=True):
+        return self._with_room(steady, chosen)
+
+    def _riding(self, works: list[Work]) -> Iterator[Work]:
+        """The same for a round on the device: a pass of its own, with a budget of its own."""
+        sequences = [work.sequence for work in works]
+        limits = [self._most_drafts(s) for s in sequences]
+        chosen = self.round_control.choose(sequences, limits, self._max_batch_tokens - len(works), 0) if works else []
+        probing = [replace(work, is_probe=self.round_control.is_probing) for work in works]
+        return self._with_room(probing, levelled(sequences, limits, chosen))
+
+    def _with_room(self, works: list[Work], chosen: list[int]) -> Iterator[Work]:
+        """As many drafts as were chosen, or none where pages are missing."""
+        for work, num_draft in zip(works, chosen, strict=True):
             if num_draft and self._reserve_drafts(work.sequence, num_draft):
                 yield replace(work, num_draft=num_draft)
             else:
@@ -239,7 +268,7 @@ class Scheduler:
         return max(0, min(sequence.speculation.num_draft_tokens, sequence.max_len - length - 1, before_border))
 
     def _reserve_drafts(self, sequence: Sequence, num_draft: int) -> bool:
-        length = len(sequence.tokens) + num_draft
+        length = _reach(sequence, num_draft)
         if not self.target_pool.reserve(sequence.target, length):
             return False
         if self.draft_pool is None or sequence.speculation.proposer not in self._draft_kv_users:
@@ -265,6 +294,11 @@ class Scheduler:
         self.target_pool.check_invariants(s.target for s in everyone)
         if self.draft_pool is not None:
             self.draft_pool.check_invariants(s.draft for s in everyone)
+
+
+def _reach(sequence: Sequence, num_draft: int) -> int:
+    """Positions that a pass with so many drafts may write and that may count, whatever is in flight turns out to be."""
+    return min(sequence.max_len, len(sequence.tokens) + sequence.in_flight + num_draft)
 
 
 def _target_salt(sequence: Sequence) -> Hashable:

@@ -28,7 +28,10 @@ class StepStats:
     """One step in numbers. Durations in seconds; counters are of this step alone."""
 
     forwards: tuple[Forward, ...] = ()
-    phase_seconds: Mapping[str, float] = field(default_factory=dict)  # plan, propose, forward, verify, commit
+    phase_seconds: Mapping[str, float] = field(
+        default_factory=dict
+    )  # plan, launch, propose, forward, verify, commit, land
+    device_seconds: float = 0.0  # of the rounds on the device that were read in this step, by its own clock
     rounds: int = 0  # sequences whose drafts were verified
     drafted: int = 0
     accepted_per_position: tuple[int, ...] = ()

@@ -174,9 +174,7 @@ class KVCursor:
     @classmethod
     def of(cls, border: int | None, num_tokens: int) -> KVCursor:
         """The cursor of a new sequence of `num_tokens`."""
-        cursor = cls(border=border)
-        cursor.table = cursor.table_for(num_tokens)
-        return cursor
+        return cls(border=border, table=int(border is not None and num_tokens > border))
 
     def table_for(self, num_tokens: int) -> int:
         """The rotary table of a whole sequence of `num_tokens`."""
@@ -259,6 +257,8 @@ class Sequence:
     grammar: GrammarState | None = None
     fault: str | None = None  # why this output cannot go on
     num_cached: int = 0  # prompt tokens whose K/V an earlier request had made
+    rides: bool = False  # it decodes in rounds on the device (`round_loop`) and not in the plain loop
+    in_flight: int = 0  # most tokens beyond `tokens` that rounds whose outcome the host has not read may have brought
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # None for the first token
 
     @property

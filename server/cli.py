@@ -203,7 +203,8 @@ def banner(app: App) -> list[tuple[str, str]]:
         ("HTTP", f"http://{config.host}:{app.http_port}"),
         ("model", model.name),
         ("drafts", f"{model.draft_name or model.engine.default_proposer} ({drafts})"),
-        ("K/V", f"{config.kv_memory:g} GiB at most, {engine.total_pages} pages"),
+        ("K/V", f"{engine.total_pages} pages" + (f", {config.kv_memory:g} GiB at most" if config.kv_memory else "")),
+        ("loop", engine.loop),
         (
             "device",
             f"{model.device}, {config.dtype}" + ("" if config.weights == "native" else f", {config.weights} weights"),

@@ -12,7 +12,7 @@ from engine.types import MAX_NUM_DRAFT, FinishReason
 from server.outputs import Timeline
 from server.version import version
 
-PHASES = ("plan", "propose", "forward", "verify", "commit")
+PHASES = ("plan", "launch", "propose", "forward", "verify", "commit", "land")
 REJECTIONS = (
     "invalid", "unsupported", "not_found", "duplicate", "queue_full", "quota", "unavailable", "deadline", "internal",
 )  # fmt: skip

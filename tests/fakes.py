@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from engine.batch import Feed
-from engine.config import EngineConfig
 from engine.control import Control
 from engine.engine import Engine
 from engine.intake import Limits
@@ -85,6 +84,8 @@ def fake_engine(
     **config: object,
 ) -> Engine:
     """A whole engine around table models."""
+    from engine.config import EngineConfig  # brings pydantic, which the machines of tests/cuda may lack
+
     settings = EngineConfig(target="table", draft="table" if draft_law else None, **config)
     by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer(sizes=(2, 1))}
     if draft_law is not None:

@@ -1,20 +1,25 @@
-"""Tiny models in the loop of rounds on the device, requests for it, and a record of what it says."""
+"""Engines of tiny models whose sequences decode in rounds on the device, and requests for them."""
 
 from __future__ import annotations
 
+import copy
 import random
-from functools import lru_cache
+from collections.abc import Sequence as Seq
+from functools import cache, lru_cache
 
+from benchmarks.bare import options as bare_options
 from engine import draws
 from engine.attention import paged
+from engine.build import assemble
+from engine.control import FixedK
+from engine.engine import Engine
 from engine.kernels import reference
 from engine.kv import KVArena
-from engine.resident import Place
-from engine.round_loop import News, RoundLoop
+from engine.round_loop import RoundLoop
 from engine.rounds import Fed, Ops
 from engine.runner import kv_layout
-from engine.types import FinishReason, Request, SamplingParams
-from tests import zoo
+from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationParams
+from tests import fakes, zoo
 
 PLAIN = Ops(paged.attend_plainly, draws.choose, reference.commit)
 LONGEST, PAGE = 64, 16
@@ -26,55 +31,83 @@ LAWS = (
 )
 
 
+@lru_cache
+def models(family: str = "llama", device: str = "cpu"):
+    """A target, and a draft that is often right."""
+    pair = zoo.ours(zoo.reference(family)), zoo.near(zoo.reference(family))
+    return tuple(model.to(device) for model in pair)
+
+
+def gib(pages: int, pair, page_size: int) -> float:
+    """Memory of so many pages in both arenas."""
+    return (pages * page_size * sum(kv_layout(m.config, m.dtype).bytes_per_token for m in pair) + 1) / 2**30
+
+
+def engine_of(family: str = "llama", pages: int = 40, pair=None, **options) -> Engine:
+    pair = pair or models(family)
+    page_size = options.get("page_size", PAGE)
+    usual = {
+        "target": family, "draft": "near", "loop": "rounds", "attention": "reference", "speculation": "fixed",
+        "max_model_len": LONGEST, "page_size": page_size, "kv_memory": gib(pages, pair, page_size),
+        "max_batch_size": 6, "max_batch_tokens": 32, "warm_up_seconds": 0,
+    }  # fmt: skip
+    return assemble(bare_options(**usual | options), *pair)
+
+
+def steered(control, **options) -> Engine:
+    """The same with somebody else to choose K, of the rounds and of the plain steps beside them."""
+    engine = engine_of(**options)
+    engine._scheduler.round_control = engine._scheduler.control = engine.control = control
+    return engine
+
+
 def fed(model, num_pages: int) -> Fed:
-    arena = KVArena(kv_layout(model.config, model.dtype), num_pages, PAGE, model.device)
+    """A model with an arena of so many pages and one behind them."""
+    arena = KVArena(kv_layout(model.config, model.dtype), num_pages, PAGE, model.device, spare_rows=PAGE)
     return Fed(model, arena, model.config.max_position_embeddings)
 
 
-@lru_cache
-def models(family: str = "llama", device: str = "cpu"):
-    return tuple(model.to(device) for model in (zoo.ours(zoo.reference(family)), zoo.near(zoo.reference(family))))
+def loop_of(pair, ops: Ops = PLAIN, num_pages: int = 40, **options) -> RoundLoop:
+    """The loop alone, for those who look at a single round."""
+    sizes = {"num_slots": 4, "longest": LONGEST, "most_drafts": 4, "vocab": zoo.VOCAB}
+    two = tuple(fed(model, num_pages) for model in pair)
+    return RoundLoop(*two, ops, **sizes, drafts_for=frozenset(("model",)), **options)
 
 
-def loop_of(
-    family: str = "llama", ops: Ops = PLAIN, pages: int = 40, slots: int = 4, device: str = "cpu", **options
-) -> RoundLoop:
-    target, draft = (fed(model, pages + 1) for model in models(family, device))
-    sizes = {"num_slots": slots, "longest": LONGEST, "most_drafts": 4, "vocab": zoo.VOCAB, "chunk": 7}
-    return RoundLoop(target, draft, ops, **sizes, **options)
-
-
-def request(i: int) -> Request:
-    """Different lengths, laws and seeds; every third may end early."""
+def request(i: int, **changes) -> Request:
+    """Different lengths, laws and seeds; every third may end early. `changes` are of its sampling."""
     rng = random.Random(i)
     prompt = tuple(rng.randrange(3, zoo.VOCAB) for _ in range(rng.choice([1, 2, 5, 17, 33])))
     law = LAWS[i % len(LAWS)]
     stops = (rng.randrange(zoo.VOCAB), rng.randrange(zoo.VOCAB)) if i % 3 == 0 else ()
-    wanted = {"max_tokens": rng.randint(1, 30), "stop_token_ids": stops, "ignore_eos": True}
-    changed = SamplingParams(
-        temperature=law.temperature, top_p=law.top_p, top_k=law.top_k, min_p=law.min_p, seed=2**64 - 1 - i, **wanted
-    )
-    return Request(request_id=str(i), token_ids=prompt, sampling=changed)
+    wanted = {"max_tokens": rng.randint(1, 30), "stop_token_ids": stops, "ignore_eos": True, "seed": 2**64 - 1 - i}
+    shape = {name: getattr(law, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    return Request(request_id=str(i), token_ids=prompt, sampling=SamplingParams(**shape | wanted | changes))
 
 
-def add(loop: RoundLoop, wanted: Request, num_draft: int = 4) -> bool:
-    sampling = wanted.sampling
-    assert sampling.seed is not None
-    length, ends = wanted.max_len(LONGEST), sampling.stop_token_ids
-    return loop.add(wanted.request_id, Place(wanted.token_ids, length, ends, sampling, sampling.seed, num_draft))
+def asking(asked: Request, **wishes) -> Request:
+    """The same with wishes about speculation."""
+    other = copy.copy(asked)
+    object.__setattr__(other, "speculation", SpeculationParams(**wishes))
+    return other
 
 
-class Record:
-    """What the loop said of each request."""
+@cache
+def plainly(asked: Request, family: str = "llama"):
+    """What one-token decoding gives a request that is alone: its tokens, and why it ended."""
+    engine = engine_of(family, loop="plain", draft=None, proposer="none", prefix_cache=False)
+    said = fakes.run(engine, [asking(asked, mode=SpeculationMode.OFF)])
+    return said.tokens[asked.request_id], said.finished[asked.request_id].reason
 
-    def __init__(self) -> None:
-        self.tokens: dict[str, list[int]] = {}
-        self.finished: dict[str, FinishReason] = {}
 
-    def note(self, news: list[News]) -> None:
-        for item in news:
-            assert item.name not in self.finished, "a sequence went on after its end"
-            assert item.num_accepted <= len(item.tokens)
-            self.tokens.setdefault(item.name, []).extend(item.tokens)
-            if item.finished is not None:
-                self.finished[item.name] = item.finished
+class AnyK(FixedK):
+    """Any number of drafts in any step, and often none."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+
+    def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
+        if self._random.random() < 0.3:
+            return [0] * len(sequences)
+        return [self._random.choice([0, self._random.randint(0, limit)]) for limit in limits]

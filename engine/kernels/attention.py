@@ -47,7 +47,7 @@ def attend(
     num_splits = split_of(paging.max_kv - 1, split, per_level) + 1
     tiles = (len(paging.tiles), kv_heads)
     spread = (num_splits > 1 and tiles[0] * tiles[1] < _PROGRAMS) if spread is None else spread
-    dim_padded = triton.next_power_of_2(dim)
+    dim_padded = max(16, triton.next_power_of_2(dim))  # the least that a matmul of tiles takes
     parts, sums = out, out
     if spread:
         parts = query.new_empty((len(query), heads, num_splits, dim_padded), dtype=torch.float32)

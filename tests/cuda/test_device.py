@@ -9,23 +9,21 @@ from functools import lru_cache
 import pytest
 import torch
 
-from engine.attention import paged
+from benchmarks.bare import options as bare_options
 from engine.attention.registry import choose
-from engine.round_loop import RoundLoop, captured
-from engine.rounds import Ops
+from engine.memory import kv_gib
 from engine.types import FinishReason
-from tests import zoo
+from tests import fakes, zoo
 from tests.interpreting import DEVICE
-from tests.loops import LONGEST, Record, add, loop_of, models, request
+from tests.loops import LONGEST, AnyK, asking, engine_of, models, plainly, request
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.fuse_cuda import fuse_for_cuda
-from engine.kernels import attention, commit, reference, rows, sampling
+from engine.kernels import attention, reference, rows
 from tests.kernels.test_attention import alone, problem
 
 pytestmark = pytest.mark.cuda
-KERNELS = Ops(paged.attend, sampling.choose, commit.commit)
 LENS = [(5, 3000), (1, 9000), (0, 7), (40, 0), (1, 0)]
 SHAPES = [(1, 64), (4, 80), (3, 96), (8, 128), (2, 256)]  # group, head size
 
@@ -68,42 +66,56 @@ def test_rows_in_bfloat16():
         assert torch.allclose(got.float(), want.float(), atol=2e-2, rtol=2e-2)
 
 
-def said_by(loop: RoundLoop, numbers: range, k: int) -> Record:
-    record = Record()
-    for i in numbers:
-        while not add(loop, request(i)):
-            record.note(loop.step(k))
-    while loop.has_work:
-        record.note(loop.step(k))
-    return record
+def on_cuda(family: str = "llama", **options):
+    return engine_of(family, pair=models(family, "cuda"), device="cuda", attention="auto", pages=40, **options)
 
 
 @lru_cache
-def on_the_cpu(family: str) -> Record:
-    return said_by(loop_of(family), range(8), 3)
+def on_the_cpu(family: str) -> tuple[dict[str, list[int]], dict[str, FinishReason]]:
+    """Each request alone, one token at a time."""
+    each = {str(i): plainly(request(i), family) for i in range(8)}
+    return {name: tokens for name, (tokens, _) in each.items()}, {name: reason for name, (_, reason) in each.items()}
+
+
+def said_by(engine, family: str = "llama") -> None:
+    said = fakes.run(engine, [request(i) for i in range(8)])
+    assert (said.tokens, {n: f.reason for n, f in said.finished.items()}) == on_the_cpu(family)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma2", "mistral"])
-@pytest.mark.parametrize("as_graphs", [False, True])
-def test_the_tokens_of_the_cpu(family, as_graphs):
+@pytest.mark.parametrize("loop", ["plain", "rounds"])
+@pytest.mark.parametrize("num_draft", [0, 3])
+def test_the_tokens_of_the_cpu(family, loop, num_draft):
     """Greedy and sampled, in float32: the noise is the same on every device."""
-    options = {"make_run": captured} if as_graphs else {}
-    for k in (0, 3):
-        record = said_by(loop_of(family, KERNELS, device="cuda", **options), range(8), k)
-        want = on_the_cpu(family)
-        assert (record.tokens, record.finished) == (want.tokens, want.finished)
+    engine = on_cuda(family, loop=loop, num_draft_tokens=num_draft)
+    assert engine.loop == loop
+    said_by(engine, family)
+
+
+def test_rounds_are_what_cuda_gets_by_itself():
+    assert on_cuda(loop="auto").loop == "rounds"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_tokens_of_the_plain_loop(seed):
+    """Any K in any step, requests that cannot ride among those that do, few pages; graphs against operations."""
+    engine = on_cuda(page_size=4)
+    engine._scheduler.round_control = engine.round_control = AnyK(seed)
+    asked = [request(10 * seed + i, **({"logprobs": 1} if i % 4 == 3 else {})) for i in range(12)]
+    said = fakes.run(engine, asked)
+    for one in asked:
+        assert (said.tokens[one.request_id], said.finished[one.request_id].reason) == plainly(one)
 
 
 def test_greedy_is_that_of_transformers():
-    loop = loop_of("llama", KERNELS, device="cuda", make_run=captured)
-    record = said_by(loop, range(0, 16, 4), 4)  # every fourth request is greedy
-    plain = zoo.reference("llama")
-    for i in range(0, 16, 4):
-        tokens = list(request(i).token_ids)
-        limit, ends = request(i).max_len(LONGEST), request(i).sampling.stop_token_ids
-        while len(tokens) < limit and (len(tokens) == len(request(i).token_ids) or tokens[-1] not in ends):
+    asked = [request(i) for i in range(0, 16, 4)]  # every fourth request is greedy
+    said, plain = fakes.run(on_cuda(), asked), zoo.reference("llama")
+    for one in asked:
+        tokens, first = list(one.token_ids), len(one.token_ids)
+        limit, ends = one.max_len(LONGEST), one.sampling.stop_token_ids
+        while len(tokens) < limit and (len(tokens) == first or tokens[-1] not in ends):
             tokens.append(int(plain(torch.tensor([tokens])).logits[0, -1].argmax()))
-        assert record.tokens[str(i)] == tokens[len(request(i).token_ids) :]
+        assert said.tokens[one.request_id] == tokens[first:]
 
 
 @contextmanager
@@ -115,17 +127,28 @@ def no_wait() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("as_graphs", [False, True])
-def test_the_steady_loop_does_not_wait(as_graphs):
-    loop = loop_of("llama", KERNELS, device="cuda", **({"make_run": captured} if as_graphs else {}))
+@pytest.mark.parametrize("num_draft", [0, 1, 4])
+def test_the_steady_loop_does_not_wait(num_draft):
+    """Whole steps of the engine: plan, launch, and reading what the round before brought."""
+    engine = on_cuda(num_draft_tokens=num_draft, page_size=32)
     for i in (2, 5):
-        assert add(loop, request(i))
-    loop.step(1)
+        engine.add(request(i, max_tokens=30))
+    while len(engine._rounds.riders) < 2 or engine.num_waiting:
+        engine.step()
+    engine.step()  # its graphs are recorded
+    engine.step()
     with no_wait():
-        for _ in range(5):
-            news = loop.step(1)
-            if any(item.finished in tuple(FinishReason) for item in news):
-                break  # the host frees a slot between rounds, which is no part of the steady loop
+        for _ in range(4):
+            events = engine.step().events
+            assert events
+            assert not any(event.finished for event in events), "the host frees a slot then, which is not steady"
+
+
+def test_time_is_the_devices_own():
+    engine = on_cuda()
+    engine.add(request(2, max_tokens=30))
+    stats = [engine.step().stats for _ in range(5)]
+    assert 0 < stats[-1].device_seconds < 1
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3"])
@@ -147,17 +170,32 @@ def logits_of(model):
     return runner.forward([Feed(range(5, 25), 0, [1], 20), Feed([3, 4, 5], 0, [2], 1)])
 
 
-def test_the_engine():
-    """The plain loop on the device, as `LLM` builds it."""
-    pytest.importorskip("pydantic", reason="the engine's options need pydantic")
-    from engine.build import assemble
-    from engine.config import EngineConfig
+@pytest.mark.parametrize("loop", ["plain", "rounds"])
+def test_in_bfloat16_a_sampled_run_ends(loop):
+    """Tokens may differ where two are nearly equal; what must not is that all requests end, with all pages back."""
+    pair = [model.to(torch.bfloat16) for model in (zoo.ours(zoo.reference("llama")), zoo.near(zoo.reference("llama")))]
+    engine = engine_of(pair=[model.cuda() for model in pair], device="cuda", attention="auto", loop=loop)
+    assert len(fakes.run(engine, [request(i) for i in range(8)]).finished) == 8
 
-    engine = assemble(EngineConfig(target="llama", max_model_len=LONGEST, kv_memory=0.1), *models("llama", "cuda"))
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_reproducible_in_bfloat16(family):
+    """Coupled: greedy or sampled, with drafts and among others, the tokens of a request alone without drafts."""
+    reference = zoo.reference(family)
+    pair = [model.to("cuda", torch.bfloat16) for model in (zoo.ours(reference), zoo.near(reference))]
+    options = {"pair": pair, "device": "cuda", "attention": "auto", "dtype": "bfloat16", "reproducible": True}
+    alone, together = {}, engine_of(family, loop="auto", **options)
     for i in range(8):
-        engine.add(request(i))
-    record: dict[str, list[int]] = {}
-    while engine.has_work:
-        for event in engine.step().events:
-            record.setdefault(event.request_id, []).extend(event.token_ids)
-    assert record == on_the_cpu("llama").tokens
+        plain = engine_of(family, loop="plain", speculation="off", prefix_cache=False, **options)
+        alone |= fakes.run(plain, [request(i)]).tokens
+    for num_draft in (4, 2):
+        asked = [asking(request(i), proposer="model", num_draft_tokens=num_draft) for i in range(8)]
+        assert fakes.run(together, asked).tokens == alone
+
+
+def test_memory_is_that_of_the_card():
+    """Without a figure K/V takes what is free, and no more."""
+    free, total = torch.cuda.mem_get_info()
+    config = bare_options("llama", device="cuda", max_batch_size=4)
+    found = kv_gib(config, torch.device("cuda"), zoo.configs()["llama"])
+    assert 0 < found * 2**30 < free <= total

@@ -86,6 +86,17 @@ def while_verifying(engine, stop, patch):
     patch.setattr(passes, "judge", held)
 
 
+def while_riding(engine, stop, patch):
+    launch = engine._rounds.launch
+
+    def held(works):
+        if any(w.sequence.request_id == VICTIM for w in works):
+            stop()
+        launch(works)
+
+    patch.setattr(engine._rounds, "launch", held)
+
+
 class Watch:
     """How many steps begin between the wish to end the victim and its end, and what that frees."""
 
@@ -130,9 +141,12 @@ async def tokens_of(call):
 
 
 @pytest.mark.parametrize("by_deadline", [False, True], ids=["cancel", "deadline"])
-@pytest.mark.parametrize("hold", [while_prefilling, while_drafting, while_verifying], ids=lambda hold: hold.__name__)
+@pytest.mark.parametrize(
+    "hold", [while_prefilling, while_drafting, while_verifying, while_riding], ids=lambda hold: hold.__name__
+)
 async def test_pages_are_free_before_another_step_begins(hold, by_deadline, monkeypatch):
-    async with serving(load=ServedModel.load, **SETTINGS) as server:
+    loop = "rounds" if hold is while_riding else "plain"
+    async with serving(load=ServedModel.load, loop=loop, **SETTINGS) as server:
         driver = server.app.driver
         neighbour = asked("neighbour", (7, 8, 9), 200)
         wanted = await tokens_of(server.inference.GenerateStream(neighbour))

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import activations
 
+from engine import build
 from engine.bits import Piecewise, RowByRow, hold_bits, is_independent, one_thread
 from engine.build import assemble
 from engine.config import EngineConfig
@@ -120,10 +121,13 @@ def test_one_thread_puts_back_what_was() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_refused_where_it_was_never_measured() -> None:
+def test_refused_where_no_order_is_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.ours(zoo.reference("llama")).to("meta")
-    with pytest.raises(ModelError, match="never measured"):
+    with pytest.raises(ModelError, match="no order of sums is known"):
         assemble(EngineConfig(target="x", reproducible=True), model)
+    monkeypatch.setattr(build, "has_triton", lambda: False)
+    with pytest.raises(ModelError, match="needs Triton"):
+        build._check_bits_are_promised(EngineConfig(target="x", reproducible=True), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -50,7 +50,8 @@ def attention_launches() -> None:
 
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for group, dim, window, softcap, spread in (
-            (1, 80, None, None, False), (4, 128, None, None, True), (7, 96, 30, 5.0, True), (2, 256, None, None, False),
+            (2, 8, None, None, True), (1, 80, None, None, False), (4, 128, None, None, True), (7, 96, 30, 5.0, True),
+            (2, 256, None, None, False),
         ):  # fmt: skip
             paging = Paging.of([3, 1], [600, 9000], [[1, 2], [3]], 32, group, torch.device("cpu"))
             query = torch.zeros(4, group, dim, dtype=dtype)

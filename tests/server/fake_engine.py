@@ -64,7 +64,7 @@ class FakeEngine:
         self.vocab_size, self.max_model_len = VOCAB_SIZE, 4096
         self.eos_token_ids = frozenset({EOS})
         self.proposer_names, self.default_proposer = ("none", "ngram"), "ngram"
-        self.total_pages = batch
+        self.total_pages, self.loop = batch, "plain"
         self.script = CODEC.encode(text)
         self.poison: set[int] = set()
         self.poisoned = {0}

@@ -1,0 +1,35 @@
+"""An engine's options where there is no pydantic, as on a GPU machine with its own Python: the same names and defaults.
+
+Nothing is checked here; `engine.config` is what people use. A test holds both lists against each other.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from engine.types import SpeculationMode, Verification
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+
+DEFAULTS: dict[str, Any] = {
+    "max_prompt_tokens": None, "max_output_tokens": None, "max_n": 64, "max_stops": 16, "max_stop_length": 256,
+    "max_logprobs": 20, "max_total_logprobs": 1 << 18, "max_logit_bias": 1024, "max_structure_bytes": 64 << 10,
+    "max_choices": 4096, "draft": None, "revision": None, "draft_revision": None, "device": "auto",
+    "dtype": "float32", "weights": "native", "draft_weights": None, "fuse": True, "medusa": None,
+    "medusa_revision": None, "eagle": None, "eagle_revision": None, "self_layers": None, "proposer": None,
+    "num_draft_tokens": 4, "speculation": SpeculationMode.AUTO, "verification": Verification.COUPLED,
+    "max_model_len": None, "max_batch_size": 64, "max_batch_tokens": 512, "kv_memory": None, "page_size": None,
+    "prefix_cache": True, "attention": "auto", "loop": "auto", "reproducible": False, "warm_up_seconds": 1.0,
+    "threads": None,
+}  # fmt: skip
+
+
+def options(target: str, **chosen: Any) -> EngineConfig:
+    """As `EngineConfig(target=target, **chosen)` would be."""
+    unknown = chosen.keys() - DEFAULTS.keys()
+    assert not unknown, f"no options: {unknown}"
+    made = DEFAULTS | chosen | {"target": target}
+    made["speculation"] = SpeculationMode(made["speculation"])
+    return cast("EngineConfig", SimpleNamespace(**made))

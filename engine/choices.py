@@ -1,0 +1,11 @@
+"""Names that options of the engine choose from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["float32", "bfloat16"]
+Loop = Literal["auto", "plain", "rounds"]
+Rounded = Literal["int8", "int4"]
+Weights = Literal["native", "fp8", Rounded]

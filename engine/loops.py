@@ -1,0 +1,108 @@
+"""Which loop a config gets: rounds on the device where they can run, else plain steps. The log says which and why."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine import draws
+from engine.attention import paged
+from engine.errors import ModelError
+from engine.graphs import Graphs
+from engine.kernels import has_triton, reference
+from engine.pack import keeps_rows_apart
+from engine.rope import longrope_border
+from engine.round_loop import RoundLoop, as_it_is
+from engine.rounds import Fed, Ops
+from engine.runner import ModelRunner, Runner, known_positions
+
+if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
+    from engine.config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+
+def wants_rounds(config: EngineConfig, device: torch.device) -> bool:
+    """Whether rounds are to be had if they can be: on a CPU, which has nothing to wait for, only when asked for."""
+    return config.loop == "rounds" or (config.loop == "auto" and device.type == "cuda")
+
+
+def rounds_for(
+    config: EngineConfig,
+    target: Runner,
+    draft: ModelRunner | None,
+    longest: int,
+    drafts_for: frozenset[str],
+    ops: Ops | None = None,
+) -> RoundLoop | None:
+    """Rounds of `target` and `draft`, tried once; None where they are not wanted or cannot run.
+
+    Raises:
+        ModelError: they were asked for and cannot run.
+    """
+    if config.loop == "plain" or (isinstance(target, ModelRunner) and not wants_rounds(config, target.device)):
+        log.info("loop: plain, %s", "as asked for" if config.loop == "plain" else "on a CPU")
+        return None
+    try:
+        return _rounds(config, target, draft, longest, drafts_for, ops)
+    except ModelError as error:
+        if config.loop == "rounds":
+            raise
+        log.info("loop: plain, because %s", error)
+        return None
+
+
+def _rounds(
+    config: EngineConfig,
+    target: Runner,
+    draft: ModelRunner | None,
+    longest: int,
+    drafts_for: frozenset[str],
+    ops: Ops | None,
+) -> RoundLoop:
+    """ModelError says why not."""
+    if not isinstance(target, ModelRunner):
+        raise ModelError("no rounds: reproducible passes have a shape of their own")
+    why_not, device = _why_not(config, target), target.device
+    if why_not is not None:
+        raise ModelError(f"no rounds: {why_not}")
+    rounds = RoundLoop(
+        _fed(target), None if draft is None else _fed(draft), ops or ops_on(device), num_slots=config.max_batch_size,
+        longest=longest, most_drafts=config.num_draft_tokens if draft is not None else 0, vocab=target.vocab_size,
+        drafts_for=drafts_for, chunk=config.max_batch_tokens,
+        make_run=Graphs() if device.type == "cuda" else as_it_is,
+    )  # fmt: skip
+    try:
+        rounds.try_out()
+    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        raise ModelError(f"no rounds: a round of this model fails: {error}") from error
+    log.info("loop on %s: rounds, drafts for proposers %s", device.type, ", ".join(sorted(drafts_for)) or "none")
+    return rounds
+
+
+def ops_on(device: torch.device) -> Ops:
+    """Kernels; on a CPU, where rounds are for tests, what they mean in plain torch."""
+    if device.type == "cpu":
+        return Ops(paged.attend_plainly, draws.choose, reference.commit)
+    from engine.kernels import commit, sampling  # brings Triton
+
+    return Ops(paged.attend, sampling.choose, commit.commit)
+
+
+def _why_not(config: EngineConfig, target: ModelRunner) -> str | None:
+    is_gpu = target.device.type != "cpu"
+    if is_gpu and not has_triton():
+        return "Triton is not installed"
+    if is_gpu and config.attention not in ("auto", "triton"):
+        return f"attention is {config.attention}, and lengths are on the device, where only our kernel reads them"
+    if longrope_border(target.model.config) is not None:
+        return "the model has two rotary tables"
+    if keeps_rows_apart(target.model):
+        return "its weights are packed for a CPU"
+    return None
+
+
+def _fed(runner: ModelRunner) -> Fed:
+    return Fed(runner.model, runner.arena, known_positions(runner.model.config))

@@ -1,0 +1,172 @@
+"""How many drafts rounds get: AUTO by what rounds cost and bring, on a clock of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from torch import Tensor
+
+from engine.control import FixedK, Late, levelled
+from engine.control import Round as Done
+from engine.prices import KNOTS
+from engine.probing import Probing
+from engine.rounds import Brought, Round
+from engine.types import KVCursor, Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
+from tests import zoo
+from tests.loops import engine_of, models
+
+AUTO, FIXED = SpeculationMode.AUTO, SpeculationMode.FIXED
+
+
+def sequence(mode: SpeculationMode = AUTO, unseen: int = 0) -> Sequence:
+    """Of ten tokens, of which the draft model has missed some."""
+    request = Request(request_id="r", token_ids=tuple(range(10)))
+    settings = Speculation(mode=mode, num_draft_tokens=8, proposer="model", verification=Verification.COUPLED)
+    cursors = {"target": KVCursor([0], 9), "draft": KVCursor([0], 8 - unseen)}
+    return Sequence(request, 0, settings, 60, frozenset(), list(range(10)), **cursors)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "given"),
+    [
+        ([4, 4, 0, 0], [2, 2, 2, 2]),
+        ([1, 0, 0, 0], [1, 1, 1, 1]),  # a probe
+        ([0, 0, 0, 0], [0, 0, 0, 0]),
+        ([3, 2, 3, 3], [3, 3, 3, 3]),
+    ],
+)
+def test_a_round_has_one_k(chosen: list[int], given: list[int]) -> None:
+    assert levelled([sequence() for _ in chosen], [4] * 4, chosen) == given
+
+
+def test_limits_and_fixed_ones_stay() -> None:
+    assert levelled([sequence(), sequence()], [4, 1], [4, 1]) == [2, 1]
+    assert levelled([sequence(FIXED), sequence(FIXED)], [3, 1], [3, 1]) == [3, 1]
+    # Rows that are there anyway are used.
+    assert levelled([sequence(FIXED), sequence()], [4, 4], [4, 0]) == [4, 4]
+    assert levelled([], [], []) == []
+
+
+def test_who_would_have_much_to_read_gets_drafts_only_if_chosen() -> None:
+    far = sequence(unseen=8)
+    assert levelled([sequence(), far], [4, 4], [4, 0]) == [2, 0]
+    assert levelled([sequence(), far], [4, 4], [2, 2]) == [2, 2]
+
+
+def test_rows_that_count_for_nobody_are_paid_for() -> None:
+    one = sequence()
+    usual = {"sequences": [one], "lengths": [10], "asked": [2], "drafted": [2], "accepted": [1], "draft_passes": []}
+    done = Done(**usual, draft_seconds=1.0, other_seconds=1.0, has_prompts=False, rows=12)
+    assert done.load.rows == 12
+    assert done.load.quantities[6:].sum() == min(12, KNOTS[-1])
+
+
+class Script(FixedK):
+    """These choices, one after another; what it is told of each is noted."""
+
+    def __init__(self, *choices: tuple[int, bool]) -> None:
+        super().__init__()
+        self.choices, self.told, self.probing = list(choices), [], Probing()
+
+    def choose(self, sequences, limits, budget, prompt_rows):
+        k, self.probing.is_now = self.choices.pop(0)
+        return [k] * len(sequences)
+
+    def learn(self, done: Done) -> None:
+        self.told.append(self.probing.is_now)
+
+
+def done_of(one: Sequence, k: int, *, is_probe: bool) -> Done:
+    return Done([one], [10], [k], [k], [0], [], 1.0, 1.0, has_prompts=False, is_probe=is_probe)
+
+
+def test_a_plain_step_that_is_not_known_yet_is_not_asked_for_again() -> None:
+    """Drafts, a plain step that is due, then drafts as before; plain steps that go on are not interrupted twice."""
+    one, inner = sequence(), Script((3, False), (0, False), (4, False), (0, False), (0, False), (0, False))
+    late = Late(inner)
+    assert [late.choose([one], [8], 8, 0)[0] for _ in range(8)] == [3, 0, 3, 4, 0, 4, 0, 0]
+    late.forget(one)
+
+
+def test_a_round_is_learned_as_the_kind_it_was() -> None:
+    one, inner = sequence(), Script((1, True), (0, False), (0, False))
+    late = Late(inner)
+    late.choose([one], [8], 8, 0)
+    assert late.is_probing
+    late.choose([one], [8], 8, 0)
+    late.learn(done_of(one, 1, is_probe=True))
+    assert not inner.probing.is_now
+    assert late.choose([one], [8], 8, 0) == [0], "a probe is not held"
+    late.learn(done_of(one, 0, is_probe=False))
+    assert inner.told == [True, False]
+
+
+@dataclass
+class Costs:
+    """Seconds of rounds on a clock that nothing else moves."""
+
+    a_draft: float
+    a_verification: float
+    a_row: float
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def run_of(self, round_: Round):
+        def run(slots: Tensor, between) -> Brought:
+            drafts = round_.propose(slots)
+            self.now += self.a_draft * round_.k
+            between()
+            self.now += self.a_verification + self.a_row * round_.size * (round_.k + 1)
+            return round_.verify(slots, drafts)
+
+        return run
+
+
+def rate(costs: Costs, pair, mode: SpeculationMode, rounds: int = 300) -> tuple[float, float]:
+    """Tokens per second with four sequences at a time, and drafts per round and sequence; the last third counts."""
+    engine = engine_of(pair=pair, speculation=mode, max_model_len=128, max_batch_size=4, num_draft_tokens=4, pages=40)
+    engine._rounds._clock, engine._rounds._make_run = costs, costs.run_of
+    engine._rounds._runs.clear()
+    made = drafted = 0
+    for i in range(rounds):
+        while engine.num_running + engine.num_waiting < 4:
+            sampling = SamplingParams(temperature=1.0, max_tokens=100, ignore_eos=True)
+            engine.add(Request(request_id=f"{i}-{engine.num_waiting}", token_ids=(5, 6, 7), sampling=sampling))
+        stats = engine.step().stats
+        if i == 2 * rounds // 3:
+            began, made, drafted = costs.now, 0, 0
+        made, drafted = made + stats.generated_tokens, drafted + stats.drafted
+    return made / (costs.now - began), drafted / (4 * rounds / 3)
+
+
+def wrong():
+    """A draft that knows nothing."""
+    return models()[0], zoo.ours(zoo.reference("llama", seed=7))
+
+
+def test_right_and_cheap_drafts_are_made() -> None:
+    target = models()[0]
+    auto, drafts = rate(Costs(0.1, 1.0, 0.0), (target, target), AUTO)
+    plain, _ = rate(Costs(0.1, 1.0, 0.0), (target, target), SpeculationMode.OFF)
+    assert drafts > 3
+    assert auto > 2.5 * plain
+
+
+def test_wrong_drafts_are_left() -> None:
+    """Not slower than plain decoding, but for probes: a hundred rounds may hold one series, paid for by many more."""
+    costs = 0.5, 1.0, 0.02
+    auto, drafts = rate(Costs(*costs), wrong(), AUTO)
+    plain, _ = rate(Costs(*costs), wrong(), SpeculationMode.OFF)
+    assert drafts < 0.15
+    assert auto > 0.92 * plain
+
+
+def test_right_drafts_that_cost_more_than_they_bring_are_left() -> None:
+    """Where rows are what costs, as in large batches, a round of K drafts costs K + 1 times as much."""
+    target = models()[0]
+    auto, _ = rate(Costs(0.3, 0.05, 0.25), (target, target), AUTO)
+    plain, _ = rate(Costs(0.3, 0.05, 0.25), (target, target), SpeculationMode.OFF)
+    assert auto > 0.92 * plain

@@ -1,0 +1,74 @@
+"""Rounds on the device through `LLM`: every option, all of them in one batch, says what plain decoding says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from engine.llm import LLM
+from engine.types import SpeculationMode
+from tests.exactness.test_options import ALONE, BOLD, MAX_TOKENS, SITUATIONS, AnyK
+from tests.loops import gib
+from tests.sameness import PROMPTS, Pair, asking, assert_same, assert_speculation_changes_nothing, random_pair
+
+CONDITIONS = {
+    "plenty": {},
+    "preemption": {"pages": 40, "max_batch_tokens": 24},
+    "no prefix cache": {"prefix_cache": False, "page_size": 16},
+}
+
+
+def llm(pair: Pair, proposer: str, **options) -> LLM:
+    """The same engine as in other tests of exactness, in rounds on the device."""
+    return pair.llm(proposer, loop="rounds", **options)
+
+
+@pytest.fixture(params=CONDITIONS)
+def engine(request: pytest.FixtureRequest) -> LLM:
+    return llm(random_pair(), "model", **CONDITIONS[request.param])
+
+
+@pytest.mark.parametrize("mode", [SpeculationMode.FIXED, SpeculationMode.AUTO])
+def test_every_option_in_one_batch(engine: LLM, mode: SpeculationMode) -> None:
+    """Most of these ride; penalties, bias, bans, structures and logprobs decode in plain steps beside them."""
+    params = [replace(p, max_tokens=p.max_tokens or MAX_TOKENS, seed=p.seed or 9) for p in ALONE.values()]
+    wanted = [(prompt, p) for prompt in PROMPTS for p in params]
+    asked = replace(asking("model", 8 if mode is SpeculationMode.AUTO else 4), mode=mode)
+    got = engine.generate([prompt for prompt, _ in wanted], [p for _, p in wanted], speculation=asked)
+    want = [done for prompt, p in wanted for done in random_pair().plain(prompt, p)]
+    for ours, theirs in zip(got, want, strict=True):
+        assert_same(ours, theirs)
+    assert engine.engine.loop == "rounds"
+    engine.engine.check_invariants()
+
+
+@settings(BOLD, max_examples=60)
+@given(**SITUATIONS)
+def test_random_combinations(sampling, proposer, num_draft, plenty, prefix_cache, prompts) -> None:
+    few = {} if plenty else {"pages": 30, "max_batch_tokens": 24}
+    engine = llm(random_pair(), proposer, prefix_cache=prefix_cache, **few)
+    assert_speculation_changes_nothing(random_pair(), engine, sampling, proposer, num_draft, prompts)
+
+
+def test_any_number_of_drafts_in_any_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm(random_pair(), "model", pages=60)
+    monkeypatch.setattr(engine.engine._scheduler, "round_control", AnyK())
+    params = [replace(ALONE[name], max_tokens=40) for name in ("temperature", "top_p", "stop_token_ids", "greedy")]
+    for _ in range(3):
+        got = engine.generate(list(PROMPTS), params, speculation=asking("model", 8))
+        for ours, prompt, sampling in zip(got, PROMPTS, params, strict=True):
+            if sampling.seed is not None or not sampling.temperature:
+                assert ours.token_ids == random_pair().plain(prompt, sampling)[0].token_ids
+
+
+def test_memory_for_rounds_is_that_of_plain_steps() -> None:
+    """The page of nobody comes on top: it takes none of those that sequences share."""
+    pair = random_pair()
+    both = pair.target, pair.draft
+    plain, rounds = (
+        pair.llm("model", loop=loop, kv_memory=gib(40, both, 4), medusa=None, eagle=None, self_layers=None)
+        for loop in ("plain", "rounds")
+    )
+    assert plain.engine.total_pages == rounds.engine.total_pages
