@@ -20,6 +20,7 @@ from engine.processors import follow
 from engine.proposers import Proposers
 from engine.runner import Runner
 from engine.scheduler import Scheduler, StepPlan
+from engine.standing import Standing
 from engine.stats import Clock, StepStats, Stopwatch
 from engine.types import Finished, FinishReason, Request, SamplingParams, Sequence, TokenEvent
 
@@ -37,7 +38,7 @@ class StepOutput:
     stats: StepStats
 
 
-class Engine:
+class Engine(Standing):
     """A target model, its proposers, and the sequences that they serve."""
 
     def __init__(
@@ -50,11 +51,10 @@ class Engine:
         clock: Clock = time.perf_counter,
         rounds: Rounds | None = None,  # None: every sequence decodes in plain steps
     ) -> None:
-        self.config, self.limits, self._rounds = config, limits, rounds or NoRounds()
-        self._proposers, self._scheduler, self._clock = proposers, scheduler, clock
+        super().__init__(limits, Intake(config, limits, proposers.names), proposers, scheduler)
+        self.config, self._clock, self._rounds = config, clock, rounds or NoRounds()
         self._passes = Passes(target, proposers)
         self.control, self.round_control = scheduler.control, scheduler.round_control
-        self._intake = Intake(config, limits, proposers.names)
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
 
     # ------------------------------------------------------------------------------------------------ the step
@@ -250,37 +250,7 @@ class Engine:
         )
         return TokenEvent(request_id=sequence.request_id, index=sequence.index, finished=finished)
 
-    # --------------------------------------------------------------------------------------------- how it stands
-
-    @property
-    def vocab_size(self) -> int:
-        """Width of the target's logits; every token id is below it."""
-        return self.limits.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of prompt and output together."""
-        return self.limits.max_model_len
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The model's own end-of-text tokens."""
-        return self.limits.eos_token_ids
-
-    @property
-    def default_proposer(self) -> str:
-        """Who drafts for a request that names nobody."""
-        return self._intake.default_proposer
-
-    @property
-    def proposer_names(self) -> tuple[str, ...]:
-        """What a request may ask for as `speculation.proposer`."""
-        return self._proposers.names
-
-    @property
-    def spec_gain(self) -> float:
-        """Tokens per second of the last steps over what plain decoding would have made, as far as known."""
-        return self._scheduler.gain
+    # ------------------------------------------------------------------------------------------- idle, or not
 
     @property
     def loop(self) -> str:
@@ -288,44 +258,9 @@ class Engine:
         return self._rounds.name
 
     @property
-    def num_running(self) -> int:
-        """Sequences that take part in steps."""
-        return len(self._scheduler.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that hold no pages: new, or preempted."""
-        return self._scheduler.num_waiting
-
-    @property
     def has_work(self) -> bool:
         """Whether any request is live."""
         return bool(self._live)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a request added now would start with the next step, as far as can be told."""
-        return self._scheduler.has_room
-
-    @property
-    def spare_pages(self) -> int:
-        """Free pages of the target's arena that no waiting sequence will take; below 0 where there are too few."""
-        return self._scheduler.num_spare
-
-    @property
-    def page_size(self) -> int:
-        """Tokens per page of the target's arena."""
-        return self._scheduler.target_pool.page_size
-
-    @property
-    def total_pages(self) -> int:
-        """Pages of the target's arena."""
-        return self._scheduler.target_pool.num_pages
-
-    @property
-    def free_pages(self) -> int:
-        """Pages of the target's arena that no sequence holds."""
-        return self._scheduler.target_pool.num_free
 
     def warm_up(self) -> None:
         """Run one short request through the whole path, so that the first caller does not pay for first times."""
