@@ -156,7 +156,7 @@ def measure_costs(model: ServedModel, seconds: float) -> CostTable:
     assert model.codec is not None, "the embedded pair has a tokenizer"
     random = Random(SEED)  # noqa: S311
     prompts = [tuple(model.codec.encode(long_outputs(random).prompt * 3)) for _ in range(64)]
-    return CostTable.fit(observe(model.engine, prompts, seconds))
+    return CostTable.fit(observe(cast("Engine", model.engine), prompts, seconds))
 
 
 async def with_network(costs: CostTable, site: Site, seconds: float) -> CostTable:

@@ -13,7 +13,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 
@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import PilotfishError
 from engine.text import Codec
-from server import admission, logs, streams
+from server import answers, logs, streams
 from server.app import App
 from server.config import ServerConfig
 from server.model import Progress, ServedModel
@@ -107,7 +107,7 @@ def make_faulty(engine: Engine) -> None:
     replace(passes.Passes, "_pass", _in_target)
     replace(passes, "judge", _not_a_number)
     replace(streams.OutputStream, "push", _in_text)
-    replace(admission.answers, "stream_responses", _in_answers)
+    replace(answers, "stream_responses", _in_answers)
     for proposer in engine._proposers._by_name.values():  # noqa: SLF001  # from outside, see above
         replace(proposer, "propose", _in_draft)
 
@@ -115,7 +115,7 @@ def make_faulty(engine: Engine) -> None:
 def load(config: EngineConfig, progress: Progress) -> ServedModel:
     """As the server loads it, and then spoilt."""
     model = ServedModel.load(config, progress)
-    make_faulty(model.engine)
+    make_faulty(cast("Engine", model.engine))  # what is loaded here is here
     return model
 
 
@@ -123,7 +123,7 @@ def census(app: App) -> dict[str, Any]:
     """What this process holds; `broken` says which invariant does not hold."""
     assert app.driver is not None, "asked before it was ready"
     gc.collect()
-    engine, broken = app.driver.model.engine, ""
+    engine, broken = cast("Engine", app.driver.model.engine), ""
     try:
         engine.check_invariants()
     except AssertionError as error:

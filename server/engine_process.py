@@ -259,6 +259,7 @@ def ready(model: ServedModel, engine: Engine) -> wire.Ready:
         total_pages=engine.total_pages,
         page_size=engine.page_size,
         device=model.device,
+        loop=engine.loop,
         load=load_of(engine),
     )
 

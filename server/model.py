@@ -34,6 +34,8 @@ class EngineView(Protocol):
     @property
     def default_proposer(self) -> str: ...  # noqa: D102
     @property
+    def loop(self) -> str: ...  # noqa: D102
+    @property
     def num_running(self) -> int: ...  # noqa: D102
     @property
     def num_waiting(self) -> int: ...  # noqa: D102

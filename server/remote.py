@@ -242,6 +242,11 @@ class RemoteEngine:
         return self._facts.proposer_names
 
     @property
+    def loop(self) -> str:
+        """Where sequences decode that can, as it was at load."""
+        return self._facts.loop
+
+    @property
     def default_proposer(self) -> str:
         """Who drafts for a request that names nobody."""
         return self._intake.default_proposer

@@ -106,6 +106,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
         total_pages: pages of the target's arena.
         page_size: tokens of one of them.
         device: where it computes.
+        loop: where sequences decode that can.
         load: how busy it is.
     """
 
@@ -116,6 +117,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     total_pages: int
     page_size: int
     device: str
+    loop: str
     load: Load
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -22,11 +21,13 @@ from server.config import ServerConfig
 from server.control_service import ControlService
 from server.driver import Driver
 from server.grammars import GrammarPool
+from server.host import LocalHost
 from server.lifecycle import Lifecycle, State
 from server.metrics import Metrics
 from server.model import ServedModel
 from server.queue import AdmissionQueue
 from server.security import Callers, Quotas
+from server.supervisor import Crashes, Supervisor
 from server.tracing import NoTracing
 
 logger = logging.getLogger(__name__)
@@ -41,23 +42,20 @@ class Replica:
     async def __init__(self, options: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         self._config, self._lifecycle = configured(options), Lifecycle()
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
-        load = partial(ServedModel.load, self._config.engine(), logger.info)
-        model = await asyncio.get_running_loop().run_in_executor(self._compute, load)
+        # Ray's replica is a process of its own already, and Ray replaces it: the engine stays in it, on a thread.
+        self._host = LocalHost(ServedModel.load, self._config.engine(), self._compute, self._config.hang_seconds)
+        model = await self._host.start(logger.info)
         self._driver = self._started(model, Metrics(CollectorRegistry()))
         self._clock = asyncio.create_task(self._driver.run())
         await self._lifecycle.move(State.READY)
 
     def _started(self, model: ServedModel, metrics: Metrics) -> Driver:
         config, callers = self._config, Callers()
-        queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens)
+        queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
+        crashes = Crashes(config.max_engine_crashes, config.crash_window_seconds)
+        supervisor = Supervisor(self._host, self._lifecycle, metrics, crashes)
         driver = Driver(
-            model,
-            queue,
-            metrics,
-            self._lifecycle,
-            self._compute,
-            ageing_seconds=config.ageing_seconds,
-            hang_seconds=config.hang_seconds,
+            model, self._host, queue, metrics, self._lifecycle, supervisor, ageing_seconds=config.ageing_seconds
         )
         quotas = Quotas(None, None, time.monotonic)
         self._admission = Admission(lambda: driver, metrics, GrammarPool(), quotas, NoTracing())
