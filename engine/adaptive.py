@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.acceptance import Acceptance, Ints
+from engine.acceptance import Acceptance
+from engine.beliefs import Ints
 from engine.control import Round, within
 from engine.gain import Gain
 from engine.goodput import Choice, Load, Offer, drafting_seconds
 from engine.prices import Prices, quantities, with_rows
+from engine.probing import Probing
 from engine.types import MAX_NUM_DRAFT, Sequence, SpeculationMode
 
-PROBE_SHARE = 0.01  # of the time, at most, for drafts of which no gain is expected
 PLAIN_SHARE = 0.02  # of what drafting gains, for plain steps, to know what it is compared with
 PLAIN_EVERY = (4, 128)  # steps: not more often than that, and not more seldom
 
@@ -27,16 +28,16 @@ _MARGIN, _DOUBT = 0.02, 0.3  # what a gain must exceed, and how much more for wa
 _HYSTERESIS = 0.5  # of that is enough to stay, where it was exceeded before
 _STEP, _STRIDE = 4, 1.5  # more rows, or times as many, as were ever measured, at most: nobody knows what more cost
 _SMOOTH = 0.2  # weight of the newest expected gain in what is compared with those
-_PROBE_DEPTH, _TRIES = 1, 8  # a probe that had to catch up first is followed by so many, or it was paid for in vain
+_PROBE_DEPTH = 1
+_WORTH = 0.7  # of the chance of a sequence of which nothing is known: others' drafts are not asked for
 _PROBE_ALL_EVERY = 4  # probes
+_YOUTH, _LATE = 0.25, 2.0  # of an output; then a probe pays less, and must be worth so many times its price
 _HOPE = 0.95  # a chance of each draft at which a proposer would have to pay, or it is not even tried
 _PLENTY, _PLAIN_SAMPLE = 100, 4  # measurements, after which every fourth plain step is enough
 _LOOK_AGAIN = 8  # steps without drafts, in which nothing changed, before it is asked again whether they would pay
 _TRY_MORE_EVERY, _MODESTY = 16, 0.95  # steps; then as many drafts as reach this share of the best rate
 _TRIALS = 4  # rounds after which a proposer is known about as well as not
 _HORIZON = 128  # tokens: nobody knows whether an output goes on for longer
-_CREDIT = 4  # steps' worth of probing to begin with
-_FADE = 0.999  # of the time on the books, per step: what was saved in an hour is not spent at once
 
 
 @dataclass(slots=True)
@@ -47,8 +48,6 @@ class _Proposer:
     share: float = 1.0  # of its sequences that need the draft model: the others are looked up
     is_on: bool = True
     expected_gain: float = 1.0 + _MARGIN
-    seen: tuple[int, Sequence | None] = (0, None)  # how many sequences, and the newest, when it was looked at
-    seen_in: int = 0  # step
 
     def decide(self, gain: float, margin: float) -> bool:
         """Whether it drafts, after a step in which this much was expected of it."""
@@ -75,6 +74,11 @@ def _margin(num_plain: int) -> float:
     return _MARGIN + _DOUBT / math.sqrt(1 + num_plain)
 
 
+def _is_young(sequence: Sequence) -> bool:
+    """Most of its output is still to come."""
+    return sequence.num_generated <= _YOUTH * (sequence.num_generated + sequence.max_len - len(sequence.tokens))
+
+
 class AdaptiveK:
     """As many as pay, down to none."""
 
@@ -82,23 +86,22 @@ class AdaptiveK:
         self.gain, self.acceptance, self.target = Gain(), Acceptance(), Prices()
         self._draft_kv_users = draft_kv_users  # names of the proposers whose sequences may have to catch up
         self._proposers: dict[str, _Proposer] = {}
+        self.probing = Probing()
         self._since_plain = self._num_steps = 0
+        self._quiet: tuple[int, Sequence | None, int] = (0, None, 0)  # how many, the newest, and in which step
         self._num_plain: dict[int, int] = {}  # plain steps measured, by the number of sequences, doubling
-        self._seconds = self._probe_seconds = 0.0  # faded
-        self.is_probing = False
-        self._tried: Sequence | None = None
-        self._num_probes = 0
-        self._tries = 0  # probes that are left of what a catch-up was paid for
 
     # ---------------------------------------------------------------------------------------------------- choosing
 
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
         """AUTO gets what pays, FIXED what it asked for; now and then a step without drafts, or a probe."""
+        self.probing.is_now = False
+        if self._is_quiet(sequences):
+            return [0] * len(sequences)
         free = [
             limit and s.speculation.mode is SpeculationMode.AUTO for s, limit in zip(sequences, limits, strict=True)
         ]
         chosen = within([0 if f else limit for f, limit in zip(free, limits, strict=True)], budget)
-        self.is_probing = False
         if not any(free) or not self.target.count or self._is_plain_due():
             return chosen
         load = Load.of([len(s.tokens) for s in sequences], chosen, prompt_rows)
@@ -112,7 +115,15 @@ class AdaptiveK:
                 load, budget = found.load, budget - int(found.num_draft.sum())
                 for i, k in zip(mine, found.num_draft.tolist(), strict=True):
                     chosen[i] = k
+        if all(free) and not any(chosen) and not any(p.is_on for p in self._proposers.values()):
+            self._quiet = len(sequences), sequences[-1], self._num_steps
         return chosen
+
+    def _is_quiet(self, sequences: Seq[Sequence]) -> bool:
+        """The same sequences were found not worth drafting for a few steps ago: asking again would cost time."""
+        count, newest, step = self._quiet
+        same = bool(sequences) and (len(sequences), sequences[-1]) == (count, newest)
+        return same and not self.probing.tries and self._num_steps - step < _LOOK_AGAIN
 
     def _is_plain_due(self) -> bool:
         """A plain step loses what drafting would have gained: near break-even, where it matters, hardly anything."""
@@ -122,11 +133,6 @@ class AdaptiveK:
 
     def _choose_for(self, group: _Group, load: Load, budget: int) -> Choice | None:
         proposer, count = group.proposer, len(group.sequences)
-        seen = count, group.sequences[-1]
-        is_quiet = not proposer.is_on and not self._tries and proposer.seen == seen
-        if is_quiet and self._num_steps - proposer.seen_in < _LOOK_AGAIN:
-            return None
-        proposer.seen, proposer.seen_in = seen, self._num_steps
         trials = self.acceptance.trials(group.name)
         offer = self._offer(group, trials / (trials + _TRIALS))
         if trials < _TRIALS:  # a stranger: let it show what it can with a few
@@ -160,31 +166,40 @@ class AdaptiveK:
 
     def _probe(self, group: _Group, load: Load, budget: int) -> Choice | None:
         """A few drafts for a few sequences, if they could pay at all and the time set aside for this allows it."""
-        allowance = PROBE_SHARE * self._seconds - self._probe_seconds
-        tried = [s is self._tried for s in group.sequences] if self._tries else []
-        if any(tried):
-            allowance, group = math.inf, group.only(tried)
-        if allowance <= 0:
+        if self._offer(group, 1.0).hoping(_HOPE).best(load, self.target, budget).gain < 1 + _MARGIN:
             return None
-        hope = self._offer(group, 1.0).hoping(_HOPE).best(load, self.target, budget)
-        if hope.gain < 1 + _MARGIN:
+        probing = self.probing
+        allowance, worth = probing.allowance, self._worth_asking(group)
+        if probing.tries and any(s is probing.tried and w for s, w in zip(group.sequences, worth, strict=True)):
+            allowance, worth = math.inf, [s is probing.tried for s in group.sequences]
+        if allowance <= 0 or not any(worth):
             return None
+        group = group.only(worth)
         offer = self._offer(group, 0.0)
         # A few tell how well drafts do; all of them, now and then, what so many rows cost.
-        most = len(group.limits) if self._num_probes % _PROBE_ALL_EVERY == 0 else 1 + len(group.limits) // 4
+        most = sum(worth) if probing.count % _PROBE_ALL_EVERY == 0 else 1 + sum(worth) // 4
         for count in sorted({most, 1}, reverse=True):
             probe = offer.cheapest(count, _PROBE_DEPTH).all_of(load, self.target, budget)
-            if probe.extra_seconds <= allowance:
-                self.is_probing, self._tried = True, group.sequences[int(probe.num_draft.argmax())]
+            tried = group.sequences[int(probe.num_draft.argmax())]
+            if probe.extra_seconds * (1 if _is_young(tried) else _LATE) <= allowance:
+                probing.begin(tried)
                 return probe
         return None
+
+    def _worth_asking(self, group: _Group) -> list[bool]:
+        """Of whose drafts little is known, or something good."""
+        doubts = self.acceptance.doubts(group.sequences, group.name, _WORTH)
+        return [bool(limit and not doubt) for limit, doubt in zip(group.limits, doubts, strict=True)]
 
     # ---------------------------------------------------------------------------------------------------- learning
 
     def learn(self, done: Round) -> None:
         """Prices, chances and gain, from one step."""
         asked = sorted({s.speculation.proposer for s, k in zip(done.sequences, done.asked, strict=True) if k})
-        self._learn_chances(done)
+        if asked:
+            self._learn_chances(done)
+        else:
+            self.acceptance.wait({s.speculation.proposer for s in done.sequences})
         if len(asked) == 1:
             self._learn_drafting(self._proposers.setdefault(asked[0], _Proposer()), done)
         if done.has_prompts or not done.sequences:
@@ -202,16 +217,9 @@ class AdaptiveK:
         if not is_plain:
             plain = self.target.of(Load.of(done.lengths, [0] * len(done.lengths)).quantities)
         self._since_plain = 0 if is_plain else self._since_plain + 1
-        if not self._seconds:
-            self._probe_seconds = -_CREDIT * plain
-        self._seconds = self._seconds * _FADE + plain
-        self._probe_seconds *= _FADE
-        if self.is_probing:
-            self._num_probes += 1
-            has_read = bool(done.draft_passes) and not any(done.drafted)
-            self._tries = _TRIES if has_read else max(0, self._tries - 1)
-            gained = plain * sum(done.accepted) / len(done.sequences)
-            self._probe_seconds = max(self._probe_seconds + done.seconds - plain - gained, -_CREDIT * plain)
+        gained = plain * sum(done.accepted) / len(done.sequences)
+        has_read = any(tokens > 2 * sequences for sequences, tokens in done.draft_passes)
+        self.probing.account(plain, done.seconds, gained, was_hit=any(done.accepted), has_read=has_read)
         self.gain.add(done.sequences, [accepted + 1 for accepted in done.accepted], done.seconds, plain)
 
     def _learn_drafting(self, proposer: _Proposer, done: Round) -> None:
@@ -251,7 +259,7 @@ class AdaptiveK:
     def begin(self) -> None:
         """What was learned so far was practice: its costs are true, its drafts and its gain are not."""
         self.gain, self.acceptance = Gain(), Acceptance()
-        self._seconds = self._probe_seconds = 0.0
+        self.probing = Probing()
         for proposer in self._proposers.values():
             proposer.is_on, proposer.expected_gain = True, 1.0 + _MARGIN
 

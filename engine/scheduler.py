@@ -125,6 +125,7 @@ class Scheduler:
                 return  # in order: a short one does not overtake, or a long one might wait for ever
             self._adopt(sequence, found)
             self.target_pool.reserve(sequence.target, len(sequence.tokens))
+            self._adopt_draft(sequence)  # now, so that control knows what drafting would cost
             self.running.append(self.waiting.popleft())
 
     def _let_siblings_wait(self) -> None:
@@ -146,6 +147,13 @@ class Scheduler:
             sequence.num_cached = sequence.target.kv_len
             self._prefix_lookups += sequence.prompt_len
             self._prefix_hits += sequence.num_cached
+
+    def _adopt_draft(self, sequence: Sequence) -> None:
+        """Begin with what the draft model has read of the same text for others."""
+        if self.draft_pool is None or sequence.draft.page_table or not sequence.speculation.num_draft_tokens:
+            return
+        if sequence.speculation.proposer in self._draft_kv_sharers:
+            self.draft_pool.adopt(sequence.draft, self.draft_pool.find(sequence.tokens, _draft_salt(sequence)))
 
     def _share(self, sequence: Sequence) -> None:
         """Tell the prefix caches what this sequence has fed."""
@@ -231,9 +239,7 @@ class Scheduler:
             return False
         if self.draft_pool is None or sequence.speculation.proposer not in self._draft_kv_users:
             return True
-        if not sequence.draft.page_table and sequence.speculation.proposer in self._draft_kv_sharers:
-            found = self.draft_pool.find(sequence.tokens, _draft_salt(sequence))
-            self.draft_pool.adopt(sequence.draft, found)
+        self._adopt_draft(sequence)
         # May fail although the pools are of one size: target pages that several share are fewer than their draft's.
         return self.draft_pool.reserve(sequence.draft, length)
 

@@ -234,7 +234,7 @@ class Machine:
             step = self._target(n, n * fed, context, context * fed) + drafting
             books.fixed[k] += tokens * step / (n * expected(self.acceptance, k, self.hits))
             books.fixed[k] += first_reading if k else 0.0
-        if getattr(self.control, "is_probing", False):
+        if isinstance(self.control, AdaptiveK) and self.control.probing.is_now:
             books.probe_seconds += seconds - plain * tokens / n
 
     def _watch(self, works: list[Work]) -> None:

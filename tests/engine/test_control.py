@@ -13,13 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.acceptance import Acceptance
-from engine.adaptive import PROBE_SHARE, AdaptiveK
+from engine.adaptive import AdaptiveK
 from engine.control import FixedK, Round
 from engine.gain import Gain
 from engine.goodput import Load, Offer, drafting_seconds
 from engine.prices import KNOTS, Prices, quantities, with_rows
+from engine.probing import SHARE
 from engine.types import MAX_NUM_DRAFT, SpeculationMode
-from tests.clockwork import COSTS, MOST, Books, Machine, expected
+from tests.clockwork import BUDGET, COSTS, MOST, Books, Machine, expected
 from tests.engine.test_scheduler import sequence
 
 INT8, SMALL, GPU = COSTS
@@ -53,26 +54,30 @@ def test_never_slower_than_plain(costs: str, batch: int) -> None:
 
 @pytest.mark.parametrize(("costs", "batch"), GRID)
 def test_hardly_slower_than_the_best_fixed_number(costs: str, batch: int) -> None:
-    """Where the best gains less than 12 %, finding out may take longer than this."""
-    found = {cell: settled(costs, *cell)[2] for cell in cells(batch)}
+    """Where the best gains less than 12 %, finding out may take longer than this.
+
+    And where half of an output is over before the draft model has read everybody's prompt, K is not what matters.
+    """
+    readable = [cell for cell in cells(batch) if cell[0] * cell[2] / BUDGET < 128 / 2]
+    found = {cell: settled(costs, *cell)[2] for cell in readable}
     telling = {cell: books for cell, books in found.items() if books.fixed[0] / books.fixed.min() > 1.12}
     assert {cell: b.against_best for cell, b in telling.items() if b.against_best < 0.9} == {}
 
 
 @pytest.mark.parametrize(("costs", "batch"), GRID)
-def test_probing_loses_one_percent_at_most(costs: str, batch: int) -> None:
-    """Over a thousand steps; in fewer, a catch-up that has begun may exceed it, and four steps at the start."""
+def test_probing_loses_its_share_at_most(costs: str, batch: int) -> None:
+    """Over a thousand steps; in fewer, a catch-up that has begun may exceed it by what was saved up for it."""
     for cell in cells(batch):
         _, first, then = settled(costs, *cell)
         lost, seconds = first.probe_seconds + then.probe_seconds, first.seconds + then.seconds
-        assert lost <= PROBE_SHARE * seconds * 1.2 + 8 * seconds / 1100, cell
+        assert lost <= SHARE[1] * seconds * 1.2 + 8 * seconds / 1100, cell
 
 
 @pytest.mark.parametrize(("costs", "batch"), GRID)
 def test_it_does_not_flap(costs: str, batch: int) -> None:
-    """On and off in 1,100 steps; each change is one."""
+    """On and off in 1,100 steps; each change is one. Near break-even, whoever begins may be tried and given up."""
     switches = {cell: settled(costs, *cell)[0].switches for cell in cells(batch)}
-    assert {cell: count for cell, count in switches.items() if count > 8} == {}
+    assert {cell: count for cell, count in switches.items() if count > 20} == {}
 
 
 def test_a_load_that_comes_and_goes_is_followed() -> None:
@@ -260,6 +265,35 @@ def test_acceptance_follows_the_text_and_strangers_get_the_average() -> None:
         assert (tokens[:, 0] <= most).all()
     acceptance.forget(old)
     assert len(acceptance.places([sequence("next", 4)])) == 1
+
+
+def test_a_few_drafts_tell_what_a_sequence_is_like() -> None:
+    """Of sequences that keep every draft or none, three drafts tell which kind one is; the average is of neither."""
+    acceptance = Acceptance()
+    for i in range(40):
+        pair = sequence(f"good {i}", 4), sequence(f"bad {i}", 4)
+        for _ in range(6):
+            acceptance.learn(pair, "model", *map(np.array, ([4, 4], [4, 4], [4, 0])))
+        for one in pair:
+            acceptance.forget(one)
+    for kept, least, most in ((1, 0.8, 1.0), (0, 0.0, 0.1)):
+        fresh = sequence(f"fresh {kept}", 4)
+        before = acceptance.chances([fresh], "model", 1)[1][0, 0]
+        for _ in range(3):
+            acceptance.learn([fresh], "model", *(np.array([x]) for x in (1, 1, kept)))
+        assert 0.3 < before < 0.7
+        assert least <= acceptance.chances([fresh], "model", 1)[1][0, 0] <= most
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_short_outputs_are_enough_to_find_out_that_drafts_pay_again(batch: int) -> None:
+    """Ten outputs of 64 tokens without one right draft, then a few at 0.9; the draft model reads each prompt too."""
+    machine = Machine(COSTS[INT8], batch=batch, acceptance=0.0, prompt=64, output=64)
+    machine.warm_up()
+    machine.run(64 * 10)
+    machine.acceptance = 0.9
+    machine.run(64 * 4)
+    assert machine.run(128).against_best >= 0.85
 
 
 def test_a_proposer_that_returns_less_is_known_to() -> None:

@@ -1,0 +1,44 @@
+"""How much time may go into drafts of which no gain is expected, so that it is noticed when they would pay again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.types import Sequence
+
+SHARE = 0.01, 0.02  # of the time: where it was in vain for long, and before
+_PATIENCE = 4  # steps' worth of probing in vain, after which half as much is spent on it
+_MOST = 8  # steps' worth of time that is saved up
+TRIES = 4  # probes that a hit, or having read what the draft model had to catch up with, is followed by
+
+
+@dataclass(slots=True)
+class Probing:
+    """An allowance that grows with time and is spent; in seconds."""
+
+    allowance: float = 0.0
+    tried: Sequence | None = None  # whose probes are not over
+    tries: int = 0  # that are left of them
+    count: int = 0
+    is_now: bool = False  # this step has a probe
+    _in_vain: float = 0.0  # plain steps' worth that drafts lost and have not earned since
+
+    @property
+    def share(self) -> float:
+        """Whoever was refused often asks more seldom."""
+        least, most = SHARE
+        return max(least, most / (1 + self._in_vain / _PATIENCE))
+
+    def begin(self, sequence: Sequence) -> None:
+        """This step has a probe."""
+        self.is_now, self.tried = True, sequence
+
+    def account(self, plain: float, seconds: float, gained: float, *, was_hit: bool, has_read: bool) -> None:
+        """A step, what a plain one would have taken, and how many seconds of plain steps its drafts saved."""
+        lost = seconds - plain - gained
+        self._in_vain = max(0.0, self._in_vain + lost / max(plain, 1e-9))
+        if self.is_now:
+            self.count += 1
+            self.tries = TRIES if was_hit or has_read else max(0, self.tries - 1)
+            self.allowance -= lost
+        self.allowance = min(self.allowance + self.share * plain, _MOST * plain)
