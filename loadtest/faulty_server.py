@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import PilotfishError
 from engine.text import Codec
-from server import admission, logs, streams
+from server import answers, logs, streams
 from server.app import App
 from server.config import ServerConfig
 from server.model import Progress, ServedModel
@@ -107,7 +107,7 @@ def make_faulty(engine: Engine) -> None:
     replace(passes.Passes, "_pass", _in_target)
     replace(passes, "judge", _not_a_number)
     replace(streams.OutputStream, "push", _in_text)
-    replace(admission.answers, "stream_responses", _in_answers)
+    replace(answers, "stream_responses", _in_answers)
     for proposer in engine._proposers._by_name.values():  # noqa: SLF001  # from outside, see above
         replace(proposer, "propose", _in_draft)
 
