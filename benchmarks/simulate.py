@@ -199,6 +199,10 @@ def compare(phase: Phase, found: Forecast) -> Iterator[tuple[str, float, float]]
     yield "first token, median s", summary.time_to_first_token["p50"], found.first_token["p50"]
 
 
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def check(options: argparse.Namespace) -> None:
     """Measure, predict, measure again, compare."""
     model = ServedModel.load(_SERVED.engine(), lambda stage: print(stage, file=sys.stderr))
@@ -213,7 +217,9 @@ def check(options: argparse.Namespace) -> None:
             found = forecast(costs, asked_of(rate, options.seconds * 2, model.codec.encode))
             for name, measured, predicted in compare(phase, found):
                 off = predicted / measured - 1
-                lines.append(f"| {rate:g} requests/s | {name} | {measured:.3g} | {predicted:.3g} | {off:+.0%} |")
+                lines.append(
+                    f"| {rate:g} requests/s | {name} | {_short(measured)} | {_short(predicted)} | {off:+.0%} |"
+                )
     COSTS.parent.mkdir(parents=True, exist_ok=True)
     costs.save(COSTS)
     print("\n".join(["; ".join(machine().values()), "", *lines]))
