@@ -50,15 +50,14 @@ class CostTable:
     acceptance: float
     step_overhead: float = 0.0  # between two steps of a server
     token_overhead: float = 0.0  # the same, per sequence that got tokens
-    slowdown: float = 1.0  # of a step, where a network is served beside it
 
     def target_seconds(self, sequences: int, rows: int, contexts: float) -> float:
         """Of one pass and everything else in a step but drafting."""
-        return self.slowdown * float(_work(sequences, rows, contexts) @ np.array(self.target))
+        return float(_work(sequences, rows, contexts) @ np.array(self.target))
 
     def draft_seconds(self, asked: int, drafted: int) -> float:
         """Of drafting."""
-        return self.slowdown * float(np.array([1.0, asked, drafted]) @ np.array(self.draft)) if asked else 0.0
+        return float(np.array([1.0, asked, drafted]) @ np.array(self.draft)) if asked else 0.0
 
     def between(self, num_events: int) -> float:
         """From the end of a step to the beginning of the next."""
@@ -130,7 +129,7 @@ class _Recorder(Passes):
 def observe(engine: Engine, prompts: Seq[tuple[int, ...]], seconds: float) -> list[Observed]:
     """Run an idle engine with batches of all sizes, each for a share of the time; every step that fed something."""
     passes = engine._passes  # noqa: SLF001  # measured from outside: the engine has no use for this
-    passes.__class__, passes.notes = _Recorder, []  # type: ignore[assignment, attr-defined]
+    passes.__class__, passes.notes = _Recorder, []  # type: ignore[attr-defined]
     found, draw = list[Observed](), random.Random(1)  # noqa: S311
     for batch in BATCHES:
         end = time.perf_counter() + seconds / len(BATCHES)

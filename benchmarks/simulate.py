@@ -19,9 +19,7 @@ from benchmarks.costs import CostTable, observe
 from benchmarks.machine import machine
 from benchmarks.replica import Replica, Served
 from engine.config import EngineConfig
-from engine.types import DEFAULT_MAX_TOKENS
 from loadtest.arrivals import Arrivals
-from loadtest.metrics import Metrics
 from loadtest.phases import SEED, Phase, Site
 from loadtest.process import ServerProcess
 from loadtest.samples import levels
@@ -33,7 +31,7 @@ from server.queue import AdmissionQueue
 COSTS = Path("docs/benchmarks/service/costs.json")
 NEAR = 0.15  # how far a prediction may be off
 _CALLERS = (16, 64)
-_SERVED = ServerConfig(threads=1)
+_SERVED = ServerConfig.load(["--threads", "1"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,9 @@ def forecast(
 ) -> Forecast:
     """Offer all of it, in order, to so many servers, and let them finish."""
     tokens = max(batch, _SERVED.max_batch_tokens)
-    config = EngineConfig(target="none", max_batch_size=batch, max_batch_tokens=tokens, num_draft_tokens=num_draft)
+    config = EngineConfig.model_validate(
+        {"target": "none", "max_batch_size": batch, "max_batch_tokens": tokens, "num_draft_tokens": num_draft}
+    )
     random = Random(SEED)  # noqa: S311
     servers = [
         Replica(
@@ -161,7 +161,7 @@ def measure_costs(model: ServedModel, seconds: float) -> CostTable:
 
 async def with_network(costs: CostTable, site: Site, seconds: float) -> CostTable:
     """The same, and what a server adds: read from its own metrics, with few callers and with many."""
-    gaps, slower = [], []
+    gaps = []
     for callers in _CALLERS:
         before = await asyncio.to_thread(site.server.metrics)
         phase = await site.closed(f"{callers} callers", callers, seconds)
@@ -171,19 +171,9 @@ async def with_network(costs: CostTable, site: Site, seconds: float) -> CostTabl
             added.total("step_duration_seconds_sum"),
         )
         gaps.append(((phase.summary.seconds - busy) / steps, phase.account.batch_size))
-        slower.append(busy / _expected(costs, added, steps))
     (first, few), (second, many) = gaps
     each = max(0.0, (second - first) / (many - few))
-    return replace(costs, token_overhead=each, step_overhead=max(0.0, first - few * each), slowdown=slower[-1])
-
-
-def _expected(costs: CostTable, added: Metrics, steps: float) -> float:
-    """Seconds that the table gives for so many steps of mean size."""
-    kinds = ("verify", "prefill")
-    sequences, rows = (sum(added.value(f"batch_{n}_sum", kind=k) for k in kinds) / steps for n in ("size", "tokens"))
-    drafts = added.value("spec_drafts_total") / steps, added.value("spec_draft_tokens_total") / steps
-    target = costs.target_seconds(round(sequences), round(rows), sequences * DEFAULT_MAX_TOKENS)
-    return steps * (target + costs.draft_seconds(round(drafts[0]), round(drafts[1])))
+    return replace(costs, token_overhead=each, step_overhead=max(0.0, first - few * each))
 
 
 def asked_of(site_rate: float, seconds: float, encode: Callable[[str], Sequence[int]]) -> list[Asked]:
@@ -209,6 +199,10 @@ def compare(phase: Phase, found: Forecast) -> Iterator[tuple[str, float, float]]
     yield "first token, median s", summary.time_to_first_token["p50"], found.first_token["p50"]
 
 
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def check(options: argparse.Namespace) -> None:
     """Measure, predict, measure again, compare."""
     model = ServedModel.load(_SERVED.engine(), lambda stage: print(stage, file=sys.stderr))
@@ -223,7 +217,9 @@ def check(options: argparse.Namespace) -> None:
             found = forecast(costs, asked_of(rate, options.seconds * 2, model.codec.encode))
             for name, measured, predicted in compare(phase, found):
                 off = predicted / measured - 1
-                lines.append(f"| {rate:g} requests/s | {name} | {measured:.3g} | {predicted:.3g} | {off:+.0%} |")
+                lines.append(
+                    f"| {rate:g} requests/s | {name} | {_short(measured)} | {_short(predicted)} | {off:+.0%} |"
+                )
     COSTS.parent.mkdir(parents=True, exist_ok=True)
     costs.save(COSTS)
     print("\n".join(["; ".join(machine().values()), "", *lines]))

@@ -33,14 +33,14 @@ THINKING = 0.5  # seconds between an answer and the next question
 RETRY = Retry(attempts=5)
 
 
-@events.init_command_line_parser.add_listener
+@events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
 def _add_options(parser: Any) -> None:
     parser.add_argument("--scenario", choices=SCENARIOS, default="steady", help="what is asked, and by how many")
     parser.add_argument("--grpc-address", default="127.0.0.1:50051", help="host:port of gRPC")
     parser.add_argument("--http-address", default="", help="host:port of HTTP; without it nobody uses HTTP")
 
 
-@events.init.add_listener
+@events.init.add_listener  # type: ignore[untyped-decorator]
 def _leave_out_http(environment: Any, **_: Any) -> None:
     if not environment.parsed_options.http_address:
         environment.user_classes = [kind for kind in environment.user_classes if kind is not HttpStreams]
@@ -127,7 +127,7 @@ class GrpcStreams(_Streams, User):  # type: ignore[misc]  # locust is not typed
         """Disconnect."""
         self._client.close()
 
-    @task
+    @task  # type: ignore[untyped-decorator]
     def generate(self) -> None:
         """The scenario's question."""
         self.ask()
@@ -146,7 +146,7 @@ class HttpStreams(_Streams, HttpUser):  # type: ignore[misc]  # locust is not ty
     kind, wait_time, weight, abstract = "HTTP", constant(THINKING), 1, False
     host = "http://none"  # from the options, once they are there
 
-    @task
+    @task  # type: ignore[untyped-decorator]
     def complete(self) -> None:
         """The scenario's question."""
         self.ask()
@@ -155,13 +155,26 @@ class HttpStreams(_Streams, HttpUser):  # type: ignore[misc]  # locust is not ty
         """How many each event brought: the server sends no counts, so an event with text counts as one."""
         body = {"prompt": ask.prompt, "stream": True, "temperature": 0, "max_tokens": ask.options["max_tokens"]}
         url = f"http://{self.environment.parsed_options.http_address}/v1/completions"
+        for attempt in range(RETRY.attempts):
+            with self._post(url, body) as answer:
+                if answer.status_code == 429 and attempt + 1 < RETRY.attempts:
+                    answer.success()  # as gRPC's retries are no failures either
+                elif answer.status_code != 200:
+                    raise RuntimeError(f"HTTP {answer.status_code}: {answer.text[:200]}")
+                else:
+                    yield from _texts(answer)
+                    return
+            gevent.sleep(float(answer.headers["Retry-After"]))
+
+    def _post(self, url: str, body: dict[str, Any]) -> Any:
         name = f"{self.scenario}: 0 headers"
-        with self.client.post(url, json=body, stream=True, name=name, timeout=120) as answer:
-            if answer.status_code != 200:
-                raise RuntimeError(f"HTTP {answer.status_code}: {answer.text[:200]}")
-            for line in answer.iter_lines():
-                if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["text"]:
-                    yield 1
+        return self.client.post(url, json=body, stream=True, name=name, timeout=120, catch_response=True)
+
+
+def _texts(answer: Any) -> Iterator[int]:
+    for line in answer.iter_lines():
+        if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["text"]:
+            yield 1
 
 
 class Shape(LoadTestShape):  # type: ignore[misc]  # locust is not typed
