@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -65,13 +66,18 @@ class Acceptance:
         """Rounds that what is known of a proposer rests on."""
         return self._kept[proposer].trials
 
+    def wait(self, proposers: Iterable[str]) -> None:
+        """A round without drafts of these."""
+        for proposer in proposers:
+            self._idle[proposer] = self._idle.get(proposer, 0) + 1
+
     def learn(self, sequences: Seq[Sequence], proposer: str, asked: Ints, drafted: Ints, accepted: Ints) -> None:
         """A round of the sequences of one proposer, those that it was not asked for too."""
-        places = self.places(sequences)
-        self._evidence[places] *= _KEEP
         if not asked.any():
-            self._idle[proposer] = self._idle.get(proposer, 0) + 1
+            self.wait({proposer})
             return
-        self._returned.add(places, proposer, drafted, asked, self._idle.pop(proposer, 0))
+        places, idle = self.places(sequences), self._idle.pop(proposer, 0)
+        self._evidence[places] *= _KEEP ** (1 + idle)
+        self._returned.add(places, proposer, drafted, asked, idle)
         judged = np.minimum(accepted + 1, drafted)
         self._evidence[places] = self._kept[proposer].learn(self._evidence[places], accepted, judged)

@@ -48,8 +48,6 @@ class _Proposer:
     share: float = 1.0  # of its sequences that need the draft model: the others are looked up
     is_on: bool = True
     expected_gain: float = 1.0 + _MARGIN
-    seen: tuple[int, Sequence | None] = (0, None)  # how many sequences, and the newest, when it was looked at
-    seen_in: int = 0  # step
 
     def decide(self, gain: float, margin: float) -> bool:
         """Whether it drafts, after a step in which this much was expected of it."""
@@ -90,17 +88,20 @@ class AdaptiveK:
         self._proposers: dict[str, _Proposer] = {}
         self.probing = Probing()
         self._since_plain = self._num_steps = 0
+        self._quiet: tuple[int, Sequence | None, int] = (0, None, 0)  # how many, the newest, and in which step
         self._num_plain: dict[int, int] = {}  # plain steps measured, by the number of sequences, doubling
 
     # ---------------------------------------------------------------------------------------------------- choosing
 
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
         """AUTO gets what pays, FIXED what it asked for; now and then a step without drafts, or a probe."""
+        self.probing.is_now = False
+        if self._is_quiet(sequences):
+            return [0] * len(sequences)
         free = [
             limit and s.speculation.mode is SpeculationMode.AUTO for s, limit in zip(sequences, limits, strict=True)
         ]
         chosen = within([0 if f else limit for f, limit in zip(free, limits, strict=True)], budget)
-        self.probing.is_now = False
         if not any(free) or not self.target.count or self._is_plain_due():
             return chosen
         load = Load.of([len(s.tokens) for s in sequences], chosen, prompt_rows)
@@ -114,7 +115,15 @@ class AdaptiveK:
                 load, budget = found.load, budget - int(found.num_draft.sum())
                 for i, k in zip(mine, found.num_draft.tolist(), strict=True):
                     chosen[i] = k
+        if all(free) and not any(chosen) and not any(p.is_on for p in self._proposers.values()):
+            self._quiet = len(sequences), sequences[-1], self._num_steps
         return chosen
+
+    def _is_quiet(self, sequences: Seq[Sequence]) -> bool:
+        """The same sequences were found not worth drafting for a few steps ago: asking again would cost time."""
+        count, newest, step = self._quiet
+        same = bool(sequences) and (len(sequences), sequences[-1]) == (count, newest)
+        return same and not self.probing.tries and self._num_steps - step < _LOOK_AGAIN
 
     def _is_plain_due(self) -> bool:
         """A plain step loses what drafting would have gained: near break-even, where it matters, hardly anything."""
@@ -124,11 +133,6 @@ class AdaptiveK:
 
     def _choose_for(self, group: _Group, load: Load, budget: int) -> Choice | None:
         proposer, count = group.proposer, len(group.sequences)
-        seen = count, group.sequences[-1]
-        is_quiet = not proposer.is_on and not self.probing.tries and proposer.seen == seen
-        if is_quiet and self._num_steps - proposer.seen_in < _LOOK_AGAIN:
-            return None
-        proposer.seen, proposer.seen_in = seen, self._num_steps
         trials = self.acceptance.trials(group.name)
         offer = self._offer(group, trials / (trials + _TRIALS))
         if trials < _TRIALS:  # a stranger: let it show what it can with a few
@@ -192,7 +196,10 @@ class AdaptiveK:
     def learn(self, done: Round) -> None:
         """Prices, chances and gain, from one step."""
         asked = sorted({s.speculation.proposer for s, k in zip(done.sequences, done.asked, strict=True) if k})
-        self._learn_chances(done)
+        if asked:
+            self._learn_chances(done)
+        else:
+            self.acceptance.wait({s.speculation.proposer for s in done.sequences})
         if len(asked) == 1:
             self._learn_drafting(self._proposers.setdefault(asked[0], _Proposer()), done)
         if done.has_prompts or not done.sequences:

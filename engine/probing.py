@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.types import Sequence
 
-SHARE = 0.01, 0.03  # of the time: where it was in vain for long, and before
+SHARE = 0.01, 0.02  # of the time: where it was in vain for long, and before
 _PATIENCE = 4  # steps' worth of probing in vain, after which half as much is spent on it
 _MOST = 8  # steps' worth of time that is saved up
 TRIES = 4  # probes that a hit, or having read what the draft model had to catch up with, is followed by

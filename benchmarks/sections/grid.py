@@ -76,8 +76,8 @@ SECTION = Section(
     measure,
     "Decoding speed of plain in tokens/s; gains over plain in the same round, median over rounds. A fixed K that is "
     f"below {HOPELESS} of the best way in the first, uncounted round is not run again. Prompts of more than "
-    f"{CACHED} tokens are cached by target and draft from the first round on. One engine with AUTO goes through all rates "
-    f"of acceptance at a batch and context, with {SETTLING} turns that do not count after each change; `moving` counts them.",
+    f"{CACHED} tokens are cached by target and draft from the first round on. One engine with AUTO goes through all "
+    f"rates at a batch and context, with {SETTLING} turns that do not count after each change; `moving` counts them.",
     {
         "context": "{context}",
         "batch": "{batch}",

@@ -20,7 +20,7 @@ from engine.goodput import Load, Offer, drafting_seconds
 from engine.prices import KNOTS, Prices, quantities, with_rows
 from engine.probing import SHARE
 from engine.types import MAX_NUM_DRAFT, SpeculationMode
-from tests.clockwork import COSTS, MOST, Books, Machine, expected
+from tests.clockwork import BUDGET, COSTS, MOST, Books, Machine, expected
 from tests.engine.test_scheduler import sequence
 
 INT8, SMALL, GPU = COSTS
@@ -54,8 +54,12 @@ def test_never_slower_than_plain(costs: str, batch: int) -> None:
 
 @pytest.mark.parametrize(("costs", "batch"), GRID)
 def test_hardly_slower_than_the_best_fixed_number(costs: str, batch: int) -> None:
-    """Where the best gains less than 12 %, finding out may take longer than this."""
-    found = {cell: settled(costs, *cell)[2] for cell in cells(batch)}
+    """Where the best gains less than 12 %, finding out may take longer than this.
+
+    And where half of an output is over before the draft model has read everybody's prompt, K is not what matters.
+    """
+    readable = [cell for cell in cells(batch) if cell[0] * cell[2] / BUDGET < 128 / 2]
+    found = {cell: settled(costs, *cell)[2] for cell in readable}
     telling = {cell: books for cell, books in found.items() if books.fixed[0] / books.fixed.min() > 1.12}
     assert {cell: b.against_best for cell, b in telling.items() if b.against_best < 0.9} == {}
 
@@ -266,11 +270,12 @@ def test_acceptance_follows_the_text_and_strangers_get_the_average() -> None:
 def test_a_few_drafts_tell_what_a_sequence_is_like() -> None:
     """Of sequences that keep every draft or none, three drafts tell which kind one is; the average is of neither."""
     acceptance = Acceptance()
-    for i in range(80):
-        one = sequence(str(i), 4)
+    for i in range(40):
+        pair = sequence(f"good {i}", 4), sequence(f"bad {i}", 4)
         for _ in range(6):
-            acceptance.learn([one], "model", *(np.array([x]) for x in (4, 4, 4 * (i % 2))))
-        acceptance.forget(one)
+            acceptance.learn(pair, "model", *map(np.array, ([4, 4], [4, 4], [4, 0])))
+        for one in pair:
+            acceptance.forget(one)
     for kept, least, most in ((1, 0.8, 1.0), (0, 0.0, 0.1)):
         fresh = sequence(f"fresh {kept}", 4)
         before = acceptance.chances([fresh], "model", 1)[1][0, 0]
