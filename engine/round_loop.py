@@ -239,7 +239,7 @@ class RoundLoop:
             sequences=[landing.sequence for landing in landings],
             lengths=[share.length for share, _ in here],
             asked=[share.asked for share, _ in here],
-            drafted=[share.num_draft for share, _ in here],
+            drafted=[landing.num_draft for landing in landings],
             accepted=[landing.outcome.num_accepted for landing in landings],
             draft_passes=mail.draft_passes(mail.size),
             draft_seconds=drafting,
