@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from engine.kernels.paging import send
+
 T = TypeVar("T")
 TABLE_MARK = 1 << 32  # far above any position and exact in int64
 
@@ -84,7 +86,7 @@ class RaggedBatch:
             logit_rows += range(len(ids) - feed.num_logits, len(ids))
             cu_seqlens.append(len(ids))
         # One upload for all arrays: on a GPU each small copy costs more than all their bytes.
-        packed = torch.tensor(ids + positions + kv_rows + position_ids + logit_rows, dtype=torch.int64).to(device)
+        packed = send(torch.tensor(ids + positions + kv_rows + position_ids + logit_rows, dtype=torch.int64), device)
         total = len(ids)
         return cls(
             input_ids=packed[:total],

@@ -64,11 +64,12 @@ class Share:
         problem = "the model's output was not a number" if ended == UNSOUND else None
         sequence = self.rider.sequence
         sequence.in_flight -= self.num_draft + 1
+        taken = max(0, min(self.num_draft, sequence.max_len - len(sequence.tokens) - 1))  # as the device knew
         length = len(sequence.tokens) + num_fresh
         sequence.target.advance(length - 1)
         if self.in_step:
             sequence.draft.advance(max(sequence.draft.kv_len, length - 2))
-        return Landing(sequence, self.num_draft, Outcome(tuple(drawn[:num_fresh]), num_accepted, problem))
+        return Landing(sequence, taken, Outcome(tuple(drawn[:num_fresh]), num_accepted, problem))
 
 
 class Rounds(Protocol):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.args import Laws, Tracks
+from engine.kernels.paging import send
 from engine.noise import Stream
 from engine.types import SamplingParams
 
@@ -47,7 +48,7 @@ class Tables:
         """Enter what is new of a sequence's page table. A first long one is uploaded; later pages travel alone."""
         first, fresh = self._entered[slot], pages[self._entered[slot] :]
         if len(fresh) > _FEW:
-            self.pages[slot, first : len(pages)] = torch.tensor(fresh, dtype=torch.int32).to(self.pages.device)
+            self.pages[slot, first : len(pages)] = send(torch.tensor(fresh, dtype=torch.int32), self.pages.device)
         else:
             for i, page in enumerate(fresh, first):
                 self.pages[slot, i] = page  # a number travels with the kernel that writes it: no upload
@@ -98,7 +99,8 @@ class Resident:
         )  # fmt: skip
         for home, value in zip(homes, self._up(whole), strict=True):
             home[slot] = value
-        reals = torch.tensor([wanted.temperature, wanted.top_p, wanted.min_p], dtype=torch.float64).to(self._device)
+        numbers = torch.tensor([wanted.temperature, wanted.top_p, wanted.min_p], dtype=torch.float64)
+        reals = send(numbers, self._device)
         for home, value in zip((self.temperature, self._top_p, self._min_p), reals, strict=True):
             home[slot] = value
 
@@ -133,4 +135,4 @@ class Resident:
         )
 
     def _up(self, values: Seq[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._device)
+        return send(torch.tensor(values, dtype=torch.int64), self._device)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.batch import Feed
 from engine.control import Round as Done
+from engine.kernels.paging import send
 from engine.mail import Landed, Mail, Marks, Rider, Share
 from engine.resident import IDLE, MOST_ENDS, Place, Resident
 from engine.rounds import Brought, Fed, Ops, Round
@@ -200,7 +201,7 @@ class RoundLoop:
         if self._slots is None:
             count = len(self.riders)
             slots = [rider.slot for rider in self.riders.values()] + [IDLE] * (places_for(count) - count)
-            self._slots = torch.tensor(slots, dtype=torch.int64).to(self.state.tracks.length.device)
+            self._slots = send(torch.tensor(slots, dtype=torch.int64), self.state.tracks.length.device)
         return self._slots
 
     def _nobody(self, size: int) -> Tensor:
@@ -238,7 +239,7 @@ class RoundLoop:
             sequences=[landing.sequence for landing in landings],
             lengths=[share.length for share, _ in here],
             asked=[share.asked for share, _ in here],
-            drafted=[share.num_draft for share, _ in here],
+            drafted=[landing.num_draft for landing in landings],
             accepted=[landing.outcome.num_accepted for landing in landings],
             draft_passes=mail.draft_passes(mail.size),
             draft_seconds=drafting,

@@ -14,6 +14,11 @@ LEVELS = 12  # 16 million positions
 _TILE_ROWS = 8  # query rows that share one reading of K/V: a verification of up to 7 drafts
 
 
+def send(numbers: Tensor, device: torch.device) -> Tensor:
+    """To the device. From pinned memory a copy takes its place behind what the device has to do; others wait for it."""
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
+
+
 def tile_size(group: int) -> int:
     """Rows of a tile: query rows times the query heads of one KV head, a power of two, at least 16.
 
@@ -69,7 +74,7 @@ class Paging:
             first += n
         for table in tables:
             flat += (*table, *[0] * (width - len(table)))
-        packed = torch.tensor(flat, dtype=torch.int32).to(device)
+        packed = send(torch.tensor(flat, dtype=torch.int32), device)
         first_span, first_table = 2 * len(tiles), 2 * len(tiles) + 4 * len(num_rows)
         return cls(
             tiles=packed[:first_span].view(-1, 2),
