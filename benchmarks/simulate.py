@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING, cast
 
 from benchmarks.costs import CostTable, observe
 from benchmarks.machine import machine
@@ -27,6 +28,9 @@ from loadtest.workload import Ask, long_outputs
 from server.config import ServerConfig
 from server.model import ServedModel
 from server.queue import AdmissionQueue
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
 
 COSTS = Path("docs/benchmarks/service/costs.json")
 NEAR = 0.15  # how far a prediction may be off

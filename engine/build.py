@@ -78,10 +78,10 @@ def load(
     """
     dtype = getattr(torch, config.dtype)
     held = weights_of(name, read_config(name, revision), weights, device)
-    if held in ("native", "fp8"):
-        model = load_model(name, revision, dtype, device)
-    else:
+    if held == "int8" or held == "int4":  # noqa: PLR1714  # only so do types tell these apart
         model = load_quantised(name, revision, dtype, held)
+    else:
+        model = load_model(name, revision, dtype, device)
     if config.fuse and device.type == "cpu" and config.loop != "rounds":  # whose batches C cannot read
         fuse(model)
         pack(model)

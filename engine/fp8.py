@@ -39,7 +39,7 @@ class Fp8Linear(nn.Module):
         weight, scale = rounded(linear.weight.detach())
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = nn.Parameter(scale.t().contiguous(), requires_grad=False)  # [1, out]
-        self.bias = linear.bias
+        self.bias: nn.Parameter | None = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
