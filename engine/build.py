@@ -78,7 +78,7 @@ def load(
     """
     dtype = getattr(torch, config.dtype)
     held = weights_of(name, read_config(name, revision), weights, device)
-    if held == "int8" or held == "int4":  # noqa: PLR1714  # only so do types tell these apart
+    if held == "int8" or held == "int4":  # only so do types tell these apart
         model = load_quantised(name, revision, dtype, held)
     else:
         model = load_model(name, revision, dtype, device)
