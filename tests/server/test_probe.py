@@ -48,8 +48,13 @@ async def test_from_start_to_drain(capsys):
         assert call.exception() is not None
 
 
-async def test_a_dead_engine_is_not_alive():
+def _fail() -> None:
+    raise RuntimeError("out of memory")
+
+
+async def test_an_engine_that_cannot_begin_again_is_not_alive(monkeypatch):
     async with serving(engine := FakeEngine()) as server:
+        monkeypatch.setattr(engine, "recover", _fail)
         engine.fault = RuntimeError("out of memory")
         call = asyncio.ensure_future(collect(server.inference.GenerateStream(request(stopping=LONG))))
         await until(call.done)
