@@ -73,7 +73,7 @@ class FixedK:
     is_probing = False
 
     def __init__(self) -> None:
-        self.gain = Gain()
+        self.gain, self.probing = Gain(), Probing()  # nothing of which is ever spent
 
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
         """First come, first served."""

@@ -14,8 +14,8 @@ from client import AsyncClient, Completion
 from client.errors import Unsupported
 from engine.checkpoint import read_config
 from engine.engine import Engine, StepOutput
-from engine.measure import idle
 from engine.runner import kv_layout
+from engine.stats import StepStats
 from engine.types import Sequence
 from models import corpus
 from server.model import ServedModel
@@ -51,7 +51,7 @@ class Held:
     def step(self) -> StepOutput:
         if self.num_requests < self._until:
             time.sleep(0.001)
-            return StepOutput((), idle(self._engine._scheduler))
+            return StepOutput((), StepStats(running=self._engine.num_running, waiting=self._engine.num_waiting))
         self._until = 0
         return self._step()
 

@@ -35,7 +35,7 @@ def wanted(app) -> list[Case]:
 
 
 async def said_by(loop: str) -> list[Case]:
-    async with serving(load=ServedModel.load, loop=loop, **SETTINGS) as server:
+    async with serving(load=ServedModel.load, loop=loop, speculation="fixed", **SETTINGS) as server:
         app, engine = server.app, server.app.driver.model.engine
         assert engine.loop == loop
         async with AsyncClient(f"127.0.0.1:{app.grpc_port}") as client:
