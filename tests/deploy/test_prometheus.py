@@ -64,7 +64,7 @@ def seen(tmp_path_factory):
 
 async def _run(folder) -> Seen:
     seen = Seen()
-    async with serving(load=ServedModel.load, max_batch_size=BATCH, max_queue_seconds=60, **SETTINGS) as server:
+    async with serving(load=ServedModel.load, max_batch_size=BATCH, **SETTINGS) as server:
         observe = server.app.metrics.steps.observe
         server.app.metrics.steps.observe = lambda stats: (seen.steps.append(stats), observe(stats))
         target = f"127.0.0.1:{server.app.http_port}"

@@ -41,7 +41,7 @@ async def serving(
     """A running App and a channel to it; drained and stopped at the end."""
     engine = engine or FakeEngine()
     settings = {"target": "fake", "grpc_port": 0, "http_port": 0, "drain_seconds": 5.0, "engine_process": False}
-    settings |= config
+    settings |= {"max_queue_seconds": 60.0} | config  # how fast this machine is decides in no test who is refused
     model = served(engine, codec, compile_grammar=compile_grammar, chat=chat)
     settings = ServerConfig(**settings)
     engine.config = settings.engine().model_copy(update={"max_batch_size": engine.config.max_batch_size})
