@@ -80,10 +80,12 @@ def full_rate(samples: Sequence[Sample], seconds: float) -> float:
 async def overload(site: Site, times: float, seconds: float, tell: Callable[[str], None]) -> Overload:
     """Measure capacity, then what it is like at capacity, then at so many times that.
 
+    Before that a while in which a new server finds out what drafts bring with all places taken: it is slower till then.
     At capacity all places are taken and requests come as fast as others end: without the first, chance would decide
     whether the queue is ever used.
     """
-    tell(f"capacity: {CALLERS} callers for {seconds / 2:g} s")
+    tell(f"capacity: {CALLERS} callers for {seconds / 2:g} s, twice; the first does not count")
+    await site.closed("warming up", CALLERS, seconds / 2)
     capacity = await site.closed("capacity", CALLERS, seconds / 2)
     rate = full_rate(site.samples["capacity"], seconds / 2)
     places = await site.places()
