@@ -166,13 +166,13 @@ class AdaptiveK:
 
     def _probe(self, group: _Group, load: Load, budget: int) -> Choice | None:
         """A few drafts for a few sequences, if they could pay at all and the time set aside for this allows it."""
-        if self._offer(group, 1.0).hoping(_HOPE).best(load, self.target, budget).gain < 1 + _MARGIN:
-            return None
         probing = self.probing
         allowance, worth = probing.allowance, self._worth_asking(group)
         if probing.tries and any(s is probing.tried and w for s, w in zip(group.sequences, worth, strict=True)):
             allowance, worth = math.inf, [s is probing.tried for s in group.sequences]
         if allowance <= 0 or not any(worth):
+            return None
+        if self._offer(group, 1.0).hoping(_HOPE).best(load, self.target, budget).gain < 1 + _MARGIN:
             return None
         group = group.only(worth)
         offer = self._offer(group, 0.0)

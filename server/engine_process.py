@@ -7,7 +7,6 @@ it reads what was ordered meanwhile. When the doors' process ends, so does this 
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import os
 import select
@@ -26,6 +25,7 @@ from engine.grammar import Grammar
 from engine.stats import StepStats
 from engine.types import Finished, FinishReason, Request, Speculation, SpeculationStats, TokenEvent
 from server import logs, wire
+from server.garbage import freeze_loaded
 from server.model import CompileGrammar, Load, ServedModel
 
 if TYPE_CHECKING:
@@ -276,9 +276,7 @@ def serve(link: Link, load: Load) -> None:
         link.send(wire.Refused(str(error)))
         return
     engine = cast("Engine", model.engine)  # what is loaded here is here
-    # What was loaded stays: a collection that looked through it would take as long as several steps.
-    gc.collect()
-    gc.freeze()
+    freeze_loaded()
     link.send(ready(model, engine))
     EngineServer(link, engine, model.compile_grammar, start.beat_seconds).run()
 
