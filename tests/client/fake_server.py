@@ -66,6 +66,11 @@ def full(seconds: float) -> status_pb2.Status:
     return status_pb2.Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="full", details=[detail])
 
 
+def closing() -> status_pb2.Status:
+    """What gRPC itself says of a call that reaches a server while it stops."""
+    return status_pb2.Status(code=grpc.StatusCode.CANCELLED.value[0], message="CANCELLED")
+
+
 @dataclass
 class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.ControlServiceServicer):
     """Answers with what it holds and remembers what it was asked."""

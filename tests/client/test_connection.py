@@ -42,6 +42,14 @@ def test_a_full_queue_is_tried_again(fake, stream):
     assert len(fake.requests) == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_meets_a_closing_door_is_tried_again(fake, stream):
+    fake.refusals = [fake_server.closing()]
+    with client.Client(fake.address, retry=Retry(first_pause=0.01)) as connection:
+        assert list(connection.stream("x")) if stream else connection.generate("x")
+    assert len(fake.requests) == 2
+
+
 def test_retries_have_an_end_and_the_error_says_when_to_come_again(fake):
     fake.refusals = [fake_server.full(2.5)] * 9
     with client.Client(fake.address, retry=Retry(attempts=3, first_pause=0.01)) as connection:
