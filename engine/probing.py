@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.types import Sequence
 
-SHARE = 0.01, 0.02  # of the time: where it was in vain for long, and before
+SHARE = 0.008, 0.016  # of the time: where it was in vain for long, and before
 _PATIENCE = 4  # steps' worth of probing in vain, after which half as much is spent on it
 _MOST = 8  # steps' worth of time that is saved up
 TRIES = 4  # probes that a hit, or having read what the draft model had to catch up with, is followed by
@@ -28,6 +29,12 @@ class Probing:
         """Whoever was refused often asks more seldom."""
         least, most = SHARE
         return max(least, most / (1 + self._in_vain / _PATIENCE))
+
+    def next_step(self, sequences: Seq[Sequence]) -> None:
+        """A step of these, so far without a probe."""
+        self.is_now = False
+        if self.tries and self.tried not in sequences:  # it is over
+            self.tries = 0
 
     def begin(self, sequence: Sequence) -> None:
         """This step has a probe."""
