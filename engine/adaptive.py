@@ -24,7 +24,7 @@ from engine.types import MAX_NUM_DRAFT, Sequence, SpeculationMode
 PLAIN_SHARE = 0.02  # of what drafting gains, for plain steps, to know what it is compared with
 PLAIN_EVERY = (4, 128)  # steps: not more often than that, and not more seldom
 
-_MARGIN, _DOUBT = 0.02, 0.3  # what a gain must exceed, and how much more for want of measured plain steps
+_MARGIN, _DOUBT = 0.03, 0.3  # what a gain must exceed, and how much more for want of measured plain steps
 _HYSTERESIS = 0.5  # of that is enough to stay, where it was exceeded before
 _STEP, _STRIDE = 4, 1.5  # more rows, or times as many, as were ever measured, at most: nobody knows what more cost
 _SMOOTH = 0.2  # weight of the newest expected gain in what is compared with those

@@ -50,4 +50,5 @@ class Probing:
             self.allowance -= lost
             again = (was_hit or has_read) and self.allowance > -_DEBT * plain
             self.tries = TRIES if again else max(0, self.tries - 1)
-        self.allowance = min(self.allowance + self.share * plain, _MOST * plain)
+        # What was lost beyond that was misjudged; if it had to be saved first, nothing would be noticed for long.
+        self.allowance = min(max(self.allowance, -_MOST_DEBT * plain) + self.share * plain, _MOST * plain)
