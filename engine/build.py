@@ -76,7 +76,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
 
 
 def load_share(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Callable[[], None]:
-    """In a rank other than 0: its share, ready for whatever rank 0 runs. What is returned runs it until rank 0 has ended.
+    """In a rank other than 0: load its share. What is returned runs what rank 0 runs, until that has ended.
 
     Raises:
         ModelError: as `build_engine`.

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from engine.attention.registry import ATTENTION_NAME, Attend, Ragged

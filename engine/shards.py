@@ -40,7 +40,9 @@ def check_shares(name: str, config: PreTrainedConfig, size: int) -> None:
         ModelError: with the field and its value.
     """
     if find_spec("accelerate") is None:
-        raise ModelError(f"tensor_parallel_size is {size}: transformers needs the package accelerate for that")
+        raise ModelError(
+            f"tensor_parallel_size is {size}: transformers needs accelerate for that (extra tensor-parallel)"
+        )
     if not _plan(config):
         raise ModelError(
             f"tensor_parallel_size is {size}, and {name!r} is a {config.model_type} model, "

@@ -29,7 +29,7 @@ COUNTED = ("preempted", "prefix_hits", "accepted", "drafted", "draft_failures")
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
     """Prompts of unequal lengths, each with one of the laws."""
-    return [(prompt, LAWS[i % len(LAWS)]) for i, prompt in enumerate(zoo.prompts(12))]
+    return [(prompt, LAWS[i % len(LAWS)]) for i, prompt in enumerate(zoo.prompts(18))]
 
 
 def said(completions: list[Completion]) -> list[dict[str, Any]]:

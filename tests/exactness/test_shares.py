@@ -20,7 +20,7 @@ from tests.exactness import shared_target
 
 ROOT = Path(__file__).resolve().parents[2]
 # Page size and pages: too few for all; and enough, but so small that one message does not hold their numbers.
-PAGES = {"llama": (4, 60), "qwen3": (1, 1000)}
+PAGES = {"llama": (4, 60), "qwen3": (1, 1400)}
 
 
 def torchrun(num_ranks: int, *command: str, seconds: float = 100) -> subprocess.CompletedProcess[str]:
@@ -32,7 +32,7 @@ def options(family: str) -> dict[str, object]:
     page_size, pages = PAGES[family]
     layout = kv_layout(zoo.families()[family], zoo.reference(family).dtype)
     gib = (pages * page_size * 1.5 * layout.bytes_per_token + 1) / 2**30  # half a target's and a whole draft's
-    batch = {"max_batch_size": 32, "max_batch_tokens": 48, "num_draft_tokens": 8}
+    batch = {"max_batch_size": 48, "max_batch_tokens": 64, "num_draft_tokens": 8}
     return {"page_size": page_size, "kv_memory": gib, **batch}
 
 
