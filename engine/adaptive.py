@@ -49,9 +49,9 @@ class _Proposer:
     is_on: bool = True
     expected_gain: float = 1.0 + _MARGIN
 
-    def decide(self, gain: float, margin: float) -> bool:
-        """Whether it drafts, after a step in which this much was expected of it."""
-        self.expected_gain += _SMOOTH * (gain - self.expected_gain)
+    def decide(self, gain: float, margin: float, steps: int) -> bool:
+        """Whether it drafts, after so many steps in which this much was expected of it."""
+        self.expected_gain += (1 - (1 - _SMOOTH) ** steps) * (gain - self.expected_gain)
         self.is_on = self.expected_gain > 1 + margin * (_HYSTERESIS if self.is_on else 1)
         return self.is_on
 
@@ -87,7 +87,7 @@ class AdaptiveK:
         self._draft_kv_users = draft_kv_users  # names of the proposers whose sequences may have to catch up
         self._proposers: dict[str, _Proposer] = {}
         self.probing = Probing()
-        self._since_plain = self._num_steps = 0
+        self._since_plain = self._num_steps = self._num_skipped = 0
         self._quiet: tuple[int, Sequence | None, int] = (0, None, 0)  # how many, the newest, and in which step
         self._num_plain: dict[int, int] = {}  # plain steps measured, by the number of sequences, doubling
 
@@ -95,8 +95,9 @@ class AdaptiveK:
 
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
         """AUTO gets what pays, FIXED what it asked for; now and then a step without drafts, or a probe."""
-        self.probing.is_now = False
+        self.probing.next_step(sequences)
         if self._is_quiet(sequences):
+            self._num_skipped += 1
             return [0] * len(sequences)
         free = [
             limit and s.speculation.mode is SpeculationMode.AUTO for s, limit in zip(sequences, limits, strict=True)
@@ -142,7 +143,8 @@ class AdaptiveK:
         best = offer.best(load, self.target, known, modesty=modesty)
         if load.prompt_rows:  # a step out of the ordinary decides for itself alone
             return best if proposer.is_on else None
-        if proposer.decide(best.gain, _margin(self._plain_steps_like(load.sequences))):
+        skipped, self._num_skipped = self._num_skipped, 0
+        if proposer.decide(best.gain, _margin(self._plain_steps_like(load.sequences)), 1 + skipped):
             return best
         return self._probe(group, load, budget)
 
@@ -168,8 +170,11 @@ class AdaptiveK:
         """A few drafts for a few sequences, if they could pay at all and the time set aside for this allows it."""
         probing = self.probing
         allowance, worth = probing.allowance, self._worth_asking(group)
-        if probing.tries and any(s is probing.tried and w for s, w in zip(group.sequences, worth, strict=True)):
-            allowance, worth = math.inf, [s is probing.tried for s in group.sequences]
+        if probing.tries and probing.tried in group.sequences:
+            if worth[group.sequences.index(probing.tried)]:
+                allowance, worth = math.inf, [s is probing.tried for s in group.sequences]
+            else:
+                probing.tries = 0
         if allowance <= 0 or not any(worth):
             return None
         if self._offer(group, 1.0).hoping(_HOPE).best(load, self.target, budget).gain < 1 + _MARGIN:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.types import Sequence
 
-SHARE = 0.01, 0.02  # of the time: where it was in vain for long, and before
+SHARE = 0.008, 0.016  # of the time: where it was in vain for long, and before
 _PATIENCE = 4  # steps' worth of probing in vain, after which half as much is spent on it
 _MOST = 8  # steps' worth of time that is saved up
+_DEBT = 2  # steps' worth that may be spent ahead of time on finding out what a hit is worth
 TRIES = 4  # probes that a hit, or having read what the draft model had to catch up with, is followed by
 
 
@@ -29,6 +31,12 @@ class Probing:
         least, most = SHARE
         return max(least, most / (1 + self._in_vain / _PATIENCE))
 
+    def next_step(self, sequences: Seq[Sequence]) -> None:
+        """A step of these, so far without a probe."""
+        self.is_now = False
+        if self.tries and self.tried not in sequences:  # it is over
+            self.tries = 0
+
     def begin(self, sequence: Sequence) -> None:
         """This step has a probe."""
         self.is_now, self.tried = True, sequence
@@ -39,6 +47,7 @@ class Probing:
         self._in_vain = max(0.0, self._in_vain + lost / max(plain, 1e-9))
         if self.is_now:
             self.count += 1
-            self.tries = TRIES if was_hit or has_read else max(0, self.tries - 1)
             self.allowance -= lost
+            again = (was_hit or has_read) and self.allowance > -_DEBT * plain
+            self.tries = TRIES if again else max(0, self.tries - 1)
         self.allowance = min(self.allowance + self.share * plain, _MOST * plain)
