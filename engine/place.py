@@ -25,6 +25,8 @@ class Place:
         Raises:
             ModelError: one of them is no number, or the rank is none of that many.
         """
+        if "WORLD_SIZE" not in environment:
+            return cls()
         size = _number(environment, "WORLD_SIZE", 1)
         rank = _number(environment, "RANK", 0)
         if not 0 <= rank < size:

@@ -72,15 +72,18 @@ class ShardedRunner:
         """As `Runner.forward`.
 
         Raises:
-            RankLost: another process is gone; or an earlier pass failed, whatever of: its collectives were not all
-                taken part in, and the next ones would be mistaken for them.
+            RankLost: the pass failed, or an earlier one, whatever of: some rank may still be in one of its collectives,
+                and would take those of the next pass for them.
         """
         if not self._is_whole:
             raise RankLost("an earlier pass over all ranks failed: they are not in step any more")
         message = encoded(feeds)
         self._is_whole = False
-        self._ranks.say(message)
-        logits = self._inner.forward(feeds)
+        try:
+            self._ranks.say(message)
+            logits = self._inner.forward(feeds)
+        except Exception as error:
+            raise RankLost(f"a pass over all ranks failed: {error}") from error
         self._is_whole = True
         return logits
 

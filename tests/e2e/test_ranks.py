@@ -34,6 +34,7 @@ class Group:
         doors = ("--grpc-port", str(self.port), "--http-port", str(free_port()))
         command = [sys.executable, "-c", PROGRAM, "serve", *OPTIONS, *doors]
         ours = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting)}
+        ours |= {"CUDA_VISIBLE_DEVICES": ""}
         self._open = ExitStack()
         self.ranks = [
             subprocess.Popen(
@@ -75,7 +76,7 @@ class Group:
 
 
 def test_its_tokens_are_those_of_one_process_and_its_end_is_that_of_all(tmp_path):
-    alone = LLM(embedded_target(), proposer="none", max_model_len=1000, threads=1)
+    alone = LLM(embedded_target(), proposer="none", max_model_len=1000, threads=1, device="cpu")
     [want] = alone.generate(PROMPT, SamplingParams(max_tokens=24))
     with Group(tmp_path) as group, group.connect() as connection:
         got = connection.generate(PROMPT, max_tokens=24)

@@ -93,8 +93,9 @@ def test_after_a_pass_that_failed_there_is_no_other(fault):
     ranks, mine = Recorded(), Echo(None, fault)
     runner = ShardedRunner(mine, ranks)
     runner.forward(A)
-    with pytest.raises(type(fault)):
+    with pytest.raises(RankLost, match="a pass over all ranks failed") as told:
         runner.forward(A)
+    assert told.value.__cause__ is fault
     with pytest.raises(RankLost, match="an earlier pass"):
         runner.forward(A)
     assert len(ranks.said) == 2
@@ -161,7 +162,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 def test_a_place_is_where_torchrun_says():
     assert Place.here(TORCHRUN) == Place(rank=3, size=4, local_rank=1, local_size=2)
     assert Place.here({}) == Place(rank=0, size=1, local_rank=0, local_size=1)
-    assert Place.here({}).leads
+    assert Place.here({"RANK": "3"}).leads, "somebody else's variable"
     assert not Place.here(TORCHRUN).leads
 
 

@@ -7,6 +7,7 @@ near-tie may fall the other way. With these weights, seeds and lengths there is 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,28 +24,32 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"llama": (4, 60), "qwen3": (1, 1400)}
 
 
-def torchrun(num_ranks: int, *command: str, seconds: float = 100) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    return subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=seconds, cwd=ROOT, check=False)
+def run_in_shares(folder: Path, device: str) -> Path:
+    """Save each family, and have two processes say what comes of the requests."""
+    for family in PAGES:
+        families.save(family, folder / family)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    given = json.dumps({family: options(family, device) for family in PAGES})
+    ran = subprocess.run(
+        [*launcher, "-m", "tests.exactness.shared_target", str(folder), given],
+        capture_output=True, text=True, timeout=100, cwd=ROOT, check=False,
+        env=os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return folder
 
 
-def options(family: str) -> dict[str, object]:
+def options(family: str, device: str) -> dict[str, object]:
     page_size, pages = PAGES[family]
     layout = kv_layout(zoo.families()[family], zoo.reference(family).dtype)
     gib = (pages * page_size * 1.5 * layout.bytes_per_token + 1) / 2**30  # half a target's and a whole draft's
     batch = {"max_batch_size": 48, "max_batch_tokens": 64, "num_draft_tokens": 8}
-    return {"page_size": page_size, "kv_memory": gib, **batch}
+    return {"page_size": page_size, "kv_memory": gib, "device": device, **batch}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shares")
-    for family in PAGES:
-        families.save(family, folder / family)
-    given = json.dumps({family: options(family) for family in PAGES})
-    ran = torchrun(2, "-m", "tests.exactness.shared_target", str(folder), given)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    return folder
+    return run_in_shares(tmp_path_factory.mktemp("shares"), "cpu")
 
 
 def brought(folder: Path, family: str) -> dict[str, dict[str, object]]:
@@ -53,8 +58,12 @@ def brought(folder: Path, family: str) -> dict[str, dict[str, object]]:
 
 @pytest.mark.parametrize("family", PAGES)
 def test_two_processes_give_the_tokens_of_one(folder, family):
-    plain = {"proposer": "none", "prefix_cache": False, "max_model_len": shared_target.LONGEST, "threads": 1}
-    alone = LLM(folder / family / "target", **plain)
+    assert_tokens_of_one(folder, family, "cpu")
+
+
+def assert_tokens_of_one(folder, family, device):
+    plain = {"proposer": "none", "prefix_cache": False, "max_model_len": shared_target.LONGEST}
+    alone = LLM(folder / family / "target", threads=1, device=device, loop="plain", **plain)
     want = [done for prompt, law in shared_target.requests() for done in alone.generate([prompt], law)]
     came = brought(folder, family)["came"]
     assert len(came) == len(shared_target.ASKED)
