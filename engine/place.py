@@ -17,6 +17,7 @@ class Place:
     size: int = 1
     local_rank: int = 0  # among those on this machine: which GPU is its own
     local_size: int = 1
+    attempt: int = 0  # how often torchrun has begun again with all of them
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Place:
@@ -32,7 +33,8 @@ class Place:
         if not 0 <= rank < size:
             raise ModelError(f"RANK is {rank} and WORLD_SIZE is {size}; start all processes with torchrun")
         local_rank = _number(environment, "LOCAL_RANK", rank)
-        return cls(rank, size, local_rank, _number(environment, "LOCAL_WORLD_SIZE", size))
+        local_size = _number(environment, "LOCAL_WORLD_SIZE", size)
+        return cls(rank, size, local_rank, local_size, _number(environment, "TORCHELASTIC_RESTART_COUNT", 0))
 
     @property
     def leads(self) -> bool:

@@ -46,7 +46,9 @@ class Ranks:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
             if not dist.is_initialized():
-                dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=_MEET)
+                dist.init_process_group(
+                    backend, store=_meeting_place(place), rank=place.rank, world_size=place.size, timeout=_MEET
+                )
             ranks = cls(place)
         except (RuntimeError, ValueError) as error:
             raise ModelError(f"rank {place.rank} of {place.size} did not meet the others: {error}") from error
@@ -81,6 +83,13 @@ class Ranks:
         with _losses_told(self.place):
             dist.all_reduce(brought, dist.ReduceOp.MIN, group=self._talk)
         return brought.item()
+
+
+def _meeting_place(place: Place) -> dist.Store:
+    """Where MASTER_ADDR and MASTER_PORT say, apart from earlier attempts: torchrun keeps what those left there."""
+    store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=_MEET))
+    store.set_timeout(_MEET)
+    return dist.PrefixStore(f"attempt {place.attempt}", store)
 
 
 def _take_device(place: Place, device: torch.device) -> None:

@@ -161,6 +161,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 
 def test_a_place_is_where_torchrun_says():
     assert Place.here(TORCHRUN) == Place(rank=3, size=4, local_rank=1, local_size=2)
+    assert Place.here(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
     assert Place.here({}) == Place(rank=0, size=1, local_rank=0, local_size=1)
     assert Place.here({"RANK": "3"}).leads, "somebody else's variable"
     assert not Place.here(TORCHRUN).leads
