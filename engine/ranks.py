@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from engine.errors import ModelError, RankLost
 from engine.place import Place
@@ -85,11 +87,11 @@ class Ranks:
         return brought.item()
 
 
-def _meeting_place(place: Place) -> dist.Store:
+def _meeting_place(place: Place) -> Store:
     """Where MASTER_ADDR and MASTER_PORT say, apart from earlier attempts: torchrun keeps what those left there."""
-    store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=_MEET))
+    store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=_MEET))
     store.set_timeout(_MEET)
-    return dist.PrefixStore(f"attempt {place.attempt}", store)
+    return PrefixStore(f"attempt {place.attempt}", store)
 
 
 def _take_device(place: Place, device: torch.device) -> None:
