@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "num_draft_tokens": 4, "speculation": SpeculationMode.AUTO, "verification": Verification.COUPLED,
     "max_model_len": None, "max_batch_size": 64, "max_batch_tokens": 512, "kv_memory": None, "page_size": None,
     "prefix_cache": True, "attention": "auto", "loop": "auto", "reproducible": False, "warm_up_seconds": 1.0,
-    "threads": None,
+    "threads": None, "tensor_parallel_size": 1,
 }  # fmt: skip
 
 

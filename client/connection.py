@@ -16,8 +16,8 @@ _RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_b
 # A server whose machine vanished is noticed; not more often than servers bear.
 _KEEPALIVE = (("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000))
 MAX_ATTEMPTS = 5  # gRPC makes no more
-# CANCELLED, for gRPC says that of calls which reach a server while it closes its door (grpc/grpc#41785). A call that its
-# own caller cancels is over before any of this.
+# CANCELLED, for gRPC says that of calls which reach a server while it closes its door (grpc/grpc#41785). A call that
+# its own caller cancels is over before any of this.
 _TRY_AGAIN = ["RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED"]
 _RETRIED = [{"service": "pilotfish.v1.InferenceService"}, {"service": "pilotfish.v1.ControlService"}]
 

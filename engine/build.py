@@ -29,16 +29,19 @@ from engine.loops import rounds_for, wants_rounds
 from engine.memory import GIB, kv_gib
 from engine.pack import keeps_rows_apart, pack
 from engine.pages import BlockPool
+from engine.place import Place
 from engine.probe import probe
 from engine.proposers import Proposer, Proposers
 from engine.quant import load_quantised, quantised_as
+from engine.ranks import Ranks
 from engine.rope import longrope_border
 from engine.rounds import Ops
 from engine.runner import ModelRunner, Runner, Tap, end_tokens, known_positions, kv_layout, load_model, vocab_size
 from engine.scheduler import Scheduler
+from engine.shards import ShardedRunner, check_shares, follow, share_of
 from engine.stack import stack
 from engine.text import Codec
-from engine.threads import use_threads
+from engine.threads import cores, use_threads
 from engine.tiles import TILE, TiledRunner
 from engine.vocab import VocabMap, Vocabulary
 
@@ -51,33 +54,74 @@ PAGE_SIZE = 32  # tokens; the prefix cache knows whole pages
 def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Engine:
     """Load what `config` names and make it ready to step; `progress` is told each stage.
 
+    With `tensor_parallel_size` above 1 this returns to rank 0 alone. In the other processes it does what rank 0 says
+    for as long as that lives, and then ends the process.
+
     Raises:
         ModelError: a checkpoint that cannot be served, or a pair that does not fit together.
     """
+    if config.tensor_parallel_size > 1 and not Place.here().leads:
+        load_share(config, progress)()
+        raise SystemExit(0)
     device = pick_device(config.device)
     _check_bits_are_promised(config, device)
-    use_threads(config.threads)
-    progress(f"loading target {config.target}")
-    target = load(config, config.target, config.revision, config.weights, device)
+    target, ranks = _load_target(config, device, progress)
     draft = None
     if config.draft is not None:
         progress(f"loading draft {config.draft}")
         draft = load(config, config.draft, config.draft_revision, config.draft_weights or config.weights, device)
     vocab = None if draft is None else match_vocabularies(config, target, draft)
     progress("allocating K/V")
-    return assemble(config, target, draft, vocab=vocab)
+    return assemble(config, target, draft, vocab=vocab, ranks=ranks)
+
+
+def load_share(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Callable[[], None]:
+    """In a rank other than 0: load its share. What is returned runs what rank 0 runs, until that has ended.
+
+    Raises:
+        ModelError: as `build_engine`.
+        RankLost: rank 0 ended before it had loaded.
+    """
+    device = pick_device(config.device)
+    target, ranks = _load_target(config, device, progress)
+    assert ranks is not None, "a share of a whole target"
+    ranks.least(kv_gib(config, device, target.config))
+    num_pages, page_size = ranks.hear()
+    make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
+    progress(f"rank {ranks.place.rank} follows")
+    return partial(follow, ranks, _runner(config, target, make_arena))
+
+
+def _load_target(
+    config: EngineConfig, device: torch.device, progress: Callable[[str], None]
+) -> tuple[PreTrainedModel, Ranks | None]:
+    """The target, or this process's share of it and the group that has the others."""
+    shares, ranks = config.tensor_parallel_size, None
+    place = Place.here() if shares > 1 else Place()
+    use_threads(config.threads or max(1, cores() // place.local_size))
+    if shares > 1:
+        place.check(shares)
+        check_shares(config.target, read_config(config.target, config.revision), shares)
+        progress(f"meeting {shares - 1} other ranks")
+        ranks = Ranks.join(place, device)
+    progress(f"loading target {config.target}")
+    return load(config, config.target, config.revision, config.weights, device, shares), ranks
 
 
 def load(
-    config: EngineConfig, name: str, revision: str | None, weights: Weights, device: torch.device
+    config: EngineConfig, name: str, revision: str | None, weights: Weights, device: torch.device, shares: int = 1
 ) -> PreTrainedModel:
-    """One model, its weights as asked, or rounded where that is how the checkpoint has them.
+    """One model, its weights as asked, or rounded where that is how the checkpoint has them; or a share of it.
 
     Raises:
         ModelError: it cannot be loaded, or rounded ones are wanted where they cannot run.
     """
     dtype = getattr(torch, config.dtype)
     held = weights_of(name, read_config(name, revision), weights, device)
+    if shares > 1:
+        if held != "native":
+            raise ModelError(f"tensor_parallel_size is {shares}; {name!r} has {held} weights, which cannot be cut")
+        return load_model(name, revision, dtype, device, shares)  # unfused: it has transformers' hooks on its matrices
     if held == "int8" or held == "int4":  # only so do types tell these apart
         model = load_quantised(name, revision, dtype, held)
     else:
@@ -130,26 +174,31 @@ def assemble(
     vocab: VocabMap | None = None,
     wrappers: Mapping[str, Callable[[Proposer], Proposer]] = MappingProxyType({}),
     ops: Ops | None = None,
+    ranks: Ranks | None = None,
 ) -> Engine:
     """An engine of models that are loaded already (with our attention: `runner.load_model`).
 
     `extra_proposers` come to those that the config brings, or replace them by name. `vocab` is for a draft of
     another vocabulary. `wrappers` put proposers, by name, into others that watch them or change what they say.
-    `ops` are what rounds are made of, where that is not as usual.
+    `ops` are what rounds are made of, where that is not as usual. `ranks` has the other shares of the target.
     """
     _check_bits_are_promised(config, target.device)
     drafters = Drafters.load(config, target, draft, vocab)
     limit = max_model_len(config, [model.config for model in (target, *drafters.models.values())])
-    layout = kv_layout(target.config, target.dtype)
+    layout = layout_of(config, target)
     page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
     memory = kv_gib(config, target.device, target.config)
+    memory = memory if ranks is None else ranks.least(memory)
     num_pages = pages_within(memory, config.max_batch_size, [layout, *drafters.layouts.values()], page_size, limit)
     spare = page_size if wants_rounds(config, target.device) else 0  # what rounds write for nobody
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device, spare_rows=spare)
     # int8 and packed floats keep their rows apart by themselves; torch's matmuls need passes of one shape.
     needs_tiles = config.reproducible and not keeps_rows_apart(target)
     make_runner = partial(_tiled_runner, tap=drafters.tap) if needs_tiles else _runner
+    if ranks is not None:
+        ranks.say([num_pages, page_size])
     runner = make_runner(config, target, make_arena)
+    runner = runner if ranks is None else ShardedRunner(runner, ranks)
     # Under the coupled rule a draft's bits reach no output: only the target is slowed down for them.
     attend = attention.choose(config.attention, target.device, row_wise=keeps_rows_apart(target))
     runners = drafters.runners(make_arena, attend)
@@ -187,6 +236,13 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def layout_of(config: EngineConfig, target: PreTrainedModel) -> KVLayout:
+    """The K/V of a target, or of this process's share of it."""
+    layout = kv_layout(target.config, target.dtype)
+    shares = config.tensor_parallel_size
+    return layout if shares == 1 else share_of(layout, target.config, shares)
+
+
 def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
     """The least of what is asked and what the models' positions allow."""
     known = [known_positions(model) for model in models]
@@ -216,7 +272,7 @@ def _check_bits_are_promised(config: EngineConfig, device: torch.device) -> None
 
 def _runner(config: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena]) -> Runner:
     layout, attend = (
-        kv_layout(model.config, model.dtype),
+        layout_of(config, model),
         attention.choose(config.attention, model.device, row_wise=keeps_rows_apart(model)),
     )
     probe(model, layout, attend)

@@ -30,6 +30,7 @@ from engine.kv import KVLayout
 from engine.memory import GIB, free_on, kv_gib
 from engine.quant import weight_bytes
 from engine.runner import kv_layout
+from engine.shards import check_shares, share_of
 from engine.text import Codec
 from engine.threads import cores, quota
 from engine.types import SpeculationMode
@@ -216,6 +217,8 @@ def _check_pair(report: Report, config: EngineConfig, target: Facts, draft: Fact
         tell("end tokens", lambda: _ends(target, draft))
     tell("proposer", lambda: _proposer(config))
     tell("rule", lambda: str(config.verification))
+    if config.tensor_parallel_size > 1:
+        tell("shares", lambda: _shares(config, target))
     tell("context", lambda: f"{max_model_len(config, [model.config for model in models])} tokens")
     tell("K/V pages", lambda: _pages(config, models))
     tell("weights", lambda: _weights(models))
@@ -244,9 +247,22 @@ def _proposer(config: EngineConfig) -> str:
     return f"{chosen}, up to {config.num_draft_tokens} drafts ({config.speculation})"
 
 
+def _shares(config: EngineConfig, target: Facts) -> str:
+    share = _share(config, target)
+    return f"{config.tensor_parallel_size} of the target, one per process of torchrun, K/V heads {share.kv_heads} each"
+
+
+def _share(config: EngineConfig, target: Facts) -> KVLayout:
+    """The K/V of one share. Raises ModelError where there can be none."""
+    check_shares(config.target, target.config, config.tensor_parallel_size)
+    return share_of(target.layout, target.config, config.tensor_parallel_size)
+
+
 def _pages(config: EngineConfig, models: list[Facts]) -> str:
     limit = max_model_len(config, [model.config for model in models])
     size, layouts = min(config.page_size or limit, limit), [model.layout for model in models]
+    if config.tensor_parallel_size > 1:
+        layouts[0] = _share(config, models[0])
     memory = kv_gib(config, pick_device(config.device), models[0].config, partial(_free_after, models))
     pages = pages_within(memory, config.max_batch_size, layouts, size, limit)
     taken = pages * size * sum(layout.bytes_per_token for layout in layouts)

@@ -5,6 +5,7 @@ The server's flags, environment variables and file are made from these fields.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -76,7 +77,17 @@ class EngineConfig(Bounds):
     warm_up_seconds: float = Field(
         1.0, ge=0, description="Time to measure at load what steps cost, so that AUTO starts well; 0 measures nothing."
     )
-    threads: int | None = Field(None, ge=1, description="Compute threads; default the cores this process may use.")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="Compute threads; default the cores this process may use, or its part of them with other ranks.",
+    )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Processes that hold the target together, each a share of every layer on a device of its own; "
+        "torchrun starts as many. A draft model is whole, with the first of them.",
+    )
 
     @model_validator(mode="after")
     def _batch_fits(self) -> Self:
@@ -86,6 +97,26 @@ class EngineConfig(Bounds):
                 f"({self.max_batch_size}), so that every running sequence can take a step"
             )
         return self
+
+    @model_validator(mode="after")
+    def _target_can_be_shared(self) -> Self:
+        problems = [problem for stands, problem in self._against_shares() if stands]
+        if self.tensor_parallel_size > 1 and problems:
+            raise ValueError(f"tensor_parallel_size is {self.tensor_parallel_size}; {'; '.join(problems)}")
+        return self
+
+    def _against_shares(self) -> Iterator[tuple[bool, str]]:
+        """What cannot be with a target in shares: whether it is asked for, and the complaint."""
+        yield self.weights != "native", f"weights is {self.weights}, and only native ones can be cut"
+        yield self.loop == "rounds", "loop is rounds, and no other process hears of a round"
+        yield self.reproducible, "reproducible is on, and the order in which shares are summed is not ours"
+        yield (
+            self.self_layers is not None,
+            f"self_layers is {self.self_layers}, and no process has a whole layer to draft with",
+        )
+        yield self.proposer == "self", "proposer is self, and no process has a whole layer to draft with"
+        for name, head in (("medusa", self.medusa), ("eagle", self.eagle)):
+            yield head is not None, f"{name} is {head!r}, and no process has the whole output matrix that heads use"
 
     @model_validator(mode="after")
     def _bits_can_be_promised(self) -> Self:

@@ -58,3 +58,7 @@ class ModelError(PilotfishError):
 
 class GrammarFault(PilotfishError):
     """Expected: one output's structure cannot go on (a limit of its grammar, a dead end). That request alone ends."""
+
+
+class RankLost(PilotfishError):
+    """Unexpected: a process that holds a share of the target is gone. Whatever started all of them must do so again."""

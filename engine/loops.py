@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 def wants_rounds(config: EngineConfig, device: torch.device) -> bool:
     """Whether rounds are to be had if they can be: on a CPU, which has nothing to wait for, only when asked for."""
+    if config.tensor_parallel_size > 1:
+        return False
     return config.loop == "rounds" or (config.loop == "auto" and device.type == "cuda")
 
 
@@ -42,6 +44,9 @@ def rounds_for(
     Raises:
         ModelError: they were asked for and cannot run.
     """
+    if config.tensor_parallel_size > 1:
+        log.info("loop: plain, as the target is in shares")
+        return None
     if config.loop == "plain" or (isinstance(target, ModelRunner) and not wants_rounds(config, target.device)):
         log.info("loop: plain, %s", "as asked for" if config.loop == "plain" else "on a CPU")
         return None

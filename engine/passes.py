@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Feed
+from engine.errors import RankLost
 from engine.judge import Fed, Outcome, judge
 from engine.logprobs import record_prompt
 from engine.proposers import Proposal, Proposers
@@ -45,6 +46,8 @@ class Passes:
         """Decide all sequences of a plan; what is raised meanwhile is put down to whom it happens to alone."""
         try:
             fed, outcomes = self._pass(plan, proposal, watch)
+        except RankLost:
+            raise  # it would happen to each of them alone, too
         except Exception as error:
             log.exception("a pass for %d sequences failed; each is tried alone", len(plan.works))
             return self._one_by_one(plan, error, watch)

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 from engine.attention.registry import ATTENTION_NAME, Attend, Ragged
@@ -77,11 +78,12 @@ class Tap:
 
 
 def load_model(
-    name: str, revision: str | None, dtype: torch.dtype | Literal["auto"], device: torch.device
+    name: str, revision: str | None, dtype: torch.dtype | Literal["auto"], device: torch.device, shares: int = 1
 ) -> PreTrainedModel:
     """Load a causal language model from a local folder or the hub; safetensors only, no code of the checkpoint's.
 
-    With `auto` its weights keep the type that they are stored in, and on CPU stay mapped from their files.
+    With `auto` its weights keep the type that they are stored in, and on CPU stay mapped from their files. Of several
+    `shares` this process reads its own: there is a group of so many processes, and all of them load at the same time.
 
     Raises:
         ModelError: nothing loadable is there, or it would need code of its own.
@@ -101,6 +103,7 @@ def load_model(
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `check_complete` tells them better
+            distributed_config=DistributedConfig(tp_size=shares) if shares > 1 else None,
         )
     model, report = loaded
     check_complete(name, report)

@@ -117,7 +117,9 @@ class App:
 
     def _make_driver(self, model: ServedModel) -> Driver:
         config = self.config
-        crashes = Crashes(config.max_engine_crashes, config.crash_window_seconds)
+        # Other ranks end with the engine, and cannot be begun again from here: that is for what started all of them.
+        most = config.max_engine_crashes if config.tensor_parallel_size == 1 else 0
+        crashes = Crashes(most, config.crash_window_seconds)
         supervisor = Supervisor(self.host, self.lifecycle, self.metrics, crashes)
         queue = AdmissionQueue(config.max_queue_requests, config.max_queue_tokens, config.max_queue_seconds)
         self.metrics.requests.watch_queue(lambda: queue.usage)

@@ -60,14 +60,18 @@ def serve(arguments: list[str]) -> int:
     """Serve until SIGTERM or SIGINT."""
     from pydantic import ValidationError
 
+    from engine.errors import ModelError
+    from engine.place import Place
     from server.config import ServerConfig
 
     try:
         config = ServerConfig.load(arguments)
-    except (ValidationError, OSError) as error:
+        place = Place.here()
+        place.check(config.tensor_parallel_size)
+    except (ValidationError, OSError, ModelError) as error:
         print(f"pilotfish serve: {error}", file=sys.stderr)
         return 2
-    return _serve(config)
+    return _serve(config) if place.leads else _follow(config)
 
 
 def generate(arguments: list[str]) -> int:
@@ -174,6 +178,27 @@ def _serve(config: ServerConfig) -> int:
     except* OSError as errors:  # a port that is taken
         print(f"pilotfish serve: {errors.exceptions[0]}", file=sys.stderr)
     return 1
+
+
+def _follow(config: ServerConfig) -> int:
+    """Hold a share of the target for the server of rank 0, without doors, until that has ended."""
+    import signal
+
+    from engine.build import load_share
+    from engine.errors import ModelError, RankLost
+    from server import logs
+
+    logs.configure(config.log_format)
+    try:
+        follow = load_share(config.engine(), lambda stage: logger.info("%s", stage))
+    except (ModelError, RankLost) as error:
+        logger.error("cannot hold a share of %s: %s", config.target, error)  # noqa: TRY400  # no trace is of use
+        return 1
+    # torchrun sends them to everybody; rank 0 drains, and needs this share until then.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    follow()
+    return 0
 
 
 def _show_banner(app: App) -> None:

@@ -114,7 +114,9 @@ class ServerConfig(BaseSettings, EngineConfig):
     @classmethod
     def _embedded_pair(cls, values: Any) -> Any:
         if isinstance(values, dict) and not values.get("target"):
-            return _EMBEDDED | values | {"target": str(embedded_target())}
+            shared = str(values.get("tensor_parallel_size", 1)) != "1"
+            parts = {"draft": _EMBEDDED["draft"]} if shared else _EMBEDDED  # the others need the whole target
+            return parts | values | {"target": str(embedded_target())}
         return values
 
     @model_validator(mode="after")

@@ -44,6 +44,17 @@ def test_the_embedded_pair_works() -> None:
     assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
 
 
+def test_a_target_in_shares() -> None:
+    whole, shared = (doctor(embedded_target(), embedded_draft(), tensor_parallel_size=n) for n in (1, 2))
+    assert line(shared, "pair", "shares") == "2 of the target, one per process of torchrun, K/V heads 1 each"
+    assert shared.works
+    assert line(shared, "pair", "K/V pages") != line(whole, "pair", "K/V pages")
+    [problem] = doctor(embedded_target(), tensor_parallel_size=4).problems
+    assert "does not divide num_key_value_heads" in problem
+    [problem] = doctor(embedded_target(), tensor_parallel_size=2, load=True).problems
+    assert "tensor_parallel_size is 2, and WORLD_SIZE, the number of processes, is 1" in problem
+
+
 def test_without_a_draft_the_prompt_drafts() -> None:
     report = doctor(embedded_target())
     assert report.works

@@ -8,6 +8,7 @@ import torch
 from engine import engine as engine_module
 from engine import passes
 from engine.engine import Engine
+from engine.errors import RankLost
 from engine.types import FinishReason, KVCursor, Request, SamplingParams, Verification
 from tests import fakes
 
@@ -167,3 +168,18 @@ def test_an_engine_recovers_from_a_step_that_raised(monkeypatch: pytest.MonkeyPa
     engine.recover()
     assert not engine.has_work
     assert fakes.run(engine, requests()).tokens == wanted().tokens
+
+
+def test_a_lost_rank_is_nobodys_fault_and_ends_the_step() -> None:
+    tried = []
+
+    def lost(context: tuple[int, ...]) -> torch.Tensor:
+        tried.append(context)
+        raise RankLost("rank 0 has lost another one")
+
+    engine = engine_with(lost)
+    for request in requests():
+        engine.add(request)
+    with pytest.raises(RankLost):
+        engine.step()
+    assert len(tried) == 1, "what cannot succeed was tried again"

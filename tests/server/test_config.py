@@ -28,6 +28,22 @@ def test_a_model_without_a_draft_has_none() -> None:
     assert (config.draft, config.medusa, config.eagle, config.self_layers) == (None,) * 4
 
 
+def test_in_shares_the_embedded_target_has_only_its_draft_model() -> None:
+    for asked in (["--tensor-parallel-size", "2"], ["--tensor-parallel-size=1"]):
+        config = ServerConfig.load(asked)
+        assert config.draft == str(embedded_draft())
+        assert (config.medusa is None) == (config.self_layers is None) == (config.tensor_parallel_size == 2)
+
+
+@pytest.mark.parametrize(("processes", "shares"), [(1, 2), (2, 1), (4, 2)])
+def test_as_many_processes_as_shares(processes, shares, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    assert cli.main(["serve", "--tensor-parallel-size", str(shares)]) == 2
+    told = capsys.readouterr().err
+    assert f"tensor_parallel_size is {shares}" in told
+    assert f"is {processes}: start as many" in told
+
+
 def test_flags_come_before_variables_before_the_file(tmp_path, monkeypatch) -> None:
     for name, text in (
         ("c.yaml", "kv_memory: 7\nhost: 0.0.0.0\nhttp_port: 1\n"),

@@ -1,0 +1,61 @@
+"""Which of the processes that hold one target this is, as torchrun says it. Knows environment variables alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A process among those that torchrun started; one alone where nothing did."""
+
+    rank: int = 0  # 0 leads: it has the requests
+    size: int = 1
+    local_rank: int = 0  # among those on this machine: which GPU is its own
+    local_size: int = 1
+    attempt: int = 0  # how often torchrun has begun again with all of them
+
+    @classmethod
+    def here(cls, environment: Mapping[str, str] = os.environ) -> Place:
+        """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE -> a place.
+
+        Raises:
+            ModelError: one of them is no number, or the rank is none of that many.
+        """
+        if "WORLD_SIZE" not in environment:
+            return cls()
+        size = _number(environment, "WORLD_SIZE", 1)
+        rank = _number(environment, "RANK", 0)
+        if not 0 <= rank < size:
+            raise ModelError(f"RANK is {rank} and WORLD_SIZE is {size}; start all processes with torchrun")
+        local_rank = _number(environment, "LOCAL_RANK", rank)
+        local_size = _number(environment, "LOCAL_WORLD_SIZE", size)
+        return cls(rank, size, local_rank, local_size, _number(environment, "TORCHELASTIC_RESTART_COUNT", 0))
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the one that has the requests."""
+        return self.rank == 0
+
+    def check(self, tensor_parallel_size: int) -> None:
+        """Refuse to hold a share where there are more or fewer processes than shares.
+
+        Raises:
+            ModelError: with both numbers.
+        """
+        if self.size != tensor_parallel_size:
+            raise ModelError(
+                f"tensor_parallel_size is {tensor_parallel_size}, and WORLD_SIZE, the number of processes, is "
+                f"{self.size}: start as many as there are shares (torchrun --nproc-per-node {tensor_parallel_size})"
+            )
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    written = environment.get(name, str(default))
+    if not written.isdecimal():
+        raise ModelError(f"{name} is {written!r}; torchrun sets it to a number")
+    return int(written)

@@ -1,0 +1,92 @@
+"""A program for torchrun: the requests of `test_shares.py`, by engines whose targets are held by all ranks together."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from engine.llm import LLM, Completion
+from engine.place import Place
+from engine.types import SamplingParams, SpeculationMode, SpeculationParams
+from tests import zoo
+
+NEW_TOKENS, LONGEST = 16, 96
+LAWS = (
+    SamplingParams(max_tokens=NEW_TOKENS, logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=NEW_TOKENS, temperature=0.8, top_p=0.9, seed=5, n=3),
+    SamplingParams(max_tokens=NEW_TOKENS, temperature=1.3, top_k=20, min_p=0.02, seed=7, n=3, prompt_logprobs=1),
+    SamplingParams(max_tokens=NEW_TOKENS, repetition_penalty=1.3, logprobs=1),
+)
+ASKED = (("none", 0), ("model", 1), ("ngram", 4), ("model", 8))  # the later ones find what the first has cached
+COUNTED = ("preempted", "prefix_hits", "accepted", "drafted", "draft_failures")
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of unequal lengths, each with one of the laws."""
+    return [(prompt, LAWS[i % len(LAWS)]) for i, prompt in enumerate(zoo.prompts(18))]
+
+
+def said(completions: list[Completion]) -> list[dict[str, Any]]:
+    """What must be the same, as JSON has it."""
+    kept = ("token_ids", "finish_reason", "logprobs", "prompt_logprobs")
+    return json.loads(json.dumps([{name: asdict(done)[name] for name in kept} for done in completions]))
+
+
+def watch(llm: LLM) -> Counter[str]:
+    """What steps will have done, so that a test can see that it was what it is about."""
+    counts: Counter[str] = Counter()
+    ranks, step = llm.engine._passes._target._ranks, llm.engine.step
+    say = ranks.say
+
+    def counting() -> Any:
+        output = step()
+        counts.update({name: getattr(output.stats, name) for name in COUNTED})
+        return output
+
+    def saying(numbers: Seq[int]) -> None:
+        counts["longest_message"] = max(counts["longest_message"], len(numbers))
+        say(numbers)
+
+    llm.engine.step, ranks.say = counting, saying
+    return counts
+
+
+def share(llm: LLM) -> dict[str, int]:
+    """What rank 0 holds of it."""
+    runner = llm.engine._passes._target._inner
+    held = (p.to_local() if hasattr(p, "to_local") else p for p in runner.model.parameters())
+    return {"kv_heads": runner.arena.layout.kv_heads, "weights": sum(p.numel() for p in held)}
+
+
+def run(folder: Path, **options: Any) -> dict[str, Any]:
+    """All requests at once, with one proposer after the other. Other ranks end here, by SystemExit."""
+    llm = LLM(folder / "target", folder / "draft", tensor_parallel_size=2, max_model_len=LONGEST, **options)
+    counts = watch(llm)
+    prompts, laws = zip(*requests(), strict=True)
+    came = {}
+    for proposer, k in ASKED:
+        mode = SpeculationMode.FIXED if k else SpeculationMode.OFF
+        asked = SpeculationParams(mode=mode, num_draft_tokens=k, proposer=proposer)
+        came[f"{proposer}, K={k}"] = said(llm.generate(prompts, laws, speculation=asked))
+        llm.engine.check_invariants()
+    llm.engine._passes._target._ranks.say([])  # so that the others come back, for the next family
+    return {"came": came, "counts": counts, "share": share(llm)}
+
+
+def main(folder: Path, families: dict[str, dict[str, Any]]) -> None:
+    """Each family with its options; rank 0 writes what came of it."""
+    for family, options in families.items():
+        with suppress(SystemExit):
+            brought = run(folder / family, **options)
+            assert Place.here().leads, "another rank than the first got an engine"
+            (folder / family / "out.json").write_text(json.dumps(brought), "utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
