@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -47,6 +48,8 @@ from engine.vocab import VocabMap, Vocabulary
 
 if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
     from engine.config import EngineConfig
+
+log = logging.getLogger(__name__)
 
 PAGE_SIZE = 32  # tokens; the prefix cache knows whole pages
 
@@ -121,7 +124,9 @@ def load(
     if shares > 1:
         if held != "native":
             raise ModelError(f"tensor_parallel_size is {shares}; {name!r} has {held} weights, which cannot be cut")
-        return load_model(name, revision, dtype, device, shares)  # unfused: it has transformers' hooks on its matrices
+        if config.fuse:
+            log.info("%r stays unfused: a share of it has transformers' hooks on its matrices", name)
+        return load_model(name, revision, dtype, device, shares)
     if held == "int8" or held == "int4":  # only so do types tell these apart
         model = load_quantised(name, revision, dtype, held)
     else:

@@ -7,8 +7,8 @@
 set -eu
 
 case "$1" in
-    cpu) torch_index="${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" ;;
-    cuda) torch_index="${TORCH_INDEX-https://download.pytorch.org/whl/cu130}" ;;
+    cpu) torch_index="${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" extras="" ;;
+    cuda) torch_index="${TORCH_INDEX-https://download.pytorch.org/whl/cu130}" extras="[tensor-parallel]" ;;
     *)
         echo "install.sh: '$1' is neither cpu nor cuda" >&2
         exit 2
@@ -23,6 +23,6 @@ pip_install() {
         --constraint deploy/docker/constraints.txt ${torch_index:+--extra-index-url "$torch_index"} "$@"
 }
 pip_install torch
-pip_install .
+pip_install ".$extras"
 "$python" -m pip check
 "$folder/bin/pilotfish" version
