@@ -48,10 +48,12 @@ class _Proposer:
     share: float = 1.0  # of its sequences that need the draft model: the others are looked up
     is_on: bool = True
     expected_gain: float = 1.0 + _MARGIN
+    skipped: int = 0  # steps since the last decision in which it was not asked, as nothing had changed
 
-    def decide(self, gain: float, margin: float, steps: int) -> bool:
-        """Whether it drafts, after so many steps in which this much was expected of it."""
-        self.expected_gain += (1 - (1 - _SMOOTH) ** steps) * (gain - self.expected_gain)
+    def decide(self, gain: float, margin: float) -> bool:
+        """Whether it drafts, after a step in which this much was expected of it, and so in those that were skipped."""
+        self.expected_gain += (1 - (1 - _SMOOTH) ** (1 + self.skipped)) * (gain - self.expected_gain)
+        self.skipped = 0
         self.is_on = self.expected_gain > 1 + margin * (_HYSTERESIS if self.is_on else 1)
         return self.is_on
 
@@ -87,7 +89,7 @@ class AdaptiveK:
         self._draft_kv_users = draft_kv_users  # names of the proposers whose sequences may have to catch up
         self._proposers: dict[str, _Proposer] = {}
         self.probing = Probing()
-        self._since_plain = self._num_steps = self._num_skipped = 0
+        self._since_plain = self._num_steps = 0
         self._quiet: tuple[int, Sequence | None, int] = (0, None, 0)  # how many, the newest, and in which step
         self._num_plain: dict[int, int] = {}  # plain steps measured, by the number of sequences, doubling
 
@@ -97,7 +99,8 @@ class AdaptiveK:
         """AUTO gets what pays, FIXED what it asked for; now and then a step without drafts, or a probe."""
         self.probing.next_step(sequences)
         if self._is_quiet(sequences):
-            self._num_skipped += 1
+            for proposer in self._proposers.values():
+                proposer.skipped += 1
             return [0] * len(sequences)
         free = [
             limit and s.speculation.mode is SpeculationMode.AUTO for s, limit in zip(sequences, limits, strict=True)
@@ -143,8 +146,7 @@ class AdaptiveK:
         best = offer.best(load, self.target, known, modesty=modesty)
         if load.prompt_rows:  # a step out of the ordinary decides for itself alone
             return best if proposer.is_on else None
-        skipped, self._num_skipped = self._num_skipped, 0
-        if proposer.decide(best.gain, _margin(self._plain_steps_like(load.sequences)), 1 + skipped):
+        if proposer.decide(best.gain, _margin(self._plain_steps_like(load.sequences))):
             return best
         return self._probe(group, load, budget)
 
