@@ -15,7 +15,7 @@ from client.options import Options
 # Modules of the standard library: text of the kind that the embedded pair continues, present wherever Python is.
 _SOURCES = (json.decoder, json.encoder, textwrap)
 MEDIAN_PROMPT, SPREAD = 160, 0.7  # characters, and the standard deviation of their logarithm
-LONG_PROMPT = 2400  # characters
+LONG_PROMPT = 1600  # characters: with the longest output, at most the 1,024 tokens that the embedded pair takes
 MAX_TOKENS = (16, 64)  # least and most that are asked for
 SHARED = 900  # characters of a prefix that many prompts begin with
 NUM_SHARED = 4  # such prefixes
@@ -35,13 +35,14 @@ Workload = Callable[[Random], Ask]
 
 
 @cache
-def _text() -> str:
+def corpus() -> str:
+    """All the text that prompts are cut from."""
     return "\n".join(Path(str(source.__file__)).read_text("utf-8") for source in _SOURCES)
 
 
 def _cut(random: Random, characters: int) -> str:
     """So many characters of the text, from the beginning of a line on."""
-    text = _text()
+    text = corpus()
     start = text.rindex("\n", 0, random.randrange(1000, len(text) - characters)) + 1
     return text[start : start + characters]
 

@@ -13,6 +13,8 @@ from hypothesis import settings
 
 from tests.features import FeatureTable
 
+ENDING = 1.0  # seconds that a task may take to end once its test is over: gRPC's wait for the library to tell them
+
 # Without a GPU, Triton's kernels are interpreted. It asks when it is first imported, which a later import may do.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -51,7 +53,6 @@ async def no_leaked_tasks():
     """Fail if a task that was started during the test is still alive after it and its fixtures."""
     before = asyncio.all_tasks()
     yield
-    await asyncio.sleep(0)  # a task that was cancelled last needs one turn to end
-    leaked = {task for task in asyncio.all_tasks() - before if not task.done()}
-    leaked.discard(asyncio.current_task())
+    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    leaked = (await asyncio.wait(left, timeout=ENDING))[1] if left else set()
     assert not leaked, f"left running: {sorted(map(repr, leaked))}"

@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.__main__ import main
 
-SMALL = ["--serve", "--max-batch-size", "4", "--warm-up-seconds", "0", "--max-model-len", "512"]
+SMALL = ["--serve", "--max-batch-size", "4", "--warm-up-seconds", "0"]
 
 
 @pytest.mark.parametrize(

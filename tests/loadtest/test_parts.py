@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import statistics
+from importlib.resources import files
 from itertools import pairwise
 from random import Random
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from tokenizers import Tokenizer
 
 from engine.stats import Forward, StepStats
 from loadtest import plots, report
@@ -19,7 +22,7 @@ from loadtest.metrics import Metrics
 from loadtest.phases import Account, Phase
 from loadtest.process import Usage
 from loadtest.samples import Objective, Outcome, Sample, Summary, levels
-from loadtest.workload import WORKLOADS
+from loadtest.workload import LONG_PROMPT, MAX_TOKENS, WORKLOADS, corpus
 from server.metrics import Metrics as ServerMetrics
 
 
@@ -39,6 +42,15 @@ def test_a_workload_is_the_same_again_and_not_the_same_throughout(name):
     assert first == second
     assert len({ask.prompt for ask in first}) > 20
     assert all(ask.prompt and ask.options["max_tokens"] for ask in first)
+
+
+def test_the_longest_prompt_and_output_fit_the_embedded_pair():
+    tokenizer = Tokenizer.from_file(str(files("models") / "target" / "tokenizer.json"))
+    config = json.loads((files("models") / "target" / "config.json").read_text("utf-8"))
+    lines = [match.end() for match in re.finditer("\n", corpus())]
+    prompts = tokenizer.encode_batch([corpus()[line : line + LONG_PROMPT] for line in lines])
+    longest = max(len(prompt.ids) for prompt in prompts)
+    assert longest + 4 * MAX_TOKENS[1] <= config["max_position_embeddings"]
 
 
 def test_shared_prefixes_are_shared():
