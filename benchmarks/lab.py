@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks.replay import NAME, ReplayModels, Script
 from benchmarks.synthetic import POSITIONS, Pair, int8_of
-from benchmarks.timing import run_turn, way
-from benchmarks.turns import Turn, foreign, median_speed, ratios
+from benchmarks.timing import AUTO, Batch, abreast, way
+from benchmarks.turns import Turn, foreign, median_speed, promising, ratios
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.types import MAX_NUM_DRAFT
@@ -108,6 +108,23 @@ class Lab:
             self.script.record(prompt, self.pair.rule.text(prompt[-1], self.options.tokens))
         return prompts
 
+    def batch(
+        self,
+        engine: Engine,
+        prompts: Sequence[tuple[int, ...]],
+        k: int | str,
+        rate: float = 0.0,
+        salt: str | None = None,
+        most: int | None = None,
+    ) -> Batch:
+        """Some requests before their first step: `most` tokens or as many as the options say.
+
+        Drafts have this acceptance, which is that of whatever else is under way.
+        """
+        self.script.rate = rate
+        tokens = min(self.options.tokens, most or self.options.tokens)
+        return Batch(engine, prompts, tokens, way(k, NAME if k else None), salt)
+
     def turn(
         self,
         engine: Engine,
@@ -117,17 +134,51 @@ class Lab:
         salt: str | None = None,
         most: int | None = None,
     ) -> Turn:
-        """With drafts of this acceptance, `most` tokens or as many as the options say.
+        """A batch alone.
 
         Raises:
             RuntimeError: the tokens are not the rule's.
         """
-        self.script.rate = rate
-        tokens = min(self.options.tokens, most or self.options.tokens)
-        turn = run_turn(engine, prompts, tokens, way(k, NAME if k else None), salt)
-        if turn.tokens != [self.pair.rule.text(prompt[-1], tokens) for prompt in prompts]:
-            raise RuntimeError(f"K={k} gave other tokens than the rule that is planted in the weights")
-        return turn
+        return self.abreast({str(k): self.batch(engine, prompts, k, rate, salt, most)}, prompts)[str(k)]
+
+    def abreast(self, batches: Mapping[str, Batch], prompts: Sequence[tuple[int, ...]]) -> dict[str, Turn]:
+        """Batches of the same prompts, each on an engine of its own.
+
+        Raises:
+            RuntimeError: the tokens are not the rule's.
+        """
+        turns = abreast(batches)
+        for name, turn in turns.items():
+            pairs = zip(prompts, turn.tokens, strict=True)
+            if any(tokens != self.pair.rule.text(prompt[-1], len(tokens)) for prompt, tokens in pairs):
+                raise RuntimeError(f"K={name} gave other tokens than the rule that is planted in the weights")
+        return turns
+
+    def rounds(
+        self,
+        engines: Mapping[str, Engine],
+        prompts: Sequence[tuple[int, ...]],
+        rate: float,
+        tell: Callable[[str], None],
+        salt: str | None = None,
+        hopeless: float = 0.0,
+    ) -> dict[str, list[Turn]]:
+        """Engines abreast, each named by its number of drafts, after a round that does not count.
+
+        Those whose speed in that one is below `hopeless` times the best one's have no turns, plain and AUTO excepted.
+        """
+
+        def go(names: Iterable[str]) -> dict[str, Turn]:
+            ways = {name: name if name == AUTO else int(name) for name in names}
+            return self.abreast({n: self.batch(engines[n], prompts, k, rate, salt) for n, k in ways.items()}, prompts)
+
+        left = promising(go(engines), hopeless, ("0", AUTO))
+        turns: dict[str, list[Turn]] = {name: [] for name in left}
+        for number in range(self.options.rounds):
+            for name, turn in go(left).items():
+                turns[name].append(turn)
+                tell(f"round {number + 1}, {name}: {turn.speed:.1f} tokens/s")
+        return turns
 
 
 def row_of(turns: Sequence[Turn], base: Sequence[Turn], **labels: Any) -> Row:

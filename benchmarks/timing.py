@@ -1,12 +1,15 @@
-"""One batch of requests through our engine, in this process."""
+"""Batches of requests through our engine, in this process: one alone, or several engines abreast."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 
-from benchmarks.turns import Clock, Turn
+from benchmarks.meter import Meter
+from benchmarks.turns import Turn
 from engine.engine import Engine
 from engine.stats import StepStats
 from engine.types import Request, SamplingParams, SpeculationMode, SpeculationParams
@@ -24,6 +27,82 @@ def way(k: int | str, proposer: str | None = None, most: int = 8) -> Speculation
     return SpeculationParams(mode=SpeculationMode.FIXED, num_draft_tokens=int(k), proposer=proposer)
 
 
+class Batch:
+    """Some requests on their way through our engine, a step at a time. Its seconds are those of its own steps.
+
+    Greedy, to the last token; under a salt of its own nothing is cached from one batch to the next.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[tuple[int, ...]],
+        tokens: int,
+        speculation: SpeculationParams,
+        salt: str | None = None,
+    ) -> None:
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.seconds = 0.0
+        self._began: tuple[float, int] | None = None  # seconds and tokens when the decoding part began
+        self._engine, self._done, self._meter = engine, list[StepStats](), Meter.start()
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        salt = f"turn-{next(_salts)}" if salt is None else salt
+        with self._counting():
+            for i, prompt in enumerate(prompts):
+                request = Request(
+                    request_id=str(i),
+                    token_ids=prompt,
+                    sampling=sampling,
+                    speculation=speculation,
+                    cache_salt=f"{salt}-{i}",
+                )
+                engine.add(request)
+
+    @property
+    def is_over(self) -> bool:
+        """Every request has its last token."""
+        return not self._engine.has_work
+
+    def step(self) -> None:
+        """One step of the engine."""
+        with self._counting():
+            output = self._engine.step()
+            for event in output.events:
+                self.tokens[int(event.request_id)] += event.token_ids
+        if self._began is None and all(self.tokens):
+            self._began = self.seconds, sum(map(len, self.tokens))
+        self._done.append(output.stats)
+
+    def turn(self) -> Turn:
+        """All of it; whoever else used the processor meanwhile did so in the turns beside it too."""
+        assert self._began is not None, "a sequence without a token"
+        (seconds, count), made = self._began, sum(map(len, self.tokens))
+        turn = Turn(self.tokens, self.seconds, made - count, self.seconds - seconds, self._meter.stop())
+        return _counted(turn, self._done)
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+
+
+def abreast(batches: Mapping[str, Batch]) -> dict[str, Turn]:
+    """Batches of several engines at the same time: a step of whoever has used least, and so on until all are over.
+
+    Turns one after another are seconds apart, in which a shared machine may change its speed by a half; the steps of
+    engines that go abreast are milliseconds apart.
+    """
+    left = dict(batches)
+    turns: dict[str, Turn] = {}
+    while left:
+        name = min(left, key=lambda name: left[name].seconds)
+        left[name].step()
+        if left[name].is_over:
+            turns[name] = left.pop(name).turn()
+    return {name: turns[name] for name in batches}
+
+
 def run_turn(
     engine: Engine,
     prompts: Sequence[tuple[int, ...]],
@@ -31,24 +110,8 @@ def run_turn(
     speculation: SpeculationParams,
     salt: str | None = None,
 ) -> Turn:
-    """Greedy, to the last token; under a salt of its own nothing is cached from one turn to the next."""
-    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    salt = f"turn-{next(_salts)}" if salt is None else salt
-    clock = Clock.of(len(prompts))
-    for i, prompt in enumerate(prompts):
-        name = str(i)
-        request = Request(
-            request_id=name, token_ids=prompt, sampling=sampling, speculation=speculation, cache_salt=f"{salt}-{i}"
-        )
-        engine.add(request)
-    done: list[StepStats] = []
-    while engine.has_work:
-        output = engine.step()
-        for event in output.events:
-            clock.tokens[int(event.request_id)] += event.token_ids
-        clock.tick()
-        done.append(output.stats)
-    return _counted(clock.turn(), done)
+    """A batch alone."""
+    return abreast({"": Batch(engine, prompts, tokens, speculation, salt)})[""]
 
 
 def _counted(turn: Turn, steps: Sequence[StepStats]) -> Turn:

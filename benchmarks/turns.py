@@ -82,21 +82,12 @@ class Clock:
 
 
 def interleave(
-    ways: Mapping[str, Callable[[], Turn]],
-    rounds: int,
-    tell: Callable[[str], None] = lambda _: None,
-    hopeless: float = 0.0,
-    always: Collection[str] = (),
+    ways: Mapping[str, Callable[[], Turn]], rounds: int, tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, list[Turn]]:
-    """A first round that does not count warms up; then every way in every round.
-
-    A way whose speed in the first round, at the second try, is below `hopeless` times the best one's is not run again
-    and has no turns, unless it is one of `always`.
-    """
-    first = {name: run() for name, run in ways.items()}
-    left = worth_while(first, ways, hopeless, always)
-    nothing: dict[str, list[Turn]] = {name: [] for name in ways}
-    return nothing | take_turns({name: ways[name] for name in left}, rounds, tell)
+    """A first round that does not count warms up; then every way in every round."""
+    for run in ways.values():
+        run()
+    return take_turns(ways, rounds, tell)
 
 
 def promising(first: Mapping[str, Turn], hopeless: float, always: Collection[str]) -> list[str]:

@@ -34,7 +34,7 @@ _PROBE_ALL_EVERY = 4  # probes
 _YOUTH, _LATE = 0.25, 2.0  # of an output; then a probe pays less, and must be worth so many times its price
 _HOPE = 0.95  # a chance of each draft at which a proposer would have to pay, or it is not even tried
 _PLENTY, _PLAIN_SAMPLE = 100, 4  # measurements, after which every fourth plain step is enough
-_LOOK_AGAIN = 8  # steps without drafts, in which nothing changed, before it is asked again whether they would pay
+_LOOK_AGAIN = 8, 16  # steps without drafts, at least and at most, before it is asked again whether they would pay
 _TRY_MORE_EVERY, _MODESTY = 16, 0.95  # steps; then as many drafts as reach this share of the best rate
 _TRIALS = 4  # rounds after which a proposer is known about as well as not
 _HORIZON = 128  # tokens: nobody knows whether an output goes on for longer
@@ -90,7 +90,7 @@ class AdaptiveK:
         self._proposers: dict[str, _Proposer] = {}
         self.probing = Probing()
         self._since_plain = self._num_steps = 0
-        self._quiet: tuple[int, Sequence | None, int] = (0, None, 0)  # how many, the newest, and in which step
+        self._quiet: tuple[int, Sequence | None, int] = (0, None, 0)  # how many, the newest, and until which step
         self._num_plain: dict[int, int] = {}  # plain steps measured, by the number of sequences, doubling
 
     # ---------------------------------------------------------------------------------------------------- choosing
@@ -110,6 +110,7 @@ class AdaptiveK:
             return chosen
         load = Load.of([len(s.tokens) for s in sequences], chosen, prompt_rows)
         budget -= sum(chosen)
+        self.probing.wanted = math.inf
         for name in sorted({s.speculation.proposer for s, f in zip(sequences, free, strict=True) if f}):
             mine = [i for i, s in enumerate(sequences) if free[i] and s.speculation.proposer == name]
             proposer = self._proposers.setdefault(name, _Proposer())
@@ -120,14 +121,14 @@ class AdaptiveK:
                 for i, k in zip(mine, found.num_draft.tolist(), strict=True):
                     chosen[i] = k
         if all(free) and not any(chosen) and not any(p.is_on for p in self._proposers.values()):
-            self._quiet = len(sequences), sequences[-1], self._num_steps
+            self._quiet = len(sequences), sequences[-1], self._num_steps + self.probing.rest(*_LOOK_AGAIN)
         return chosen
 
     def _is_quiet(self, sequences: Seq[Sequence]) -> bool:
-        """The same sequences were found not worth drafting for a few steps ago: asking again would cost time."""
-        count, newest, step = self._quiet
+        """The same sequences were found not worth drafting for, and no probe is due: asking again would cost time."""
+        count, newest, until = self._quiet
         same = bool(sequences) and (len(sequences), sequences[-1]) == (count, newest)
-        return same and not self.probing.tries and self._num_steps - step < _LOOK_AGAIN
+        return same and not self.probing.tries and self._num_steps < until
 
     def _is_plain_due(self) -> bool:
         """A plain step loses what drafting would have gained: near break-even, where it matters, hardly anything."""
@@ -177,7 +178,10 @@ class AdaptiveK:
                 allowance, worth = math.inf, [s is probing.tried for s in group.sequences]
             else:
                 probing.tries = 0
-        if allowance <= 0 or not any(worth):
+        if not any(worth):
+            return None
+        if allowance <= 0:
+            probing.wanted = 0.0
             return None
         if self._offer(group, 1.0).hoping(_HOPE).best(load, self.target, budget).gain < 1 + _MARGIN:
             return None
@@ -185,12 +189,15 @@ class AdaptiveK:
         offer = self._offer(group, 0.0)
         # A few tell how well drafts do; all of them, now and then, what so many rows cost.
         most = sum(worth) if probing.count % _PROBE_ALL_EVERY == 0 else 1 + sum(worth) // 4
+        price = math.inf
         for count in sorted({most, 1}, reverse=True):
             probe = offer.cheapest(count, _PROBE_DEPTH).all_of(load, self.target, budget)
             tried = group.sequences[int(probe.num_draft.argmax())]
-            if probe.extra_seconds * (1 if _is_young(tried) else _LATE) <= allowance:
+            price = probe.extra_seconds * (1 if _is_young(tried) else _LATE)
+            if price <= allowance:
                 probing.begin(tried)
                 return probe
+        probing.wanted = min(probing.wanted, price)
         return None
 
     def _worth_asking(self, group: _Group) -> list[bool]:

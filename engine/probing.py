@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ class Probing:
     tries: int = 0  # that are left of them
     count: int = 0
     is_now: bool = False  # this step has a probe
+    wanted: float = math.inf  # allowance for the next one, as far as that was known in the step that had none
+    _plain: float = 0.0  # seconds of a plain step, of late
     _in_vain: float = 0.0  # plain steps' worth that drafts lost and have not earned since
 
     @property
@@ -30,6 +33,11 @@ class Probing:
         """Whoever was refused often asks more seldom."""
         least, most = SHARE
         return max(least, most / (1 + self._in_vain / _PATIENCE))
+
+    def rest(self, least: int, most: int) -> int:
+        """So many plain steps more there will be no probe, as far as that is known."""
+        missing = (self.wanted - self.allowance) / max(self.share * self._plain, 1e-9)
+        return math.ceil(min(max(missing, least), most)) if math.isfinite(missing) else most
 
     def next_step(self, sequences: Seq[Sequence]) -> None:
         """A step of these, so far without a probe."""
@@ -44,6 +52,7 @@ class Probing:
     def account(self, plain: float, seconds: float, gained: float, *, was_hit: bool, has_read: bool) -> None:
         """A step, what a plain one would have taken, and how many seconds of plain steps its drafts saved."""
         lost = seconds - plain - gained
+        self._plain = plain
         self._in_vain = max(0.0, self._in_vain + lost / max(plain, 1e-9))
         if self.is_now:
             self.count += 1

@@ -7,7 +7,6 @@ from functools import partial
 
 from benchmarks.lab import Lab, Row, Section, row_of
 from benchmarks.timing import AUTO
-from benchmarks.turns import interleave
 
 BATCHES = (1, 4, 16, 32)
 RATES = (0.0, 0.3, 0.6, 0.9)
@@ -27,17 +26,14 @@ def measure(lab: Lab) -> list[Row]:
 
 def _cells(lab: Lab, batch: int, context: int) -> Iterator[Row]:
     prompts = lab.prompts(batch, context)
-    fixed, auto = lab.engine(batch, context), lab.engine(batch, context)
+    engines = {name: lab.engine(batch, context) for name in ("0", *map(str, lab.drafts(DRAFTS)), AUTO)}
     salt = "cached" if context > CACHED else None
     for rate in lab.options.rates or RATES:
-        ways = {str(k): partial(lab.turn, fixed, prompts, k, rate, salt) for k in (0, *lab.drafts(DRAFTS))}
-        ways[AUTO] = partial(lab.turn, auto, prompts, AUTO, rate, salt)
-        tell = partial(_tell, lab, batch, context, rate)
         for _ in range(SETTLING):
-            ways[AUTO]()
-        turns = interleave(ways, lab.options.rounds, tell, hopeless=HOPELESS, always=("0", AUTO))
+            lab.turn(engines[AUTO], prompts, AUTO, rate, salt)
+        turns = lab.rounds(engines, prompts, rate, partial(_tell, lab, batch, context, rate), salt, HOPELESS)
         plain = turns["0"]
-        rows = [row_of(mine, plain, k=name) for name, mine in turns.items() if mine]
+        rows = [row_of(mine, plain, k=name) for name, mine in turns.items()]
         best = max((r for r in rows if r["k"] != AUTO), key=lambda r: r["gain"])
         mine = next(r for r in rows if r["k"] == AUTO)
         yield mine | {
@@ -74,10 +70,11 @@ SECTION = Section(
     "grid",
     "Never slower: AUTO over batch, acceptance and context",
     measure,
-    "Decoding speed of plain in tokens/s; gains over plain in the same round, median over rounds. A fixed K that is "
-    f"below {HOPELESS} of the best way in the first, uncounted round is not run again. Prompts of more than "
-    f"{CACHED} tokens are cached by target and draft from the first round on. One engine with AUTO goes through all "
-    f"rates at a batch and context, with {SETTLING} turns that do not count after each change; `moving` counts them.",
+    "Decoding speed of plain in tokens/s; gains over plain in the same round, median over rounds. In a round each way "
+    "has an engine of its own, and the next step is of whichever has used least time. A fixed K that is below "
+    f"{HOPELESS} of the best way in the first, uncounted round is not run again. Prompts of more than {CACHED} tokens "
+    "are cached by target and draft from the first round on. One engine with AUTO goes through all rates at a batch "
+    f"and context, with {SETTLING} turns that do not count after each change; `moving` counts them.",
     {
         "context": "{context}",
         "batch": "{batch}",

@@ -51,8 +51,9 @@ def measure(lab: Lab) -> list[Row]:
 
 def _leg(lab: Lab, plain: Engine, auto: Engine, batch: int, rate: float) -> Leg:
     prompts = lab.prompts(batch, lab.options.prompt)
-    turns = lab.turn(plain, prompts, 0), lab.turn(auto, prompts, AUTO, rate)
-    return Leg(batch, rate, *turns)
+    batches = {"0": lab.batch(plain, prompts, 0, rate), AUTO: lab.batch(auto, prompts, AUTO, rate)}
+    turns = lab.abreast(batches, prompts)
+    return Leg(batch, rate, turns["0"], turns[AUTO])
 
 
 def _total(legs: Sequence[Leg]) -> float:
@@ -79,7 +80,8 @@ SECTION = Section(
     "moving",
     "Never slower: one engine through changing load and text",
     measure,
-    "Gain: seconds of plain decoding over seconds of AUTO for the same requests, prompts included, median over rounds. "
+    "Gain: seconds of plain decoding over seconds of AUTO for the same requests, prompts included, median over rounds; "
+    "the next step is of whichever engine has used less time. "
     "The engine with AUTO sees one point after another, in this order, and nothing between them.",
     {
         "batch": "{batch}",

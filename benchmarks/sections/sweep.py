@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.lab import Lab, Row, Section, row_of
 from benchmarks.timing import AUTO
-from benchmarks.turns import Turn, interleave
+from benchmarks.turns import Turn
 
 BATCHES = (1, 4)
 RATES = (0.3, 0.6, 0.8, 0.9)
@@ -23,14 +23,11 @@ def measure(lab: Lab) -> list[Row]:
 
 
 def _batch(lab: Lab, batch: int, rates: Sequence[float]) -> Iterator[Row]:
-    context, drafts = lab.options.prompt, [0, *lab.drafts(DRAFTS)]
+    context = lab.options.prompt
     prompts = lab.prompts(batch, context)
-    # Control learns from its own steps alone.
-    fixed, auto = lab.engine(batch, context), lab.engine(batch, context)
+    engines = {name: lab.engine(batch, context) for name in ("0", *map(str, lab.drafts(DRAFTS)), AUTO)}
     for rate in rates:
-        ways = {str(k): partial(lab.turn, fixed, prompts, k, rate) for k in drafts}
-        ways[AUTO] = partial(lab.turn, auto, prompts, AUTO, rate)
-        turns = interleave(ways, lab.options.rounds, partial(_tell, lab, batch, rate))
+        turns = lab.rounds(engines, prompts, rate, partial(_tell, lab, batch, rate))
         for name, mine in turns.items():
             yield row_of(mine, turns["0"], batch=batch, rate=rate, k=name) | _costs(mine, turns["0"])
 
@@ -115,9 +112,9 @@ SECTION = Section(
     "sweep",
     "Speed against K and acceptance",
     measure,
-    "Decoding speed in tokens/s (from the moment that every sequence has a token), median over rounds. Gain: to plain "
-    "decoding in the same round, median; whole gain: the same with the prompts' time in it. Costs of a round are in "
-    "plain steps.",
+    "Decoding speed in tokens/s (from the moment that every sequence has a token), median over rounds. In a round each "
+    "way has an engine of its own, and the next step is of whichever has used least time. Gain: to plain decoding in "
+    "the same round, median; whole gain: the same with the prompts' time in it. Costs of a round are in plain steps.",
     {
         "batch": "{batch}",
         "acceptance": "{rate:g}",
