@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.engine import Engine
 from engine.stats import Clock
-from engine.types import Request, SamplingParams, SpeculationMode, SpeculationParams
+from engine.types import FinishReason, Request, SamplingParams, SpeculationMode, SpeculationParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +50,24 @@ def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter) 
 
 
 def _run(engine: Engine, shape: Shape) -> None:
+    """Prompts, so many steps, and the end: whether drafts are kept does not decide how long it takes."""
     prompt = min(shape.prompt, engine.max_model_len - 2)
-    # Room for drafts until the last step.
-    most = min(shape.steps * (1 + shape.num_draft), engine.max_model_len - prompt)
+    most = min(shape.steps * (1 + shape.num_draft), engine.max_model_len - prompt)  # room for drafts in every step
     mode = SpeculationMode.FIXED if shape.num_draft else SpeculationMode.OFF
     speculation = SpeculationParams(mode=mode, num_draft_tokens=shape.num_draft)
     sampling = SamplingParams(max_tokens=most, ignore_eos=True)
-    for i in range(min(shape.batch, engine.config.max_batch_size)):
-        # Each of another tenant, so that none finds what the one before has fed.
-        name = f"calibrate-{i}"
+    # Each of another tenant, so that none finds what the one before has fed.
+    names = [f"calibrate-{i}" for i in range(min(shape.batch, engine.config.max_batch_size))]
+    for i, name in enumerate(names):
         prompt_ids = tuple((7 * j + i) % engine.vocab_size for j in range(prompt))
         request = Request(
             request_id=name, token_ids=prompt_ids, sampling=sampling, speculation=speculation, cache_salt=name
         )
         engine.add(request)
-    while engine.has_work:
-        engine.step()
+    reading = set(names)
+    while reading and engine.has_work:
+        reading -= {event.request_id for event in engine.step().events}
+    for _ in range(shape.steps):
+        if engine.has_work:
+            engine.step()
+    engine.finish_all(FinishReason.CANCELLED)

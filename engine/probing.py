@@ -11,7 +11,7 @@ from engine.types import Sequence
 SHARE = 0.008, 0.016  # of the time: where it was in vain for long, and before
 _PATIENCE = 4  # steps' worth of probing in vain, after which half as much is spent on it
 _MOST = 8  # steps' worth of time that is saved up
-_DEBT, _MOST_DEBT = 2, 4  # steps' worth spent ahead: then hits are followed no further; and all that is paid back
+_DEBT, _MOST_DEBT = 1, 4  # steps' worth spent ahead: then hits are followed no further; and all that is paid back
 TRIES = 4  # probes that a hit, or having read what the draft model had to catch up with, is followed by
 
 
