@@ -57,7 +57,8 @@ class Probing:
         if self.is_now:
             self.count += 1
             self.allowance -= lost
-            again = (was_hit or has_read) and self.allowance > -_DEBT * plain
+            # What was read is paid for: to stop there would waste it. Hits may go on for long.
+            again = has_read or (was_hit and self.allowance > -_DEBT * plain)
             self.tries = TRIES if again else max(0, self.tries - 1)
         # What was lost beyond that was misjudged; if it had to be saved first, nothing would be noticed for long.
         self.allowance = min(max(self.allowance, -_MOST_DEBT * plain) + self.share * plain, _MOST * plain)
