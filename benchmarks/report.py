@@ -27,8 +27,8 @@ Models have random weights of the named shapes, in which one rule is planted: wh
 (`benchmarks/synthetic.py`). All work is real; the text is the same for every program and precision, and that was
 checked in each turn. Where drafts are replayed (`benchmarks/replay.py`) the draft model runs for what it costs and its
 words are replaced, right or wrong as often as the row says. Greedy, end tokens ignored. Ways take turns within a
-round, and ratios are within a round. Foreign cores: how many cores others used (or the host took) in the worst turn of
-the row; rows above 0.1 deserve doubt.
+round, step by step where a section says so, and ratios are within a round. Foreign cores: how many cores others used
+(or the host took) in the worst turn of the row; rows above 0.1 deserve doubt.
 """
 
 
