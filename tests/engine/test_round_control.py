@@ -125,7 +125,7 @@ class Costs:
         return run
 
 
-def rate(costs: Costs, pair, mode: SpeculationMode, rounds: int = 300) -> tuple[float, float]:
+def rate(costs: Costs, pair, mode: SpeculationMode, rounds: int = 300, seed: int = 0) -> tuple[float, float]:
     """Tokens per second with four sequences at a time, and drafts per round and sequence; the last third counts."""
     engine = engine_of(pair=pair, speculation=mode, max_model_len=128, max_batch_size=4, num_draft_tokens=4, pages=40)
     engine._rounds._clock, engine._rounds._make_run = costs, costs.run_of
@@ -133,7 +133,8 @@ def rate(costs: Costs, pair, mode: SpeculationMode, rounds: int = 300) -> tuple[
     made = drafted = 0
     for i in range(rounds):
         while engine.num_running + engine.num_waiting < 4:
-            sampling = SamplingParams(temperature=1.0, max_tokens=100, ignore_eos=True)
+            seed += 1
+            sampling = SamplingParams(temperature=1.0, max_tokens=100, ignore_eos=True, seed=seed)
             engine.add(Request(request_id=f"{i}-{engine.num_waiting}", token_ids=(5, 6, 7), sampling=sampling))
         stats = engine.step().stats
         if i == 2 * rounds // 3:
@@ -156,12 +157,13 @@ def test_right_and_cheap_drafts_are_made() -> None:
 
 
 def test_wrong_drafts_are_left() -> None:
-    """Not slower than plain decoding, but for probes: a hundred rounds may hold one series, paid for by many more."""
+    """Not slower than plain decoding, but for probes; a hundred rounds may hold a series that others pay for."""
     costs = 0.5, 1.0, 0.02
-    auto, drafts = rate(Costs(*costs), wrong(), AUTO)
     plain, _ = rate(Costs(*costs), wrong(), SpeculationMode.OFF)
-    assert drafts < 0.15
-    assert auto > 0.92 * plain
+    runs = [rate(Costs(*costs), wrong(), AUTO, seed=1000 * i) for i in range(4)]
+    auto, drafts = (sum(values) / len(runs) for values in zip(*runs, strict=True))
+    assert drafts < 0.1
+    assert auto > 0.93 * plain
 
 
 def test_right_drafts_that_cost_more_than_they_bring_are_left() -> None:
