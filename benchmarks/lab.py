@@ -101,6 +101,10 @@ class Lab:
         """For so many sequences with prompts of `context` tokens."""
         return self.models.engine(batch, min(POSITIONS, context + self.options.tokens + 32))
 
+    def engines(self, batch: int, context: int, drafts: Sequence[int]) -> dict[str, Engine]:
+        """One for plain decoding, for each number of drafts (those asked for, or these), and for AUTO, named so."""
+        return {name: self.engine(batch, context) for name in ("0", *map(str, self.drafts(drafts)), AUTO)}
+
     def prompts(self, batch: int, context: int) -> list[tuple[int, ...]]:
         """Their continuations are recorded for drafts to know."""
         prompts = self.pair.rule.prompts(batch, context, seed=context)
@@ -149,8 +153,7 @@ class Lab:
         """
         turns = abreast(batches)
         for name, turn in turns.items():
-            pairs = zip(prompts, turn.tokens, strict=True)
-            if any(tokens != self.pair.rule.text(prompt[-1], len(tokens)) for prompt, tokens in pairs):
+            if turn.tokens != [self.pair.rule.text(prompt[-1], batches[name].num_tokens) for prompt in prompts]:
                 raise RuntimeError(f"K={name} gave other tokens than the rule that is planted in the weights")
         return turns
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 
-from benchmarks.meter import Meter
-from benchmarks.turns import Turn
+from benchmarks.turns import Clock, Turn
 from engine.engine import Engine
 from engine.stats import StepStats
 from engine.types import Request, SamplingParams, SpeculationMode, SpeculationParams
@@ -41,10 +40,9 @@ class Batch:
         speculation: SpeculationParams,
         salt: str | None = None,
     ) -> None:
-        self.tokens: list[list[int]] = [[] for _ in prompts]
-        self.seconds = 0.0
-        self._began: tuple[float, int] | None = None  # seconds and tokens when the decoding part began
-        self._engine, self._done, self._meter = engine, list[StepStats](), Meter.start()
+        self.seconds, self.num_tokens = 0.0, tokens
+        self._clock = Clock.of(len(prompts), lambda: self.seconds)
+        self._engine, self._done = engine, list[StepStats]()
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         salt = f"turn-{next(_salts)}" if salt is None else salt
         with self._counting():
@@ -68,17 +66,13 @@ class Batch:
         with self._counting():
             output = self._engine.step()
             for event in output.events:
-                self.tokens[int(event.request_id)] += event.token_ids
-        if self._began is None and all(self.tokens):
-            self._began = self.seconds, sum(map(len, self.tokens))
+                self._clock.tokens[int(event.request_id)] += event.token_ids
+        self._clock.tick()
         self._done.append(output.stats)
 
     def turn(self) -> Turn:
         """All of it; whoever else used the processor meanwhile did so in the turns beside it too."""
-        assert self._began is not None, "a sequence without a token"
-        (seconds, count), made = self._began, sum(map(len, self.tokens))
-        turn = Turn(self.tokens, self.seconds, made - count, self.seconds - seconds, self._meter.stop())
-        return _counted(turn, self._done)
+        return _counted(self._clock.turn(), self._done)
 
     @contextmanager
     def _counting(self) -> Iterator[None]:

@@ -55,27 +55,31 @@ class Turn:
 
 @dataclass
 class Clock:
-    """Collects tokens as they come and knows when decoding began."""
+    """Collects tokens as they come and knows when decoding began. `now` may count a part of the time alone."""
 
     tokens: list[list[int]]
-    start: float = field(default_factory=time.perf_counter)
+    now: Callable[[], float] = time.perf_counter
+    start: float = field(init=False)
     began: float | None = None
     at_begin: int = 0
     meter: Meter = field(default_factory=Meter.start)
 
+    def __post_init__(self) -> None:
+        self.start = self.now()
+
     @classmethod
-    def of(cls, batch: int) -> Clock:
+    def of(cls, batch: int, now: Callable[[], float] = time.perf_counter) -> Clock:
         """For so many sequences."""
-        return cls([[] for _ in range(batch)])
+        return cls([[] for _ in range(batch)], now)
 
     def tick(self) -> None:
         """Tokens were added by a step."""
         if self.began is None and all(self.tokens):
-            self.began, self.at_begin = time.perf_counter(), sum(map(len, self.tokens))
+            self.began, self.at_begin = self.now(), sum(map(len, self.tokens))
 
     def turn(self) -> Turn:
         """All are over."""
-        end = time.perf_counter()
+        end = self.now()
         assert self.began is not None, "a sequence without a token"
         made = sum(map(len, self.tokens))
         return Turn(self.tokens, end - self.start, made - self.at_begin, end - self.began, self.meter.stop())

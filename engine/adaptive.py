@@ -189,7 +189,6 @@ class AdaptiveK:
         offer = self._offer(group, 0.0)
         # A few tell how well drafts do; all of them, now and then, what so many rows cost.
         most = sum(worth) if probing.count % _PROBE_ALL_EVERY == 0 else 1 + sum(worth) // 4
-        price = math.inf
         for count in sorted({most, 1}, reverse=True):
             probe = offer.cheapest(count, _PROBE_DEPTH).all_of(load, self.target, budget)
             tried = group.sequences[int(probe.num_draft.argmax())]
@@ -197,7 +196,7 @@ class AdaptiveK:
             if price <= allowance:
                 probing.begin(tried)
                 return probe
-        probing.wanted = min(probing.wanted, price)
+            probing.wanted = min(probing.wanted, price)
         return None
 
     def _worth_asking(self, group: _Group) -> list[bool]:

@@ -26,7 +26,7 @@ def measure(lab: Lab) -> list[Row]:
 
 def _cells(lab: Lab, batch: int, context: int) -> Iterator[Row]:
     prompts = lab.prompts(batch, context)
-    engines = {name: lab.engine(batch, context) for name in ("0", *map(str, lab.drafts(DRAFTS)), AUTO)}
+    engines = lab.engines(batch, context, DRAFTS)
     salt = "cached" if context > CACHED else None
     for rate in lab.options.rates or RATES:
         for _ in range(SETTLING):

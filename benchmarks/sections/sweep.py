@@ -25,7 +25,7 @@ def measure(lab: Lab) -> list[Row]:
 def _batch(lab: Lab, batch: int, rates: Sequence[float]) -> Iterator[Row]:
     context = lab.options.prompt
     prompts = lab.prompts(batch, context)
-    engines = {name: lab.engine(batch, context) for name in ("0", *map(str, lab.drafts(DRAFTS)), AUTO)}
+    engines = lab.engines(batch, context, DRAFTS)
     for rate in rates:
         turns = lab.rounds(engines, prompts, rate, partial(_tell, lab, batch, rate))
         for name, mine in turns.items():
