@@ -4,9 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
+GROUP = 128  # inputs of a matrix in 4 bits that share a scale
+WORDS = (
+    GROUP // 4
+)  # 16-bit words of a group: word j holds the levels of inputs j, j + 32, j + 64 and j + 96, the first low
+TILE_OUTPUTS = 64  # the fewest outputs of such a matrix that one program takes
+LARGEST = 448.0  # of 8-bit floats with 4 bits of exponent and 3 of mantissa (e4m3)
+TINIEST = 1e-12  # a row of zeros has a scale all the same
 RUNNING, STOPPED, FULL, UNSOUND = range(4)  # what `Committed.ended` says
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """R rows in 8-bit floats with a scale each, for a matmul; near `rows * scale`."""
+
+    rows: Tensor  # [R, in] float8_e4m3fn
+    scale: Tensor  # [R, 1] float32
+    shape: torch.Size  # of what was rounded: [..., in]
+    dtype: torch.dtype  # of what was rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +48,14 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """What R rows of logits became."""
+
+    token: Tensor  # [R] int64
+    sound: Tensor  # [R] bool, whether the largest logit of the row is a finite number
+
+
+@dataclass(frozen=True, slots=True)
 class Laws:
     """What shapes R rows, all on the device. A row with temperature 0 is greedy and needs nothing else."""
 
@@ -40,6 +66,10 @@ class Laws:
     seed: Tensor  # [R] int64, the bits of a uint64
     position: Tensor  # [R] int64
     stream: Tensor  # [R] int64
+
+    def rows(self, some: slice) -> Laws:
+        """Those of some rows."""
+        return Laws(*(getattr(self, field.name)[some] for field in fields(self)))
 
     def dense(self) -> Laws:
         """The same without gaps between numbers: a kernel is told where the first one is."""

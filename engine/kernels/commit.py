@@ -24,23 +24,26 @@ def commit(drawn: Tensor, drafts: Tensor, num_sound: Tensor, slots: Tensor, trac
     if num:
         _commit_kernel[(num,)](
             drawn, drafts, num_sound, slots, tracks.tokens, tracks.length, tracks.max_length, tracks.ends,
-            tracks.running, *found, drawn.stride(0), drafts.stride(0), tracks.tokens.stride(0),
-            WIDTH=width, BLOCK=triton.next_power_of_2(width), ENDS=tracks.ends.shape[1], num_warps=1,
+            tracks.running, *found, drawn.stride(0), drafts.stride(0), tracks.tokens.stride(0), width,
+            BLOCK=max(32, triton.next_power_of_2(width)), ENDS=tracks.ends.shape[1], num_warps=1,
         )  # fmt: skip
     return Committed(*found)
 
 
-@triton.jit
+@triton.jit(  # compiled once for all K up to 31
+    do_not_specialize=["drawn_stride", "drafts_stride", "tokens_stride", "width"],
+    do_not_specialize_on_alignment=["drawn_ptr", "drafts_ptr", "num_sound_ptr", "slots_ptr"],
+)
 def _commit_kernel(
     drawn_ptr, drafts_ptr, num_sound_ptr, slots_ptr, tokens_ptr, length_ptr, max_length_ptr, ends_ptr, running_ptr,
     num_fresh_ptr, num_accepted_ptr, ended_ptr, drawn_stride, drafts_stride, tokens_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ENDS: tl.constexpr,
+    width, BLOCK: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + b)
     i = tl.arange(0, BLOCK)
-    drawn = tl.load(drawn_ptr + b * drawn_stride + i, mask=i < WIDTH, other=-2)
-    draft = tl.load(drafts_ptr + b * drafts_stride + i, mask=i < WIDTH - 1, other=-1)
+    drawn = tl.load(drawn_ptr + b * drawn_stride + i, mask=i < width, other=-2)
+    draft = tl.load(drafts_ptr + b * drafts_stride + i, mask=i < width - 1, other=-1)
     num_kept = tl.min(tl.where(drawn == draft, BLOCK, i), 0)  # one beyond the drafts is never equal
     length, running = tl.load(length_ptr + slot), tl.load(running_ptr + slot)
     ends = i < 0

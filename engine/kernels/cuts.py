@@ -1,16 +1,15 @@
 """Where the law of a row ends after top-k, then top-p of what is left, without sorting anything.
 
 Scores (logits over temperature, the best at 0) have ranks: the bits of how far a score lies below 0, so that likelier
-tokens have smaller ranks. A law is all tokens up to a last rank, and of that rank the first few by id. The last rank is
-found four bits at a time: all blocks of a row count and weigh what falls into 16 bins, then one program per row takes
-the last bin before which there is still less than the law may hold. Sums are float64 and in an order that hangs on the
-vocabulary alone.
+tokens have smaller ranks. A law is all tokens up to a last rank, and of that rank the first few by id. The last rank of
+top-k is found in three steps of 9, 11 and 11 bits, and that of top-p in three more: all blocks of a row add what they
+have to the row's bins, and the next launch begins with taking the last bin before which there is less than the law may
+hold. What is added are integers, tokens or weights in units of 2**-44, so that a row's bins are its own in any order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton
@@ -19,129 +18,262 @@ from torch import Tensor
 
 from engine.kernels.args import Laws
 
-BLOCK = 1024  # tokens that one program counts
-NEVER = tl.constexpr(0x7FFFFFFF)  # a rank behind that of every score
-_DIGITS = range(28, -1, -4)
+BLOCK = 4096  # tokens that one program adds to the bins
+LARGEST_VOCAB = 2**19  # whose weights, 1 at most each, fit into int64
+NEVER = tl.constexpr(0x7FFFFFFF)  # a rank behind that of every score; a number that no count of tokens reaches
+_UNIT = tl.constexpr(float(2**44))  # of a weight of 1
+_WEIGHTLESS = tl.constexpr(0x42000000)  # the rank of score -32: beyond it no weight is half a unit
+_STEPS = 3  # of a search
+_GROUP = tl.constexpr(32)  # bins
+_GROUPS = tl.constexpr(64)
+_WIDTH = tl.constexpr(64 + 64 * 32)  # sums of groups, then bins
+_ROW = tl.constexpr(2 * 3 * (64 + 64 * 32))  # two searches
+_PEELS = tl.constexpr(12)
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
-    """The end of R laws. Rows that nothing cuts, and greedy ones, end behind every score."""
+class Search:
+    """What the launches of one draw leave to each other. Empty where no row is cut."""
 
-    rank: Tensor  # [R] int32, the last rank
-    ties: Tensor  # [R] float64, how many tokens of that rank belong to the law
+    bins: Tensor  # [R, 2, 3, 2112] int64: top-k and top-p, their steps; zeros at first
+    rank: Tensor  # [R, 2, 3] int32, where the bins of a step begin
+    before: Tensor  # [R, 2, 3] float64, tokens or weight before that
+    limit: Tensor  # [R] float64, the weight that top-p may hold
+    last: Tensor  # [R] int32, the last rank of the law
+    allowed: Tensor  # [R] int32, how many tokens of that rank belong to the law; NEVER where all do
+    ties: Tensor  # [R, blocks] int32, tokens of that rank in each block, where not all do
+
+    @classmethod
+    def empty(cls, num_rows: int, blocks: int, device: torch.device) -> Search:
+        """Nothing in it is set."""
+
+        def made(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty((num_rows, *shape), dtype=dtype, device=device)
+
+        whole, real = torch.int32, torch.float64
+        return cls(
+            made(torch.int64, 2, _STEPS, _WIDTH.value), made(whole, 2, _STEPS), made(real, 2, _STEPS), made(real),
+            made(whole), made(whole), made(whole, blocks),
+        )  # fmt: skip
 
 
-def ends_of(logits: Tensor, laws: Laws, largest: Tensor) -> Ends:
-    """`logits` `[R, vocab]` with adjacent columns, `largest` float32 `[R]`: the largest of each row."""
-    num_rows, vocab = logits.shape
-    blocks = triton.cdiv(vocab, BLOCK)
-    rank = torch.zeros(num_rows, dtype=torch.int32, device=logits.device)
-    ties = torch.full((num_rows,), float("inf"), dtype=torch.float64, device=logits.device)
-    before = torch.zeros((num_rows, 2), dtype=torch.float64, device=logits.device)  # tokens and weight before `rank`
-    limit = torch.full_like(ties, float("inf"))
-    bins = logits.new_empty((num_rows, blocks, 2, 16), dtype=torch.float64)
-    count = partial(
-        _bins_kernel[(num_rows, blocks)], logits, laws.temperature, laws.top_k, laws.top_p, largest, rank, bins,
-        logits.stride(0), vocab, blocks, BLOCK=BLOCK,
+def find_ends(logits: Tensor, laws: Laws, peaks: Tensor, search: Search, ties_block: int) -> None:
+    """Set `last`, `allowed` and `ties` of `search`, whose bins are zeros, for all rows that are drawn.
+
+    `logits` `[R, vocab]` with adjacent columns, `laws` without gaps, `peaks` float32 `[R, blocks]`, the largest of each
+    `ties_block` tokens.
+
+    Raises:
+        ValueError: the vocabulary is too large.
+    """
+    (num_rows, vocab), blocks = logits.shape, peaks.shape[1]
+    if vocab >= LARGEST_VOCAB:
+        raise ValueError(f"top-k and top-p of {vocab} tokens: these kernels add up at most {LARGEST_VOCAB - 1}")
+    size = triton.next_power_of_2(blocks)
+    grid = num_rows, triton.cdiv(vocab, BLOCK)
+    stands = search.bins, search.rank, search.before
+    for step in range(_STEPS):
+        _count_kernel[grid](
+            logits, laws.temperature, laws.top_k, peaks, *stands, logits.stride(0), vocab, blocks, step,
+            BLOCK=BLOCK, BLOCKS=size, num_warps=8,
+        )  # fmt: skip
+    for step in range(_STEPS):
+        _weigh_kernel[grid](
+            logits, laws.temperature, laws.top_k, laws.top_p, peaks, *stands, search.limit, logits.stride(0), vocab,
+            blocks, step, BLOCK=BLOCK, BLOCKS=size, num_warps=8,
+        )  # fmt: skip
+    _end_kernel[num_rows, blocks](
+        logits, laws.temperature, laws.top_k, laws.top_p, peaks, *stands, search.limit, search.last, search.allowed,
+        search.ties, logits.stride(0), vocab, blocks, BLOCK=ties_block, BLOCKS=size,
     )  # fmt: skip
-    take = partial(
-        _digit_kernel[(num_rows,)], laws.temperature, laws.top_k, laws.top_p, rank, ties, before, limit, bins, vocab,
-        blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=4,
-    )  # fmt: skip
-    for by_mass in (False, True):
-        for shift in _DIGITS:
-            first, last = shift == _DIGITS[0], shift == _DIGITS[-1]
-            count(shift=shift, FIRST=first, BY_MASS=by_mass)
-            take(shift=shift, FIRST=first, LAST=last, BY_MASS=by_mass)
-    return Ends(rank, ties)
 
 
 @triton.jit
-def ranks(logits_ptr, token, vocab, largest, temperature):
-    """Scores and ranks of some tokens of a row."""
-    value = tl.load(logits_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+def ranks(value, token, vocab, largest, temperature):
+    """Scores and ranks of some logits of a row."""
     score = tl.div_rn(value - largest, tl.maximum(temperature, 1.1754943508222875e-38))
     rank = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return score, tl.where(token < vocab, rank, NEVER)
 
 
 @triton.jit
-def _is_cut(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab, BY_MASS: tl.constexpr):
-    """Whether this half of the search is for a row: the second only where there is a top-p."""
-    has_p = tl.load(top_p_ptr + row) < 1
-    is_cut = has_p if BY_MASS else (has_p | (tl.load(top_k_ptr + row) < vocab))
-    return is_cut & (tl.load(temperature_ptr + row) > 0)
+def largest_of(peaks_ptr, row, blocks, BLOCKS: tl.constexpr):
+    """The largest logit of a row."""
+    b = tl.arange(0, BLOCKS)
+    return tl.max(tl.load(peaks_ptr + row * blocks + b, mask=b < blocks, other=float("-inf")), 0)
 
 
 @triton.jit
-def _bins_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, largest_ptr, rank_ptr, bins_ptr, stride, vocab, blocks, shift,
-    BLOCK: tl.constexpr, FIRST: tl.constexpr, BY_MASS: tl.constexpr,
+def _ranked(logits_ptr, peaks_ptr, row, block, vocab, blocks, temperature, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """The tokens of a block, and their ranks."""
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(logits_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    return token, ranks(value, token, vocab, largest_of(peaks_ptr, row, blocks, BLOCKS), temperature)[1]
+
+
+@triton.jit
+def clear(bins_ptr, row, block, blocks):
+    """This program's share of the bins of a row: zeros."""
+    i = tl.arange(0, 1024)
+    for first in range(block * 1024, _ROW, blocks * 1024):
+        tl.store(bins_ptr + row * _ROW + first + i, 0, mask=first + i < _ROW)
+
+
+@triton.jit
+def _weight(rank):
+    """exp(score) in whole units, 0 of a score that is no finite number."""
+    weight = tl.exp(-(rank.to(tl.float32, bitcast=True)).to(tl.float64))
+    return (tl.where(rank < 0x7F800000, weight, 0.0) * _UNIT + 0.5).to(tl.int64)
+
+
+@triton.jit
+def _last(sums_ptr, before, limit, SIZE: tl.constexpr):
+    """The last of some sums before which there is less than `limit`, and what lies before it."""
+    i = tl.arange(0, SIZE)
+    sums = tl.load(sums_ptr + i)
+    up_to = before + (tl.cumsum(sums, 0) - sums).to(tl.float64)
+    return tl.max(tl.where(up_to < limit, i, 0), 0), tl.max(tl.where(up_to < limit, up_to, before), 0)
+
+
+@triton.jit
+def _stand(bins_ptr, rank_ptr, before_ptr, step, limit):
+    """Where a search stands before a step: the rank found so far, what lies before it, what the bin taken last has."""
+    rank, before, within = step * 0, tl.full((), 0, tl.float64), tl.full((), 0, tl.int64)
+    if step > 0:
+        bins_ptr += (step - 1) * _WIDTH
+        before = tl.load(before_ptr + step - 1)
+        group, before = _last(bins_ptr, before, limit, _GROUPS)
+        bins_ptr += _GROUPS + group * _GROUP
+        digit, before = _last(bins_ptr, before, limit, _GROUP)
+        within = tl.load(bins_ptr + digit)
+        rank = tl.load(rank_ptr + step - 1) + ((group * _GROUP + digit) << (33 - 11 * step))
+    return rank, before, within
+
+
+@triton.jit
+def _tally(bins_ptr, rank, start, step, mine, WEIGHS: tl.constexpr):
+    """Add those tokens that are `mine` and within 2048 bins from `start` to these bins, or their weights.
+
+    A block has few different leading digits and many tokens of each: those are summed here, one digit after the other.
+    Of later digits it has hardly any tokens, or many different ones: these are added one by one.
+    """
+    bin_of = (rank >> (22 - 11 * step)) - (start >> (22 - 11 * step))
+    bin_of = tl.where(mine & (bin_of >= 0) & (bin_of < _GROUPS * _GROUP), bin_of, NEVER)
+    lowest, peeled = tl.min(bin_of, 0), 0
+    if lowest < NEVER:
+        weight = _weight(rank) if WEIGHS else (rank * 0 + 1).to(tl.int64)
+        while (lowest < NEVER) & (peeled < _PEELS):
+            total = tl.sum(tl.where(bin_of == lowest, weight, 0), 0)
+            tl.atomic_add(bins_ptr + lowest // _GROUP, total, sem="relaxed")
+            tl.atomic_add(bins_ptr + _GROUPS + lowest, total, sem="relaxed")
+            bin_of = tl.where(bin_of == lowest, NEVER, bin_of)
+            lowest = tl.min(bin_of, 0)
+            peeled += 1
+        if lowest < NEVER:
+            left = bin_of < NEVER
+            tl.atomic_add(bins_ptr + bin_of // _GROUP, weight, mask=left, sem="relaxed")
+            tl.atomic_add(bins_ptr + _GROUPS + bin_of, weight, mask=left, sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=["blocks", "step"],
+    do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "peaks_ptr", "bins_ptr", "rank_ptr", "before_ptr"],
+)
+def _count_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, peaks_ptr, bins_ptr, rank_ptr, before_ptr, stride, vocab, blocks, step,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of a block, and their weight, by the next four bits of their rank, as far as the bits before agree."""
+    """One step of the search for the end of top-k: tokens by the next digit of their ranks."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if _is_cut(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab, BY_MASS):
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        largest, temperature = tl.load(largest_ptr + row), tl.load(temperature_ptr + row)
-        score, rank = ranks(logits_ptr + row * stride, token, vocab, largest, temperature)
-        start = vocab * 0 if FIRST else tl.load(rank_ptr + row)  # the second search begins anew
-        bin_of = (rank >> shift) - (start >> shift)
-        mine = (token < vocab) & (bin_of >= 0) & (bin_of < 16)
-        digit = tl.arange(0, 16)
-        count, mass = tl.zeros([16], tl.float64), tl.zeros([16], tl.float64)
-        if tl.max(mine.to(tl.int32), 0) > 0:  # after a few digits hardly any block has one
-            here = mine[:, None] & (bin_of[:, None] == digit[None, :])
-            count = tl.sum(here.to(tl.float64), 0)
-            mass = tl.sum(tl.where(here, tl.exp(score.to(tl.float64))[:, None], 0.0), 0)
-        bins_ptr += (row * blocks + block) * 32
-        tl.store(bins_ptr + digit, count)
-        tl.store(bins_ptr + 16 + digit, mass)
+    temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
+    if (temperature > 0) & (top_k < vocab):
+        bins_ptr, rank_ptr, before_ptr = bins_ptr + row * _ROW, rank_ptr + row * 6, before_ptr + row * 6
+        start, before, _ = _stand(bins_ptr, rank_ptr, before_ptr, step, top_k.to(tl.float64))
+        if block == 0:
+            tl.store(rank_ptr + step, start)
+            tl.store(before_ptr + step, before)
+        token, rank = _ranked(
+            logits_ptr + row * stride, peaks_ptr, row, block, vocab, blocks, temperature, BLOCK, BLOCKS
+        )
+        _tally(bins_ptr + step * _WIDTH, rank, start, step, token < vocab, WEIGHS=False)
 
 
 @triton.jit
-def _sums(bins_ptr, blocks, start, BLOCKS: tl.constexpr):
-    """What all blocks have before each of 16 bins, `start` included; `[16]`."""
-    block, digit = tl.arange(0, BLOCKS), tl.arange(0, 16)
-    found = tl.load(bins_ptr + block[:, None] * 32 + digit[None, :], mask=(block < blocks)[:, None], other=0.0)
-    total = tl.sum(found, 0)
-    return start + tl.sum(tl.where(digit[:, None] < digit[None, :], total[:, None], 0.0), 0)
+def _end_of_top_k(top_k, vocab, bins_ptr, rank_ptr, before_ptr):
+    """The last rank, how many tokens of it are in, and how many are not."""
+    last, allowed, surplus = vocab * 0 + NEVER, top_k.to(tl.float64), tl.full((), 0, tl.int64)
+    if top_k < vocab:
+        last, before, within = _stand(bins_ptr, rank_ptr, before_ptr, vocab * 0 + 3, top_k.to(tl.float64))
+        allowed = top_k.to(tl.float64) - before
+        surplus = within - allowed.to(tl.int64)
+    return last, allowed, surplus
 
 
-@triton.jit
-def _digit_kernel(
-    temperature_ptr, top_k_ptr, top_p_ptr, rank_ptr, ties_ptr, before_ptr, limit_ptr, bins_ptr, vocab, blocks, shift,
-    BLOCKS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BY_MASS: tl.constexpr,
+@triton.jit(
+    do_not_specialize=["blocks", "step"],
+    do_not_specialize_on_alignment=[
+        "temperature_ptr", "top_k_ptr", "top_p_ptr", "peaks_ptr", "bins_ptr", "rank_ptr", "before_ptr", "limit_ptr",
+    ],
+)  # fmt: skip
+def _weigh_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, peaks_ptr, bins_ptr, rank_ptr, before_ptr, limit_ptr, stride,
+    vocab, blocks, step, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Take the last bin before which there are fewer tokens than top-k and less weight than the limit."""
-    row = tl.program_id(0).to(tl.int64)
-    if _is_cut(temperature_ptr, top_k_ptr, top_p_ptr, row, vocab, BY_MASS):
-        rank = vocab * 0 if FIRST else tl.load(rank_ptr + row)
-        before_count = 0.0 if FIRST else tl.load(before_ptr + 2 * row)
-        before_mass = 0.0 if FIRST else tl.load(before_ptr + 2 * row + 1)
-        bins_ptr += row * blocks * 32
-        count = _sums(bins_ptr, blocks, before_count, BLOCKS)
-        mass = _sums(bins_ptr + 16, blocks, before_mass, BLOCKS)
-        digit = tl.arange(0, 16)
-        most = tl.load(top_k_ptr + row).to(tl.float64)
-        limit = tl.load(limit_ptr + row)
-        fits = (count < most) & (mass < limit) & (digit <= (NEVER - rank) >> shift)
-        best = tl.max(tl.where(fits, digit, 0), 0)
-        rank += best << shift
-        count = tl.sum(tl.where(digit == best, count, 0.0), 0)
-        mass = tl.sum(tl.where(digit == best, mass, 0.0), 0)
-        tl.store(rank_ptr + row, rank)
-        tl.store(before_ptr + 2 * row, count)
-        tl.store(before_ptr + 2 * row + 1, mass)
-        if LAST:
-            weight = tl.exp(-(rank.to(tl.float32, bitcast=True)).to(tl.float64))
-            weight = tl.where(rank < 0x7F800000, weight, 0.0)  # of a score that is a number
-            ties = most - count
-            if BY_MASS:
-                ties = tl.minimum(ties, tl.where(weight > 0, tl.ceil((limit - mass) / weight), ties))
-            else:
-                left = mass + tl.where(weight > 0, ties * weight, 0.0)
-                tl.store(limit_ptr + row, tl.load(top_p_ptr + row) * left)
-            tl.store(ties_ptr + row, ties)
-    elif LAST and not BY_MASS:
-        tl.store(rank_ptr + row, NEVER)
+    """One step of the search for the end of top-p: weights by the next digit of ranks, of what top-k has left."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, top_p = tl.load(temperature_ptr + row), tl.load(top_p_ptr + row)
+    if (temperature > 0) & (top_p < 1):
+        bins_ptr, rank_ptr, before_ptr = bins_ptr + row * _ROW, rank_ptr + row * 6, before_ptr + row * 6
+        last, _, surplus = _end_of_top_k(tl.load(top_k_ptr + row), vocab, bins_ptr, rank_ptr, before_ptr)
+        bins_ptr, rank_ptr, before_ptr = bins_ptr + 3 * _WIDTH, rank_ptr + 3, before_ptr + 3
+        limit = tl.full((), 0, tl.float64)
+        if step == 1:  # the bins of the first step have everything up to the last rank of top-k
+            total = tl.sum(tl.load(bins_ptr + tl.arange(0, _GROUPS)), 0) - surplus * _weight(last)
+            limit = top_p * total.to(tl.float64)
+            if block == 0:
+                tl.store(limit_ptr + row, limit)
+        elif step == 2:
+            limit = tl.load(limit_ptr + row)
+        start, before, _ = _stand(bins_ptr, rank_ptr, before_ptr, step, limit)
+        if block == 0:
+            tl.store(rank_ptr + step, start)
+            tl.store(before_ptr + step, before)
+        rank = _ranked(logits_ptr + row * stride, peaks_ptr, row, block, vocab, blocks, temperature, BLOCK, BLOCKS)[1]
+        _tally(bins_ptr + step * _WIDTH, rank, start, step, (rank <= last) & (rank < _WEIGHTLESS), WEIGHS=True)
+
+
+@triton.jit(
+    do_not_specialize=["blocks"],
+    do_not_specialize_on_alignment=[
+        "temperature_ptr", "top_k_ptr", "top_p_ptr", "peaks_ptr", "bins_ptr", "rank_ptr", "before_ptr", "limit_ptr",
+        "last_ptr", "allowed_ptr", "ties_ptr",
+    ],
+)  # fmt: skip
+def _end_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, peaks_ptr, bins_ptr, rank_ptr, before_ptr, limit_ptr, last_ptr,
+    allowed_ptr, ties_ptr, stride, vocab, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The end of a law; where it lies among tokens of one rank, how many of these each block has."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, top_p = tl.load(temperature_ptr + row), tl.load(top_p_ptr + row)
+    if temperature > 0:
+        bins_ptr, rank_ptr, before_ptr = bins_ptr + row * _ROW, rank_ptr + row * 6, before_ptr + row * 6
+        last, allowed, surplus = _end_of_top_k(tl.load(top_k_ptr + row), vocab, bins_ptr, rank_ptr, before_ptr)
+        if top_p < 1:
+            limit = tl.load(limit_ptr + row)
+            bins_ptr, rank_ptr, before_ptr = bins_ptr + 3 * _WIDTH, rank_ptr + 3, before_ptr + 3
+            found, before, within = _stand(bins_ptr, rank_ptr, before_ptr, vocab * 0 + 3, limit)
+            weight = tl.maximum(_weight(found), 1)
+            by_weight = tl.ceil((limit - before) / weight.to(tl.float64))
+            allowed = tl.where(found == last, tl.minimum(allowed, by_weight), by_weight)
+            last, surplus = found, within // weight - allowed.to(tl.int64)
+        is_split = surplus > 0
+        if block == 0:
+            tl.store(last_ptr + row, last)
+            tl.store(allowed_ptr + row, tl.where(is_split, allowed.to(tl.int32), NEVER))
+        if is_split:
+            token, rank = _ranked(
+                logits_ptr + row * stride, peaks_ptr, row, block, vocab, blocks, temperature, BLOCK, BLOCKS
+            )
+            same = (rank == last) & (token < vocab)
+            tl.store(ties_ptr + row * blocks + block, tl.sum(same.to(tl.int32), 0))

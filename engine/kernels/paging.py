@@ -1,4 +1,4 @@
-"""Where the rows of a batch and their keys lie, as device tensors that a kernel reads; and how keys are split."""
+"""Where the rows of a batch and their keys lie, as device tensors that a kernel reads; and how keys are shared out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from torch import Tensor
 SPLIT = 256  # keys in one of the first splits
 PER_LEVEL = 16  # splits of one size; those that follow are twice as long
 LEVELS = 12  # 16 million positions
-_TILE_ROWS = 8  # query rows that share one reading of K/V: a verification of up to 7 drafts
+ITEM = 9  # numbers that say what one program of the attention kernel does
+PROMPT_ROWS = 32  # a sequence that feeds so many rows is a prompt's: more than any verification has
+_DECODE_ROWS = 8  # query rows that share one reading of K/V: a verification of up to 7 drafts
+_DECODE_SIZE = 64  # query rows times heads, at most
+_PROMPT_SIZE = 128
+SCRATCH = 128 << 20  # bytes, at most, for what programs that share tiles say; what does not fit is not shared
+_SUMS = 2  # float32 numbers of a cell of scratch beside its values: the maximum and the sum of weights
 
 
 def send(numbers: Tensor, device: torch.device) -> Tensor:
@@ -19,13 +25,29 @@ def send(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
 
 
-def tile_size(group: int) -> int:
-    """Rows of a tile: query rows times the query heads of one KV head, a power of two, at least 16.
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Query rows of one sequence times query heads of one K/V head: what one program reads K/V for."""
+
+    rows: int
+    heads: int  # where the K/V head has more, several tiles beside each other share it
+
+    @property
+    def size(self) -> int:
+        """Rows of its matmuls: a power of two, at least 16."""
+        return max(16, 1 << (self.rows * self.heads - 1).bit_length())
+
+
+def tile_of(group: int, *, prompt: bool = False) -> Tile:
+    """The tile of a model with `group` query heads to a K/V head: for decoding and verification, or for prompts.
 
     The same for every batch: on a GPU another size may be another instruction, with another order of sums.
-    group 1 -> 16, 4 -> 32, 7 -> 64.
+    group 1 -> 8 rows x 1 head, 4 -> 8 x 4, 16 -> 4 x 16, 48 -> 1 x 48, 71 -> 1 x 36; prompts 4 -> 32 x 4, 71 -> 3 x 36.
     """
-    return max(16, 1 << (_TILE_ROWS * group - 1).bit_length())
+    heads = -(-group // -(-group // _DECODE_SIZE))
+    if prompt:
+        return Tile(_PROMPT_SIZE // heads, heads)
+    return Tile(min(_DECODE_ROWS, _DECODE_SIZE // heads), heads)
 
 
 def split_of(position: int, split: int = SPLIT, per_level: int = PER_LEVEL) -> int:
@@ -38,13 +60,55 @@ def split_of(position: int, split: int = SPLIT, per_level: int = PER_LEVEL) -> i
 
 
 @dataclass(frozen=True, slots=True)
+class PlanSizes:
+    """How long the lists of a plan are, and what programs may say before it is merged: known without any length."""
+
+    wanted: int  # programs of a K/V head, were they as many as asked for
+    items: int  # programs of a K/V head: the first of each tile, and the others
+    merges: int  # tiles that several programs may share
+    cells: int  # of scratch: one row of one head of one part
+
+
+def plan_sizes(
+    num_tiles: int, tile: Tile, num_rows: int, heads: int, kv_heads: int, dim: int, max_splits: int, programs: int
+) -> PlanSizes:
+    """For `programs` in all, each tile's as many as its keys are of all keys, and at least one, at most its splits.
+
+    One tile, 8 K/V heads, 24 splits, 528 programs: 24 of each head, one tile to merge. 32 tiles, 81 splits: 98, 32.
+    """
+    wanted = -(-programs // kv_heads)
+    others = min(wanted, num_tiles * (max_splits - 1))
+    merges = min(num_tiles, others)
+    most = min(merges * tile.rows, num_rows) * heads * max_splits
+    return PlanSizes(wanted, num_tiles + others, merges, min(most, SCRATCH // _cell_bytes(dim)))
+
+
+def scratch_bytes(num_rows: int, heads: int, dim: int, max_kv: int) -> int:
+    """The most that one layer's attention takes beside its result, for `num_rows` rows that see up to `max_kv` keys.
+
+    32 heads of 128: 1 row at 131072 keys 1.3 MB, 5 rows at 8192 keys 2 MB, 160 rows at 131072 keys all there is.
+    """
+    cells = num_rows * heads * (split_of(max_kv - 1) + 1) if max_kv > SPLIT else 0
+    return min(SCRATCH, cells * _cell_bytes(dim))
+
+
+def padded(dim: int) -> int:
+    """Columns that a kernel has for a head: a power of two, and the least that a matmul takes."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _cell_bytes(dim: int) -> int:
+    return 4 * (padded(dim) + _SUMS)
+
+
+@dataclass(frozen=True, slots=True)
 class Paging:
-    """N tiles over B sequences; everything that changes from step to step is in the tensors.
+    """N tiles and M of prompts over B sequences; everything that changes from step to step is in the tensors.
 
     Two sequences, tiles of two query rows, A feeds three rows from position 5 on, B one row at position 9:
 
         spans [[0, 3, 5, a], [3, 1, 9, b]]        a and b are rows of `tables`
-        tiles [[0, 0], [0, 2], [1, 0]]            a tile of sequence -1 is idle
+        tiles [[0, 2], [0, 0], [1, 0]]            a tile of sequence -1 is idle
     """
 
     tiles: Tensor  # [N, 2] int32: the sequence, and which of its new rows the tile begins with
@@ -52,6 +116,7 @@ class Paging:
     tables: Tensor  # [S, W] int32, arena pages
     page_size: int
     max_kv: int  # no sequence is longer; a bound for the host, which changes no result
+    prompts: Tensor | None = None  # [M, 2] int32 as `tiles`, larger ones, for sequences that feed many rows
 
     @classmethod
     def of(
@@ -62,12 +127,20 @@ class Paging:
         page_size: int,
         group: int,
         device: torch.device,
+        *,
+        fixed: bool = False,
     ) -> Paging:
-        """Lay out sequences that feed `num_rows` rows each from position `starts` on, in one upload."""
-        step = tile_size(group) // group
-        tiles = [(i, first) for i, n in enumerate(num_rows) for first in range(0, n, step)] or [(-1, 0)]
+        """Lay out sequences that feed `num_rows` rows each from position `starts` on, in one upload.
+
+        `fixed` gives every row a tile of decoding, so that its bits do not depend on how many come with it.
+        """
+        large = [not fixed and n >= PROMPT_ROWS for n in num_rows]
+        tiles = _tiles_of([0 if big else n for n, big in zip(num_rows, large, strict=True)], tile_of(group).rows)
+        prompts = _tiles_of(
+            [n if big else 0 for n, big in zip(num_rows, large, strict=True)], tile_of(group, prompt=True).rows
+        )
         width = max(1, *map(len, tables))
-        flat = [number for tile in tiles for number in tile]
+        flat = [number for tile in (*tiles, *prompts) for number in tile]
         first = 0
         for i, (n, start) in enumerate(zip(num_rows, starts, strict=True)):
             flat += (first, n, start, i)
@@ -75,11 +148,18 @@ class Paging:
         for table in tables:
             flat += (*table, *[0] * (width - len(table)))
         packed = send(torch.tensor(flat, dtype=torch.int32), device)
-        first_span, first_table = 2 * len(tiles), 2 * len(tiles) + 4 * len(num_rows)
+        sizes = [2 * len(tiles), 2 * len(prompts), 4 * len(num_rows), len(tables) * width]
+        tiled, prompted, spans, paged = packed.split(sizes)
         return cls(
-            tiles=packed[:first_span].view(-1, 2),
-            spans=packed[first_span:first_table].view(-1, 4),
-            tables=packed[first_table:].view(len(tables), width),
+            tiles=tiled.view(-1, 2),
+            spans=spans.view(-1, 4),
+            tables=paged.view(len(tables), width),
             page_size=page_size,
             max_kv=max(1, *(start + n for n, start in zip(num_rows, starts, strict=True))),
+            prompts=prompted.view(-1, 2),
         )
+
+
+def _tiles_of(num_rows: Seq[int], step: int) -> list[tuple[int, int]]:
+    """[3, 1] in steps of 2 -> [(0, 2), (0, 0), (1, 0)]: those that see the most keys, and take longest, come first."""
+    return [(i, first) for i, n in enumerate(num_rows) for first in reversed(range(0, n, step))]

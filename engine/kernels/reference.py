@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.args import FULL, RUNNING, STOPPED, UNSOUND, Committed, Tracks
+from engine.kernels.args import (
+    FULL,
+    LARGEST,
+    RUNNING,
+    STOPPED,
+    TINIEST,
+    UNSOUND,
+    Committed,
+    Fp8Rows,
+    Tracks,
+)
 from engine.kernels.paging import Paging
 
 
@@ -84,10 +94,22 @@ def _normed(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     return wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * scale
 
 
-def add_norm(x: Tensor, residual: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, residual: Tensor | None, scale: Tensor, eps: float, before: tuple[Tensor, float] | None = None
+) -> tuple[Tensor, Tensor]:
     """As `rows.add_norm`."""
+    if before is not None:
+        x = _normed(x, *before).to(x.dtype)
     total = x if residual is None else x + residual
     return _normed(total, scale, eps).to(x.dtype), total
+
+
+def add_norm_round(
+    x: Tensor, residual: Tensor | None, scale: Tensor, eps: float, before: tuple[Tensor, float] | None = None
+) -> tuple[Fp8Rows, Tensor]:
+    """As `rows.add_norm_round`."""
+    normed, total = add_norm(x, residual, scale, eps, before)
+    return round_rows(normed), total
 
 
 def gate(both: Tensor, activation: str) -> Tensor:
@@ -95,6 +117,31 @@ def gate(both: Tensor, activation: str) -> Tensor:
     bent, up = both.float().chunk(2, -1)
     bent = F.silu(bent) if activation == "silu" else F.gelu(bent, approximate="tanh")
     return (bent * up).to(both.dtype)
+
+
+def gate_round(both: Tensor, activation: str) -> Fp8Rows:
+    """As `rows.gate_round`."""
+    return round_rows(gate(both, activation))
+
+
+def round_rows(x: Tensor) -> Fp8Rows:
+    """As `rows.round_rows`."""
+    wide = x.reshape(-1, x.shape[-1]).float()
+    scale = wide.abs().amax(1, keepdim=True).clamp(min=TINIEST) / LARGEST
+    return Fp8Rows((wide / scale).to(torch.float8_e4m3fn), scale, x.shape, x.dtype)
+
+
+def w4_levels(words: Tensor) -> Tensor:
+    """The levels of a matrix in 4 bits, -8 .. 7: int16 `[in / GROUP, out, WORDS]` -> int8 `[out, in]`."""
+    each = torch.stack([(words >> shift) & 15 for shift in (0, 4, 8, 12)], 2) - 8  # [groups, out, 4, WORDS]
+    return each.flatten(2).transpose(0, 1).flatten(1).to(torch.int8)
+
+
+def w4_matmul(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, _arrived: Tensor) -> Tensor:
+    """As `w4.matmul`: products with the dequantised matrix, summed in float32."""
+    weight: Tensor = w4_levels(words).float().unflatten(1, (len(words), -1)) * scale.t()[..., None].float()
+    out = x.float() @ weight.flatten(1).t()
+    return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
 def commit(drawn: Tensor, drafts: Tensor, num_sound: Tensor, slots: Tensor, tracks: Tracks) -> Committed:

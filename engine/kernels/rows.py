@@ -1,4 +1,4 @@
-"""Small operations on rows, each fused into one kernel: rotary positions with the K/V write, norms, gates."""
+"""Small operations on rows, each fused into one kernel: rotary positions with the K/V write, norms, gates, rounding."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.args import LARGEST, TINIEST, Fp8Rows
+
 Activation = Literal["silu", "gelu_tanh"]
 _BLOCK = 1024  # numbers of a gate that one program takes
+_LARGEST, _TINIEST = tl.constexpr(LARGEST), tl.constexpr(TINIEST)
 
 
 def rotate_and_write(
@@ -75,45 +78,121 @@ def _rotate_kernel(
             tl.store(v_ptr + d, x.to(v_ptr.dtype.element_ty), mask=inside)
 
 
-def add_norm(x: Tensor, residual: Tensor | None, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, residual: Tensor | None, scale: Tensor, eps: float, before: tuple[Tensor, float] | None = None
+) -> tuple[Tensor, Tensor]:
     """`sum = x + residual` and RMSNorm(sum): `[..., size]` each, of the type of `x`, the sum rounded before the norm.
 
-    `scale` float32 `[size]`, what the normed row is multiplied by. Without `residual` the sum is `x` itself.
+    `scale` float32 `[size]`, what the normed row is multiplied by. Without `residual` the sum is `x` itself. With
+    `before`, the scale and eps of another norm, that norm of `x`, rounded, takes the place of `x`.
     """
+    normed = torch.empty_like(x.reshape(-1, x.shape[-1]))
+    return normed.view(x.shape), _norm(x, residual, scale, eps, before, normed, None)
+
+
+def add_norm_round(
+    x: Tensor, residual: Tensor | None, scale: Tensor, eps: float, before: tuple[Tensor, float] | None = None
+) -> tuple[Fp8Rows, Tensor]:
+    """As `add_norm`, its normed rows as `round_rows` has them."""
+    rounded = _unwritten(x)
+    return rounded, _norm(x, residual, scale, eps, before, rounded.rows, rounded.scale)
+
+
+def _unwritten(x: Tensor, size: int | None = None) -> Fp8Rows:
+    """Of so many rows as `x` has, `size` wide each."""
+    shape = torch.Size((*x.shape[:-1], size or x.shape[-1]))
+    rows = torch.empty((shape.numel() // shape[-1], shape[-1]), dtype=torch.float8_e4m3fn, device=x.device)
+    return Fp8Rows(rows, torch.empty((len(rows), 1), dtype=torch.float32, device=x.device), shape, x.dtype)
+
+
+def _norm(
+    x: Tensor,
+    residual: Tensor | None,
+    scale: Tensor,
+    eps: float,
+    before: tuple[Tensor, float] | None,
+    normed: Tensor,  # [R, size], written
+    steps: Tensor | None,  # [R, 1], written, where rows are rounded
+) -> Tensor:
+    """Returns the sum."""
     size = x.shape[-1]
     rows = x.reshape(-1, size)
-    normed = torch.empty_like(rows)
-    if residual is None:
-        total, other = rows, rows
-    else:
-        total, other = torch.empty_like(rows), residual.reshape(-1, size)
+    assert before is None or residual is not None, "the norm of a norm"
+    total, other = (rows, rows) if residual is None else (torch.empty_like(rows), residual.reshape(-1, size))
+    before_scale, before_eps = before or (scale, 0.0)
     if len(rows):
         block = triton.next_power_of_2(size)
         _norm_kernel[(len(rows),)](
-            rows, other, total, normed, scale, eps, rows.stride(0), other.stride(0),
-            SIZE=size, BLOCK=block, ADDS=residual is not None, num_warps=min(16, max(1, block // 512)),
+            rows, other, total, normed, scale if steps is None else steps, scale, before_scale, eps, before_eps,
+            rows.stride(0), other.stride(0), SIZE=size, BLOCK=block, ADDS=residual is not None,
+            BEFORE=before is not None, ROUNDS=steps is not None, num_warps=_warps(block),
         )  # fmt: skip
-    return normed.view(x.shape), total.view(x.shape)
+    return total.view(x.shape)
+
+
+def _warps(block: int) -> int:
+    """So many that a thread has at most 32 numbers of a row in its registers, as far as a block goes."""
+    return min(32, max(1, block // 512))
 
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, other_ptr, total_ptr, normed_ptr, scale_ptr, eps, x_stride, other_stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    x_ptr, other_ptr, total_ptr, normed_ptr, step_ptr, scale_ptr, before_ptr, eps, before_eps, x_stride, other_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, BEFORE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < SIZE
+    dtype = x_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * x_stride + d, mask=inside, other=0.0)
+    if BEFORE:
+        x = _normed(x.to(tl.float32), before_ptr, before_eps, d, inside, SIZE).to(dtype)
+    if ADDS:
+        x = (x.to(tl.float32) + tl.load(other_ptr + row * other_stride + d, mask=inside, other=0.0).to(tl.float32)).to(
+            dtype
+        )
+        tl.store(total_ptr + row * SIZE + d, x, mask=inside)
+    normed = _normed(x.to(tl.float32), scale_ptr, eps, d, inside, SIZE).to(dtype)
+    if ROUNDS:
+        normed = _rounded(normed, step_ptr + row, normed_ptr.dtype.element_ty)
+    tl.store(normed_ptr + row * SIZE + d, normed, mask=inside)
+
+
+@triton.jit
+def _normed(x, scale_ptr, eps, d, inside, SIZE: tl.constexpr):
+    shrink = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
+    return x * shrink * tl.load(scale_ptr + d, mask=inside, other=0.0)
+
+
+@triton.jit
+def _rounded(x, step_ptr, dtype: tl.constexpr):
+    """A whole row in 8-bit floats; its scale is stored. Divisions are exact, as in plain torch."""
+    wide = x.to(tl.float32)
+    step = tl.math.div_rn(tl.maximum(tl.max(tl.abs(wide), 0), _TINIEST), _LARGEST)
+    tl.store(step_ptr, step)
+    return tl.math.div_rn(wide, step).to(dtype)
+
+
+def round_rows(x: Tensor) -> Fp8Rows:
+    """Rows `[..., size]` in 8-bit floats, each with the scale that makes its largest number the largest there is."""
+    rounded, rows = _unwritten(x), x.reshape(-1, x.shape[-1])
+    if len(rows):
+        size = rows.shape[1]
+        block = triton.next_power_of_2(size)
+        _round_kernel[(len(rows),)](
+            rows, rounded.rows, rounded.scale, rows.stride(0), SIZE=size, BLOCK=block, num_warps=_warps(block)
+        )
+    return rounded
+
+
+@triton.jit
+def _round_kernel(x_ptr, out_ptr, step_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < SIZE
     x = tl.load(x_ptr + row * x_stride + d, mask=inside, other=0.0)
-    if ADDS:
-        x = (x.to(tl.float32) + tl.load(other_ptr + row * other_stride + d, mask=inside, other=0.0).to(tl.float32)).to(
-            total_ptr.dtype.element_ty
-        )
-        tl.store(total_ptr + row * SIZE + d, x, mask=inside)
-    wide = x.to(tl.float32)
-    shrink = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / SIZE + eps)
-    normed = wide * shrink * tl.load(scale_ptr + d, mask=inside, other=0.0)
-    tl.store(normed_ptr + row * SIZE + d, normed.to(normed_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * SIZE + d, _rounded(x, step_ptr + row, out_ptr.dtype.element_ty), mask=inside)
 
 
 def gate(both: Tensor, activation: Activation) -> Tensor:
@@ -132,9 +211,36 @@ def _gate_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constex
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < SIZE
-    x = tl.load(x_ptr + row * x_stride + d, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * x_stride + SIZE + d, mask=inside, other=0.0).to(tl.float32)
+    gated = _gated(x_ptr + row * x_stride, d, inside, SIZE, GELU)
+    tl.store(out_ptr + row * SIZE + d, gated.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated(x_ptr, d, inside, SIZE: tl.constexpr, GELU: tl.constexpr):
+    x = tl.load(x_ptr + d, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + SIZE + d, mask=inside, other=0.0).to(tl.float32)
     # x / 2 * (1 + tanh(u)) is x * sigmoid(2 u).
     steep = 1.5957691216057308 * (x + 0.044715 * x * x * x) if GELU else x
-    bent = x / (1.0 + tl.exp(-steep))
-    tl.store(out_ptr + row * SIZE + d, (bent * up).to(out_ptr.dtype.element_ty), mask=inside)
+    return x / (1.0 + tl.exp(-steep)) * up
+
+
+def gate_round(both: Tensor, activation: Activation) -> Fp8Rows:
+    """As `gate`, its rows as `round_rows` has them; a program takes a whole row, whose largest number it must know."""
+    size = both.shape[-1] // 2
+    rounded, rows = _unwritten(both, size), both.reshape(-1, 2 * size)
+    if len(rows):
+        block = triton.next_power_of_2(size)
+        _gate_round_kernel[(len(rows),)](
+            rows, rounded.rows, rounded.scale, rows.stride(0), SIZE=size, BLOCK=block, GELU=activation == "gelu_tanh",
+            num_warps=_warps(block),
+        )  # fmt: skip
+    return rounded
+
+
+@triton.jit
+def _gate_round_kernel(x_ptr, out_ptr, step_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    inside = d < SIZE
+    gated = _gated(x_ptr + row * x_stride, d, inside, SIZE, GELU).to(x_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * SIZE + d, _rounded(gated, step_ptr + row, out_ptr.dtype.element_ty), mask=inside)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -9,8 +13,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.kernels import attention, reference
-from engine.kernels.paging import Paging, split_of
+from engine.attention import choose, paged
+from engine.batch import Feed, RaggedBatch
+from engine.kernels import attention, paging, plan, reference
+from engine.kernels.paging import Paging, plan_sizes, scratch_bytes, split_of, tile_of
+from engine.kernels.tuning import Tuning, default_for, key_of
 from tests.interpreting import DEVICE
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3}
@@ -19,7 +26,15 @@ SPLITS = {"split": 16, "per_level": 2}  # so that short sequences have many
 
 
 def problem(
-    seed: int, lens: list[tuple[int, int]], page: int, kv_heads: int, group: int, dim: int, dtype=torch.float32
+    seed: int,
+    lens: list[tuple[int, int]],
+    page: int,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    dtype=torch.float32,
+    *,
+    fixed: bool = False,
 ):
     """Random queries over an arena whose unused rows are not a number; `lens` are (fed now, fed before)."""
     generator = torch.Generator().manual_seed(seed)
@@ -27,7 +42,7 @@ def problem(
     order = torch.randperm(sum(pages) + 2, generator=generator).tolist()
     tables = [order[sum(pages[:i]) : sum(pages[: i + 1])] for i in range(len(lens))]
     starts = [before for _, before in lens]
-    paging = Paging.of([now for now, _ in lens], starts, tables, page, group, DEVICE)
+    paging = Paging.of([now for now, _ in lens], starts, tables, page, group, DEVICE, fixed=fixed)
     query = torch.randn(sum(now for now, _ in lens), kv_heads * group, dim, generator=generator).to(dtype)
     k, v = torch.randn(2, (sum(pages) + 2) * page, kv_heads, dim, generator=generator).to(dtype)
     used = torch.zeros(len(k), dtype=torch.bool)
@@ -69,6 +84,37 @@ def test_large_heads(group, dtype):
     assert torch.allclose(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("group", [12, 48, 71])
+def test_large_groups(group):
+    """As Falcon (71 query heads, one K/V head) and StarCoder (48) have them."""
+    query, k, v, paging = problem(group, [(2, 20), (1, 5)], 16, 1, group, 64)
+    got = attention.attend(query, k, v, paging, 0.1, spread=group == 12, **SPLITS)
+    assert torch.allclose(got, reference.attend(query, k, v, paging, 0.1), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "dtype", "window", "spread"),
+    [(1, 64, torch.float16, None, True), (4, 80, torch.float32, None, False), (4, 64, torch.float16, 30, True)],
+)
+def test_prompts_take_large_tiles_beside_decoding(group, dim, dtype, window, spread):
+    """Sequences that feed many rows, after a prefix too, beside some that feed few."""
+    query, k, v, paging = problem(3, [(2, 30), (48, 0), (33, 50), (1, 9)], 16, 1, group, dim, dtype)
+    rows = tile_of(group, prompt=True).rows
+    assert paging.prompts.tolist() == [[i, r] for i, n in ((1, 48), (2, 33)) for r in reversed(range(0, n, rows))]
+    assert len(paging.tiles) == 2
+    want = reference.attend(query, k, v, paging, 0.1, window)
+    got = attention.attend(query, k, v, paging, 0.1, window, spread=spread, split=32, per_level=2)
+    assert torch.allclose(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_a_tuning_changes_no_answer():
+    query, k, v, paging = problem(5, [(3, 60), (33, 9)], 16, 1, 1, 64)
+    want = reference.attend(query, k, v, paging, 0.1)
+    for tuning in (Tuning(16, 4, 2, 7), Tuning(32, 8, 4, 1)):
+        got = attention.attend(query, k, v, paging, 0.1, tuning=tuning, split=32, per_level=1)
+        assert torch.allclose(got, want, atol=2e-5)
+
+
 def test_idle_tiles_and_rows_are_left_alone():
     """A graph of a fixed size has more rows and tiles than a batch may need."""
     query, k, v, paging = problem(1, [(3, 20), (0, 9), (2, 0)], 16, 2, 2, 64)
@@ -88,6 +134,13 @@ def alone(paging: Paging, i: int, row: int, group: int) -> Paging:
     return Paging.of([1], [start + row], [paging.tables[table].tolist()], paging.page_size, group, DEVICE)
 
 
+def exact_problem(seed: int, lens: list[tuple[int, int]], group: int):
+    """A problem whose matmuls are exact in any order, as `test_a_rows_bits_are_its_own` says; no tiles of prompts."""
+    query, k, v, paging = problem(seed, lens, 16, 1, group, 64, fixed=True)
+    ones = (torch.arange(len(v)) % 16 == torch.arange(64)[:, None] % 16).T[:, None]
+    return query.round(), k.nan_to_num().round(), v.nan_to_num() * ones.to(DEVICE), paging
+
+
 @settings(max_examples=15, phases=LOOKING)
 @given(st.integers(0, 1000), LENS, st.one_of(st.none(), st.integers(1, 40)), st.sampled_from([1, 4]))
 def test_a_rows_bits_are_its_own(seed, lens, window, group):
@@ -96,10 +149,7 @@ def test_a_rows_bits_are_its_own(seed, lens, window, group):
     The interpreter's matmul is the CPU's, whose order of sums hangs on a row's place. So scores are of small integers,
     and within a block of keys each column of the values has one entry: both matmuls are exact in any order.
     """
-    query, k, v, paging = problem(seed, lens, 16, 1, group, 64)
-    query, k = query.round(), k.nan_to_num().round()
-    ones = (torch.arange(len(v)) % 16 == torch.arange(64)[:, None] % 16).T[:, None]
-    v = v.nan_to_num() * ones.to(DEVICE)
+    query, k, v, paging = exact_problem(seed, lens, group)
     together = attention.attend(query, k, v, paging, 0.1, window, spread=False, **SPLITS)
     spread = attention.attend(query, k, v, paging, 0.1, window, spread=True, **SPLITS)
     assert torch.equal(spread, together)
@@ -109,6 +159,96 @@ def test_a_rows_bits_are_its_own(seed, lens, window, group):
             mine = query[first + row : first + row + 1]
             got = attention.attend(mine, k, v, alone(paging, i, row, group), 0.1, window, spread=True, **SPLITS)
             assert torch.equal(got[0], together[first + row])
+
+
+def test_a_row_of_a_prompt_has_its_own_bits_where_tiles_are_fixed():
+    """40 rows at once, as `--reproducible` lays them out: the bits of each alone."""
+    query, k, v, paging = exact_problem(2, [(35, 9)], 2)
+    together = attention.attend(query, k, v, paging, 0.1, spread=False, **SPLITS)
+    for row in (7, 34):
+        got = attention.attend(query[row : row + 1], k, v, alone(paging, 0, row, 2), 0.1, spread=False, **SPLITS)
+        assert torch.equal(got[0], together[row])
+
+
+def test_only_what_is_fixed_keeps_prompts_in_tiles_of_decoding():
+    cuda = torch.device("cuda")
+    assert choose("fixed", cuda) is paged.attend_fixed
+    assert choose("auto", cuda) is choose("triton", cuda) is paged.attend
+    feeds = [Feed([1] * 40, 0, [0, 1, 2]), Feed([1] * 5, 4, [3])]
+    for fixed, num_tiles, num_prompts in ((False, 1, 2), (True, 6, 0)):
+        laid_out = paged.paging_of(RaggedBatch.of(feeds, 16, DEVICE), 4, fixed=fixed)
+        assert (len(laid_out.tiles), len(laid_out.prompts)) == (num_tiles, num_prompts)
+
+
+LONG_BESIDE_SHORT = [(2, 700), *[(1, 10)] * 11, (3, 0)]
+
+
+def walks(paging: Paging, query: torch.Tensor, k: torch.Tensor, **options) -> list[tuple[int, int]]:
+    """Of each program that has work its turn's parts, and all parts of its tile."""
+    (found,) = plan.plans_of(query, k, paging, **options)
+    items = [item for item in found.items.tolist() if item[1]]
+    return [(len(range(turn, parts, turns)), parts) for *_, turn, turns, parts, _, _ in items]
+
+
+def test_a_long_sequence_beside_short_ones_is_shared_out():
+    """No program walks more than two of its nine splits, and there are hardly more programs than tiles."""
+    query, k, v, paging = exact_problem(4, LONG_BESIDE_SHORT, 4)
+    tuning = Tuning(16, 4, 3, programs=16)
+    found = walks(paging, query, k, tuning=tuning, **SPLITS)
+    assert max(parts for _, parts in found) == split_of(701, **SPLITS) + 1 == 9
+    assert all(walked <= 2 for walked, parts in found)
+    assert len(found) <= len(paging.tiles) + 16
+    assert {walked for walked, parts in found if parts == 1} == {1}
+    got = attention.attend(query, k, v, paging, 0.1, tuning=tuning, **SPLITS)
+    assert torch.equal(got, attention.attend(query, k, v, paging, 0.1, spread=False, tuning=tuning, **SPLITS))
+    assert torch.allclose(got, reference.attend(query, k, v, paging, 0.1), atol=2e-5)
+
+
+def test_what_does_not_fit_into_scratch_is_walked_by_one_program(monkeypatch):
+    query, k, v, laid_out = exact_problem(6, [(1, 120), (2, 120), (1, 100)], 2)
+    want = attention.attend(query, k, v, laid_out, 0.1, spread=False, **SPLITS)
+    parts = split_of(121, **SPLITS) + 1
+    monkeypatch.setattr(paging, "SCRATCH", 2 * 2 * parts * (64 + 2) * 4)
+    shared = [parts for walked, parts in walks(laid_out, query, k, spread=True, **SPLITS) if walked < parts]
+    assert 0 < len(shared) < 3 * parts
+    assert torch.equal(attention.attend(query, k, v, laid_out, 0.1, spread=True, **SPLITS), want)
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+def test_tiles_hold_every_head_and_stay_small(prompt):
+    """Above 64 query heads to a K/V head, and rows times heads above 64, a program would spill its registers."""
+    for group in range(1, 129):
+        tile = tile_of(group, prompt=prompt)
+        assert 16 <= tile.size <= (128 if prompt else 64)
+        assert tile.rows >= 1
+        beside = -(-group // tile.heads)
+        assert beside == -(-group // 64)
+        assert group <= beside * tile.heads < group + beside
+
+
+def test_scratch_is_bounded_whatever_the_context():
+    """Of 32 sequences that verify 16 drafts at 131072 positions it was 720 MB."""
+    cell = (128 + 2) * 4
+    assert scratch_bytes(1, 32, 128, 131072) == 32 * 81 * cell
+    assert scratch_bytes(32 * 17, 32, 128, 131072) == 128 << 20
+    assert scratch_bytes(512, 32, 128, 256) == 0
+    for num_tiles, context, items in ((1, 8192, 24), (32, 131072, 98), (400, 131072, 466)):
+        bounds = plan_sizes(num_tiles, tile_of(4), 8 * num_tiles, 32, 8, 128, split_of(context - 1) + 1, 528)
+        assert bounds.items == items
+        assert bounds.cells * cell <= scratch_bytes(8 * num_tiles, 32, 128, context)
+
+
+def test_recorded_tunings_are_tunings():
+    """`tuning.json` is written by a sweep; what it has not seen has defaults."""
+    assert key_of("9.0", torch.bfloat16, 4, 128, False) == "9.0/bfloat16/4/128/decode"
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert default_for(dtype, 4, 128, False).num_stages == 3
+    recorded = json.loads((Path(plan.__file__).parent / "tuning.json").read_text("utf-8"))
+    for key, fields in recorded.items():
+        assert re.fullmatch(r"\d+\.\d+/(bfloat16|float16|float32)/\d+/\d+/(decode|prompt)", key)
+        tuning = Tuning(**fields)
+        assert tuning.block_n in (16, 32, 64, 128)
+        assert tuning.num_warps in (1, 2, 4, 8, 16)
 
 
 @given(st.integers(0, 2**22), st.sampled_from([(4, 2), (256, 16)]))

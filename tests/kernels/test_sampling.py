@@ -7,17 +7,17 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine import sampling
+from engine import draws, sampling
 from engine.kernels import cuts
 from engine.kernels import sampling as kernels
 from engine.kernels.args import Laws
 from engine.noise import Stream
-from engine.sampling import RowParams
+from engine.sampling import TINY, RowParams
 from engine.types import SamplingParams
 from tests.engine.test_sampling import row
 from tests.interpreting import DEVICE
@@ -30,6 +30,31 @@ PARAMS = st.builds(
     top_p=st.sampled_from([1.0, 0.93, 0.5, 0.2, 0.01]),
     min_p=st.sampled_from([0.0, 0.0, 0.03, 0.31, 1.0]),
 )
+CUT = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([1e-5, 0.3, 1.0, 2.5, 100.0]),
+    top_k=st.sampled_from([0, 1, 2, 7, 40, 64, 200, 300, 301, 500]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.2, 1e-12]),
+)
+KINDS = ["ties", "free", "masked", "equal", "one left", "spread"]
+
+
+def logits_of(kind, rows, vocab, seed):
+    """Normal ones: rounded, free, partly masked; all the same, all masked but the last; scores of all magnitudes."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(rows, vocab, generator=generator)
+    if kind == "ties":
+        return logits.round()
+    if kind == "masked":
+        logits[:, 1:][torch.rand(rows, vocab - 1, generator=generator) < 0.6] = -math.inf
+    if kind == "equal":
+        logits[:] = 0.7
+    if kind == "one left":
+        logits[:, :-1] = -math.inf
+    if kind == "spread":
+        # None so near 0 that whether exp(score) is 1 hangs on how a library rounds.
+        return -torch.exp2(46 * torch.rand(rows, vocab, generator=generator) - 40)
+    return logits
 
 
 def laws_of(rows, vocab):
@@ -41,30 +66,67 @@ def laws_of(rows, vocab):
 
 
 def choose(logits, laws, **options):
-    return kernels.choose(logits.to(DEVICE), laws, **options).cpu()
+    return kernels.choose(logits.to(DEVICE), laws, **options).token.cpu()
 
 
-@settings(max_examples=25, phases=LOOKING)
+@settings(max_examples=12, phases=LOOKING)
 @given(
     st.integers(0, 1000),
     st.lists(st.tuples(PARAMS, st.integers(0, 2**64 - 1), st.integers(0, 2**20)), min_size=1, max_size=4),
     st.sampled_from([3, 64, 301]),
-    st.sampled_from(["ties", "free", "masked"]),
+    st.sampled_from(KINDS),
 )
 def test_the_same_tokens_as_on_the_cpu(seed, wanted, vocab, kind):
-    """Several blocks per row, so that what is drawn does not hang on where a token lies."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(len(wanted), vocab, generator=generator)
-    if kind == "ties":
-        logits = logits.round()
-    if kind == "masked":
-        logits[:, 1:][torch.rand(len(wanted), vocab - 1, generator=generator) < 0.6] = -math.inf
+    logits = logits_of(kind, len(wanted), vocab, seed)
     params, laws = laws_of([row(p, position, s) for p, s, position in wanted], vocab)
-    with mock.patch.object(kernels, "_BLOCK", 64), mock.patch.object(cuts, "BLOCK", 128):
+    with mock.patch.object(kernels, "_BLOCK", 128), mock.patch.object(cuts, "BLOCK", 256):
         got = choose(logits, laws)
     assert torch.equal(got, sampling.choose(logits, params))
     if not any(p.top_k or p.top_p < 1 or p.min_p for p, _, _ in wanted):
         assert torch.equal(choose(logits, laws, cuts=False), got)
+
+
+def kept_by_the_kernels(logits, laws, block):
+    """Which tokens the ends that the kernels find leave in: bool `[R, vocab]`."""
+    num_rows, vocab = logits.shape
+    blocks = -(-vocab // block)
+    padded = torch.full((num_rows, blocks * block), -math.inf)
+    padded[:, :vocab] = logits
+    peaks = padded.view(num_rows, blocks, block).amax(-1)
+    search = cuts.Search.empty(num_rows, blocks, DEVICE)
+    search.bins.zero_()
+    cuts.find_ends(logits.to(DEVICE), laws.dense(), peaks.to(DEVICE), search, block)
+    scores = (logits - logits.amax(-1, keepdim=True)) / laws.temperature.cpu().clamp(min=TINY)[:, None]
+    rank = scores.view(torch.int32) & 0x7FFFFFFF
+    last, allowed = search.last.cpu()[:, None], search.allowed.cpu()[:, None]
+    ties = rank == last
+    is_split = allowed[:, 0] < cuts.NEVER.value
+    padded = torch.zeros(num_rows, blocks * block, dtype=torch.int32)
+    padded[:, :vocab] = ties
+    counted = padded.view(num_rows, blocks, block).sum(-1)
+    assert torch.equal(search.ties.cpu()[is_split].long(), counted[is_split])  # each block's part of the split rank
+    return (rank < last) | (ties & (ties.int().cumsum(1) <= allowed))
+
+
+@settings(max_examples=16, phases=LOOKING)
+@given(
+    st.integers(0, 1000),
+    st.lists(CUT, min_size=1, max_size=4),
+    st.sampled_from([64, 301]),
+    st.sampled_from(KINDS),
+)
+@example(3, [SamplingParams(temperature=1.0, top_k=200, top_p=0.5)] * 2, 301, "equal")  # splits a tie over all blocks
+@example(3, [SamplingParams(temperature=1.0, top_k=300, top_p=0.5)] * 2, 301, "spread")  # tokens added one by one
+def test_laws_end_where_they_end_on_the_cpu(seed, wanted, vocab, kind):
+    """Token for token, so that also what is hardly ever drawn is right."""
+    logits = logits_of(kind, len(wanted), vocab, seed)
+    params, laws = laws_of([row(p, 5, 1) for p in wanted], vocab)
+    with mock.patch.object(cuts, "BLOCK", 256):
+        got = kept_by_the_kernels(logits, laws, 128)
+    scores = (logits - logits.amax(-1, keepdim=True)) / params.temperature[:, None]
+    ranked, tokens = scores.sort(dim=-1, descending=True, stable=True)
+    want = torch.zeros_like(got).scatter_(1, tokens, sampling.kept(ranked, params))
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("stream", list(Stream))
@@ -88,3 +150,15 @@ def test_a_row_without_a_law_is_no_ones_fault(value):
     got = choose(torch.cat([torch.full((3, 70), value), healthy]), laws)
     assert ((got >= 0) & (got < 70)).all()
     assert got[3] == choose(healthy, alone)[0]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_whether_rows_are_sound():
+    """One number that is none is enough; the kernels and plain torch agree."""
+    logits = torch.randn(5, 301, generator=torch.Generator().manual_seed(0))
+    logits[0, 300], logits[1, 7], logits[2], logits[3, :300] = math.nan, math.inf, -math.inf, -math.inf
+    wanted = SamplingParams(temperature=1.0, top_p=0.9)
+    _, laws = laws_of([row(wanted, 5, 1)] * 5, 301)
+    for cut in (True, False):
+        got = kernels.choose(logits.to(DEVICE), laws, cuts=cut).sound.tolist()
+        assert got == draws.choose(logits.to(DEVICE), laws, cuts=cut).sound.tolist() == [False] * 3 + [True] * 2
