@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, activations
 from transformers.pytorch_utils import Conv1D
 
-from engine.attention import choose, fixed_order
+from engine.attention import choose
 from engine.batch import Feed
 from engine.errors import ModelError
 from engine.kv import KVArena, KVLayout
@@ -158,7 +158,7 @@ def one_thread() -> Iterator[None]:
 def _check_whole(model: PreTrainedModel, layout: KVLayout) -> None:
     """Norms, activations, attention, routers, heads: the logits of one sequence wherever it lies in its tiles."""
     arena = KVArena(layout, num_pages=TILE, page_size=TILE, device=model.device, spare_rows=TILE)
-    attend = choose(fixed_order(model.device), model.device)
+    attend = choose("fixed", model.device)
     runner = TiledRunner(ModelRunner(model, arena, attend), scratch=TILE)
     tokens = [(7 * i + 3) % runner.vocab_size for i in range(2 * TILE)]
     mine, other = tokens[:TILE], tokens[TILE:]

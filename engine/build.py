@@ -22,7 +22,7 @@ from engine.engine import Engine
 from engine.errors import ModelError
 from engine.fp8 import to_fp8
 from engine.fuse import fuse
-from engine.fuse_cuda import fuse_for_cuda
+from engine.fuse_cuda import fuse_for_cuda, round_ahead
 from engine.intake import Limits
 from engine.kernels import has_triton
 from engine.kv import KVArena, KVLayout
@@ -31,9 +31,10 @@ from engine.memory import GIB, kv_gib
 from engine.pack import keeps_rows_apart, pack
 from engine.pages import BlockPool
 from engine.place import Place
+from engine.precision import held_as
 from engine.probe import probe
 from engine.proposers import Proposer, Proposers
-from engine.quant import load_quantised, quantised_as
+from engine.quant import load_quantised
 from engine.ranks import Ranks
 from engine.rope import longrope_border
 from engine.rounds import Ops
@@ -45,6 +46,7 @@ from engine.text import Codec
 from engine.threads import cores, use_threads
 from engine.tiles import TILE, TiledRunner
 from engine.vocab import VocabMap, Vocabulary
+from engine.w4 import to_w4
 
 if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
     from engine.config import EngineConfig
@@ -119,35 +121,34 @@ def load(
     Raises:
         ModelError: it cannot be loaded, or rounded ones are wanted where they cannot run.
     """
-    dtype = getattr(torch, config.dtype)
-    held = weights_of(name, read_config(name, revision), weights, device)
+    held = held_as(config, name, revision, weights, device)
+    log.info("%r is held in %s", name, held)
     if shares > 1:
-        if held != "native":
-            raise ModelError(f"tensor_parallel_size is {shares}; {name!r} has {held} weights, which cannot be cut")
+        if held.weights != "native":
+            raise ModelError(
+                f"tensor_parallel_size is {shares}; {name!r} has {held.weights} weights, which cannot be cut"
+            )
         if config.fuse:
             log.info("%r stays unfused: a share of it has transformers' hooks on its matrices", name)
-        return load_model(name, revision, dtype, device, shares)
-    if held == "int8" or held == "int4":  # only so do types tell these apart
-        model = load_quantised(name, revision, dtype, held)
+        return load_model(name, revision, held.dtype, device, shares)
+    if device.type == "cpu" and (held.weights == "int8" or held.weights == "int4"):  # only so do types tell these apart
+        model = load_quantised(name, revision, held.dtype, held.weights)
     else:
-        model = load_model(name, revision, dtype, device)
+        model = load_model(name, revision, held.dtype, device)
     if config.fuse and device.type == "cpu" and config.loop != "rounds":  # whose batches C cannot read
         fuse(model)
         pack(model)
         stack(model)
-    if config.fuse and device.type == "cuda" and has_triton():
+    ours = config.fuse and device.type == "cuda" and has_triton()
+    if ours:
         fuse_for_cuda(model)
-    if held == "fp8":
+    if held.weights == "fp8":
         to_fp8(model)
+        if ours:
+            round_ahead(model)
+    if held.weights == "int4" and device.type == "cuda":
+        to_w4(model)
     return model
-
-
-def weights_of(name: str, config: PreTrainedConfig, asked: Weights, device: torch.device) -> Weights:
-    """How the weights of a checkpoint will be held; ModelError where the device cannot."""
-    found = quantised_as(config) or asked
-    if found not in ("native", "fp8") and device.type != "cpu":
-        raise ModelError(f"{name!r} with {found} weights runs on cpu alone; device is {device.type}")
-    return found
 
 
 def match_vocabularies(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> VocabMap | None:
@@ -205,8 +206,10 @@ def assemble(
     runner = make_runner(config, target, make_arena)
     runner = runner if ranks is None else ShardedRunner(runner, ranks)
     # Under the coupled rule a draft's bits reach no output: only the target is slowed down for them.
-    attend = attention.choose(config.attention, target.device, row_wise=keeps_rows_apart(target))
-    runners = drafters.runners(make_arena, attend)
+    row_wise = keeps_rows_apart(target)
+    runners = drafters.runners(make_arena, partial(_attention, config, row_wise=row_wise))
+    attend = next((own.attend for own in runners.values()), None)  # what fits a draft model fits a head
+    attend = attend or attention.choose(config.attention, target.device, row_wise=row_wise)
     by_name = drafters.proposers(runners, make_arena, attend, config.max_batch_tokens) | dict(extra_proposers)
     by_name |= {name: wrap(by_name[name]) for name, wrap in wrappers.items()}
     if config.proposer is not None and config.proposer not in by_name:
@@ -229,7 +232,8 @@ def assemble(
     rides = frozenset(("model", "auto")) - {*extra_proposers, *wrappers} if draft is not None and vocab is None else ()
     mine = runners.get("model") if rides else None
     rounds = rounds_for(config, runner, mine, limits.max_model_len, frozenset(rides), ops)
-    return Engine(config, limits, runner, proposers, scheduler, rounds=rounds)
+    dtype = str(target.dtype).removeprefix("torch.")
+    return Engine(config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype)
 
 
 def pick_device(name: str) -> torch.device:
@@ -276,20 +280,22 @@ def _check_bits_are_promised(config: EngineConfig, device: torch.device) -> None
 
 
 def _runner(config: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena]) -> Runner:
-    layout, attend = (
-        layout_of(config, model),
-        attention.choose(config.attention, model.device, row_wise=keeps_rows_apart(model)),
-    )
-    probe(model, layout, attend)
+    layout = layout_of(config, model)
+    attend = _attention(config, model, layout, row_wise=keeps_rows_apart(model))
     return ModelRunner(model, make_arena(layout), attend)
+
+
+def _attention(config: EngineConfig, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
+    """What is asked for, or is fastest, and does with this model what it should."""
+    try_out = partial(probe, model, layout)
+    return attention.fitting(config.attention, model.device, try_out, row_wise=row_wise)
 
 
 def _tiled_runner(
     _: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena], tap: Tap | None
 ) -> Runner:
     layout = kv_layout(model.config, model.dtype)
-    attend = attention.choose(attention.fixed_order(model.device), model.device)
-    probe(model, layout, attend)
+    attend = attention.fitting("fixed", model.device, partial(probe, model, layout))
     hold_bits(model, layout)
     arena = make_arena(layout, spare_rows=TILE)
     return TiledRunner(ModelRunner(model, arena, attend), scratch=arena.num_pages, tap=tap)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from secrets import token_hex
 
 from engine.engine import Engine
 from engine.stats import Clock
@@ -38,6 +40,9 @@ SHAPES = (
 )
 
 
+_GREEDY = SamplingParams()
+
+
 def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter) -> None:
     """Run shapes until the time is over; a shape that has begun is finished. For an idle engine."""
     assert not engine.has_work, "calibration is for an idle engine"
@@ -50,24 +55,30 @@ def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter) 
 
 
 def _run(engine: Engine, shape: Shape) -> None:
-    """Prompts, so many steps, and the end: whether drafts are kept does not decide how long it takes."""
     prompt = min(shape.prompt, engine.max_model_len - 2)
-    most = min(shape.steps * (1 + shape.num_draft), engine.max_model_len - prompt)  # room for drafts in every step
-    mode = SpeculationMode.FIXED if shape.num_draft else SpeculationMode.OFF
-    speculation = SpeculationParams(mode=mode, num_draft_tokens=shape.num_draft)
-    sampling = SamplingParams(max_tokens=most, ignore_eos=True)
-    # Each of another tenant, so that none finds what the one before has fed.
-    names = [f"calibrate-{i}" for i in range(min(shape.batch, engine.config.max_batch_size))]
-    for i, name in enumerate(names):
-        prompt_ids = tuple((7 * j + i) % engine.vocab_size for j in range(prompt))
+    run(engine, [prompt] * min(shape.batch, engine.config.max_batch_size), shape.num_draft, shape.steps)
+
+
+def run(engine: Engine, prompts: Seq[int], num_draft: int, steps: int, sampling: SamplingParams = _GREEDY) -> None:
+    """Prompts of these sizes, so many steps, and the end: whether drafts are kept does not decide how long it takes."""
+    mode = SpeculationMode.FIXED if num_draft else SpeculationMode.OFF
+    speculation = SpeculationParams(mode=mode, num_draft_tokens=num_draft)
+    # Each of another tenant, so that none finds what another has fed, or a run before.
+    names, salt = [f"calibrate-{i}" for i in range(len(prompts))], token_hex(8)
+    passes = -(-sum(prompts) // engine.config.max_batch_tokens)
+    reading = 2 * passes  # steps, about: the first prompts decode while the last are read
+    for i, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
+        most = min((reading + steps) * (1 + num_draft), engine.max_model_len - prompt)  # room for drafts in every step
+        sampled = replace(sampling, max_tokens=most, ignore_eos=True)
         request = Request(
-            request_id=name, token_ids=prompt_ids, sampling=sampling, speculation=speculation, cache_salt=name
-        )
+            request_id=name, token_ids=tuple((7 * j + i) % engine.vocab_size for j in range(prompt)),
+            sampling=sampled, speculation=speculation, cache_salt=name + salt,
+        )  # fmt: skip
         engine.add(request)
-    reading = set(names)
-    while reading and engine.has_work:
-        reading -= {event.request_id for event in engine.step().events}
-    for _ in range(shape.steps):
+    unread = set(names)
+    while unread and engine.has_work:
+        unread -= {event.request_id for event in engine.step().events}
+    for _ in range(steps):
         if engine.has_work:
             engine.step()
     engine.finish_all(FinishReason.CANCELLED)

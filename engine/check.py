@@ -17,17 +17,18 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from engine import checkpoint
-from engine.build import build_engine, max_model_len, pages_within, pick_device, read_vocabulary, weights_of
+from engine import checkpoint, warm
+from engine.build import max_model_len, pages_within, pick_device, read_vocabulary
 from engine.choices import Weights
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.int8 import kernel_name
 from engine.kv import KVLayout
 from engine.memory import GIB, free_on, kv_gib
+from engine.precision import Held, held_as, on_meta
 from engine.quant import weight_bytes
 from engine.runner import kv_layout
 from engine.shards import check_shares, share_of
@@ -72,8 +73,9 @@ class Facts:
 
     config: PreTrainedConfig
     layout: KVLayout
-    weights: Weights
+    held: Held
     weight_bytes: int
+    kernel: str  # that multiplies rounded weights
     class_name: str
     codec: Codec | None
     vocabulary: Vocabulary
@@ -83,22 +85,22 @@ class Facts:
     @classmethod
     def read(cls, name: str, revision: str | None, asked: Weights, config: EngineConfig) -> Facts:
         """Read configs and tokenizer; the model is built on the meta device, where weights take no memory."""
-        dtype = getattr(torch, config.dtype)
         described = checkpoint.read_config(name, revision)
-        weights = weights_of(name, described, asked, pick_device(config.device))
+        device = pick_device(config.device)
+        held = held_as(config, name, revision, asked, device)
         checkpoint.check_weights(name)
+        model = on_meta(name, described)
         with checkpoint.told_as_model_error(name):
             generation = checkpoint.read_generation_config(name, revision)
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(described)
             ends = checkpoint.end_tokens_of(described, generation)
             has_chat_template = checkpoint.has_chat_template(name, revision)
         codec, width = Codec.load(name, revision), model.get_output_embeddings().weight.shape[0]
         return cls(
             config=described,
-            layout=kv_layout(described, dtype),
-            weights=weights,
-            weight_bytes=weight_bytes(model, dtype, weights=weights),
+            layout=kv_layout(described, held.dtype),
+            held=held,
+            weight_bytes=weight_bytes(model, held.dtype, held.weights, on_cuda=device.type == "cuda"),
+            kernel="torch's" if held.weights == "fp8" else "our Triton" if device.type == "cuda" else kernel_name(),
             class_name=type(model).__name__,
             codec=codec,
             vocabulary=read_vocabulary(name, revision, width, described, ends),
@@ -111,10 +113,9 @@ class Facts:
         known = checkpoint.positions(self.config)
         yield "family", f"{self.config.model_type} ({self.class_name})"
         yield "layers", f"{self.layout.layers}, with {self.layout.kv_heads} K/V heads of {self.layout.head_dim}"
-        dtype = str(self.layout.dtype).removeprefix("torch.")
-        is_rounded = self.weights != "native"
-        how = "torch's" if self.weights == "fp8" else kernel_name()
-        held = f"{self.weights} ({how} kernel), the rest in {dtype}" if is_rounded else dtype
+        rounded, dtype = self.held.weights, self.held.type_name
+        held = dtype if rounded == "native" else f"{rounded} ({self.kernel} kernel), the rest in {dtype}"
+        yield "type", str(self.held)
         yield "weights", f"{_size(self.weight_bytes)} in {held}"
         yield "K/V", f"{self.layout.bytes_per_token} bytes per token"
         yield "context", f"{known.limit} tokens ({known.reason})"
@@ -282,8 +283,7 @@ def _weights(models: list[Facts]) -> str:
 def _check_load(report: Report, config: EngineConfig) -> None:
     with _problems_told(report):
         start = perf_counter()
-        engine = build_engine(config)
-        engine.warm_up()
+        warm.load(config, practises=False)
         report.findings.append(Finding("load", "probe", f"passed; loaded and ran in {perf_counter() - start:.1f} s"))
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+import torch
+from huggingface_hub import get_safetensors_metadata
+from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError, StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.hub import cached_file
@@ -29,7 +33,11 @@ _FAULTS = (
     RuntimeError,
     SafetensorError,
     StrictDataclassError,
+    NotASafetensorsRepoError,
+    SafetensorsParsingError,
 )
+# As headers of safetensors call them.
+_STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _LONGEST_COMPLAINT = 300  # characters; some of theirs list every class they know
 
 
@@ -58,6 +66,32 @@ def read_generation_config(name: str, revision: str | None) -> GenerationConfig 
         return GenerationConfig.from_pretrained(name, revision=revision or "main")
     except OSError:
         return None
+
+
+def named_type(config: PreTrainedConfig) -> torch.dtype | None:
+    """The type of weights that a config names, for all of the checkpoint or for its text; None if it names none."""
+    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def stored_type(name: str, revision: str | None) -> torch.dtype | None:
+    """The type of most numbers of a checkpoint, by the headers of its files; None where no float is stored.
+
+    Raises:
+        ModelError: it has no safetensors, or they cannot be read.
+    """
+    with told_as_model_error(name):
+        found = cached_file(name, "config.json", revision=revision)
+        folder, counts = Path(str(found)).parent, Counter[str]()
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                parts = [file.get_slice(key) for key in file.keys()]  # noqa: SIM118 - it is no mapping
+                for part in parts:
+                    counts[part.get_dtype()] += math.prod(part.get_shape())
+        if not counts and not Path(name).is_dir():  # of a hub's: not here yet, but the hub tells headers alone
+            counts.update(get_safetensors_metadata(name, revision=revision).parameter_count)
+    floats = [kind for kind, _ in counts.most_common() if kind in _STORED]
+    return _STORED[floats[0]] if floats else None
 
 
 def end_tokens_of(config: PreTrainedConfig, generation: GenerationConfig | None) -> frozenset[int]:

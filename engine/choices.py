@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 Device = Literal["auto", "cpu", "cuda"]
-DType = Literal["float32", "bfloat16"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
 Loop = Literal["auto", "plain", "rounds"]
 Rounded = Literal["int8", "int4"]
 Weights = Literal["native", "fp8", Rounded]

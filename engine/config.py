@@ -25,11 +25,15 @@ class EngineConfig(Bounds):
     revision: str | None = Field(None, description="Hub revision of the target; a commit pins it.")
     draft_revision: str | None = Field(None, description="Hub revision of the draft; a commit pins it.")
     device: Device = Field("auto", description="Where to compute; auto takes cuda when there is one, else cpu.")
-    dtype: DType = Field("float32", description="Type of weights, activations and K/V.")
+    dtype: DType = Field(
+        "auto",
+        description="Type of weights, activations and K/V; auto is each checkpoint's own (bfloat16 for most), but "
+        "float32 on a CPU whose bfloat16 would let batch mates show. float16 is for CUDA.",
+    )
     weights: Weights = Field(
         "native",
-        description="int8 and int4 round matrices to so many bits at load (CPU only), fp8 to 8-bit floats (for CUDA "
-        "from Hopper on, in bfloat16); native leaves them in dtype.",
+        description="int8 (CPU only) and int4 round matrices to so many bits at load, fp8 to 8-bit floats (for CUDA "
+        "from Hopper on); on CUDA both want bfloat16; native leaves them in dtype.",
     )
     draft_weights: Weights | None = Field(None, description="The same for the draft; default that of the target.")
     fuse: bool = Field(True, description="Join and replace small operations of a model where that changes no result.")

@@ -12,7 +12,6 @@ from engine.attention import Attend
 from engine.checkpoint import shape_of
 from engine.errors import ModelError
 from engine.kv import KVArena, KVLayout
-from engine.probe import probe
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, SuffixProposer
 from engine.proposers.eagle import EagleProposer
 from engine.proposers.eagle_head import EagleHead, EagleRunner, load_eagle
@@ -69,15 +68,16 @@ class Drafters:
         tap = Tap(target) if medusa is not None or eagle is not None else None
         return cls(target, models, medusa, eagle, tap, layouts, vocab)
 
-    def runners(self, make_arena: MakeArena, attend: Attend) -> dict[str, ModelRunner]:
+    def runners(
+        self, make_arena: MakeArena, attention_of: Callable[[PreTrainedModel, KVLayout], Attend]
+    ) -> dict[str, ModelRunner]:
         """Each draft model with an arena of its own.
 
         Raises:
             ModelError: it keeps not to the contract of a ragged batch.
         """
-        for name, model in self.models.items():
-            probe(model, self.layouts[name], attend)
-        return {name: ModelRunner(m, make_arena(self.layouts[name]), attend) for name, m in self.models.items()}
+        attends = {name: attention_of(model, self.layouts[name]) for name, model in self.models.items()}
+        return {name: ModelRunner(m, make_arena(self.layouts[name]), attends[name]) for name, m in self.models.items()}
 
     def proposers(
         self, runners: Mapping[str, ModelRunner], make_arena: MakeArena, attend: Attend, max_batch_tokens: int

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from engine.control import FixedK
 from engine.errors import DuplicateRequest
-from engine.intake import Intake, Limits
+from engine.intake import Intake, Limits, trial
 from engine.judge import Outcome
-from engine.mail import NoRounds, Rounds
+from engine.mail import NoRounds, Progress, Rounds, untold
 from engine.measure import measure, round_of, with_rounds
 from engine.passes import Decided, Passes
 from engine.processors import follow
@@ -22,7 +26,7 @@ from engine.runner import Runner
 from engine.scheduler import Scheduler, StepPlan
 from engine.standing import Standing
 from engine.stats import Clock, StepStats, Stopwatch
-from engine.types import Finished, FinishReason, Request, SamplingParams, Sequence, TokenEvent
+from engine.types import Finished, FinishReason, Request, Sequence, TokenEvent
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -50,9 +54,11 @@ class Engine(Standing):
         scheduler: Scheduler,
         clock: Clock = time.perf_counter,
         rounds: Rounds | None = None,  # None: every sequence decodes in plain steps
+        dtype: str = "float32",
     ) -> None:
         super().__init__(limits, Intake(config, limits, proposers.names), proposers, scheduler)
         self.config, self._clock, self._rounds = config, clock, rounds or NoRounds()
+        self.dtype = dtype  # of the target's activations and K/V
         self._passes = Passes(target, proposers)
         self.control, self.round_control = scheduler.control, scheduler.round_control
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
@@ -130,17 +136,17 @@ class Engine(Standing):
 
         So no number of requests at fault stops an engine that works, and one that does not is not blamed on requests.
         """
-        (trial,) = self._intake.open(_trial(self.max_model_len))
+        (one,) = self._intake.open(trial(self.max_model_len))
         pool = self._scheduler.target_pool
-        if not pool.reserve(trial.target, len(trial.tokens)):
+        if not pool.reserve(one.target, len(one.tokens)):
             return  # other sequences have all pages, so a pass of theirs will tell
         try:
-            self._passes.try_on(trial)
+            self._passes.try_on(one)
         except Exception:
             log.exception("a trial failed as well: it is not the requests' fault")
             raise doubt from None
         finally:
-            pool.release(trial.target)
+            pool.release(one.target)
 
     def _end_for_fault(self, sequence: Sequence) -> TokenEvent:
         return self._end(sequence, FinishReason.ERROR, error="the request failed in the engine")
@@ -221,14 +227,9 @@ class Engine(Standing):
         return None
 
     def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        *,
-        keep: int | None = None,
-        stop_token_id: int | None = None,
+        self, sequence: Sequence, reason: FinishReason, *, keep: int | None = None, stop_token_id: int | None = None,
         error: str | None = None,
-    ) -> TokenEvent:
+    ) -> TokenEvent:  # fmt: skip
         outputs = self._live[sequence.request_id]
         del outputs[sequence.index]
         if not outputs:
@@ -265,9 +266,30 @@ class Engine(Standing):
     def warm_up(self) -> None:
         """Run one short request through the whole path, so that the first caller does not pay for first times."""
         assert not self._live, "warm_up is for an idle engine"
-        self.add(_trial(self.max_model_len))
+        self.add(trial(self.max_model_len))
         while self.has_work:
             self.step()
+
+    def record(self, progress: Progress = untold, sizes: Seq[int] | None = None, ks: Seq[int] | None = None) -> None:
+        """Record rounds of every size and number of drafts, or of these: at load, as no request does it."""
+        self._rounds.record(progress, sizes, ks)
+
+    def rest(self) -> None:
+        """For an idle engine, now and then: what was missed is there the next time."""
+        assert not self._live, "who has requests does not rest"
+        self._rounds.rest()
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Within it all decode in plain steps, with the drafts asked for, and nobody learns what that takes."""
+        kept = self._rounds, self.control
+        self._rounds, self.control = NoRounds(), FixedK()
+        self._scheduler.control = self.control
+        try:
+            yield
+        finally:
+            self._rounds, self.control = kept
+            self._scheduler.control = self.control
 
     def recover(self) -> None:
         """After a step that raised: end everybody, and see whether it works again. Raises if it does not."""
@@ -287,12 +309,6 @@ class Engine(Standing):
         live = {(name, index) for name, outputs in self._live.items() for index in outputs}
         assert scheduled == live, "a live sequence is not scheduled, or a dead one is"
         assert self.has_work or self.free_pages == self.total_pages, "idle, and pages are held"
-
-
-def _trial(max_model_len: int) -> Request:
-    """What no sound engine can fail at."""
-    sampling = SamplingParams(max_tokens=min(8, max_model_len - 1), ignore_eos=True)
-    return Request(request_id="trial", token_ids=(0,), sampling=sampling)
 
 
 def _length_before_stop(sequence: Sequence, fresh: tuple[int, ...]) -> int:

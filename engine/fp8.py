@@ -6,63 +6,61 @@ hangs on the row alone. What a model says in 8 bits is what is served: speculati
 
 from __future__ import annotations
 
-import logging
-from typing import cast
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.errors import ModelError
+from engine.kernels import reference
+from engine.kernels.args import Fp8Rows
+from engine.swap import Swapped, swap_matmuls
 
-log = logging.getLogger(__name__)
-
-LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
-_TINY = 1e-12  # a row of zeros has a scale all the same
 _STEP = 16  # sizes of matrices are multiples of this
-_ROUTERS = ("gate", "router")  # small matrices that choose experts: a rounded choice is another choice
-
-
-def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """`[R, in]` -> e4m3 `[R, in]` and float32 scales `[R, 1]`; their product is near the rows."""
-    wide = rows.float()
-    scale = wide.abs().amax(1, keepdim=True).clamp(min=_TINY) / LARGEST
-    return (wide / scale).to(torch.float8_e4m3fn), scale
 
 
 class Fp8Linear(nn.Module):
-    """As `nn.Linear`, in bfloat16 at both ends."""
+    """As `nn.Linear`, in bfloat16 at both ends; takes rows that are rounded already, too."""
+
+    round_rows: Callable[[Tensor], Fp8Rows] = staticmethod(reference.round_rows)  # or a kernel that means the same
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight, scale = rounded(linear.weight.detach())
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.scale = nn.Parameter(scale.t().contiguous(), requires_grad=False)  # [1, out]
+        rounded = reference.round_rows(linear.weight.detach())
+        self.weight = nn.Parameter(rounded.rows, requires_grad=False)
+        self.scale = nn.Parameter(rounded.scale.t().contiguous(), requires_grad=False)  # [1, out]
         self.bias: nn.Parameter | None = linear.bias
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
-        rows, scale = rounded(x.reshape(-1, self.in_features))
-        out = torch._scaled_mm(rows, self.weight.t(), scale_a=scale, scale_b=self.scale, out_dtype=x.dtype)  # noqa: SLF001
-        out = out.view(*x.shape[:-1], self.out_features)
+        given = x if isinstance(x, Fp8Rows) else self.round_rows(x)
+        out = torch._scaled_mm(  # noqa: SLF001
+            given.rows, self.weight.t(), scale_a=given.scale, scale_b=self.scale, out_dtype=given.dtype
+        )
+        out = out.view(*given.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
 
-def to_fp8(model: PreTrainedModel) -> int:
-    """Round the matrices of a loaded model, one at a time; how many. The head and what does not fit stay.
+def fits(in_features: int, out_features: int) -> bool:
+    """Whether a matrix of these sizes can be multiplied in 8-bit floats."""
+    return not in_features % _STEP and not out_features % _STEP
+
+
+def num_bytes(in_features: int, out_features: int) -> int:
+    """Of a matrix and its scales."""
+    return in_features * out_features + 4 * out_features
+
+
+def to_fp8(model: PreTrainedModel) -> Swapped:
+    """Round the matrices of a loaded model, one at a time. The head, routers and what does not fit stay.
 
     Raises:
         ModelError: it is not in bfloat16.
     """
     if model.dtype != torch.bfloat16:
         raise ModelError(f"fp8 weights are for models in bfloat16; dtype is {str(model.dtype).removeprefix('torch.')}")
-    head, count = model.get_output_embeddings(), 0
-    for name in [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]:
-        linear = cast("nn.Linear", model.get_submodule(name))
-        if name.rpartition(".")[2] in _ROUTERS or linear.in_features % _STEP or linear.out_features % _STEP:
-            continue
-        model.set_submodule(name, Fp8Linear(linear))
-        count += 1
-    log.info("%d matrices are in fp8", count)
-    return count
+    swapped = swap_matmuls(model, Fp8Linear, fits)
+    swapped.tell("fp8")
+    return swapped

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,136 +19,139 @@ from transformers import PreTrainedModel
 from engine.attention import reference
 from engine.attention.registry import Ragged
 from engine.batch import Feed, RaggedBatch
-from engine.fuse import Part, RMSNorm, RotaryAttention, fuse
+from engine.fp8 import Fp8Linear
+from engine.fuse import Joined, Part, RMSNorm, RotaryAttention, fuse
+from engine.kernel_layers import NAMES, KernelAttention, KernelGate, KernelLayer, KernelNorm, Ops
 from engine.kv import KVArena
 from engine.runner import kv_layout
-from engine.trial import agree, random_rows
+from engine.trial import Trials, random_rows
 
 log = logging.getLogger(__name__)
 
 _ROWS, _PAGE = 3, 8  # of a trial
 
 
-class Ops(Protocol):
-    """`engine.kernels.rows`, or `engine.kernels.reference`, which means the same."""
-
-    rotate_and_write: Callable[..., Tensor]
-    add_norm: Callable[..., tuple[Tensor, Tensor]]
-    gate: Callable[..., Tensor]
-
-
-def fuse_for_cuda(model: PreTrainedModel, ops: Ops | None = None) -> Counter[str]:
+def fuse_for_cuda(model: PreTrainedModel, ops: object = None) -> Counter[str]:
     """Join what `fuse` joins, then give `model` our kernels wherever they fit; how many of each kind."""
-    if ops is None:
-        from engine.kernels import rows  # brings Triton
-
-        ops = cast("Ops", rows)
+    found, trials, done = _ops(ops), Trials(), Counter[str]()
+    run = partial(_try, model)
     fuse(model)
-    done: Counter[str] = Counter()
     for name in [name for name, _ in model.named_modules()][:0:-1]:  # what is inside comes before what it is inside of
         if name.endswith(".inner"):
             continue  # the original of one of `fuse`'s stand-ins, which still asks for it as it was
-        for kind, candidates in (
-            ("norms", _norms),
-            ("gates", _gates),
-            ("attentions", _attentions),
-            ("layers", _layers),
-        ):
+        for kind, candidates in _KINDS.items():
             module = model.get_submodule(name)
-            found = next((new for new in candidates(module, ops) if _agrees(model, module, new, kind)), None)
-            if found is not None:
-                model.set_submodule(name, found)
+            new = next((new for new in candidates(module, found) if trials.agree(kind, run, module, new)), None)
+            if new is not None:
+                model.set_submodule(name, new)
                 done[kind] += 1
+    done["sums handed on"] = link(model, trials)
     log.info("our kernels run %s", ", ".join(f"{count} {kind}" for kind, count in done.items()))
     return done
 
 
-class KernelNorm(nn.Module):
-    """RMSNorm, alone or of a sum."""
+def _ops(ops: object) -> Ops:
+    """Of a module; by default our kernels."""
+    if ops is None:
+        from engine.kernels import rows  # brings Triton
 
-    def __init__(self, norm: RMSNorm, ops: Ops) -> None:
-        super().__init__()
-        size = norm.scale.numel()
-        self.scale = nn.Parameter(norm.scale.detach() / size**0.5, requires_grad=False)
-        self.eps, self.ops = norm.eps / size, ops
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., size]`."""
-        return self.ops.add_norm(x, None, self.scale, self.eps)[0]
-
-    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and the sum."""
-        return self.ops.add_norm(x, residual, self.scale, self.eps)
+        ops = rows
+    return ops if isinstance(ops, Ops) else Ops.of(ops)
 
 
-class KernelGate(nn.Module):
-    """down(activation(gate) * up) on gate and up in one matmul."""
+def link(model: PreTrainedModel, trials: Trials | None = None) -> int:
+    """Have each layer's last sum made together with the norm that reads it, of the next layer or behind the last.
 
-    def __init__(self, both: nn.Module, down: nn.Module, activation: str, ops: Ops) -> None:
-        super().__init__()
-        self.both, self.down_proj, self.activation, self.ops = both, down, activation, ops
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., hidden]` -> `[..., hidden]`."""
-        return cast("Tensor", self.down_proj(self.ops.gate(self.both(x), self.activation)))
-
-
-class KernelAttention(nn.Module):
-    """Attention whose rotation, norms of heads and K/V write are one kernel; without a ragged batch, the original."""
-
-    def __init__(self, fused: RotaryAttention, ops: Ops) -> None:
-        super().__init__()
-        inner = cast("Any", fused.inner)
-        self.fused, self.ops, self.seen, self.layer_idx = fused, ops, fused.seen, fused.layer_idx
-        self.qkv = inner.q_proj.joined if hasattr(inner, "q_proj") else inner.qkv_proj
-        self.o_proj = inner.o_proj
-        self.head_norms: tuple[KernelNorm, ...] = tuple(
-            norm for norm in (getattr(inner, "q_norm", None), getattr(inner, "k_norm", None)) if norm is not None
-        )
-        assert not self.head_norms or all(isinstance(norm, KernelNorm) for norm in self.head_norms)
-
-    def forward(
-        self,
-        hidden_states: Tensor,  # [1, T, hidden]
-        position_embeddings: tuple[Tensor, Tensor] | None = None,  # cos and sin, [1, T, rotary_dim]
-        ragged: Ragged | None = None,
-        **others: Any,
-    ) -> tuple[Tensor, None]:
-        """As the original."""
-        if ragged is None or position_embeddings is None:
-            return cast("tuple[Tensor, None]", self.fused(hidden_states, position_embeddings, ragged=ragged, **others))
-        cos, sin = position_embeddings
-        k, v = ragged.arena.k[self.layer_idx], ragged.arena.v[self.layer_idx]
-        norms = (self.head_norms[0].scale, self.head_norms[1].scale) if self.head_norms else None
-        eps = self.head_norms[0].eps if self.head_norms else 0.0
-        query = self.ops.rotate_and_write(
-            self.qkv(hidden_states)[0], cos[0], sin[0], ragged.batch.kv_rows, k, v, norms, eps
-        )
-        seen = self.seen
-        out = ragged.attend(query, k, v, ragged.batch, seen.scale, seen.window, seen.softcap)
-        return self.o_proj(out.flatten(1)[None]), None
+    Returns for how many layers. To be done again where a model's layers are others than before.
+    """
+    trials, count = trials or Trials(), 0
+    for name, stack in list(model.named_modules()):
+        if not isinstance(stack, nn.ModuleList) or not all(isinstance(layer, KernelLayer) for layer in stack):
+            continue
+        layers = cast("list[KernelLayer]", list(stack))
+        parent = model.get_submodule(name.rpartition(".")[0])
+        final = [module for module in parent.children() if isinstance(module, KernelNorm)]
+        readers = [(layer.norms[0],) for layer in layers[1:]] + [tuple(final) if len(final) == 1 else ()]
+        for layer, reader in zip(layers, readers, strict=bool(layers)):
+            layer.following = ()
+            if reader and trials.agree("sums handed on", _handing(model, layer, reader), (), reader):
+                layer.following = reader
+                count += 1
+    return count
 
 
-class KernelLayer(nn.Module):
-    """A decoder layer x += attention(norm(x)); x += mlp(norm(x)), its first sum and second norm in one kernel."""
+def _handing(
+    model: PreTrainedModel, layer: KernelLayer, reader: tuple[KernelNorm, ...]
+) -> Callable[[tuple[KernelNorm, ...]], Tensor]:
+    """Runs a layer and the norm behind it, which gets its sum from the layer, or does not."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
+    def run(following: tuple[KernelNorm, ...]) -> Tensor:
+        with _changed(layer, "following", following):
+            out = _try(model, layer)
+            return torch.cat([out, reader[0](out)], -1)
 
-    def __getattr__(self, name: str) -> Any:
-        """What a model asks of its layers besides, such as their kind of attention."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
+    return run
 
-    def forward(self, hidden_states: Tensor, **others: Any) -> Tensor:
-        """`[1, T, hidden]`."""
-        inner = cast("Any", self.inner)
-        attended, _ = inner.self_attn(hidden_states=inner.input_layernorm(hidden_states), **others)
-        normed, residual = inner.post_attention_layernorm.of_sum(attended, hidden_states)
-        return cast("Tensor", residual + inner.mlp(normed))
+
+def round_ahead(model: PreTrainedModel, ops: object = None) -> Counter[str]:
+    """Have rows for matmuls in 8-bit floats rounded by what makes them; how many of each kind.
+
+    Norms and gates do it where they are the last thing before a matmul. Elsewhere it is a kernel of its own.
+    """
+    found, trials, done = _ops(ops), Trials(), Counter[str]()
+    for module in model.modules():
+        if isinstance(module, Fp8Linear):
+            changes: list[tuple[nn.Module, str, Any]] = [(module, "round_rows", found.round_rows)]
+            done["matmuls"] += _change(model, "rounding", module, changes, trials)
+        elif isinstance(module, KernelGate) and isinstance(module.down_proj, Fp8Linear):
+            done["gates"] += _change(model, "gates that round", module, [(module, "rounds", True)], trials)
+        elif isinstance(module, KernelLayer):
+            norms = _read_by_fp8(module)
+            done["norms"] += len(norms) * _change(
+                model, "norms that round", module, [(norm, "rounds", True) for norm in norms], trials
+            )
+    log.info("rows are rounded ahead for %s", ", ".join(f"{count} {kind}" for kind, count in done.items()))
+    return done
+
+
+def _read_by_fp8(layer: KernelLayer) -> list[KernelNorm]:
+    """Norms whose only reader is a matmul in 8-bit floats."""
+    inner = cast("Any", layer.inner)
+    attention, mlp = inner.self_attn, inner.mlp
+    readers = (
+        (layer.norms[0], attention.qkv if isinstance(attention, KernelAttention) else None),
+        (layer.norms[2], mlp.both if isinstance(mlp, KernelGate) else None),
+    )
+    matmuls = [(norm, both.matmul if isinstance(both, Joined) else both) for norm, both in readers]
+    return [norm for norm, matmul in matmuls if isinstance(matmul, Fp8Linear)]
+
+
+def _change(
+    model: PreTrainedModel, kind: str, module: nn.Module, changes: list[tuple[nn.Module, str, Any]], trials: Trials
+) -> bool:
+    """Set attributes of some modules, if `module` then says what it said before."""
+
+    def run(changed: bool) -> Tensor:
+        with ExitStack() as whole:
+            for where, name, value in changes if changed else ():
+                whole.enter_context(_changed(where, name, value))
+            return _try(model, module)
+
+    agreed = bool(changes) and trials.agree(kind, run, False, True)
+    for where, name, value in changes if agreed else ():
+        setattr(where, name, value)
+    return agreed
+
+
+@contextmanager
+def _changed(module: nn.Module, name: str, value: object) -> Iterator[None]:
+    """An attribute is another meanwhile."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def _norms(module: nn.Module, ops: Ops) -> list[nn.Module]:
@@ -167,19 +172,31 @@ def _attentions(module: nn.Module, ops: Ops) -> list[nn.Module]:
 
 
 def _layers(module: nn.Module, _: Ops) -> list[nn.Module]:
-    norm, attention = getattr(module, "post_attention_layernorm", None), getattr(module, "self_attn", None)
-    return [KernelLayer(module)] if isinstance(norm, KernelNorm) and isinstance(attention, nn.Module) else []
+    if not isinstance(getattr(module, "self_attn", None), nn.Module):
+        return []
+    norms = {name for name, child in module.named_children() if isinstance(child, KernelNorm)}
+    return [KernelLayer(module, names) for names in NAMES if norms == set(names) - {None}]
 
 
-def _agrees(model: PreTrainedModel, old: nn.Module, new: nn.Module, kind: str) -> bool:
-    """Whether both give the same but for rounding, on the same rows; kernels assert what they cannot run."""
-    width = new.scale.numel() if isinstance(new, KernelNorm) else model.config.get_text_config().hidden_size
-    x, needs_context = random_rows(model, 1, _ROWS, width), kind in ("attentions", "layers")
-    return agree(lambda module: _run(model, module, x, needs_context=needs_context), old, new, also=(AssertionError,))
+_KINDS: dict[str, Callable[[nn.Module, Ops], list[nn.Module]]] = {
+    "norms": _norms,
+    "gates": _gates,
+    "attentions": _attentions,
+    "layers": _layers,
+}
 
 
-def _run(model: PreTrainedModel, module: nn.Module, x: Tensor, *, needs_context: bool) -> Tensor:
-    if not needs_context:
+@torch.inference_mode()
+def _try(model: PreTrainedModel, module: nn.Module) -> Tensor:
+    """What a module of any kind says to the same random rows each time; a tuple is what an attention alone gives."""
+    hidden: int = model.config.get_text_config().hidden_size
+    if isinstance(module, RMSNorm | KernelNorm):
+        width = module.scale.numel()
+    else:
+        width = cast("int", getattr(module, "in_features", hidden))
+    x = random_rows(model, 1, _ROWS, width)
+    has_context = hasattr(module, "layer_idx") or hasattr(module, "self_attn")
+    if not has_context:
         return cast("Tensor", module(x))
     batch = RaggedBatch.of([Feed([0] * _ROWS, 4, [0])], _PAGE, model.device)
     arena = KVArena(kv_layout(model.config, model.dtype), 1, _PAGE, model.device)
@@ -191,7 +208,7 @@ def _run(model: PreTrainedModel, module: nn.Module, x: Tensor, *, needs_context:
         position_ids=positions,
         ragged=Ragged(batch, arena, reference.attend),
     )
-    return out[0] if isinstance(out, tuple) else cast("Tensor", out)
+    return cast("Tensor", out[0] if hasattr(module, "layer_idx") else out)
 
 
 def _rotary(model: PreTrainedModel, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

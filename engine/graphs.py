@@ -2,55 +2,79 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from engine.memory import Room
+from engine.repertoire import Run
 from engine.resident import IDLE
-from engine.round_loop import Run
 from engine.rounds import Brought, Round
-
-log = logging.getLogger(__name__)
 
 
 class Graphs:
-    """Records rounds, all in one pool of memory: they never run at the same time."""
+    """Records rounds, all in one pool of memory and on one stream: they never run at the same time.
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    What a round brings lies in that pool, and its next play writes over it: whoever keeps it copies it first, on the
+    stream that plays (`mail.Mail` does).
+    """
+
+    def __init__(self, room: Room) -> None:
+        self._room, self._pool, self._stream = room, torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        gc.collect()  # what is dead gives its memory back now, and not in the midst of a capture
+
+    @property
+    def has_room(self) -> bool:
+        """Whether what was recorded has left anything of the memory set aside for it."""
+        return self._room.is_left
 
     def __call__(self, round_: Round) -> Run:
         """Drafting and verification, a graph each, so that each can be timed; recorded on places of nobody."""
         slots = torch.full((round_.size,), IDLE, dtype=torch.int64, device=round_.device)
-        _warm_up(round_, slots)
-        drafting, verifying = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        if round_.k:
-            with torch.cuda.graph(drafting, pool=self._pool):
-                drafts = round_.propose(slots)
-        else:
-            drafts = round_.propose(slots)
-        with torch.cuda.graph(verifying, pool=self._pool):
-            brought = round_.verify(slots, drafts)
-        log.info("recorded a round of %d places and %d drafts", round_.size, round_.k)
-
-        def run(now: Tensor, between: Callable[[], None]) -> Brought:
-            slots.copy_(now)
+        drafting = verifying = None
+        with self._room.taken():
+            self._warm_up(round_, slots)
             if round_.k:
+                with self._capture() as drafting:
+                    drafts = round_.propose(slots)
+            else:
+                drafts = round_.propose(slots)
+            with self._capture() as verifying:
+                brought = round_.verify(slots, drafts)
+
+        def play(now: Tensor, between: Callable[[], None]) -> Brought:
+            slots.copy_(now)
+            if drafting is not None:
                 drafting.replay()
             between()
             verifying.replay()
             return brought
 
-        return run
+        play(slots, lambda: None)  # the first launch of a graph brings it to the device
+        return play
 
+    @contextmanager
+    def _capture(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Record what is launched within. Other threads may go on using the device.
 
-def _warm_up(round_: Round, slots: Tensor) -> None:
-    """Compile kernels and let libraries choose theirs: neither may happen while a graph is recorded."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            round_.verify(slots, round_.propose(slots))
-    torch.cuda.current_stream().wait_stream(side)
+        Meanwhile nothing is collected: the end of a tensor or a graph that is garbage may call what a capture refuses.
+        """
+        graph, was_on = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                yield graph
+        finally:
+            if was_on:
+                gc.enable()
+
+    def _warm_up(self, round_: Round, slots: Tensor) -> None:
+        """Compile kernels and let libraries choose theirs and take their memory, on the stream of the capture."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                round_.verify(slots, round_.propose(slots))
+        torch.cuda.current_stream().wait_stream(self._stream)

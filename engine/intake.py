@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 from engine.checks import violations
 from engine.errors import InvalidRequest, Unsupported, shown
-from engine.types import MAX_SEED, KVCursor, Request, Sequence, Speculation, SpeculationMode, Verification
+from engine.types import (
+    MAX_SEED,
+    KVCursor,
+    Request,
+    SamplingParams,
+    Sequence,
+    Speculation,
+    SpeculationMode,
+    Verification,
+)
 
 if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
     from engine.config import EngineConfig
@@ -99,3 +108,9 @@ def _seed_of(seed: int, index: int) -> int:
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
+
+
+def trial(max_model_len: int) -> Request:
+    """What no sound engine can fail at."""
+    sampling = SamplingParams(max_tokens=min(8, max_model_len - 1), ignore_eos=True)
+    return Request(request_id="trial", token_ids=(0,), sampling=sampling)

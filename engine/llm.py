@@ -16,7 +16,7 @@ from numbers import Integral
 from os import PathLike, fspath
 from typing import Any, cast
 
-from engine.build import build_engine
+from engine import warm
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
@@ -68,7 +68,7 @@ class LLM:
     def __init__(self, target: str | PathLike[str], draft: str | PathLike[str] | None = None, **config: Any) -> None:
         """Load a target, and a draft if there is one; `config` as in `engine.config.EngineConfig`."""
         settings = EngineConfig(target=fspath(target), draft=None if draft is None else fspath(draft), **config)
-        self.engine: Engine = build_engine(settings)
+        self.engine: Engine = warm.load(settings, practises=False)
         self.codec = Codec.load(settings.target, settings.revision)
         self._compiler = _compiler(self.engine, self.codec)
 

@@ -11,12 +11,14 @@ from engine import draws
 from engine.attention import paged
 from engine.errors import ModelError
 from engine.graphs import Graphs
-from engine.kernels import has_triton, reference
+from engine.kernels import faults, has_triton, reference
+from engine.memory import Room
 from engine.pack import keeps_rows_apart
 from engine.rope import longrope_border
-from engine.round_loop import RoundLoop, as_it_is
+from engine.round_loop import RoundLoop
 from engine.rounds import Fed, Ops
 from engine.runner import ModelRunner, Runner, known_positions
+from engine.shapes import rides
 
 if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
     from engine.config import EngineConfig
@@ -26,9 +28,7 @@ log = logging.getLogger(__name__)
 
 def wants_rounds(config: EngineConfig, device: torch.device) -> bool:
     """Whether rounds are to be had if they can be: on a CPU, which has nothing to wait for, only when asked for."""
-    if config.tensor_parallel_size > 1:
-        return False
-    return config.loop == "rounds" or (config.loop == "auto" and device.type == "cuda")
+    return rides(config) and (config.loop == "rounds" or device.type == "cuda")
 
 
 def rounds_for(
@@ -77,11 +77,11 @@ def _rounds(
         _fed(target), None if draft is None else _fed(draft), ops or ops_on(device), num_slots=config.max_batch_size,
         longest=longest, most_drafts=config.num_draft_tokens if draft is not None else 0, vocab=target.vocab_size,
         drafts_for=drafts_for, chunk=config.max_batch_tokens,
-        make_run=Graphs() if device.type == "cuda" else as_it_is,
+        recorder=Graphs(Room.for_rounds(config, target.model.config, device)) if device.type == "cuda" else None,
     )  # fmt: skip
     try:
         rounds.try_out()
-    except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+    except _refusals() as error:
         raise ModelError(f"no rounds: a round of this model fails: {error}") from error
     log.info("loop on %s: rounds, drafts for proposers %s", device.type, ", ".join(sorted(drafts_for)) or "none")
     return rounds
@@ -94,6 +94,11 @@ def ops_on(device: torch.device) -> Ops:
     from engine.kernels import commit, sampling  # brings Triton
 
     return Ops(paged.attend, sampling.choose, commit.commit)
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What a model may do to a round: transformers', torch's and Triton's ways of saying no."""
+    return (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, *faults())
 
 
 def _why_not(config: EngineConfig, target: ModelRunner) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +17,12 @@ from engine.rounds import Brought
 from engine.scheduler import Work
 from engine.stats import Clock, Forward
 from engine.types import Sequence
+
+Progress = Callable[[str], None]  # is told what loading is at
+
+
+def untold(_: str) -> None:
+    """Nobody hears of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +103,14 @@ class Rounds(Protocol):
         """Take a sequence out, if it is here."""
         ...
 
+    def record(self, progress: Progress, sizes: Seq[int] | None, ks: Seq[int] | None) -> None:
+        """Make ready for rounds of every size and K, or of these alone, so that none is recorded in a request."""
+        ...
+
+    def rest(self) -> None:
+        """Nobody asks anything: there is a moment to make up for what was not ready."""
+        ...
+
 
 class NoRounds:
     """Nobody rides."""
@@ -116,6 +131,12 @@ class NoRounds:
 
     def leave(self, sequence: Sequence) -> None:
         """Nobody is here."""
+
+    def record(self, progress: Progress, sizes: Seq[int] | None, ks: Seq[int] | None) -> None:
+        """There is nothing to record."""
+
+    def rest(self) -> None:
+        """Nothing is missed."""
 
 
 class Marks:

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.activations import make_row_wise
 from engine.int8 import Int8Linear
 from engine.mapped import let_go
-from engine.native import PackedMatrix, multiplies, rows_for
+from engine.native import ALIGNED, PackedMatrix, multiplies, rows_for
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,14 @@ def pack(model: PreTrainedModel) -> int:
     return done
 
 
+def packs_whole(model: nn.Module) -> bool:
+    """Whether `pack` leaves nothing to torch where C multiplies its type; the model may be on the meta device."""
+    matmuls = [module for module in model.modules() if isinstance(module, MATMULS)]
+    return not _has_experts(model) and all(
+        type(module) in MATMULS and not matrix(module).shape[1] % ALIGNED for module in matmuls
+    )
+
+
 def matrix(matmul: nn.Module) -> Tensor:
     """`[out, in]`; GPT-2 keeps it the other way round."""
     weight = cast("Tensor", matmul.weight)
@@ -72,8 +80,12 @@ def matrix(matmul: nn.Module) -> Tensor:
 
 def keeps_rows_apart(model: nn.Module) -> bool:
     """Whether no matmul of `model` lets a row's bits depend on the other rows: they are in int8, or packed."""
-    experts = any(weight.ndim > 2 for weight in model.parameters())  # stacked matrices, multiplied by the model itself
-    return not experts and not any(isinstance(module, MATMULS) for module in model.modules())
+    return not _has_experts(model) and not any(isinstance(module, MATMULS) for module in model.modules())
+
+
+def _has_experts(model: nn.Module) -> bool:
+    """Stacked matrices, which the model multiplies itself."""
+    return any(weight.ndim > 2 for weight in model.parameters())
 
 
 def packed_of(matmul: nn.Module) -> PackedMatrix | None:

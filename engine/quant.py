@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from engine import fp8, w4
 from engine.activations import make_row_wise
 from engine.attention.registry import ATTENTION_NAME
 from engine.checkpoint import read_config, told_as_model_error
@@ -31,6 +32,7 @@ from engine.int8 import Int8Linear
 from engine.mapped import let_go
 from engine.pack import MATMULS, matrix
 from engine.runner import load_model, prepare
+from engine.swap import ROUTERS, bytes_after_swap
 
 # In `quantization_config`, so that whoever does not know it refuses the weights.
 _METHODS: dict[str, Rounded] = {f"pilotfish-{weights}": weights for weights in get_args(Rounded)}
@@ -38,8 +40,6 @@ _VERSION = 1
 # No name that others would take for a float weight's.
 _SCALE = "weight_scale"
 _KINDS = {"weight_int4": Int4Linear, "weight_int8": Int8Linear}
-# Small matrices that choose experts: a rounded choice is another choice.
-_ROUTERS = ("gate", "router")
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
@@ -64,13 +64,17 @@ def quantise(model: PreTrainedModel, weights: Rounded = "int8") -> None:
 
 
 def _is_matmul(name: str, module: nn.Module) -> bool:
-    return type(module) in MATMULS and name.rpartition(".")[2] not in _ROUTERS
+    return type(module) in MATMULS and name.rpartition(".")[2] not in ROUTERS
 
 
-def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights) -> int:
+def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights, *, on_cuda: bool = False) -> int:
     """What the weights of a float model take in `dtype`, or rounded; it may be on the meta device."""
     if weights == "native":
         return sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
+    if weights == "fp8":
+        return bytes_after_swap(model, dtype, fp8.fits, fp8.num_bytes)
+    if on_cuda:
+        return bytes_after_swap(model, dtype, w4.fits, w4.num_bytes)
     modules = dict(model.named_modules())
     matmuls = [module for name, module in modules.items() if _is_matmul(name, module)]
     # Not only what is no matmul's: a head that shares the embedding's weights will have its own.
@@ -79,11 +83,6 @@ def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights) -
     }
     held: int = sum(p.numel() for p in others.values()) * dtype.itemsize
     head = model.get_output_embeddings()
-    if weights == "fp8":
-        wide = [m for m in matmuls if m is head]
-        held += sum(matrix(m).numel() * dtype.itemsize for m in wide if id(m.weight) not in others)
-        held += sum(m.bias.numel() * dtype.itemsize for m in matmuls if m not in wide and m.bias is not None)
-        return held + sum(matrix(m).numel() + 4 * matrix(m).shape[0] for m in matmuls if m not in wide)
     in_groups = [m for m in matmuls if weights == "int4" and m is not head and fits(matrix(m))]
     # A scale takes 4 bytes: one for each output, or for each group of inputs of each.
     grouped = sum(matrix(m).numel() // 2 + 4 * matrix(m).numel() // GROUP for m in in_groups)

@@ -1,6 +1,7 @@
 """Sequences that stand on the device: what a round needs of them, one slot each. Knows no model.
 
-The host writes a slot when it admits and when it removes, and never in between (docs/adr/0021-rounds-on-the-device.md).
+The host writes a slot when a sequence is placed, and what has changed before a round; `send` brings it up
+(docs/adr/0021-rounds-on-the-device.md).
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.args import Laws, Tracks
+from engine.kernels.args import Tracks
 from engine.kernels.paging import send
-from engine.noise import Stream
+from engine.slate import Slate
 from engine.types import SamplingParams
 
 IDLE = 0  # the slot of nobody, for the idle places of a batch
 MOST_ENDS = 8  # tokens that may end an output
-_FEW = 4  # pages that are cheaper to write one by one than to upload
+
+LENGTH, MAX_LENGTH, RUNNING, NUM_DRAFT, REJECTS, SEED, TOP_K = range(7)  # rows of `Resident.whole`
+_ALIGNED = 16  # columns of that: kernels are compiled for rows that begin at a multiple of so many bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +38,32 @@ class Place:
 
 
 class Tables:
-    """Which pages of one model's arena hold the sequence in each slot: `[slots, width]`, `spare_page` where none does.
+    """Which pages of one model's arena hold the sequence in each slot: `[slots, width + 1]`.
 
-    What is written beyond a sequence's own pages goes to the spare one, which belongs to nobody.
+    Where no page of its own is, there is `spare_page`: it belongs to nobody and takes what is written beyond. The last
+    column is always spare, as that of position -1.
     """
 
-    def __init__(self, size: int, width: int, spare_page: int, device: torch.device) -> None:
-        self.pages = torch.full((size, width), spare_page, dtype=torch.int32, device=device)
-        self.spare_page, self._entered = spare_page, [0] * size
+    def __init__(self, slate: Slate, name: str, spare_page: int) -> None:
+        self.pages, self.spare_page = slate[name].fill_(spare_page), spare_page
+        self._slate, self._name, self._entered = slate, name, [0] * len(self.pages)
+
+    @property
+    def width(self) -> int:
+        """Pages that a sequence may have."""
+        return self.pages.shape[1] - 1
 
     def enter(self, slot: int, pages: Seq[int]) -> None:
-        """Enter what is new of a sequence's page table. A first long one is uploaded; later pages travel alone."""
-        first, fresh = self._entered[slot], pages[self._entered[slot] :]
-        if len(fresh) > _FEW:
-            self.pages[slot, first : len(pages)] = send(torch.tensor(fresh, dtype=torch.int32), self.pages.device)
-        else:
-            for i, page in enumerate(fresh, first):
-                self.pages[slot, i] = page  # a number travels with the kernel that writes it: no upload
-        self._entered[slot] = len(pages)
+        """Note what is new of a sequence's page table."""
+        first = self._entered[slot]
+        assert len(pages) <= self.width, "more pages than the longest sequence has"
+        if len(pages) > first:
+            self._slate.write(self._name, slot * self.pages.shape[1] + first, *pages[first:])
+            self._entered[slot] = len(pages)
 
     def clear(self, slot: int) -> None:
-        """The sequence is gone: its pages may be given away."""
-        self.pages[slot] = self.spare_page
+        """Another sequence stands here from now on. The pages of the one before may have been given away."""
+        self.pages[slot].fill_(self.spare_page)
         self._entered[slot] = 0
 
 
@@ -66,73 +73,57 @@ class Resident:
     def __init__(
         self, num_slots: int, longest: int, width: int, spare_pages: tuple[int, int], vocab: int, device: torch.device
     ) -> None:
-        size = num_slots + 1
-        self.vocab, self._device = vocab, device
-        self.target, self.draft = (Tables(size, width, spare, device) for spare in spare_pages)
-
-        def whole(*shape: int, value: int = 0) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int64, device=device)
-
-        self.tracks = Tracks(
-            tokens=whole(size, longest),
-            length=whole(size, value=1),
-            max_length=whole(size, value=1),
-            ends=whole(size, MOST_ENDS, value=-1),
-            running=whole(size),
+        size, int64 = num_slots + 1, torch.int64
+        self.vocab, self._columns = vocab, -(-size // _ALIGNED) * _ALIGNED
+        pages = torch.int32, (size, width + 1)
+        self._slate = Slate(
+            {
+                "whole": (int64, (7, self._columns)), "ends": (int64, (size, MOST_ENDS)),
+                "top_p": (torch.float64, (size,)), "min_p": (torch.float64, (size,)),
+                "temperature": (torch.float32, (size,)), "target": pages, "draft": pages,
+            },
+            device,
+        )  # fmt: skip
+        self.target, self.draft = (
+            Tables(self._slate, name, spare) for name, spare in zip(("target", "draft"), spare_pages, strict=True)
         )
-        self.num_draft, self.rejects = whole(size), whole(size)
-        self._seed, self._top_k = whole(size), whole(size, value=vocab)
-        self.temperature = torch.zeros(size, device=device)
-        self._top_p = torch.ones(size, dtype=torch.float64, device=device)
-        self._min_p = torch.zeros(size, dtype=torch.float64, device=device)
+        self.whole = self._slate["whole"]  # [7, columns]
+        for row, value in ((LENGTH, 1), (MAX_LENGTH, 1), (TOP_K, vocab)):
+            self.whole[row].fill_(value)
+        self.tracks = Tracks(
+            tokens=torch.zeros((size, longest), dtype=int64, device=device),
+            length=self.whole[LENGTH],
+            max_length=self.whole[MAX_LENGTH],
+            ends=self._slate["ends"].fill_(-1),
+            running=self.whole[RUNNING],
+        )
+        self.temperature, self.min_p = self._slate["temperature"], self._slate["min_p"]
+        self.top_p = self._slate["top_p"].fill_(1)
 
     def place(self, slot: int, place: Place) -> None:
-        """Fill a slot, all but its pages: a few small uploads."""
-        tracks, wanted = self.tracks, place.sampling
-        tracks.tokens[slot, : len(place.tokens)] = self._up(place.tokens)
-        tracks.ends[slot] = self._up([*place.ends, *[-1] * (MOST_ENDS - len(place.ends))])
-        top_k = min(wanted.top_k or self.vocab, self.vocab)
-        seed = place.seed - 2**64 if place.seed >= 2**63 else place.seed
-        whole = [len(place.tokens), place.max_length, place.num_draft, int(place.rejects), seed, top_k, 1]
-        homes = (
-            tracks.length, tracks.max_length, self.num_draft, self.rejects, self._seed, self._top_k, tracks.running,
-        )  # fmt: skip
-        for home, value in zip(homes, self._up(whole), strict=True):
-            home[slot] = value
-        numbers = torch.tensor([wanted.temperature, wanted.top_p, wanted.min_p], dtype=torch.float64)
-        reals = send(numbers, self._device)
-        for home, value in zip((self.temperature, self._top_p, self._min_p), reals, strict=True):
-            home[slot] = value
-
-    def free(self, slot: int) -> None:
-        """Let a sequence stand still; its pages may then be given away."""
-        self.tracks.running[slot] = 0
+        """Fill a slot, all but its pages. Its tokens go up at once, the rest with `send`."""
+        wanted, ends = place.sampling, [*place.ends, *[-1] * (MOST_ENDS - len(place.ends))]
         self.target.clear(slot)
         self.draft.clear(slot)
+        self.tracks.tokens[slot, : len(place.tokens)].copy_(self._up(place.tokens))
+        self._slate.write("ends", slot * MOST_ENDS, *ends)
+        whole = {
+            LENGTH: len(place.tokens), MAX_LENGTH: place.max_length, NUM_DRAFT: place.num_draft,
+            REJECTS: int(place.rejects), RUNNING: 1, TOP_K: min(wanted.top_k or self.vocab, self.vocab),
+            SEED: place.seed - 2**64 if place.seed >= 2**63 else place.seed,
+        }  # fmt: skip
+        for row, value in whole.items():
+            self._slate.write("whole", row * self._columns + slot, value)
+        for name, real in (("temperature", wanted.temperature), ("top_p", wanted.top_p), ("min_p", wanted.min_p)):
+            self._slate.write(name, slot, real)
 
     def set_num_draft(self, slot: int, num_draft: int) -> None:
         """Drafts that this sequence takes of each round's K."""
-        self.num_draft[slot] = num_draft
+        self._slate.write("whole", NUM_DRAFT * self._columns + slot, num_draft)
 
-    def laws(self, slots: Tensor, first: Tensor, rows: Tensor, apart: Stream = Stream.COUPLED) -> Laws:
-        """Of rows `first[b] + rows[j]` of each sequence: `[B * len(rows)]` each. Runs on the device.
-
-        Under the rejection rule a row's noise is of the stream `apart`.
-        """
-        position = first[:, None] + rows
-
-        def each(values: Tensor) -> Tensor:
-            return values[slots][:, None].expand_as(position).flatten()
-
-        return Laws(
-            temperature=each(self.temperature),
-            top_k=each(self._top_k),
-            top_p=each(self._top_p),
-            min_p=each(self._min_p),
-            seed=each(self._seed),
-            position=position.flatten(),
-            stream=int(Stream.COUPLED) + each(self.rejects) * (int(apart) - int(Stream.COUPLED)),
-        )
+    def send(self) -> None:
+        """Bring up what has changed since the last time. A round that is launched before it reads what was."""
+        self._slate.send()
 
     def _up(self, values: Seq[int]) -> Tensor:
-        return send(torch.tensor(values, dtype=torch.int64), self._device)
+        return send(torch.tensor(values, dtype=torch.int64), self.tracks.tokens.device)

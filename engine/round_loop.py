@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -17,18 +16,16 @@ from torch import Tensor
 from engine.batch import Feed
 from engine.control import Round as Done
 from engine.kernels.paging import send
-from engine.mail import Landed, Mail, Marks, Rider, Share
+from engine.mail import Landed, Mail, Marks, Progress, Rider, Share
+from engine.repertoire import Recorder, Repertoire
 from engine.resident import IDLE, MOST_ENDS, Place, Resident
-from engine.rounds import Brought, Fed, Ops, Round
+from engine.rounds import Fed, Ops, Round
 from engine.runner import ModelRunner
 from engine.sampling import Kind
 from engine.scheduler import Work
+from engine.shapes import RoundShape, covering, in_order_of_worth
 from engine.stats import Clock
 from engine.types import SamplingParams, Sequence, Verification
-
-_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # places of a batch
-_BEYOND = 64  # and multiples of this; each size with each K, with cuts or without, is one pair of graphs
-Run = Callable[[Tensor, Callable[[], None]], Brought]  # slots, and what to call between drafting and verification
 
 
 def serves(sampling: SamplingParams, ends: Seq[int]) -> bool:
@@ -41,29 +38,13 @@ def serves(sampling: SamplingParams, ends: Seq[int]) -> bool:
     return sampling == plain and len(ends) <= MOST_ENDS
 
 
-def places_for(count: int) -> int:
-    """Places of a batch that holds so many: 3 -> 4, 129 -> 192."""
-    return next((size for size in _SIZES if size >= count), -(-count // _BEYOND) * _BEYOND)
-
-
-def as_it_is(round_: Round) -> Run:
-    """The round, run operation by operation."""
-
-    def run(slots: Tensor, between: Callable[[], None]) -> Brought:
-        drafts = round_.propose(slots)
-        between()
-        return round_.verify(slots, drafts)
-
-    return run
-
-
 class RoundLoop:
     """Up to `num_slots` sequences of at most `longest` tokens.
 
     Args:
         drafts_for: names of the proposers whose drafts are those of `draft`.
         chunk: most tokens that the draft is fed in one pass to catch up.
-        make_run: how a round is run; `graphs.Graphs` on CUDA, by default as it is.
+        recorder: how rounds are recorded; `graphs.Graphs` on CUDA. By default they are run as they are.
     """
 
     name = "rounds"
@@ -80,22 +61,23 @@ class RoundLoop:
         vocab: int,
         drafts_for: frozenset[str] = frozenset(),
         chunk: int = 512,
-        make_run: Callable[[Round], Run] = as_it_is,
+        recorder: Recorder | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         assert longest <= min(fed.positions for fed in (target, draft or target)), "a position that no model knows"
-        self._target, self._draft, self._ops, self._most_drafts = target, draft, ops, most_drafts
+        self._target, self._draft, self._ops = target, draft, ops
+        self._most_drafts = most_drafts if draft is not None else 0
         self._drafts_for, self._chunk = drafts_for if draft is not None else frozenset[str](), chunk
-        self._make_run, self._clock = make_run, clock
+        self._clock, self._num_slots = clock, num_slots
         width = -(-(longest + most_drafts + 1) // target.arena.page_size)
         # The last row of pages in each arena is behind those that are given away: nobody's.
         spare = target.arena.num_pages, (draft or target).arena.num_pages
         self.state = Resident(num_slots, longest, width, spare, vocab, target.model.device)
         self._free = list(range(num_slots, IDLE, -1))
         self._drafter = None if draft is None else ModelRunner(draft.model, draft.arena, ops.attend)
-        self._runs: dict[tuple[int, int, bool, bool], Run] = {}
+        self.repertoire = Repertoire(self._round, recorder, covering(num_slots, self._most_drafts), clock=clock)
         self.riders: dict[Sequence, Rider] = {}  # in the order in which they came
-        self._slots: Tensor | None = None  # who stands at which place of the batch; None: to be laid out anew
+        self._slots = dict[int, Tensor]()  # who stands at which place of a batch of so many; empty: to be laid out anew
         self._mails: deque[Mail] = deque()  # launched and not yet read: one between steps, two within
         self._has_launched = False
 
@@ -109,8 +91,20 @@ class RoundLoop:
 
     def try_out(self) -> None:
         """Run rounds of nobody. What a model does that a round cannot hold raises here, and not in a request."""
-        for k in (0, 1) if self._draft is not None and self._most_drafts else (0,):
-            self._run_of(1, k, cuts=False, rejects=False)(self._nobody(1), lambda: None)
+        nobody = torch.full((1,), IDLE, dtype=torch.int64, device=self.state.tracks.length.device)
+        for cuts in (False, True):
+            for k in (0, min(1, self._most_drafts)):
+                self.repertoire.try_out(RoundShape(1, k, cuts))(nobody, lambda: None)
+
+    def record(self, progress: Progress, sizes: Seq[int] | None, ks: Seq[int] | None) -> None:
+        """Record rounds of every shape that can occur, or of these sizes and Ks alone, as far as room and time go."""
+        shapes = in_order_of_worth(self._num_slots, self._most_drafts)
+        wanted = [s for s in shapes if (sizes is None or s.size in sizes) and (ks is None or s.k in ks)]
+        self.repertoire.record(wanted, progress)
+
+    def rest(self) -> None:
+        """While nobody asks: see to it that what was missed is there the next time."""
+        self.repertoire.rest()
 
     # ------------------------------------------------------------------------------------------------- launching
 
@@ -133,15 +127,15 @@ class RoundLoop:
         place = Place(sequence.tokens, sequence.max_len, ends, sampling, sequence.seed, 0, rejects)
         self.state.place(slot, place)
         self.riders[sequence] = Rider(sequence, slot)
-        self._slots = None
+        self._slots.clear()
 
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence out, if it is here, whatever a round in flight may still say of it."""
         rider = self.riders.pop(sequence, None)
         if rider is not None:
-            self.state.free(rider.slot)
-            self._free.append(rider.slot)
-            self._slots, sequence.in_flight = None, 0
+            self._free.append(rider.slot)  # no round that is launched from now on looks at it, until it is filled anew
+            self._slots.clear()
+            sequence.in_flight = 0
 
     def _launch(self, wanted: dict[Sequence, Work]) -> None:
         marks = Marks(self.state.tracks.length.device, self._clock)
@@ -151,14 +145,16 @@ class RoundLoop:
         k = max(given.values())
         for rider in self.riders.values():
             self._prepare(rider, given[rider.sequence], k)
-        slots = self._laid_out()
-        brought = self._run_of(len(slots), k, *self._kinds())(slots, marks.mark)
+        self.state.send()
+        cuts, rejects = self._kinds()
+        size, run = self.repertoire.of(len(self.riders), k, cuts=cuts, rejects=rejects)
+        brought = run(self._laid_out(size), marks.mark)
         marks.mark()
         shares = [
             Share(r, len(s.tokens), wanted[s].num_draft, given[s], r.in_step, wanted[s].is_probe)
             for s, r in self.riders.items()
         ]
-        self._mails.append(Mail(k, len(slots), shares, fed, marks, brought))
+        self._mails.append(Mail(k, size, shares, fed, marks, brought))
         for sequence, num_draft in given.items():
             sequence.in_flight += num_draft + 1
 
@@ -185,7 +181,7 @@ class RoundLoop:
         return [len(feed.tokens) for feed in feeds]
 
     def _prepare(self, rider: Rider, num_draft: int, k: int) -> None:
-        """Tell its slot of new pages and of its drafts: as seldom as can be, each number is a launch."""
+        """Note for its slot what is new of its pages and of its drafts."""
         sequence = rider.sequence
         self.state.target.enter(rider.slot, sequence.target.page_table)
         self.state.draft.enter(rider.slot, sequence.draft.page_table)
@@ -196,29 +192,22 @@ class RoundLoop:
             rider.in_step = False
             sequence.draft.kv_len = max(0, min(sequence.draft.kv_len, len(sequence.tokens) - 2))
 
-    def _laid_out(self) -> Tensor:
-        """The slot at each place of the batch; uploaded only when somebody came or went."""
-        if self._slots is None:
-            count = len(self.riders)
-            slots = [rider.slot for rider in self.riders.values()] + [IDLE] * (places_for(count) - count)
-            self._slots = send(torch.tensor(slots, dtype=torch.int64), self.state.tracks.length.device)
-        return self._slots
-
-    def _nobody(self, size: int) -> Tensor:
-        return torch.full((size,), IDLE, dtype=torch.int64, device=self.state.tracks.length.device)
+    def _laid_out(self, size: int) -> Tensor:
+        """The slot at each of `size` places; uploaded only when somebody came or went."""
+        if size not in self._slots:
+            slots = [rider.slot for rider in self.riders.values()] + [IDLE] * (size - len(self.riders))
+            self._slots[size] = send(torch.tensor(slots, dtype=torch.int64), self.state.tracks.length.device)
+        return self._slots[size]
 
     def _kinds(self) -> tuple[bool, bool]:
         """Whether any law is cut, and whether any sequence is of the rejection rule: most rounds do without either."""
         cuts = any(Kind.of(s.request.sampling) is Kind.CUT for s in self.riders)
         return cuts, any(s.speculation.verification is Verification.REJECTION for s in self.riders)
 
-    def _run_of(self, size: int, k: int, cuts: bool, rejects: bool) -> Run:
-        key = size, k, cuts, rejects
-        if key not in self._runs:
-            draft = self._draft if k else None
-            round_ = Round(self.state, self._target, draft, self._ops, size, k, cuts=cuts, rejects=rejects)
-            self._runs[key] = self._make_run(round_)
-        return self._runs[key]
+    def _round(self, shape: RoundShape, rejects: bool) -> Round:
+        draft = self._draft if shape.k else None
+        size, k, cuts = shape
+        return Round(self.state, self._target, draft, self._ops, size, k, cuts=cuts, rejects=rejects)
 
     # --------------------------------------------------------------------------------------------------- reading
 

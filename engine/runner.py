@@ -45,7 +45,7 @@ class ModelRunner:
     """One transformers model, its arena, and the one method that the step calls."""
 
     def __init__(self, model: PreTrainedModel, arena: KVArena, attend: Attend) -> None:
-        self.model, self.arena, self._attend = model.eval(), arena, attend
+        self.model, self.arena, self.attend = model.eval(), arena, attend
         install_tables(model)
         self.vocab_size = vocab_size(model)
         self.device = model.device
@@ -59,7 +59,7 @@ class ModelRunner:
             position_ids=batch.position_ids[None],
             use_cache=False,
             logits_to_keep=batch.logit_rows,
-            ragged=Ragged(batch, self.arena, self._attend),
+            ragged=Ragged(batch, self.arena, self.attend),
         )
         logits: Tensor = output.logits[0]
         return logits.float()

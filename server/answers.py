@@ -145,7 +145,7 @@ def model_info(model: ServedModel) -> control_pb.GetModelInfoResponse:
         model=model.name,
         draft_model=model.draft_name or "",
         device=model.device,
-        dtype=config.dtype,
+        dtype=engine.dtype,
         vocab_size=engine.vocab_size,
         max_model_len=engine.max_model_len,
         eos_token_ids=sorted(engine.eos_token_ids),

@@ -95,7 +95,9 @@ class Bench:
         if self.as_json:
             return json.dumps([asdict(row) for row in rows], indent=1)
         drafts = self.config.num_draft_tokens
-        return as_text(rows, f"{model.name}, drafts by {model.engine.default_proposer}, K up to {drafts}")
+        return as_text(
+            rows, f"{model.name} in {model.engine.dtype}, drafts by {model.engine.default_proposer}, K up to {drafts}"
+        )
 
     def _batch(self, model: ServedModel, batch: int, tell: Callable[[str], None]) -> list[Row]:
         prompts = _prompts(model, batch)

@@ -232,6 +232,6 @@ def banner(app: App) -> list[tuple[str, str]]:
         ("loop", engine.loop),
         (
             "device",
-            f"{model.device}, {config.dtype}" + ("" if config.weights == "native" else f", {config.weights} weights"),
+            f"{model.device}, {engine.dtype}" + ("" if config.weights == "native" else f", {config.weights} weights"),
         ),
     ]

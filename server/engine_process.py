@@ -123,6 +123,8 @@ class EngineServer:
             self._tell(output.stats)
         elif time.monotonic() - self._spoke >= self._beat_seconds:
             self._send(wire.Beat())
+            if not self._engine.has_work:
+                self._engine.rest()
 
     @property
     def _may_step(self) -> bool:
@@ -260,6 +262,7 @@ def ready(model: ServedModel, engine: Engine) -> wire.Ready:
         page_size=engine.page_size,
         device=model.device,
         loop=engine.loop,
+        dtype=engine.dtype,
         load=load_of(engine),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.grammar import Grammar
@@ -13,9 +13,6 @@ from engine.text import Codec
 from engine.types import Guided, Request
 from models import embedded_draft, embedded_target
 from server.chat import ChatTemplate
-
-if TYPE_CHECKING:
-    from engine.engine import Engine
 
 
 class EngineView(Protocol):
@@ -35,6 +32,8 @@ class EngineView(Protocol):
     def default_proposer(self) -> str: ...  # noqa: D102
     @property
     def loop(self) -> str: ...  # noqa: D102
+    @property
+    def dtype(self) -> str: ...  # noqa: D102
     @property
     def num_running(self) -> int: ...  # noqa: D102
     @property
@@ -75,8 +74,9 @@ class ServedModel:
     def load(cls, config: EngineConfig, progress: Progress) -> ServedModel:
         """Load and warm up. Takes seconds to minutes: call it on the compute thread."""
         from engine.build import pick_device
+        from engine.warm import load
 
-        return cls.around(load_engine(config, progress), config, str(pick_device(config.device)))
+        return cls.around(load(config, progress), config, str(pick_device(config.device)))
 
     @classmethod
     def around(cls, engine: EngineView, config: EngineConfig, device: str) -> ServedModel:
@@ -96,18 +96,6 @@ class ServedModel:
             None if compiler is None else compiler.compile,
             chat,
         )
-
-
-def load_engine(config: EngineConfig, progress: Progress) -> Engine:
-    """The engine alone, loaded and warm."""
-    from engine.build import build_engine
-    from engine.calibrate import calibrate
-
-    engine = build_engine(config, progress)
-    progress("warming up")
-    engine.warm_up()
-    calibrate(engine, config.warm_up_seconds)
-    return engine
 
 
 def model_name(source: str) -> str:

@@ -247,6 +247,11 @@ class RemoteEngine:
         return self._facts.loop
 
     @property
+    def dtype(self) -> str:
+        """Type of the target's activations, keys and values."""
+        return self._facts.dtype
+
+    @property
     def default_proposer(self) -> str:
         """Who drafts for a request that names nobody."""
         return self._intake.default_proposer

@@ -107,6 +107,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
         page_size: tokens of one of them.
         device: where it computes.
         loop: where sequences decode that can.
+        dtype: type of the target's activations, keys and values.
         load: how busy it is.
     """
 
@@ -118,6 +119,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     page_size: int
     device: str
     loop: str
+    dtype: str
     load: Load
 
 

@@ -1,5 +1,5 @@
 """Attention over the KV arena: one contract, several implementations, one registry."""
 
-from engine.attention.registry import Attend, choose, fixed_order
+from engine.attention.registry import Attend, choose, fitting
 
-__all__ = ["Attend", "choose", "fixed_order"]
+__all__ = ["Attend", "choose", "fitting"]

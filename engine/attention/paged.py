@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from engine.batch import RaggedBatch
@@ -23,12 +24,35 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:  # [T, heads, head_dim]
-    """Same contract as `reference.attend`; a query's bits do not depend on how its batch was put together."""
-    from engine.kernels import attention  # brings Triton, which not every machine has
+    """Same contract as `reference.attend`; in prompts a query's bits depend on how many rows come with it."""
+    return _attend(query, k, v, batch, scale, window, softcap, fixed=False)
 
-    attended: Tensor = attention.attend(
-        query, k, v, paging_of(batch, query.shape[1] // k.shape[1]), scale, window, softcap
-    )
+
+def attend_fixed(
+    query: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """As `attend`; a query's bits do not depend on how its batch was put together."""
+    return _attend(query, k, v, batch, scale, window, softcap, fixed=True)
+
+
+def _attend(
+    query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, scale: float, window: int | None, softcap: float | None,
+    *, fixed: bool,
+) -> Tensor:  # fmt: skip
+    from engine.kernels import attention, plan  # both bring Triton, which not every machine has
+
+    shape = (*query.shape[1:], k.shape[1])
+    # Tiles of prompts are for tensor cores, which float32 has none of.
+    fixed = fixed or query.dtype == torch.float32
+    paging = paging_of(batch, shape[0] // shape[2], fixed=fixed)
+    plans = batch.once(("plans", shape, window, fixed), partial(plan.plans_of, query, k, paging, window))
+    attended: Tensor = attention.attend(query, k, v, paging, scale, window, softcap, plans=plans)
     return attended
 
 
@@ -45,9 +69,9 @@ def attend_plainly(
     return reference.attend(query, k, v, paging_of(batch, query.shape[1] // k.shape[1]), scale, window, softcap)
 
 
-def paging_of(batch: RaggedBatch, group: int) -> Paging:
+def paging_of(batch: RaggedBatch, group: int, *, fixed: bool = False) -> Paging:
     """Where the rows and keys of a batch lie, for layers with `group` query heads to a KV head."""
-    return batch.once(key_of(group), partial(_lay_out, batch, group))
+    return batch.once(key_of(group), partial(_lay_out, batch, group, fixed=fixed))
 
 
 def key_of(group: int) -> tuple[str, int]:
@@ -55,8 +79,9 @@ def key_of(group: int) -> tuple[str, int]:
     return "paging", group
 
 
-def _lay_out(batch: RaggedBatch, group: int) -> Paging:
+def _lay_out(batch: RaggedBatch, group: int, *, fixed: bool) -> Paging:
     ends = batch.cu_seqlens[1:]
     num_rows = [end - start for start, end in zip(batch.cu_seqlens, ends, strict=False)]
     starts = [kv_len - n for kv_len, n in zip(batch.kv_lens, num_rows, strict=True)]
-    return Paging.of(num_rows, starts, batch.page_tables, batch.page_size, group, batch.positions.device)
+    device = batch.positions.device
+    return Paging.of(num_rows, starts, batch.page_tables, batch.page_size, group, device, fixed=fixed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from engine.attention import fixed, native, paged, reference, rows, sdpa
 from engine.batch import RaggedBatch
 from engine.errors import ModelError
-from engine.kernels import has_triton, is_interpreted
+from engine.kernels import faults, has_triton, is_interpreted
 from engine.kv import KVArena
 from engine.native import library
 
@@ -84,6 +84,9 @@ _BY_NAME: Mapping[str, Attend] = {
 def choose(name: AttentionName, device: torch.device, *, row_wise: bool = False) -> Attend:
     """Pick an implementation; `auto` is the fastest here, or if `row_wise` that of those whose rows see no other.
 
+    `fixed` is the one whose order of sums hangs on absolute positions alone: our kernel with tiles of one size where
+    it can be had.
+
     Raises:
         ModelError: `native` or `triton` is asked for and cannot be had.
     """
@@ -96,13 +99,31 @@ def choose(name: AttentionName, device: torch.device, *, row_wise: bool = False)
     others: AttentionName = "rows" if row_wise else "sdpa"
     fastest: AttentionName = "native" if has_native else "triton" if has_kernel else others
     chosen = fastest if name == "auto" else name
+    if chosen == "fixed" and has_kernel:
+        log.info("attention on %s: triton, all rows in tiles of one size", device.type)
+        return paged.attend_fixed
     log.info("attention on %s: %s%s", device.type, chosen, "" if name == "auto" else ", as asked for")
     return partial(native.attend, otherwise=_BY_NAME[others]) if chosen == "native" else _BY_NAME[chosen]
 
 
-def fixed_order(device: torch.device) -> AttentionName:
-    """The implementation here whose order of sums hangs on absolute positions alone."""
-    return "triton" if device.type == "cuda" else "fixed"
+def fitting(
+    name: AttentionName, device: torch.device, try_out: Callable[[Attend], None], *, row_wise: bool = False
+) -> Attend:
+    """As `choose`; where `auto` takes our kernel and `try_out` shows that it does not compile or fit, torch's own.
+
+    Raises:
+        ModelError: it was asked for by name; or whatever else `try_out` raises.
+    """
+    chosen = choose(name, device, row_wise=row_wise)
+    try:
+        try_out(chosen)
+    except faults() as error:
+        if name != "auto":
+            raise ModelError(f"attention is {name}; its kernel cannot run on this device: {error}") from error
+        log.warning("attention on %s: our kernel cannot run here: %s", device.type, error)
+        chosen = choose("rows" if row_wise else "sdpa", device)
+        try_out(chosen)
+    return chosen
 
 
 def _hook(

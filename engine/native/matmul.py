@@ -16,7 +16,7 @@ from engine.native.compiled import library
 PANEL = 64  # outputs
 GROUP = 64  # inputs that share a scale, in 4 bits
 _BITS = {torch.uint8: 4, torch.int8: 8, torch.bfloat16: 16, torch.float32: 32}  # uint8: two weights in a byte
-_ALIGNED = 16  # inputs: a whole number of vectors
+ALIGNED = 16  # inputs: a whole number of vectors
 
 
 class Matrix(ctypes.Structure):
@@ -71,7 +71,7 @@ class PackedMatrix:
     def of(cls, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None) -> PackedMatrix:
         """`scale` `[out]` is what a step of an int8 weight is worth; `bias` `[out]` is float32."""
         outputs, inputs = weight.shape
-        assert not inputs % _ALIGNED, f"{inputs} inputs are no whole number of vectors"
+        assert not inputs % ALIGNED, f"{inputs} inputs are no whole number of vectors"
         offset = None if scale is None else _offsets(weight)
         return cls(weight.dtype, (outputs, inputs), _panels(weight), scale, offset, bias)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from engine.checkpoint import shape_of
 from engine.errors import ModelError
+from engine.fuse_cuda import link
 
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
@@ -30,6 +31,7 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     name, stack = _decoder_layers(twin, depth)
     parent, _, attribute = name.rpartition(".")
     setattr(twin.get_submodule(parent), attribute, stack[:layers])
+    link(twin)  # another layer comes before the final norm now
     return twin
 
 

@@ -1,0 +1,82 @@
+"""Matmuls of a model give way to others, wherever a module refers to them. Knows modules and no family by name.
+
+A stand-in and the original that it keeps may hold one matmul both: one that is replaced in a single place would stay
+in memory beside what replaces it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+ROUTERS = ("gate", "router")  # small matrices that choose experts: a rounded choice is another choice
+
+Fits = Callable[[int, int], bool]  # in_features, out_features
+
+
+@dataclass(slots=True)
+class Swapped:
+    """How many matmuls were replaced, and why each of the others was not, by name."""
+
+    done: int = 0
+    stayed: dict[str, str] = field(default_factory=dict)
+
+    def tell(self, kind: str) -> None:
+        """One line in the log."""
+        reasons: dict[str, list[str]] = defaultdict(list)
+        for name, reason in self.stayed.items():
+            reasons[reason].append(name)
+        others = "; ".join(f"{len(names)} {reason} ({names[0]} ...)" for reason, names in reasons.items()) or "none"
+        log.info("%d of %d matrices are in %s; others: %s", self.done, self.done + len(self.stayed), kind, others)
+
+
+def swap_matmuls(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module], fits: Fits) -> Swapped:
+    """Put `make(matmul)` in the place of every matmul that may be rounded, one at a time, in all of its places."""
+    places: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if type(module) is nn.Linear:
+            places[id(module)].append(name)
+    stacked = {name: "stacked experts" for name, weight in model.named_parameters() if weight.ndim > 2}
+    head, swapped = model.get_output_embeddings(), Swapped(stayed=stacked)
+    for names in places.values():
+        matmul = cast("nn.Linear", model.get_submodule(names[0]))
+        reason = why_not(names[0], matmul, head, fits)
+        if reason is not None:
+            swapped.stayed[names[0]] = reason
+            continue
+        made = make(matmul)
+        for name in names:
+            model.set_submodule(name, made)
+        swapped.done += 1
+    return swapped
+
+
+def bytes_after_swap(
+    model: PreTrainedModel, dtype: torch.dtype, fits: Fits, num_bytes: Callable[[int, int], int]
+) -> int:
+    """What the weights of a float model will take in `dtype`, its matmuls as `num_bytes` says of their sizes."""
+    head, swapped = model.get_output_embeddings(), 0
+    stay = {id(weight): weight for weight in model.parameters()}
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and why_not(name, module, head, fits) is None:
+            del stay[id(module.weight)]
+            swapped += num_bytes(module.in_features, module.out_features)
+    return swapped + sum(weight.numel() for weight in stay.values()) * dtype.itemsize
+
+
+def why_not(name: str, matmul: nn.Linear, head: nn.Module | None, fits: Fits) -> str | None:
+    """Why a matmul stays as it is; None if it need not."""
+    if matmul is head:
+        return "head"
+    if name.rpartition(".")[2] in ROUTERS:
+        return "router"
+    return None if fits(matmul.in_features, matmul.out_features) else "of sizes that do not fit"

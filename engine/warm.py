@@ -1,0 +1,90 @@
+"""From a config to an engine that is ready: no request compiles, records or measures anything for the first time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.build import build_engine, pick_device
+from engine.calibrate import calibrate, run
+from engine.engine import Engine
+from engine.mail import Progress, untold
+from engine.types import SamplingParams
+
+if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
+    from engine.config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+_SHORT, _MIDDLE, _LONG = 16, 300, 5000  # tokens: attention over one split of the keys, over two, over two sizes of them
+_STEPS = 2
+_GREEDY = SamplingParams()
+_CUT = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=0)
+_WHOLE = SamplingParams(temperature=1.0, seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """Prompts of these sizes, fed and decoded together, with so many drafts each."""
+
+    prompts: Seq[int]
+    num_draft: int = 0
+    sampling: SamplingParams = _GREEDY
+
+
+def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
+    """Plain passes of every kind that kernels are compiled for: prompts beside rounds, and whoever does not ride."""
+    config, longest = engine.config, engine.max_model_len - _STEPS * (1 + engine.config.num_draft_tokens)
+    chunk, drafts = config.max_batch_tokens, config.num_draft_tokens
+    for sampling in (_GREEDY, _WHOLE, _CUT):
+        yield Rehearsal([_SHORT], drafts, sampling)
+    yield Rehearsal([chunk])  # a prompt that fills a pass
+    yield Rehearsal([_SHORT, 2 * chunk], drafts)  # one decodes beside the chunks of another
+    for count in sorted({1, min(8, config.max_batch_size), config.max_batch_size}):
+        for length in (_SHORT, _MIDDLE):
+            if length < longest:
+                yield Rehearsal([length] * count)
+                yield Rehearsal([length] * count, drafts)
+    if longest > _LONG:
+        yield Rehearsal([_LONG])
+        yield Rehearsal([_LONG, *[_SHORT] * (config.max_batch_size - 1)])
+
+
+def load(config: EngineConfig, progress: Progress = untold, *, practises: bool = True) -> Engine:
+    """Build an engine and make it ready; `practises`: and measure what steps cost, for `warm_up_seconds`.
+
+    Raises:
+        ModelError: as `build_engine`.
+    """
+    engine = build_engine(config, progress)
+    is_compiled = pick_device(config.device).type == "cuda"
+    make_ready(engine, config.warm_up_seconds if practises else 0.0, progress, is_compiled=is_compiled)
+    return engine
+
+
+def make_ready(engine: Engine, seconds: float = 0.0, progress: Progress = untold, *, is_compiled: bool = False) -> None:
+    """Compile, record, run one request, and practise for so many seconds.
+
+    `is_compiled` says whether passes are, as on CUDA, each for its kind of shape.
+    """
+    if is_compiled:
+        _rehearse(engine, progress)
+        engine.record(progress)
+    progress("warming up")
+    with engine.rehearsing():  # what first times take is the price of nothing
+        engine.warm_up()
+    calibrate(engine, seconds)
+
+
+def _rehearse(engine: Engine, progress: Progress) -> None:
+    start, every = time.perf_counter(), list(rehearsals(engine))
+    with engine.rehearsing():
+        for i, one in enumerate(every, 1):
+            progress(f"compiling for plain passes: {i} of {len(every)}")
+            prompts = [min(prompt, engine.max_model_len - 2) for prompt in one.prompts[: engine.config.max_batch_size]]
+            run(engine, prompts, one.num_draft, _STEPS, one.sampling)
+    log.info("plain passes of %d kinds are compiled, in %.1f s", len(every), time.perf_counter() - start)
