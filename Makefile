@@ -1,6 +1,7 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cuda bench-cuda check check-deploy test-image test-ray dashboards features serve proto \
+.PHONY: help install demo test test-lowest test-cuda first-light first-light-2 check check-deploy test-image test-ray \
+	dashboards features serve proto \
 	train heads bench loadtest overload chaos simulate clean
 .DELETE_ON_ERROR:
 
@@ -12,7 +13,7 @@ STAMP := $(VENV)/.installed
 PROTOS := $(patsubst proto/%,%,$(wildcard proto/pilotfish/v1/*.proto))
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Create .venv with everything for use, tests and checks
 
@@ -27,14 +28,33 @@ demo: install ## Serve the embedded pair, complete unseen code through gRPC, com
 test: install ## Run all tests, a file at a time in each of WORKERS processes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-# A GPU machine brings its own torch: these two install nothing and need torch, transformers, triton, pytest, hypothesis.
+# What a GPU machine may have: the lowest releases, and nothing for serving. Another Python that has them saves making one.
+LOWEST_VENV := .venv-lowest
+LOWEST_PYTHON ?= $(LOWEST_VENV)/bin/python
+LOWEST_TESTS := tests/kernels tests/cuda tests/no_gpu $(patsubst %,tests/engine/test_%.py,rounds fuse fuse_cuda fp8 attention batch kv pages noise sampling)
+
+$(LOWEST_VENV)/.installed: tests/lowest.txt
+	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --requirement tests/lowest.txt
+	@touch $@
+
+test-lowest: $(if $(filter $(LOWEST_VENV)/%,$(LOWEST_PYTHON)),$(LOWEST_VENV)/.installed) ## Test kernels and rounds with the lowest torch, transformers and Triton
+	PYTHONPATH=.:proto $(LOWEST_PYTHON) -m pytest -c tests/cuda/gpu.ini --rootdir . --confcutdir . -n $(WORKERS) --dist loadfile \
+		$(LOWEST_TESTS)
+
+# A GPU machine brings its own torch: these install nothing and need torch, transformers, triton, pytest, hypothesis.
 CUDA_PYTHON ?= python3
+ON_CUDA := PYTHONPATH=.:proto $(CUDA_PYTHON)
+OUT ?= build/light
 
-test-cuda: ## Run the tests of kernels and graphs on this machine's GPU with CUDA_PYTHON (python3)
-	PYTHONPATH=.:proto $(CUDA_PYTHON) -m pytest -c tests/cuda/gpu.ini --rootdir . --confcutdir . tests/kernels tests/cuda
+test-cuda: ## Run the tests of kernels and graphs on this machine's GPU with CUDA_PYTHON (python3), in nine minutes
+	$(ON_CUDA) -m tests.cuda $(ARGS)
 
-bench-cuda: ## Measure kernels, plain decoding and rounds on this machine's GPU; writes docs/benchmarks/cuda.md
-	PYTHONPATH=.:proto $(CUDA_PYTHON) -m benchmarks.cuda --out docs/benchmarks/cuda.md $(ARGS)
+first-light: ## Check and measure all that matters on this machine's GPU in nine minutes; writes to OUT (build/light)
+	$(ON_CUDA) -m benchmarks.cuda first-light --out $(OUT) $(ARGS)
+
+first-light-2: ## Measure what takes longer: AUTO, transformers beside, prompts, draws; nine minutes, writes to OUT
+	$(ON_CUDA) -m benchmarks.cuda first-light-2 --out $(OUT) $(ARGS)
 
 check: install ## Format, lint, types, layers, fresh stubs
 	$(BIN)/ruff format --check
@@ -103,5 +123,5 @@ simulate: install ## Predict a server under load from what its steps cost, and c
 	$(BIN)/python -m benchmarks.simulate check $(ARGS)
 
 clean: ## Remove .venv, caches and build outputs; never the models' training state
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(LOWEST_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info
 	find engine server client loadtest models proto examples deploy tests -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

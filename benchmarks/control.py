@@ -108,6 +108,7 @@ def _engine(proposer: str, batch: int) -> Engine:
     settings = {
         "target": str(embedded_target()),
         "draft": str(embedded_draft()),
+        "dtype": "float32",
         "proposer": proposer,
         "num_draft_tokens": MOST,
         "max_batch_size": batch,

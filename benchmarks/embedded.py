@@ -67,6 +67,7 @@ def _llm(num_draft: int, threads: int | None) -> LLM:
     return LLM(
         embedded_target(),
         embedded_draft(),
+        dtype="float32",
         speculation="fixed" if num_draft else "off",
         num_draft_tokens=num_draft,
         threads=threads,

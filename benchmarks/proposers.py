@@ -102,6 +102,7 @@ def _batch(
 def _engine(name: str, num_draft: int, batch: int) -> Engine:
     settings = {
         "target": str(embedded_target()),
+        "dtype": "float32",
         "proposer": name,
         "num_draft_tokens": num_draft,
         "speculation": "fixed" if num_draft else "off",

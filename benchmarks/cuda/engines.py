@@ -5,17 +5,20 @@ Random models never agree, so which drafts are kept is drawn on the device, whil
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.bare import options
-from benchmarks.cuda_kernels import Card, wait
+from benchmarks.cuda.arenas import PAGE
+from benchmarks.cuda.card import Card, wait
+from benchmarks.cuda.shapes import SHAPES
 from engine import noise
 from engine.attention.registry import ATTENTION_NAME
 from engine.build import assemble
@@ -26,33 +29,34 @@ from engine.loops import ops_on
 from engine.noise import Stream
 from engine.rounds import Ops
 from engine.runner import kv_layout, prepare
+from engine.shapes import places_for
+from engine.stats import StepStats
 from engine.types import FinishReason, Request, SamplingParams, SpeculationMode, SpeculationParams
 
-PAGE, CHUNK = 32, 8192  # tokens
-_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 8192}  # fmt: skip
-_SHARED = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_parameters": _ROPE, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "eos_token_id": None}  # fmt: skip
-SHAPES: dict[str, Any] = {
-    "8b": {**_SHARED, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128},
-    "1b": {**_SHARED, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
-           "tie_word_embeddings": True},
-    "tiny": {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "eos_token_id": None},
-}  # fmt: skip
+CHUNK = 8192  # tokens of prompts that a step feeds
+
+_WARM = 6  # steps before any are timed
+_HOST = 8  # steps that find out what Python takes
+_FEW = 16  # tokens of the prompts of practice, which only makes shapes known
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two models with random weights."""
+    """Two models with random weights, or the target alone."""
 
     target: PreTrainedModel
-    draft: PreTrainedModel
+    draft: PreTrainedModel | None
 
     @classmethod
-    def of(cls, shapes: tuple[str, str], card: Card, attention: str = ATTENTION_NAME) -> Pair:
-        """Made on the device; with our attention they are fused for it."""
-        return cls(*(_random_model(LlamaConfig(**SHAPES[shape]), card, attention) for shape in shapes))
+    def of(cls, card: Card, target: str, draft: str | None, attention: str = ATTENTION_NAME) -> Pair:
+        """Made on the device, by names of `SHAPES`; with our attention they are fused for it."""
+        made = [_random_model(LlamaConfig(**SHAPES[name]), card, attention) for name in (target, draft) if name]
+        return cls(made[0], made[1] if draft else None)
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """Those that there are."""
+        return [model for model in (self.target, self.draft) if model is not None]
 
 
 def _random_model(config: LlamaConfig, card: Card, attention: str) -> PreTrainedModel:
@@ -80,8 +84,23 @@ def pass_seconds(model: PreTrainedModel, card: Card, sequences: int, rows: int, 
 
 def round_limit(pair: Pair, card: Card, size: int, context: int, k: int) -> float:
     """The least that a round can take: a draft pass of two rows, K - 1 of one, a verification."""
-    drafting = sum(pass_seconds(pair.draft, card, size, 2 if i == 0 else 1, context) for i in range(k))
+    drafting = 0.0
+    for i in range(k):
+        assert pair.draft is not None
+        drafting += pass_seconds(pair.draft, card, size, 2 if i == 0 else 1, context)
     return drafting + pass_seconds(pair.target, card, size, k + 1, context)
+
+
+def best_drafts(pair: Pair, card: Card, size: int, context: int, acceptance: float, most: int) -> int:
+    """The K by which limits allow the largest speed-up."""
+    gains = {k: gain_limit(pair, card, size, context, acceptance, k) for k in range(1, most + 1)}
+    return max(gains, key=lambda k: gains[k])
+
+
+def gain_limit(pair: Pair, card: Card, size: int, context: int, acceptance: float, k: int) -> float:
+    """The speed-up over plain decoding that K drafts could have at most."""
+    plain = round_limit(pair, card, size, context, 0)
+    return expected_tokens(acceptance, k) * plain / round_limit(pair, card, size, context, k)
 
 
 def expected_tokens(acceptance: float, k: int) -> float:
@@ -101,18 +120,27 @@ def kept_at(acceptance: float, commit: Callable[..., Committed]) -> Callable[...
     return synthetic
 
 
-def engine_of(pair: Pair, card: Card, acceptance: float, size: int, longest: int, most_drafts: int) -> Engine:
+def engine_of(
+    pair: Pair, card: Card, size: int, longest: int, acceptance: float = 0.0, most_drafts: int = 0, page: int = PAGE
+) -> Engine:
     """An engine for up to `size` sequences, all of them in rounds on the device."""
     real = ops_on(card.device)
     ops = Ops(real.attend, real.choose, kept_at(acceptance, real.commit))
-    pages = size * -(-longest // PAGE)
-    both = sum(kv_layout(model.config, torch.bfloat16).bytes_per_token for model in (pair.target, pair.draft))
+    pages = size * -(-longest // page)
+    bytes_each = sum(kv_layout(model.config, torch.bfloat16).bytes_per_token for model in pair.models)
     config = options(
-        "random", draft="random", device=card.device.type, dtype="bfloat16", loop="rounds", proposer="model",
-        num_draft_tokens=most_drafts, max_batch_size=size, max_batch_tokens=max(CHUNK, size), max_model_len=longest,
-        page_size=PAGE, prefix_cache=False, kv_memory=(pages * PAGE * both + 1) / 2**30,
+        "random", draft="random" if pair.draft else None, proposer="model" if pair.draft else "none",
+        device=card.device.type, dtype="bfloat16", loop="rounds", num_draft_tokens=most_drafts, max_batch_size=size,
+        max_batch_tokens=max(CHUNK, size), max_model_len=longest, page_size=page, prefix_cache=False,
+        kv_memory=(pages * page * bytes_each + 1) / 2**30,
     )  # fmt: skip
     return assemble(config, pair.target, pair.draft, ops=ops)
+
+
+def room_for(context: int, size: int, steps: int, k: int) -> int:
+    """Positions for a prompt and K + 1 tokens in each step; the first to come ride while others are still fed."""
+    feeding = -(-size * context // CHUNK)
+    return context + (feeding + _WARM + steps + _HOST + 2) * (k + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +151,7 @@ class Measured:
     tokens: float  # per step and sequence
     device_seconds: float  # per step, on the device's own clock
     host_seconds: float  # of Python per step, nothing waited for
+    longest: float  # seconds of the longest step, over those of the median one
 
     @property
     def shown(self) -> float:
@@ -136,6 +165,7 @@ def fill(engine: Engine, size: int, context: int, k: int | None) -> None:
         asked = SpeculationParams(mode=SpeculationMode.AUTO)
     else:
         asked = SpeculationParams(mode=SpeculationMode.FIXED if k else SpeculationMode.OFF, num_draft_tokens=k)
+    engine.record(sizes=[places_for(size)], ks=None if k is None else [k])
     for i in range(size):
         prompt = tuple(torch.randint(engine.vocab_size, (context,)).tolist())
         most = engine.max_model_len - context
@@ -146,24 +176,43 @@ def fill(engine: Engine, size: int, context: int, k: int | None) -> None:
         waiting = bool(engine.step().stats.prompt_tokens) or bool(engine.num_waiting)
 
 
-def measure(engine: Engine, card: Card, size: int, steps: int, warm_up: int) -> Measured:
+def practise(engine: Engine, size: int, most_drafts: int) -> None:
+    """Rounds of this size with each K, so that AUTO finds all graphs recorded, and no time that it learns holds one."""
+    for k in range(most_drafts + 1):
+        fill(engine, size, _FEW, k)
+        for _ in range(_WARM):
+            engine.step()
+        empty(engine)
+
+
+def measure(engine: Engine, card: Card, size: int, steps: int, warm_up: int = _WARM) -> Measured:
     """Time steps on their way; whoever is in the engine must have tokens left for them."""
     for _ in range(warm_up):
         engine.step()
-    wait(card.device)
-    start = perf_counter()
-    stats = [engine.step().stats for _ in range(steps)]
-    wait(card.device)
-    seconds = (perf_counter() - start) / steps
+    stats, each = timed(engine, card, steps)
     made, device = sum(s.generated_tokens for s in stats), sum(s.device_seconds for s in stats)
     assert engine.num_running == size, "some ended on the way"
-    return Measured(seconds, made / steps / size, device / steps, _host_seconds(engine, card))
+    assert engine.loop == "rounds", "a round failed, and the rest were plain steps: the log says why"
+    longest = max(each) / statistics.median(each)
+    return Measured(sum(each) / steps, made / steps / size, device / steps, _host_seconds(engine, card), longest)
 
 
-def _host_seconds(engine: Engine, card: Card, times: int = 8) -> float:
+def timed(engine: Engine, card: Card, steps: int) -> tuple[list[StepStats], list[float]]:
+    """What steps said of themselves, and the seconds of each. Nothing is waited for between them but by themselves."""
+    wait(card.device)
+    stats, marks = list[StepStats](), [perf_counter()]
+    for _ in range(steps):
+        stats.append(engine.step().stats)
+        marks.append(perf_counter())
+    wait(card.device)
+    marks[-1] = perf_counter()
+    return stats, [after - before for before, after in pairwise(marks)]
+
+
+def _host_seconds(engine: Engine, card: Card) -> float:
     """The least that a step costs Python when there is nothing to wait for."""
     found = []
-    for _ in range(times):
+    for _ in range(_HOST):
         wait(card.device)
         start = perf_counter()
         engine.step()
@@ -174,3 +223,13 @@ def _host_seconds(engine: Engine, card: Card, times: int = 8) -> float:
 def empty(engine: Engine) -> None:
     """Send everybody away."""
     engine.finish_all(FinishReason.ABORTED)
+
+
+def settled(
+    engine: Engine, card: Card, size: int, context: int, k: int | None, steps: int, warm_up: int = _WARM
+) -> Measured:
+    """So many sequences on their way, and then none."""
+    fill(engine, size, context, k)
+    got = measure(engine, card, size, steps, warm_up)
+    empty(engine)
+    return got

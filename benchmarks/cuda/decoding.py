@@ -1,0 +1,113 @@
+"""Whole engines at work: plain decoding and rounds against their limits, AUTO against plain decoding.
+
+Limits are of this card, measured in the same process: bytes that a pass must read over the rate of a copy, or its
+operations over the rate of a large matmul, whichever takes longer.
+"""
+
+from __future__ import annotations
+
+import gc
+
+from benchmarks.cuda.card import Card
+from benchmarks.cuda.engines import (
+    Measured,
+    Pair,
+    best_drafts,
+    engine_of,
+    expected_tokens,
+    gain_limit,
+    practise,
+    room_for,
+    round_limit,
+    settled,
+)
+from benchmarks.cuda.report import Section
+from benchmarks.cuda.setting import Setting
+
+MOST_DRAFTS, MOST_AUTO = 7, 4
+_STEP = ("ms a step", "longest / median", "tokens each", "tok/s", "of limit", "host ms", "shown ms")
+
+
+def plain(setting: Setting, section: Section) -> None:
+    """The target alone, one token of each sequence a step."""
+    card = Card.measured(setting.device)
+    pair, size = Pair.of(card, setting.target, None), max(setting.sizes)
+    engine = engine_of(pair, card, size, room_for(setting.context, size, setting.steps, 0))
+    _explain(setting, section)
+    section.table("batch", *_STEP)
+    for size in setting.sizes:
+        got = settled(engine, card, size, setting.context, 0, setting.steps)
+        limit = size / round_limit(pair, card, size, setting.context, 0)
+        section.row(size, *_told(got, size, limit))
+        section.number(str(size), **_numbers(got, size, limit))
+
+
+def rounds(setting: Setting, section: Section) -> None:
+    """Drafts of the best K by the limits, and of its neighbours, against plain decoding in the same engine."""
+    card = Card.measured(setting.device)
+    pair, most = Pair.of(card, setting.target, setting.draft), max(setting.sizes)
+    longest = room_for(setting.context, most, setting.steps, MOST_DRAFTS)
+    engine = engine_of(pair, card, most, longest, setting.acceptance, MOST_DRAFTS)
+    _explain(setting, section)
+    section.table("batch", "K", *_STEP, "speed-up", "of its limit")
+    for size in setting.sizes:
+        best = best_drafts(pair, card, size, setting.context, setting.acceptance, MOST_DRAFTS)
+        alone = 0.0
+        for k in (0, best, *({max(1, best - 1), min(MOST_DRAFTS, best + 1)} - {best})):
+            got = settled(engine, card, size, setting.context, k, setting.steps)
+            limit = size * expected_tokens(setting.acceptance, k) / round_limit(pair, card, size, setting.context, k)
+            alone = alone or _rate(got, size)
+            gain = _rate(got, size) / alone
+            share = gain / gain_limit(pair, card, size, setting.context, setting.acceptance, k)
+            section.row(size, k, *_told(got, size, limit), f"{gain:.2f}", f"{share:.0%}" if k else "")
+            section.number(f"{size}, K {k}", **_numbers(got, size, limit), speed_up=gain, of_its_limit=share)
+
+
+def auto(setting: Setting, section: Section) -> None:
+    """As many drafts as pay, against none, where drafts pay and where they hardly do."""
+    card = Card.measured(setting.device)
+    pair, most = Pair.of(card, setting.target, setting.draft), max(setting.auto_sizes)
+    longest = room_for(setting.context, most, setting.strange + setting.steps, MOST_AUTO)
+    section.say(f"K up to {MOST_AUTO}; each K has had its rounds before AUTO sees any.")
+    section.table("batch", "acceptance", "plain, tok/s", "of limit", "AUTO, tok/s", "AUTO / plain", "tokens each")
+    for acceptance in (setting.acceptance, setting.low_acceptance):
+        engine = engine_of(pair, card, most, longest, acceptance, MOST_AUTO)
+        for size in setting.auto_sizes:
+            practise(engine, size, MOST_AUTO)
+            none = settled(engine, card, size, setting.context, 0, setting.steps)
+            free = settled(engine, card, size, setting.context, None, setting.steps, setting.strange)
+            rates = _rate(none, size), _rate(free, size)
+            share = rates[0] * round_limit(pair, card, size, setting.context, 0) / size
+            ratio = rates[1] / rates[0]
+            told = f"{rates[0]:.0f}", f"{share:.0%}", f"{rates[1]:.0f}", f"{ratio:.2f}", f"{free.tokens:.2f}"
+            section.row(size, acceptance, *told)
+            section.number(f"{size} at {acceptance}", plain=rates[0], of_limit=share, auto=rates[1], ratio=ratio)
+        del engine
+        gc.collect()
+
+
+def _explain(setting: Setting, section: Section) -> None:
+    section.say(
+        f"Context {setting.context}, temperature 1, synthetic acceptance {setting.acceptance}. Host: what a step costs "
+        "Python; shown: how long the device stood still for it."
+    )
+
+
+def _rate(got: Measured, size: int) -> float:
+    """Tokens per second of all sequences."""
+    return size * got.tokens / got.seconds
+
+
+def _told(got: Measured, size: int, limit: float) -> tuple[str, ...]:
+    """Cells of `_STEP`; `limit` in tokens per second."""
+    rate = _rate(got, size)
+    return (
+        f"{got.seconds * 1e3:.2f}", f"{got.longest:.1f}", f"{got.tokens:.2f}", f"{rate:.0f}", f"{rate / limit:.0%}",
+        f"{got.host_seconds * 1e3:.2f}", f"{got.shown * 1e3:.2f}",
+    )  # fmt: skip
+
+
+def _numbers(got: Measured, size: int, limit: float) -> dict[str, float]:
+    rate = _rate(got, size)
+    return {"seconds": got.seconds, "longest": got.longest, "rate": rate, "of_limit": rate / limit,
+            "host_seconds": got.host_seconds, "shown": got.shown}  # fmt: skip

@@ -1,0 +1,55 @@
+"""How long the target takes to read one prompt, against its operations at the rate of a large matmul."""
+
+from __future__ import annotations
+
+import statistics
+from time import perf_counter
+
+import torch
+
+from benchmarks.cuda.card import Card, wait
+from benchmarks.cuda.engines import Pair, engine_of, pass_seconds, room_for
+from benchmarks.cuda.report import Section
+from benchmarks.cuda.setting import Setting
+from benchmarks.cuda.shapes import SHAPES, Heads
+from engine.engine import Engine
+from engine.types import Request, SamplingParams
+
+_TIMES = 3  # after one that warms up
+
+
+def measure(setting: Setting, section: Section) -> None:
+    """From adding a request to its first token: the whole engine, in chunks as it makes them."""
+    card, longest = Card.measured(setting.device), max(setting.prompts)
+    pair = Pair.of(card, setting.target, None)
+    engine = engine_of(pair, card, 1, room_for(longest, 1, 0, 0))
+    section.table("prompt", "ms", "tok/s", "limit, ms", "of limit")
+    for length in setting.prompts:
+        found = []
+        for _ in range(_TIMES + 1):
+            wait(card.device)
+            start = perf_counter()
+            _read(engine, length)
+            wait(card.device)
+            found.append(perf_counter() - start)
+        seconds = statistics.median(found[1:])
+        limit = pass_seconds(pair.target, card, 1, length, length) + attention_seconds(setting.target, card, length)
+        told = f"{seconds * 1e3:.1f}", f"{length / seconds:.0f}", f"{limit * 1e3:.1f}", f"{limit / seconds:.0%}"
+        section.row(length, *told)
+        section.number(str(length), seconds=seconds, of_limit=limit / seconds)
+
+
+def _read(engine: Engine, length: int) -> None:
+    """One prompt, and the one token that its last pass decides."""
+    prompt = tuple(torch.randint(engine.vocab_size, (length,)).tolist())
+    sampling = SamplingParams(temperature=1.0, seed=0, max_tokens=1, ignore_eos=True)
+    engine.add(Request(request_id="prompt", token_ids=prompt, sampling=sampling))
+    while engine.has_work:
+        engine.step()
+
+
+def attention_seconds(shape: str, card: Card, length: int) -> float:
+    """Two matmuls over half of the square of positions, in all heads of all layers."""
+    heads = Heads.of(shape)
+    layers: int = SHAPES[shape]["num_hidden_layers"]
+    return 2 * layers * heads.heads * heads.dim * length**2 / card.flops
