@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import cycle
 
 import pytest
 import torch
 
 from benchmarks.bare import options as bare_options
 from engine.attention.registry import choose
+from engine.control import FixedK
 from engine.memory import kv_gib
 from engine.types import FinishReason
 from tests import fakes, zoo
@@ -25,7 +27,7 @@ from tests.kernels.test_attention import alone, problem
 
 pytestmark = pytest.mark.cuda
 LENS = [(5, 3000), (1, 9000), (0, 7), (40, 0), (1, 0)]
-SHAPES = [(1, 64), (4, 80), (3, 96), (8, 128), (2, 256)]  # group, head size
+SHAPES = [(1, 64), (4, 80), (3, 96), (8, 128), (2, 256), (48, 64)]  # group, head size
 
 
 @pytest.mark.parametrize(("group", "dim"), SHAPES)
@@ -43,7 +45,7 @@ def test_attention_equals_reference(dtype, group, dim):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_rows_bits_are_its_own(dtype, group, dim):
     """Real numbers, real order of sums: alone or in company, spread or not."""
-    query, k, v, paging = problem(group, LENS, 32, 2, group, dim, dtype)
+    query, k, v, paging = problem(group, LENS, 32, 2, group, dim, dtype, fixed=True)
     together = attention.attend(query, k, v, paging, 0.1, spread=False)
     assert torch.equal(attention.attend(query, k, v, paging, 0.1, spread=True), together)
     for i, (now, _) in enumerate(LENS):
@@ -67,7 +69,11 @@ def test_rows_in_bfloat16():
 
 
 def on_cuda(family: str = "llama", **options):
-    return engine_of(family, pair=models(family, "cuda"), device="cuda", attention="auto", pages=40, **options)
+    """Its rounds recorded in one size, which stands in for the smaller ones."""
+    pages = 160 if options.get("page_size") == 4 else 40
+    engine = engine_of(family, pair=models(family, "cuda"), device="cuda", attention="auto", pages=pages, **options)
+    engine.record(sizes=[8])
+    return engine
 
 
 @lru_cache
@@ -127,21 +133,61 @@ def no_wait() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("num_draft", [0, 1, 4])
-def test_the_steady_loop_does_not_wait(num_draft):
-    """Whole steps of the engine: plan, launch, and reading what the round before brought."""
-    engine = on_cuda(num_draft_tokens=num_draft, page_size=32)
-    for i in (2, 5):
+class Scripted(FixedK):
+    """These Ks, over and over."""
+
+    def __init__(self, ks):
+        super().__init__()
+        self._ks = cycle(ks)
+
+    def choose(self, sequences, limits, budget, prompt_rows):
+        k = next(self._ks)
+        return [min(k, limit) for limit in limits]
+
+
+@pytest.mark.parametrize("ks", [[0], [1], [4], [4, 2, 3]])
+def test_the_steady_loop_does_not_wait(ks):
+    """Whole steps of the engine: plan, launch, and reading what the round before brought.
+
+    In pages of 4 tokens, so that new pages come in most steps; with changes of K; one is given up, one comes, all end
+    one after the other, and the steps after each of these are laid out anew.
+    """
+    steps_without_waiting(on_cuda(num_draft_tokens=4, page_size=4), ks)
+
+
+def steps_without_waiting(engine, ks, guard=no_wait):
+    """An admission is a prompt's pass, which the host waits for: the steps around it are not."""
+    engine._scheduler.round_control = engine.round_control = Scripted(ks)
+    for i in (2, 5, 9):
         engine.add(request(i, max_tokens=30))
-    while len(engine._rounds.riders) < 2 or engine.num_waiting:
-        engine.step()
-    engine.step()  # its graphs are recorded
+    settle(engine)
+    steady(engine, 2, guard)
+    engine.finish("2", FinishReason.ABORTED)  # a slot is free, and the batch is laid out anew
+    steady(engine, 2, guard)
+    engine.add(request(11, max_tokens=30))
+    settle(engine)
+    ended = []
+    while engine.has_work:  # one after the other, until nobody is left
+        ended += steady(engine, 1, guard)
+    assert "11" in ended
+    assert not engine._rounds.repertoire._missed
+
+
+def settle(engine):
+    """Until all ride, and the newest one's first round is on its way."""
     engine.step()
-    with no_wait():
-        for _ in range(4):
-            events = engine.step().events
-            assert events
-            assert not any(event.finished for event in events), "the host frees a slot then, which is not steady"
+    while len(engine._rounds.riders) < engine.num_running or engine.num_waiting:
+        engine.step()
+    engine.step()
+
+
+def steady(engine, steps, guard):
+    """Steps within the guard; who ended in them."""
+    events = []
+    with guard():
+        for _ in range(steps):
+            events += engine.step().events
+    return [event.request_id for event in events if event.finished is not None]
 
 
 def test_time_is_the_devices_own():

@@ -42,9 +42,10 @@ def test_files_that_are_named_exist(document):
 
 
 def test_make_targets_that_are_named_exist():
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
-    for document in DOCUMENTS:
-        assert set(re.findall(r"`make ([a-z]+)", document.read_text("utf-8"))) <= targets, document
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    history = {"CHANGELOG.md", "log.md"}  # which names what there was
+    for document in [document for document in DOCUMENTS if document.name not in history]:
+        assert set(re.findall(r"`make ([a-z0-9-]+)", document.read_text("utf-8"))) <= targets, document
 
 
 @pytest.mark.parametrize("package", ["engine", "server", "client", "models"])

@@ -76,7 +76,7 @@ class Group:
 
 
 def test_its_tokens_are_those_of_one_process_and_its_end_is_that_of_all(tmp_path):
-    alone = LLM(embedded_target(), proposer="none", max_model_len=1000, threads=1, device="cpu")
+    alone = LLM(embedded_target(), proposer="none", dtype="float32", max_model_len=1000, threads=1, device="cpu")
     [want] = alone.generate(PROMPT, SamplingParams(max_tokens=24))
     with Group(tmp_path) as group, group.connect() as connection:
         got = connection.generate(PROMPT, max_tokens=24)

@@ -22,7 +22,11 @@ from server.model import ServedModel
 from tests.e2e.test_streams import SETTINGS
 from tests.server.conftest import serving, until
 
-SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 24, "logprobs": True, "top_logprobs": 20}
+# Of a fixed number of drafts: whether any pay beside 31 others is for AUTO to say, and another matter.
+SAMPLED = {
+    "temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 24, "logprobs": True, "top_logprobs": 20,
+    "speculation": "fixed",
+}  # fmt: skip
 PAGE_SIZE, FEW_PAGES = 4, 36
 
 
@@ -62,7 +66,7 @@ class Held:
 
 @asynccontextmanager
 async def running(**config: object):
-    async with serving(load=ServedModel.load, **{**SETTINGS, **config}) as server:
+    async with serving(load=ServedModel.load, dtype="float32", **{**SETTINGS, **config}) as server:
         model = server.app.driver.model
         async with AsyncClient(f"127.0.0.1:{server.app.grpc_port}") as client:
             yield SimpleNamespace(client=client, engine=Held(model.engine), codec=model.codec)

@@ -7,10 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig
 
 from engine.check import Report, check
 from engine.config import EngineConfig
 from engine.int8 import kernel_name
+from engine.native import multiplies
 from engine.quant import save_quantised
 from models import embedded_draft, embedded_target
 from tests import zoo
@@ -33,7 +36,7 @@ def phi3(tmp_path: Path) -> Path:
 
 
 def test_the_embedded_pair_works() -> None:
-    report = doctor(embedded_target(), embedded_draft(), load=True)
+    report = doctor(embedded_target(), embedded_draft(), load=True, dtype="float32")
     assert report.works
     assert line(report, "target", "family") == "llama (LlamaForCausalLM)"
     assert line(report, "target", "K/V") == "10240 bytes per token"
@@ -53,6 +56,52 @@ def test_a_target_in_shares() -> None:
     assert "does not divide num_key_value_heads" in problem
     [problem] = doctor(embedded_target(), tensor_parallel_size=2, load=True).problems
     assert "tensor_parallel_size is 2, and WORLD_SIZE, the number of processes, is 1" in problem
+
+
+def test_it_says_which_type_each_model_is_held_in_and_why(tmp_path: Path) -> None:
+    embedded_draft_as(tmp_path, "float32")
+    report = doctor(embedded_target(), tmp_path)
+    if multiplies(torch.bfloat16):
+        assert line(report, "target", "type") == "bfloat16: the checkpoint's own"
+        assert line(report, "target", "weights").endswith("MiB in bfloat16")
+        assert line(report, "target", "K/V") == "5120 bytes per token"
+    else:
+        assert line(report, "target", "type").startswith("float32: our C multiplies no bfloat16 here")
+        assert line(report, "target", "K/V") == "10240 bytes per token"
+    assert line(report, "draft", "type") == "float32: the checkpoint's own"
+    assert line(report, "draft", "weights").endswith("MiB in float32")
+    asked = doctor(embedded_target(), tmp_path, dtype="bfloat16")
+    assert {line(asked, model, "type") for model in ("target", "draft")} == {"bfloat16: as asked for"}
+    [problem] = doctor(embedded_target(), dtype="float16").problems
+    assert "which is for cuda" in problem
+
+
+def embedded_draft_as(folder: Path, dtype: str) -> None:
+    """The draft's files, and a config that names another type; nothing here reads its weights."""
+    shutil.copytree(embedded_draft(), folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+
+
+def test_eight_billion_weights_take_sixteen_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a card would hold them, and not 32, unless float32 is asked for."""
+    LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=8192, dtype="bfloat16",
+    ).save_pretrained(tmp_path)  # fmt: skip
+    (tmp_path / "model.safetensors").write_bytes(b"nobody reads it")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (80 << 30, 80 << 30))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 0)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda _: 0)
+    own, wide = doctor(tmp_path), doctor(tmp_path, dtype="float32")
+    assert own.works
+    assert line(own, "target", "weights") == "14.96 GiB in bfloat16"
+    assert line(own, "target", "K/V") == "131072 bytes per token"
+    assert line(wide, "target", "weights") == "29.92 GiB in float32"
+    left = [float(line(report, "pair", "K/V pages").split("kv_memory is ")[1].split()[0]) for report in (own, wide)]
+    assert left[0] > left[1] + 14, "what the weights do not take is for K/V"
 
 
 def test_without_a_draft_the_prompt_drafts() -> None:
@@ -122,7 +171,7 @@ def test_no_such_folder(name: str) -> None:
 def test_it_tells_of_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_quantised(str(embedded_target()), None, tmp_path / "int8")
     for target, config in ((embedded_target(), {"weights": "int8"}), (tmp_path / "int8", {})):
-        report = doctor(target, embedded_draft(), load=True, draft_weights="native", **config)
+        report = doctor(target, embedded_draft(), load=True, draft_weights="native", dtype="float32", **config)
         assert report.works
         assert f"in int8 ({kernel_name()} kernel), the rest in float32" in line(report, "target", "weights")
         assert line(report, "target", "weights").startswith("9.2 MiB")

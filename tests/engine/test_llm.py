@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engine import LLM, FinishReason, InvalidRequest, ModelError, SamplingParams
+from engine.types import SpeculationMode, SpeculationParams
 from models import embedded_draft, embedded_target
 from tests import zoo
 
@@ -24,7 +25,9 @@ def plain() -> LLM:
 
 def test_text_is_the_decoded_tokens(llm: LLM, plain: LLM) -> None:
     prompts = ["def add(a, b):\n", "class Stack:\n", "import os\n"]
-    got, want = (x.generate(prompts, SamplingParams(max_tokens=40)) for x in (llm, plain))
+    drafting = SpeculationParams(mode=SpeculationMode.FIXED)  # AUTO would try one round and find it dear
+    got = llm.generate(prompts, SamplingParams(max_tokens=40), speculation=drafting)
+    want = plain.generate(prompts, SamplingParams(max_tokens=40))
     assert [c.text for c in got] == [c.text for c in want]
     assert [c.token_ids for c in got] == [c.token_ids for c in want]
     assert [c.text for c in got] == [llm.codec.decode(c.token_ids) for c in got]
@@ -91,6 +94,7 @@ def test_a_checkpoint_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> No
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dtypes(dtype: str) -> None:
     llm = LLM(embedded_target(), embedded_draft(), dtype=dtype, threads=1, max_batch_size=2)
+    assert llm.engine.dtype == dtype
     [done] = llm.generate("def add(a, b):\n    return ", SamplingParams(max_tokens=12))
     assert len(done.token_ids) == 12
 

@@ -39,6 +39,17 @@ def test_a_card_gives_what_is_free_but_for_passes() -> None:
     assert pass_bytes(large, LLAMA_8B) > 3 * drawn
 
 
+def test_what_long_contexts_share_out_is_counted() -> None:
+    """Parts of attention before they are merged: 8 sequences of 4 drafts see 131072 keys, in a model of 32 heads."""
+    short, long = (
+        EngineConfig(target="t", max_batch_size=8, max_batch_tokens=40, max_model_len=length)
+        for length in (256, 131072)
+    )
+    model = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, max_position_embeddings=131072)
+    cell = (128 + 2) * 4  # bytes of one row of one head
+    assert pass_bytes(long, model) - pass_bytes(short, model) == 40 * 32 * 81 * cell
+
+
 def test_a_full_card_says_so() -> None:
     with pytest.raises(ModelError, match=r"nothing is left for keys and values"):
-        kv_gib(EngineConfig(target="t", max_batch_size=64), CUDA, LLAMA_8B, free(2))
+        kv_gib(EngineConfig(target="t", max_batch_size=64), CUDA, LLAMA_8B, free(1.5))

@@ -19,11 +19,13 @@ from engine.control import FixedK
 from engine.errors import ModelError
 from engine.fuse_cuda import fuse_for_cuda
 from engine.noise import Stream
-from engine.round_loop import places_for, serves
+from engine.resident import REJECTS, Place
+from engine.round_loop import serves
 from engine.rounds import Ops, Round
 from engine.runner import ModelRunner
 from engine.sampling import RowParams
 from engine.scheduler import Work
+from engine.shapes import places_for
 from engine.stats import Stopwatch
 from engine.types import (
     FinishReason,
@@ -37,7 +39,7 @@ from engine.types import (
 )
 from tests import fakes, zoo
 from tests.engine.test_sampling import row
-from tests.hostless import hostless, looking_away
+from tests.hostless import Counting, hostless, looking_away, sent_in_pieces
 from tests.interpreting import WHY_NOT
 from tests.loops import LAWS, LONGEST, PLAIN, AnyK, asking, engine_of, loop_of, models, plainly, request, steered
 
@@ -271,7 +273,7 @@ def round_of(pair, ops: Ops, k: int, **kinds: bool) -> tuple[Round, torch.Tensor
         works.append(Work.feeding(sequence, 1))
     loop.launch(works)
     loop.read()
-    slots = loop._laid_out()
+    slots = loop._laid_out(4)
     return Round(loop.state, loop._target, loop._draft, ops, 4, k, **kinds), slots
 
 
@@ -309,6 +311,106 @@ def test_a_steady_launch_without_the_host() -> None:
         engine._land(engine._feed(plan, Stopwatch(time.perf_counter)), Stopwatch(time.perf_counter))
 
 
+def test_no_number_is_written_to_the_device_by_itself() -> None:
+    """Whole steps with new pages every few tokens, ends, a removal, changes of K and admissions, prompts and all."""
+    engine, said = steered(AnyK(3), page_size=4, pages=160), fakes.Outputs()
+    waiting = [request(i, max_tokens=20) for i in range(7)]
+    asked = list(waiting)
+    with sent_in_pieces():
+        for step in range(200):
+            if waiting and step % 3 == 0:
+                engine.add(waiting.pop(0))
+            if step == 12:
+                said.take(engine.finish("0", FinishReason.ABORTED))
+            said.take(engine.step().events)
+    assert not engine.has_work
+    for one in asked[1:]:
+        check(said, one)
+
+
+def test_what_has_changed_is_one_copy_and_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, per_step = [], []
+    monkeypatch.setattr("engine.slate.send", lambda numbers, device: sent.append(numbers) or numbers.to(device))
+    engine = steered(Scripted([0, 0, 0, 4, 2, 0, 0, 0, 0, 0]), page_size=4, pages=160)
+    for i in (2, 5, 9):
+        engine.add(request(i, max_tokens=30))
+    while len(engine._rounds.riders) < 3:
+        engine.step()
+    for _ in range(6):
+        before = len(sent)
+        engine.step()
+        per_step.append(len(sent) - before)
+    assert max(per_step) == 1
+    assert min(per_step) == 0
+
+
+def test_a_slot_keeps_nothing_of_the_sequence_before() -> None:
+    """Its pages may have been given away; what the new one writes beyond its own goes to nobody's."""
+    state = loop_of(models()).state
+    law = SamplingParams(temperature=0.7, top_p=0.5, top_k=7, min_p=0.25)
+    state.place(2, Place(range(40), 50, (3, 4), law, 2**64 - 5, 4, rejects=True))
+    state.target.enter(2, [7, 8, 9])
+    state.send()
+    assert state.target.pages[2].tolist() == [7, 8, 9, *[40] * (state.target.width - 2)]
+    assert state.whole[:, 2].tolist() == [40, 50, 1, 4, 1, -5, 7]
+    assert [float(x[2]) for x in (state.temperature, state.top_p, state.min_p)] == [float(torch.tensor(0.7)), 0.5, 0.25]
+    state.place(2, Place([5], 9, (), SamplingParams(), 6, 0))
+    state.target.enter(2, [1])
+    state.set_num_draft(2, 3)
+    state.send()
+    assert state.target.pages[2].tolist() == [1, *[40] * state.target.width]
+    assert state.tracks.ends[2].tolist() == [-1] * 8
+    assert state.whole[:, 2].tolist() == [1, 9, 1, 3, 0, 6, zoo.VOCAB]
+    assert (state.target.pages[[0, 1, 3, 4]] == 40).all()
+
+
+@pytest.mark.parametrize(("cuts", "most"), [(False, (13, 23)), (True, (15, 25))])
+def test_a_round_is_few_launches(cuts: bool, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At K = 4, besides the models and the kernels of `Ops`: laws and rows of all passes are worked out at once."""
+
+    def unseen(function):
+        def run(*args, **kwargs):
+            with looking_away():
+                return function(*args, **kwargs)
+
+        return run
+
+    pair = [copy.deepcopy(model) for model in models()]
+    for model in pair:
+        monkeypatch.setattr(model, "forward", unseen(model.forward))
+    run, slots = round_of(pair, Ops(*map(unseen, (PLAIN.attend, PLAIN.choose, PLAIN.commit))), 4, cuts=cuts)
+    with Counting() as proposing:
+        drafts = run.propose(slots)
+    with Counting() as verifying:
+        run.verify(slots, drafts)
+    assert (len(proposing.names), len(verifying.names)) <= most, (proposing.names, verifying.names)
+    assert len(verifying.names) <= most[1], verifying.names
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("k", [1, 3, 4])
+def test_what_kernels_are_given_is_aligned(size: int, k: int) -> None:
+    """At 16 bytes for every shape: a kernel that finds another alignment is compiled once more."""
+    loop = loop_of(models())
+    run, slots = Round(loop.state, loop._target, loop._draft, PLAIN, size, k), torch.zeros(size, dtype=torch.int64)
+    for model, passes in ((run._draft, k), (run._target, 1)):
+        laid = model.layout.of(slots)
+        for i in range(passes):
+            batch, laws = model.layout.batch(laid, i, slots), model.layout.laws(laid, i)
+            given = [
+                batch.positions,
+                batch.kv_rows,
+                laid.spans[i],
+                laws.temperature,
+                laws.seed,
+                laws.position,
+                laws.top_k,
+            ]
+            offsets = {tensor.storage_offset() * tensor.itemsize % 16 for tensor in given}
+            assert offsets == {0}
+            assert all(tensor.is_contiguous() for tensor in given)
+
+
 @interpreted
 def test_kernels_are_launched_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """What launches them is watched, what interprets them is not. The model runs on our stand-ins."""
@@ -339,6 +441,16 @@ def test_the_modes_see_what_they_should() -> None:
     ):  # fmt: skip
         with pytest.raises(AssertionError), hostless():
             touch()
+    for write in (
+        lambda: x.__setitem__(1, 5), lambda: x.__setitem__(1, torch.tensor(5)), lambda: x.copy_(torch.tensor([3] * 3)),
+        lambda: x.index_put_((torch.tensor([1]),), x[:1]),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError), sent_in_pieces():
+            write()
+    with sent_in_pieces():
+        x.copy_(torch.tensor([0, 1, 2]).to("cpu"))
+        x[1:].fill_(1)
+        torch.tensor([1, 2])[0] = 5  # it stays on the host
     with hostless():
         torch.where(x > 1, x, 0).cumprod(0)[x]
 
@@ -397,7 +509,7 @@ def rows_and_laws() -> tuple[torch.Tensor, RowParams, draws.Laws]:
 
 def test_draws_are_the_plain_loops() -> None:
     logits, params, laws = rows_and_laws()
-    assert torch.equal(draws.choose(logits, laws), sampling.choose(logits, params))
+    assert torch.equal(draws.choose(logits, laws).token, sampling.choose(logits, params))
     torch.testing.assert_close(
         draws.probabilities(logits, laws), sampling.probabilities(logits, params), rtol=1e-12, atol=1e-15
     )
@@ -422,7 +534,7 @@ def test_rejection_in_rounds(num_draft: int, company: bool) -> None:
 
 def test_a_round_of_rejection_without_the_host() -> None:
     both, slots = round_of(models(), PLAIN, 3, rejects=True)
-    both._state.rejects[slots[:2]] = 1
+    both._state.whole[REJECTS, slots[:2]] = 1
     with hostless():
         brought = both.verify(slots, both.propose(slots))
     assert (brought.committed.num_fresh[:3] > 0).all()

@@ -7,7 +7,6 @@ import math
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from engine import sampling
 from engine.noise import Stream
@@ -83,6 +82,8 @@ def test_draws_follow_the_law() -> None:
     law = sampling.probabilities(logits[:1], RowParams.of([row(wanted)], 5, logits.device))[0]
     kept = law > 0
     assert counts[~kept].sum() == 0
+    from scipy import stats  # which the machine of a card may lack: tests/kernels take `row` from here
+
     assert stats.chisquare(counts[kept].numpy(), (law[kept] * 20_000).numpy()).pvalue > 1e-3
 
 

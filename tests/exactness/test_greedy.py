@@ -102,6 +102,7 @@ def test_embedded_pair_equals_generate(proposer: str, max_batch_tokens: int) -> 
             num_draft_tokens=num_draft,
             max_batch_size=8,
             max_batch_tokens=max_batch_tokens,
+            dtype="float32",  # as transformers' model is
             threads=1,
         )
         outputs = greedy(build_engine(config), prompts, 40)

@@ -3,14 +3,16 @@
 This is the one place where tests look at a clock, because a release that decodes more slowly with drafts than without
 is broken, whatever its tokens are. So that nothing but a real regression can fail it: both ways run in this process, by
 turns, on one thread; what counts is processor time of this process, so that other programs' load does not; of each
-batch the fastest turn of three; and three attempts, of which one must pass. The pair gains 1.2 times or more at batch 1
-and has to lose all of that to fail.
+batch the fastest turn of three; and three attempts, of which one must pass. In float32 the pair gains 1.1 times or
+more at batch 1 and has to lose all of that to fail. In bfloat16, the default where a CPU multiplies it, plain decoding
+is half as fast again and the draft model is not: there drafts hardly pay, and must not cost.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 
 import pytest
@@ -24,7 +26,8 @@ from engine.types import Request, SamplingParams, SpeculationMode, SpeculationPa
 from models import corpus, embedded_draft, embedded_target
 
 LEAST_LENGTH = 2.0  # tokens per round at K=4; 1.0 would be none gained, the pair has about 3.4
-LEAST_RATIO = {1: 1.0, 8: 0.9}  # by batch: AUTO over plain; at 8 about 1.0 is what it should be
+# By type and batch: AUTO over plain; where it may fall below 1, about 1.0 is what it should be.
+LEAST_RATIO = {("float32", 1): 1.0, ("auto", 1): 0.9, ("auto", 8): 0.9}
 NUM_DRAFT, TOKENS, TURNS, ATTEMPTS = 4, 48, 3, 3
 _salts = count()
 
@@ -40,14 +43,15 @@ class Work:
     accepted: int
 
 
-@pytest.fixture(scope="module")
-def engine():
+@cache
+def engine_in(dtype: str) -> Engine:
     settings = {
+        "dtype": dtype,
         "target": str(embedded_target()),
         "draft": str(embedded_draft()),
         "proposer": "model",
         "num_draft_tokens": NUM_DRAFT,
-        "max_batch_size": max(LEAST_RATIO),
+        "max_batch_size": max(batch for _, batch in LEAST_RATIO),
         "threads": 1,
     }
     engine = build_engine(EngineConfig.model_validate(settings))
@@ -102,21 +106,23 @@ def ratio(engine: Engine, batches: list[list[tuple[int, ...]]]) -> tuple[float, 
     )
 
 
-def test_drafts_are_kept(engine):
+def test_drafts_are_kept():
     """Acceptance length on code that neither model saw: above 1, with margin. Counted, so the same on any machine."""
+    engine = engine_in("auto")
     works = [run(engine, prompts, SpeculationMode.FIXED) for prompts in batches_of(8, 4)]
     rounds, accepted = sum(work.rounds for work in works), sum(work.accepted for work in works)
     assert rounds > 100
     assert 1 + accepted / rounds > LEAST_LENGTH
 
 
-@pytest.mark.parametrize("batch", LEAST_RATIO)
-def test_speculation_is_not_slower_than_plain_decoding(engine, batch):
+@pytest.mark.parametrize(("dtype", "batch"), LEAST_RATIO)
+def test_speculation_is_not_slower_than_plain_decoding(dtype, batch):
+    engine, least = engine_in(dtype), LEAST_RATIO[dtype, batch]
     batches = batches_of(batch, 6 if batch == 1 else 2)
     told = []
     for _ in range(ATTEMPTS):
         found, counted = ratio(engine, batches)
         told.append(counted)
-        if found >= LEAST_RATIO[batch]:
+        if found >= least:
             return
-    pytest.fail(f"AUTO at batch {batch} must be at least {LEAST_RATIO[batch]} times plain: " + "; ".join(told))
+    pytest.fail(f"AUTO at batch {batch} in {dtype} must be at least {least} times plain: " + "; ".join(told))

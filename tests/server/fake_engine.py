@@ -64,7 +64,7 @@ class FakeEngine:
         self.vocab_size, self.max_model_len = VOCAB_SIZE, 4096
         self.eos_token_ids = frozenset({EOS})
         self.proposer_names, self.default_proposer = ("none", "ngram"), "ngram"
-        self.total_pages, self.loop = batch, "plain"
+        self.total_pages, self.loop, self.dtype = batch, "plain", "float32"
         self.script = CODEC.encode(text)
         self.poison: set[int] = set()
         self.poisoned = {0}
@@ -98,6 +98,9 @@ class FakeEngine:
     @property
     def spare_pages(self) -> int:
         return self.free_pages
+
+    def rest(self) -> None:
+        assert not self._live
 
     def recover(self) -> None:
         self._live.clear()

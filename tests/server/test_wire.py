@@ -76,7 +76,7 @@ TO_ENGINE = [
 TO_DOORS = [
     wire.Progress("loading"),
     wire.Refused("no"),
-    wire.Ready(5, 6, frozenset({0}), ("none",), 7, 8, "cpu", "plain", LOAD),
+    wire.Ready(5, 6, frozenset({0}), ("none",), 7, 8, "cpu", "plain", "bfloat16", LOAD),
     wire.Output((wire.Event.of(9, EVENT),), STATS, LOAD),
     wire.Output((), None, LOAD),
     wire.Beat(),

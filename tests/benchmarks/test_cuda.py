@@ -1,0 +1,111 @@
+"""What the measurements on a card claim, held on a CPU: acceptance, agreement, what is timed and what is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import cache
+
+from benchmarks.cuda import checks, decoding, engines, peers
+from benchmarks.cuda.arenas import PAGE, Arenas
+from benchmarks.cuda.card import Card
+from benchmarks.cuda.report import Folder, Section
+from benchmarks.cuda.setting import Setting
+from benchmarks.cuda.shapes import Heads
+from engine.repertoire import Repertoire
+
+CPU = Card(torch.device("cpu"), "", 1.0, 1.0, 2**14)
+H100_CACHE = 50 << 20  # bytes
+TINY = Setting.of("cpu", "tiny", "tiny")
+
+
+def test_acceptance_is_what_was_asked() -> None:
+    """1 + a + a^2 + a^3 tokens for three drafts, each kept with probability a."""
+    assert engines.expected_tokens(0.5, 3) == 1.875
+    pair = engines.Pair.of(CPU, "tiny", "tiny")
+    engine = engines.engine_of(pair, CPU, 8, 600, 0.5, 3)
+    engines.fill(engine, 8, 4, 3)
+    got = engines.measure(engine, CPU, 8, 60)
+    assert abs(got.tokens - 1.875) < 0.2
+    assert got.device_seconds > 0
+    engines.empty(engine)
+    assert not engine.has_work
+
+
+def test_no_timed_step_is_the_first_of_its_size_and_number_of_drafts(monkeypatch, tmp_path):
+    """The first records graphs, which takes as long as many steps: AUTO, which may choose any K, has practised all."""
+    known, fresh, timing = set(), [], []
+    of, timed = Repertoire.of, engines.timed
+
+    def watched(self, count, k, **kinds):
+        size, run = of(self, count, k, **kinds)
+        if timing and (id(self), size, k) not in known:
+            fresh.append((size, k))
+        known.add((id(self), size, k))
+        return size, run
+
+    def marked(*args):
+        timing.append(True)
+        found = timed(*args)
+        timing.clear()
+        return found
+
+    monkeypatch.setattr(Repertoire, "of", watched)
+    monkeypatch.setattr(engines, "timed", marked)
+    folder = Folder(tmp_path, "x")
+    folder.begin()
+    decoding.auto(replace(TINY, strange=1, steps=25, context=8), Section(folder, "auto"))
+    assert fresh == []
+    assert len({k for _, _, k in known}) == decoding.MOST_AUTO + 1
+
+
+@pytest.mark.parametrize(("size", "most"), [(1, 12), (8, 2), (32, 1)])
+def test_attention_over_long_contexts_reads_memory_and_not_the_cache(size, most):
+    """33.5 MB of K/V at batch 1 fit an H100's cache: calls go round arenas that together are four times as large."""
+    count = Arenas.count_of(2 * 2 * size * 8192 * 8 * 128, H100_CACHE)
+    assert count * 2 * 2 * size * 8192 * 8 * 128 >= 4 * H100_CACHE
+    assert count <= most
+    small = Arenas.of(CPU, Heads.of("tiny"), [1], [69])
+    assert len(small.kv) > 1
+    assert len(small.kv) * small.bytes_each >= 4 * CPU.cache_bytes
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's matmul of fp8 rows was for CUDA alone")
+def test_the_check_of_fp8_finds_a_matmul_that_is_wrong(monkeypatch):
+    matmuls = [check for check in checks._fp8_checks(TINY, CPU) if "of a" not in check.kernel]
+    assert all(check.differs() <= check.most for check in matmuls)
+    matmul = checks.fp8.Fp8Linear.forward
+    monkeypatch.setattr(checks.fp8.Fp8Linear, "forward", lambda self, x: matmul(self, x) * 1.1)
+    assert not any(check.differs() <= check.most for check in matmuls)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_continuous_batching_runs_with_the_pages_that_were_asked_for(monkeypatch):
+    """The real configuration and the real loop; a page's size has the name that this version of transformers knows."""
+    monkeypatch.setattr(cache, "get_device_and_memory_breakdown", lambda: (torch.device("cpu"), 2**33, 0, 0))
+    made = []
+    config_of = ContinuousBatchingConfig.__init__
+    monkeypatch.setattr(
+        ContinuousBatchingConfig,
+        "__init__",
+        lambda self, *args, **named: (config_of(self, *args, **named), made.append(self))[0],
+    )
+    pair, told = engines.Pair.of(CPU, "tiny", None, "sdpa"), []
+    monkeypatch.setattr(peers, "tokens_per_second", lambda run, *_, **__: told.append([run(2), run(9)]) or 1.0)
+    assert peers.continuous(pair, CPU, 3, 40, (2, 9)) == 3.0
+    assert told
+    assert PAGE in (getattr(made[0], "page_size", None), getattr(made[0], "block_size", None))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
+def test_transformers_agree_as_often_as_was_asked(acceptance, monkeypatch):
+    """The target's passes over 60 tokens with 3 drafts each tell how many were kept."""
+    pair, passes = engines.Pair.of(CPU, "tiny", "tiny", "sdpa"), []
+    pair.target.register_forward_pre_hook(lambda *_: passes.append(1))
+    monkeypatch.setattr(peers, "tokens_per_second", lambda run, *_: run(60) is None or 1.0)
+    peers.assisted(pair, CPU, acceptance, 8, 3, (1, 60))
+    assert abs(60 / len(passes) - engines.expected_tokens(acceptance, 3)) < 0.45

@@ -1,0 +1,96 @@
+"""First light without a card: every part runs on tiny models, whatever one of them does the next runs, limits hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cuda.parts import COMMANDS, START, WHOLE, table
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_FILES, MOST_BYTES = 8, 16 << 20  # that come back from a lent machine
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
+
+
+def dry_run(command: str, out: Path, *options: str) -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cuda", command, "--device", "cpu", "--out", str(out), *options],
+        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stdout + told.stderr + (out / f"{command}.md").read_text()[-3000:]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_dry_run_writes_every_section(command, tmp_path):
+    dry_run(command, tmp_path)
+    page, numbers = (tmp_path / f"{command}.md").read_text(), json.loads((tmp_path / f"{command}.json").read_text())
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [part.title for part in COMMANDS[command]] + ["Parts"]
+    for part in COMMANDS[command]:
+        assert numbers[part.name]["outcome"] == "ended"
+        said = page.partition(f"## {part.title}\n")[2].partition("\n## ")[0]
+        assert "|---" in said or "needs a card" in said, f"{part.name} has no table, and does not say why"
+    files = list(tmp_path.iterdir())
+    assert len(files) <= MOST_FILES
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", file.name) and file.stat().st_size < MOST_BYTES for file in files)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])  # which says how processes begin; these parts need neither
+def test_a_part_that_hangs_crashes_or_raises_does_not_stop_the_next(device, tmp_path):
+    command = [sys.executable, "-m", "tests.benchmarks.faulty_parts", device, str(tmp_path), "1"]
+    told = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert told.returncode == 1, told.stderr
+    numbers, page = json.loads((tmp_path / "faulty.json").read_text()), (tmp_path / "faulty.md").read_text()
+    assert {name: found["outcome"] for name, found in numbers.items()} == {
+        "hangs": "killed", "raises": "failed", "works": "ended", "crashes": "failed", "lacks_a_library": "failed",
+        "again": "ended",
+    }  # fmt: skip
+    assert page.count("**Failed.**") == 4
+    for told in ("before it raises", "ValueError: what went wrong", "before it crashes",
+                 "ended with status -11", "ModuleNotFoundError: there is no such library"):  # fmt: skip
+        assert told in page
+    assert page.count("it works") == 2
+    assert (tmp_path / "faulty.log").read_text().count("printed by a part that works") == 2
+
+
+def test_a_kill_keeps_what_was_written(tmp_path):
+    command = [sys.executable, "-m", "tests.benchmarks.faulty_parts", "cpu", str(tmp_path), "1000"]
+    page, numbers = tmp_path / "faulty.md", tmp_path / "faulty.json"
+    with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT) as running:
+        while running.poll() is None and not (numbers.exists() and numbers.read_text()):
+            time.sleep(0.05)
+        running.kill()
+    assert "before it hangs" in page.read_text()
+    assert json.loads(numbers.read_text()) == {"hangs": {"before": {"it": 1.0}}}
+    while processes_that_name(str(tmp_path)):  # a part that outlived its command would hold the card
+        time.sleep(0.05)
+
+
+def processes_that_name(words: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_text()
+        except OSError:
+            continue  # it has ended meanwhile
+        found += [line] if words in line else []
+    return found
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_limits_leave_each_command_within_nine_minutes(command):
+    parts = COMMANDS[command]
+    assert START + sum(part.limit for part in parts) <= WHOLE <= 9 * 60
+    assert all(part.expected <= part.limit for part in parts)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_page_shows_the_limits_of_the_code(command):
+    """docs/benchmarks/cuda.md holds these lines."""
+    assert "\n".join(table(COMMANDS[command])) in (ROOT / "docs/benchmarks/cuda.md").read_text()

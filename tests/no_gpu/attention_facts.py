@@ -1,0 +1,92 @@
+"""What the compiler makes of the attention kernel for a card that is not there: one line of JSON per kernel.
+
+A program of its own, for kernels must be defined without the interpreter. With `shapes bfloat16/4/128 ...` it compiles
+both tiles for models of these shapes (type, query heads to a K/V head, head size); with `batches` it launches what
+random batches of one model would, and prints how many variants of each kernel that took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import sys
+from time import process_time
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+
+from engine.kernels import attention
+from engine.kernels.paging import Paging
+from tests.no_gpu.stand_in import Compiled, StandIn
+
+KV_HEADS = 8
+
+
+def facts(compiled: Compiled) -> dict[str, object]:
+    """Registers, bytes of stack and of shared memory, and how K and V come."""
+    resources, asm = compiled.resources(), compiled.kernel.asm
+    return {
+        "kernel": compiled.name,
+        "registers": resources.registers,
+        "stack": resources.stack,
+        "shared": resources.shared,
+        "warps": compiled.kernel.metadata.num_warps,
+        "buffers": buffers(asm["ttgir"]),
+        "in_flight": max(map(int, re.findall(r"async_wait\b.*\bnum = (\d+)", asm["ttgir"])), default=0),
+        "tensor_cores": "mma" in asm["ptx"],
+        "wide_copies": len(re.findall(r"cp\.async\.cg\.shared\.global.*, 0x10\b", asm["ptx"])),
+        "other_copies": len(re.findall(r"cp\.async\.ca\.", asm["ptx"])),
+        "wide_loads": len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", asm["ptx"])),
+    }
+
+
+def buffers(ttgir: str) -> list[str]:
+    """Blocks that the pipeline keeps in shared memory: 2x64x128 is two of 64 keys."""
+    return re.findall(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<([\dx]+)x\w+, #\w+, #\w+, mutable>", ttgir)
+
+
+def attend(dtype: torch.dtype, group: int, dim: int, num_rows: list[int], starts: list[int], window: int = 0) -> None:
+    """As a layer would, over pages of 32."""
+    tables = [list(range(-(-(n + start) // 32))) for n, start in zip(num_rows, starts, strict=True)]
+    paging = Paging.of(num_rows, starts, tables, 32, group, torch.device("cpu"))
+    query = torch.zeros(sum(num_rows), group * KV_HEADS, dim, dtype=dtype)
+    arena = torch.zeros(32, KV_HEADS, dim, dtype=dtype)
+    attention.attend(query, arena, arena, paging, 0.1, window or None)
+
+
+def shapes(stand_in: StandIn, names: list[str]) -> None:
+    for name in names:
+        dtype, group, dim = name.split("/")
+        for kind, num_rows in (("decode", 5), ("prompt", 40)):
+            before, start = set(stand_in.seen), process_time()
+            if kind == "prompt" and dtype == "float32":
+                continue
+            attend(getattr(torch, dtype), int(group), int(dim), [num_rows], [9000])
+            seconds = process_time() - start
+            for key in set(stand_in.seen) - before:
+                if "_attend_kernel" in key:
+                    print(json.dumps({"shape": name, "kind": kind, "seconds": seconds} | facts(stand_in.seen[key])))
+            sys.stdout.flush()
+
+
+def batches(stand_in: StandIn) -> None:
+    """Steps of one model as they come: decoding, verification, prompts, few and many, short and long."""
+    draw = random.Random(0)
+    for _ in range(60):
+        size = draw.choice([1, 2, 3, 8, 15, 16, 17, 40])
+        num_rows = [draw.choice([1, 1, 5, 17, draw.randint(1, 300)]) for _ in range(size)]
+        starts = [draw.choice([0, draw.randint(0, 300), draw.randint(0, 40000)]) for _ in range(size)]
+        attend(torch.bfloat16, 4, 64, num_rows, starts)
+    names = [compiled.name for compiled in stand_in.seen.values()]
+    print(json.dumps({name: names.count(name) for name in names}))
+
+
+if __name__ == "__main__":
+    installed = StandIn(90).install()
+    if sys.argv[1] == "shapes":
+        shapes(installed, sys.argv[2:])
+    else:
+        batches(installed)

@@ -1,0 +1,160 @@
+"""Compiles the row kernels and the 4-bit matmul as for a card (sm_90), and counts what a fused decoder layer launches.
+
+A program of its own: kernels must be defined without the interpreter. Prints what it found as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma2Config, LlamaConfig, PreTrainedModel
+
+from engine.attention.registry import Ragged
+from engine.batch import Feed, RaggedBatch
+from engine.fp8 import Fp8Linear, to_fp8
+from engine.fuse_cuda import fuse_for_cuda, round_ahead
+from engine.kernel_layers import Ops
+from engine.kernels import reference, rows, w4
+from engine.kernels.args import GROUP, WORDS
+from engine.kv import KVArena
+from engine.runner import kv_layout
+from engine.w4 import W4Linear, to_w4
+from tests import zoo
+from tests.no_gpu.stand_in import StandIn
+
+SIZES = (2048, 4096, 8192, 16384, 29568)  # of rows: from small models' hidden size to the largest MLP that is common
+MATRICES = ((4096, 6144), (4096, 4096), (14336, 4096), (4096, 28672))  # in and out, of an 8B model
+_COMMON = {
+    "vocab_size": zoo.VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": zoo.END,
+}  # fmt: skip
+_FAMILIES = {"llama": LlamaConfig, "gemma2": Gemma2Config}
+_VIEWS = ("view", "unsafe_view", "empty", "detach", "alias")  # no kernel, whatever their schema says
+
+
+def row_kernels() -> None:
+    dtype = torch.bfloat16
+    for size in SIZES:
+        x, scale, both = torch.zeros(3, size, dtype=dtype), torch.zeros(size), torch.zeros(3, 2 * size, dtype=dtype)
+        rows.add_norm(x, x, scale, 1e-5)
+        rows.add_norm_round(x, x, scale, 1e-5, (scale, 1e-5))
+        rows.gate_round(both, "gelu_tanh")
+        rows.round_rows(x)
+    x, scale = torch.zeros(3, 4096, dtype=dtype), torch.zeros(4096)
+    rows.add_norm(x, None, scale, 1e-5)
+    rows.add_norm_round(x, None, scale, 1e-5)
+    rows.gate(torch.zeros(3, 8192, dtype=dtype), "silu")
+    arena, cos = torch.zeros(9, 2, 128, dtype=dtype), torch.zeros(3, 128, dtype=dtype)
+    norms = torch.zeros(128), torch.zeros(128)
+    where = torch.zeros(3, dtype=torch.int64)
+    rows.rotate_and_write(torch.zeros(3, 8 * 128, dtype=dtype), cos, cos, where, arena, arena, norms)
+
+
+def matmuls() -> None:
+    counts = torch.zeros(999, dtype=torch.int32)
+    for inputs, outputs in MATRICES:
+        words = torch.zeros(inputs // GROUP, outputs, WORDS, dtype=torch.int16)
+        scale = torch.zeros(inputs // GROUP, outputs, dtype=torch.float16)
+        for num_rows in range(1, 201):
+            w4.matmul(torch.zeros(num_rows, inputs, dtype=torch.bfloat16), words, scale, None, counts)
+
+
+class _Counted(TorchDispatchMode):
+    """Operations of torch that would launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::").strip("_")
+        is_view = any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
+        if not is_view and not any(part in name for part in _VIEWS):
+            self.names.append(name)
+        if name == "scaled_mm":  # on CPUs only newer versions have scales by row
+            rows, matrix, row_scale, scale, *_ = args
+            return (rows.float() @ matrix.float() * row_scale * scale).bfloat16()
+        return func(*args, **(kwargs or {}))
+
+
+def model_of(family: str, weights: str, layers: int) -> PreTrainedModel:
+    """Fused by what the kernels mean, for here nothing runs; then given the kernels."""
+    config = _FAMILIES[family](**_COMMON, num_hidden_layers=layers, **{"head_dim": 32} if family == "gemma2" else {})
+    model = zoo.ours(zoo.with_large_weights(config)).to(torch.bfloat16)
+    fuse_for_cuda(model, reference)
+    if weights == "fp8":
+        to_fp8(model)
+        with _Counted():
+            round_ahead(model, reference)
+    if weights == "int4":
+        to_w4(model, reference.w4_matmul)
+    for module in model.modules():
+        if hasattr(module, "ops"):
+            module.ops = Ops.of(rows)
+        if isinstance(module, Fp8Linear):
+            module.round_rows = rows.round_rows
+        if isinstance(module, W4Linear):
+            module.multiply = w4.matmul
+    return model
+
+
+def launched(stand_in: StandIn, family: str, weights: str, layers: int) -> list[str]:
+    """Everything that one pass of a model launches; attention, which has tests of its own, counts once."""
+    model = model_of(family, weights, layers)
+    batch = RaggedBatch.of([Feed([3], 4, [0]), Feed([4, 5], 9, [1])], 16, model.device)
+    counted = _Counted()
+
+    def attend(query: Tensor, *_: Any) -> Tensor:
+        counted.names.append("attention")
+        return torch.empty_like(query)
+
+    arena = KVArena(kv_layout(model.config, model.dtype), 2, 16, model.device)
+    stand_in.launches.clear()
+    with torch.inference_mode(), counted:
+        model(
+            input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False,
+            logits_to_keep=batch.logit_rows, ragged=Ragged(batch, arena, attend),
+        )  # fmt: skip
+    return counted.names + stand_in.launches
+
+
+def of_a_layer(stand_in: StandIn, family: str, weights: str) -> list[str]:
+    """What a model of three layers launches beyond one of two."""
+    more = launched(stand_in, family, weights, 3)
+    for name in launched(stand_in, family, weights, 2):
+        more.remove(name)
+    return sorted(more)
+
+
+def compiled(stand_in: StandIn) -> Iterator[dict[str, Any]]:
+    for each in stand_in.seen.values():
+        used, code = each.resources(), each.kernel.asm["ptx"]
+        copies = {int(size, 16) for size in re.findall(r"cp\.async\.\w+\.shared\.global.*?, 0x(\w+)", code)}
+        yield {
+            "name": each.name, "registers": used.registers, "stack": used.stack, "shared": used.shared,
+            "copies": sorted(copies), "tensor_cores": "wgmma" in code, "wide_loads": "ld.global.v4.b32" in code,
+        }  # fmt: skip
+
+
+def main() -> None:
+    stand_in = StandIn(90).install()
+    row_kernels()
+    found = {"rows": list(compiled(stand_in))}
+    stand_in.seen.clear()
+    matmuls()
+    found["w4"] = list(compiled(stand_in))
+    layers = {f"{family} {w}": of_a_layer(stand_in, family, w) for family in _FAMILIES for w in ("bf16", "fp8", "int4")}
+    print(json.dumps(found | {"layers": layers}))
+
+
+if __name__ == "__main__":
+    main()

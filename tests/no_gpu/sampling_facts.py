@@ -1,0 +1,104 @@
+"""What a draw is on a GPU, found through a driver that runs nothing: launches, variants, spills, widths of loads.
+
+A program of its own, as its kernels must be defined without the interpreter. Prints one object in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from collections import defaultdict
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.kernels import commit, sampling
+from engine.kernels.args import Laws, Tracks
+from tests.no_gpu.stand_in import StandIn
+
+VOCAB = 128256
+FREE = ("aten.new_empty", "aten.empty", "aten.detach", "aten.view")  # operations that launch nothing
+
+
+class Watching(TorchDispatchMode):
+    """Names torch's own operations that would be launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not str(func).startswith(FREE):
+            self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def laws_of(num_rows: int, skipped: int) -> Laws:
+    """Numbers that begin anywhere: what an allocator or a slice gives."""
+    whole = torch.zeros(num_rows + skipped, dtype=torch.int64)[skipped:]
+    real = torch.zeros(num_rows + skipped, dtype=torch.float64)[skipped:]
+    return Laws(real.float().clone(), whole, real, real, whole, whole, whole)
+
+
+def draw(num_rows: int, dtype: torch.dtype, *, cuts: bool, skipped: int = 0) -> None:
+    sampling.choose(torch.empty(num_rows, VOCAB, dtype=dtype), laws_of(num_rows, skipped), cuts=cuts)
+
+
+def launches_of(driver: StandIn, cuts: bool) -> tuple[int, list[str]]:
+    logits, laws, before = torch.empty(3, VOCAB), laws_of(3, 0), len(driver.launches)
+    with Watching() as watching:
+        sampling.choose(logits, laws, cuts=cuts)
+    return len(driver.launches) - before, watching.seen
+
+
+def commit_all() -> None:
+    """Of all K up to 16."""
+    for k in range(17):
+        for size in (1, 3, 48):
+            whole = torch.zeros(size + 1, dtype=torch.int64)
+            rows = torch.zeros(size + 1, 99, dtype=torch.int64)
+            tracks = Tracks(rows, whole, whole, torch.zeros(size + 1, 8, dtype=torch.int64), whole)
+            drawn = torch.zeros(size, k + 1, dtype=torch.int64)
+            commit.commit(drawn, drawn[:, 1:], whole[1:], whole[:-1], tracks)
+
+
+def main() -> None:
+    driver = StandIn(90).install()
+    at_first = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        before = len(driver.seen)
+        draw(7, dtype, cuts=True)
+        at_first[str(dtype).removeprefix("torch.")] = len(driver.seen) - before
+    known, chance = set(driver.seen), random.Random(0)
+    for num_rows in (1, 16, 128, *(chance.randint(1, 200) for _ in range(25))):
+        for dtype in (torch.float32, torch.bfloat16):
+            for cuts in (True, False):
+                draw(num_rows, dtype, cuts=cuts, skipped=chance.randint(0, 3))
+    later = sorted(set(driver.seen) - known)
+    counted = {name: launches_of(driver, cuts) for name, cuts in (("cuts", True), ("no cuts", False))}
+    draws = len(driver.seen)
+    commit_all()
+    loads = defaultdict(set)
+    for compiled in driver.seen.values():
+        # The only vectors that these kernels load are of logits.
+        for count, bits in re.findall(r"ld\.global\.v(\d)\.b(\d+)", compiled.kernel.asm["ptx"]):
+            loads[compiled.name.removesuffix("_kernel")].add(int(count) * int(bits) // 8)
+    told = {
+        "launches": {name: number for name, (number, _) in counted.items()},
+        "torch": {name: seen for name, (_, seen) in counted.items()},
+        "compiled at first": at_first,
+        "compiled later": later,
+        "commits compiled": len(driver.seen) - draws,
+        "stack": [compiled.resources().stack for compiled in driver.seen.values()],
+        "loads": {name: sorted(widths) for name, widths in loads.items()},
+    }
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
