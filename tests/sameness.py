@@ -48,10 +48,17 @@ class Pair:
 
     target: nn.Module
     draft: nn.Module
+    respelled: tuple[nn.Module, VocabMap]  # the same draft of another vocabulary
     parts: Mapping[str, object]  # of the config: the heads' folders and how many layers `self` has
     _known: dict[tuple[object, ...], list[Completion]] = field(default_factory=dict)
     _futures: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
     _engines: dict[str, LLM] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, target: nn.Module, draft: nn.Module, parts: Mapping[str, object]) -> Pair:
+        """Run as a server runs them."""
+        other, vocab = respelled(draft)  # while it has weights: what is packed has none
+        return cls(zoo.as_served(target), zoo.as_served(draft), (zoo.as_served(other), vocab), parts)
 
     def plain(self, prompt: str, sampling: SamplingParams) -> list[Completion]:
         """One prompt alone, no drafts, no cache, pages to spare."""
@@ -73,7 +80,7 @@ class Pair:
         if proposer != "mapped":
             scripted = {"right": ScriptedProposer(self._right), "wrong": ScriptedProposer(self._wrong)}
             return self._kept(name, lambda: assemble(config, self.target, self.draft, extra_proposers=scripted))
-        draft, vocab = respelled(self.draft)
+        draft, vocab = self.respelled
         return self._kept(name, lambda: assemble(config, self.target, draft, vocab=vocab))
 
     def _gib(self, pages: int) -> float:
@@ -112,10 +119,11 @@ def random_pair() -> Pair:
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
         max_position_embeddings=128,
         bos_token_id=1,
         eos_token_id=0,
@@ -128,7 +136,7 @@ def random_pair() -> Pair:
     folder = Path(tempfile.mkdtemp())
     medusa, eagle = heads.medusa(folder, vocab=VOCAB), heads.eagle(folder, vocab=VOCAB)
     parts = {"self_layers": 1, "medusa": medusa, "eagle": eagle, "max_model_len": 128}
-    return Pair(zoo.ours(model), zoo.near(model, 0.01), parts)
+    return Pair.of(zoo.ours(model), zoo.near(model, 0.01), parts)
 
 
 @cache
@@ -139,7 +147,7 @@ def embedded_pair() -> Pair:
         for path in (embedded_target(), embedded_draft())
     )
     medusa, eagle = str(embedded_medusa()), str(embedded_eagle())
-    return Pair(target, draft, {"self_layers": 3, "medusa": medusa, "eagle": eagle, "max_model_len": 128})
+    return Pair.of(target, draft, {"self_layers": 3, "medusa": medusa, "eagle": eagle, "max_model_len": 128})
 
 
 def respelled(draft: nn.Module) -> tuple[nn.Module, VocabMap]:

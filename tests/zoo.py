@@ -24,7 +24,10 @@ from transformers import (
 )
 
 from engine.attention.registry import ATTENTION_NAME
+from engine.fuse import fuse
+from engine.pack import pack
 from engine.runner import prepare
+from engine.stack import stack
 
 VOCAB = 97
 END = 2
@@ -148,6 +151,14 @@ def ours(model: PreTrainedModel) -> PreTrainedModel:
     twin = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
     twin.load_state_dict(model.state_dict())
     return twin
+
+
+def as_served(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, its layers as a server on a CPU runs them: in our C, where that multiplies here."""
+    fuse(model)
+    pack(model)
+    stack(model)
+    return model
 
 
 def near(model: PreTrainedModel, amount: float = 0.02) -> PreTrainedModel:

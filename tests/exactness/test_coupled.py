@@ -14,7 +14,7 @@ from engine.proposers import Proposal, Proposer
 from engine.proposers.scripted import ScriptedProposer
 from engine.runner import load_model
 from engine.text import Codec
-from engine.types import Request, SamplingParams, Sequence
+from engine.types import Request, SamplingParams, Sequence, SpeculationParams
 from models import corpus, embedded_draft, embedded_target
 from tests import fakes, zoo
 
@@ -129,30 +129,39 @@ def test_different_seeds_differ() -> None:
 def test_embedded_pair(temperature: float) -> None:
     """The same on the shipped models: text prompts, mixed laws, alone and among fifteen others."""
     codec = Codec.load(embedded_target())
-    requests = [
-        Request(
-            request_id=str(i),
-            token_ids=codec.encode(text)[-20 - 9 * i :],
-            sampling=SamplingParams(
-                temperature=temperature, max_tokens=32, top_p=0.9 if i % 2 else 1.0, top_k=50 if i % 3 else 0, seed=i
-            ),
-        )
-        for i, text in enumerate(corpus.held_out_prompts(16))
-    ]
-    plain = {r.request_id: fakes.run(_embedded("none", 0), [r]).tokens[r.request_id] for r in requests}
-    for proposer, num_draft in (("none", 0), ("ngram", 3), *(("model", k) for k in range(9))):
-        assert fakes.run(_embedded(proposer, num_draft), requests).tokens == plain, f"{proposer} K={num_draft}"
-    assert fakes.run(_embedded("model", 4), requests[3:4]).tokens["3"] == plain["3"]
+    prompts = [codec.encode(text)[-20 - 9 * i :] for i, text in enumerate(corpus.held_out_prompts(16))]
+
+    def requests(**speculation: object) -> list[Request]:
+        return [
+            Request(
+                request_id=str(i),
+                token_ids=prompt,
+                sampling=SamplingParams(
+                    temperature=temperature,
+                    max_tokens=32,
+                    top_p=0.9 if i % 2 else 1.0,
+                    top_k=50 if i % 3 else 0,
+                    seed=i,
+                ),
+                speculation=SpeculationParams(**speculation),
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+
+    engine = embedded()
+    plain = {r.request_id: fakes.run(engine, [r]).tokens[r.request_id] for r in requests(proposer="none")}
+    for proposer, num_draft in (("none", 0), ("ngram", 3), *(("model", k) for k in (0, 1, 4, 8))):
+        asked = requests(proposer=proposer, num_draft_tokens=num_draft)
+        assert fakes.run(engine, asked).tokens == plain, f"{proposer} K={num_draft}"
+    assert fakes.run(engine, requests(proposer="model", num_draft_tokens=4)[3:4]).tokens["3"] == plain["3"]
 
 
 @lru_cache
-def _embedded_models() -> tuple[torch.nn.Module, torch.nn.Module]:
+def embedded() -> Engine:
+    """Without a prefix cache, which would know the prompts from the second K on."""
     cpu = torch.device("cpu")
-    return tuple(load_model(str(f()), None, torch.float32, cpu) for f in (embedded_target, embedded_draft))
-
-
-def _embedded(proposer: str, num_draft: int) -> Engine:
+    pair = (load_model(str(f()), None, torch.float32, cpu) for f in (embedded_target, embedded_draft))
     config = EngineConfig(
-        target="embedded", draft="embedded", proposer=proposer, num_draft_tokens=num_draft, max_batch_size=16
+        target="embedded", draft="embedded", max_batch_size=16, num_draft_tokens=8, prefix_cache=False
     )
-    return assemble(config, *_embedded_models())
+    return assemble(config, *map(zoo.as_served, pair))

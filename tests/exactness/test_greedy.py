@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.proposers.scripted import ScriptedProposer
 from engine.runner import kv_layout
-from engine.types import Request, SamplingParams, Sequence
+from engine.types import Request, SamplingParams, Sequence, SpeculationParams
 from models import corpus, embedded_draft, embedded_target
 from tests import fakes, zoo
 
@@ -46,20 +46,18 @@ def engine_of(family: str, **config: object) -> Engine:
     return assemble(EngineConfig(target=family, draft="near", max_batch_size=8, **config), target, draft)
 
 
-def greedy(engine: Engine, prompts: list[list[int]], new_tokens: int) -> fakes.Outputs:
-    params = SamplingParams(max_tokens=new_tokens)
-    return fakes.run(
-        engine, [Request(request_id=str(i), token_ids=tuple(p), sampling=params) for i, p in enumerate(prompts)]
-    )
+def greedy(engine: Engine, prompts: list[list[int]], new_tokens: int, **speculation: object) -> fakes.Outputs:
+    both = {"sampling": SamplingParams(max_tokens=new_tokens), "speculation": SpeculationParams(**speculation)}
+    return fakes.run(engine, [Request(request_id=str(i), token_ids=tuple(p), **both) for i, p in enumerate(prompts)])
 
 
 @pytest.mark.parametrize("max_batch_tokens", [512, 13], ids=["whole", "chunked"])
 @pytest.mark.parametrize("proposer", PROPOSERS)
 @pytest.mark.parametrize("family", zoo.configs())
 def test_equals_generate(family: str, proposer: str, max_batch_tokens: int) -> None:
+    engine = engine_of(family, proposer=proposer, max_batch_tokens=max_batch_tokens, prefix_cache=False)
     for num_draft in range(9):
-        engine = engine_of(family, proposer=proposer, num_draft_tokens=num_draft, max_batch_tokens=max_batch_tokens)
-        outputs = greedy(engine, zoo.prompts(), NEW_TOKENS)
+        outputs = greedy(engine, zoo.prompts(), NEW_TOKENS, num_draft_tokens=num_draft)
         assert [outputs.tokens[str(i)] for i in range(4)] == expected(family), f"K={num_draft}"
 
 
@@ -94,18 +92,20 @@ def embedded_expected() -> tuple[list[list[int]], list[list[int]]]:
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_embedded_pair_equals_generate(proposer: str, max_batch_tokens: int) -> None:
     prompts, want = embedded_expected()
+    config = EngineConfig(
+        target=str(embedded_target()),
+        draft=str(embedded_draft()),
+        proposer=proposer,
+        num_draft_tokens=8,
+        max_batch_size=8,
+        max_batch_tokens=max_batch_tokens,
+        prefix_cache=False,  # it would know the prompts from the second K on
+        dtype="float32",  # as transformers' model is
+        threads=1,
+    )
+    engine = build_engine(config)
     for num_draft in range(9):
-        config = EngineConfig(
-            target=str(embedded_target()),
-            draft=str(embedded_draft()),
-            proposer=proposer,
-            num_draft_tokens=num_draft,
-            max_batch_size=8,
-            max_batch_tokens=max_batch_tokens,
-            dtype="float32",  # as transformers' model is
-            threads=1,
-        )
-        outputs = greedy(build_engine(config), prompts, 40)
+        outputs = greedy(engine, prompts, 40, num_draft_tokens=num_draft)
         assert [outputs.tokens[str(i)] for i in range(4)] == want, f"K={num_draft}"
 
 

@@ -76,7 +76,7 @@ ALONE = {
 def test_each_option_alone(option: str, proposer: str) -> None:
     sampling = ALONE[option]
     sampling = replace(sampling, max_tokens=sampling.max_tokens or MAX_TOKENS, seed=sampling.seed or 9)
-    for num_draft, prefix_cache in ((1, True), (4, False), (8, True)):
+    for num_draft, prefix_cache in ((4, False), (8, True)):
         engine = llm(proposer, plenty=num_draft != 4, prefix_cache=prefix_cache)
         assert_speculation_changes_nothing(random_pair(), engine, sampling, proposer, num_draft)
 

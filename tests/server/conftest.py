@@ -17,8 +17,8 @@ from tests.engine.test_text import CODEC
 from tests.server.fake_engine import FakeEngine, served
 
 
-async def until(condition, seconds: float = 10.0) -> None:
-    """Wait for something that another task brings about."""
+async def until(condition, seconds: float = 60.0) -> None:
+    """Wait for something that another task brings about, on a machine that may be slow and busy."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  # the condition is the server's, which sets no event for us
             await asyncio.sleep(0.002)
