@@ -142,7 +142,7 @@ async def tokens_of(call):
 
 
 async def ended_in_time(attempt, by_deadline) -> None:
-    """Run `attempt` without a deadline, or with later and later ones until it says that the victim was where it should be.
+    """Run `attempt` without a deadline, or with later and later ones until it says that the victim was held.
 
     How fast the machine is then decides how long the test takes, and not whether it passes.
     """

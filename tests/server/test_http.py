@@ -322,6 +322,15 @@ async def test_a_full_queue_is_429_with_a_time_to_come_again():
         await asyncio.gather(running, queued)
 
 
+async def test_no_answer_waits_for_the_callers_acknowledgement():
+    """Nagle's algorithm would hold back what follows the headers for 40 ms."""
+    async with talking() as server:
+        await server.http.get("/health")
+        (connection,) = server.app._http.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 async def test_starting_and_draining_are_503():
     release = asyncio.Event()
     loop = asyncio.get_running_loop()
