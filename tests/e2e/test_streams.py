@@ -47,7 +47,7 @@ class Case:
                     self.finished = event
 
 
-def cases(count: int, app: App, longest_output: int = 200, seed: int = 0) -> list[Case]:
+def cases(count: int, app: App, longest_output: int = 100, seed: int = 0) -> list[Case]:
     """Prompts of 1 to 400 tokens cut out of held-out code, outputs of 1 to `longest_output`, greedy and sampled."""
     rng = random.Random(seed)
     text = "".join(corpus.held_out_prompts(60))

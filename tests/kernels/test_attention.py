@@ -56,7 +56,7 @@ def problem(
 LENS = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 70)), min_size=1, max_size=3)
 
 
-@settings(max_examples=60, phases=LOOKING)
+@settings(max_examples=40, phases=LOOKING)
 @given(
     seed=st.integers(0, 1000),
     lens=LENS,
@@ -141,7 +141,7 @@ def exact_problem(seed: int, lens: list[tuple[int, int]], group: int):
     return query.round(), k.nan_to_num().round(), v.nan_to_num() * ones.to(DEVICE), paging
 
 
-@settings(max_examples=15, phases=LOOKING)
+@settings(max_examples=8, phases=LOOKING)
 @given(st.integers(0, 1000), LENS, st.one_of(st.none(), st.integers(1, 40)), st.sampled_from([1, 4]))
 def test_a_rows_bits_are_its_own(seed, lens, window, group):
     """Alone or in company, decoded or one of several, its splits walked by one program or spread: the same bits.
