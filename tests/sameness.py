@@ -55,10 +55,16 @@ class Pair:
     _engines: dict[str, LLM] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, target: nn.Module, draft: nn.Module, parts: Mapping[str, object]) -> Pair:
-        """Run as a server runs them."""
+    def of(
+        cls,
+        target: nn.Module,
+        draft: nn.Module,
+        parts: Mapping[str, object],
+        prepare: Callable[[nn.Module], nn.Module] = zoo.as_served,
+    ) -> Pair:
+        """`prepare` makes of each model what is run."""
         other, vocab = respelled(draft)  # while it has weights: what is packed has none
-        return cls(zoo.as_served(target), zoo.as_served(draft), (zoo.as_served(other), vocab), parts)
+        return cls(prepare(target), prepare(draft), (prepare(other), vocab), parts)
 
     def plain(self, prompt: str, sampling: SamplingParams) -> list[Completion]:
         """One prompt alone, no drafts, no cache, pages to spare."""
@@ -113,8 +119,11 @@ def codec() -> Codec:
 
 
 @cache
-def random_pair() -> Pair:
-    """A small target, quick to run, and a draft that is often right; its heads hardly ever are."""
+def random_pair(*, as_served: bool = True) -> Pair:
+    """A small target, quick to run, and a draft that is often right; its heads hardly ever are.
+
+    `as_served`: its layers in our C, where that multiplies here. Rounds on the device need them in torch.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -136,7 +145,7 @@ def random_pair() -> Pair:
     folder = Path(tempfile.mkdtemp())
     medusa, eagle = heads.medusa(folder, vocab=VOCAB), heads.eagle(folder, vocab=VOCAB)
     parts = {"self_layers": 1, "medusa": medusa, "eagle": eagle, "max_model_len": 128}
-    return Pair.of(zoo.ours(model), zoo.near(model, 0.01), parts)
+    return Pair.of(zoo.ours(model), zoo.near(model, 0.01), parts, zoo.as_served if as_served else lambda model: model)
 
 
 @cache

@@ -25,7 +25,7 @@ KNOWN = [  # Random123's known answers for philox4x32-10
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
 def test_known_answers(counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]) -> None:
-    got = noise.philox(tuple(torch.tensor([c]) for c in counter), tuple(torch.tensor([k]) for k in key))
+    got = noise.philox(tuple(torch.tensor(c) for c in counter), tuple(torch.tensor(k) for k in key))
     assert tuple(int(word) for word in got) == words
 
 

@@ -109,7 +109,7 @@ def test_each_condition(condition: str, proposer: str) -> None:
         asked = replace(asked, mode=SpeculationMode.AUTO, num_draft_tokens=8)
     others = [(PROMPTS[i % 4], replace(REQUESTS[i % 3][1], seed=100 + i)) for i in range(28)]
     crowd = REQUESTS + (others if condition == "among 31 others" else [])
-    for _ in range(2):  # the second time, a prefix cache is warm
+    for _ in range(1 + engine.engine.config.prefix_cache):  # the second time, it is warm
         if condition == "alone":
             got = [done for prompt, params in REQUESTS for done in engine.generate(prompt, params, speculation=asked)]
         else:

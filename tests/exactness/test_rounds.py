@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,8 @@ from engine.types import SpeculationMode
 from tests.exactness.test_options import ALONE, BOLD, MAX_TOKENS, SITUATIONS, AnyK
 from tests.loops import gib
 from tests.sameness import PROMPTS, Pair, asking, assert_same, assert_speculation_changes_nothing, random_pair
+
+torch_pair = partial(random_pair, as_served=False)
 
 CONDITIONS = {
     "plenty": {},
@@ -27,7 +30,7 @@ def llm(pair: Pair, proposer: str, **options) -> LLM:
 
 @pytest.fixture(params=CONDITIONS)
 def engine(request: pytest.FixtureRequest) -> LLM:
-    return llm(random_pair(), "model", **CONDITIONS[request.param])
+    return llm(torch_pair(), "model", **CONDITIONS[request.param])
 
 
 @pytest.mark.parametrize("mode", [SpeculationMode.FIXED, SpeculationMode.AUTO])
@@ -37,7 +40,7 @@ def test_every_option_in_one_batch(engine: LLM, mode: SpeculationMode) -> None:
     wanted = [(prompt, p) for prompt in PROMPTS for p in params]
     asked = replace(asking("model", 8 if mode is SpeculationMode.AUTO else 4), mode=mode)
     got = engine.generate([prompt for prompt, _ in wanted], [p for _, p in wanted], speculation=asked)
-    want = [done for prompt, p in wanted for done in random_pair().plain(prompt, p)]
+    want = [done for prompt, p in wanted for done in torch_pair().plain(prompt, p)]
     for ours, theirs in zip(got, want, strict=True):
         assert_same(ours, theirs)
     assert engine.engine.loop == "rounds"
@@ -48,24 +51,24 @@ def test_every_option_in_one_batch(engine: LLM, mode: SpeculationMode) -> None:
 @given(**SITUATIONS)
 def test_random_combinations(sampling, proposer, num_draft, plenty, prefix_cache, prompts) -> None:
     few = {} if plenty else {"pages": 30, "max_batch_tokens": 24}
-    engine = llm(random_pair(), proposer, prefix_cache=prefix_cache, **few)
-    assert_speculation_changes_nothing(random_pair(), engine, sampling, proposer, num_draft, prompts)
+    engine = llm(torch_pair(), proposer, prefix_cache=prefix_cache, **few)
+    assert_speculation_changes_nothing(torch_pair(), engine, sampling, proposer, num_draft, prompts)
 
 
 def test_any_number_of_drafts_in_any_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = llm(random_pair(), "model", pages=60)
+    engine = llm(torch_pair(), "model", pages=60)
     monkeypatch.setattr(engine.engine._scheduler, "round_control", AnyK())
     params = [replace(ALONE[name], max_tokens=40) for name in ("temperature", "top_p", "stop_token_ids", "greedy")]
     for _ in range(3):
         got = engine.generate(list(PROMPTS), params, speculation=asking("model", 8))
         for ours, prompt, sampling in zip(got, PROMPTS, params, strict=True):
             if sampling.seed is not None or not sampling.temperature:
-                assert ours.token_ids == random_pair().plain(prompt, sampling)[0].token_ids
+                assert ours.token_ids == torch_pair().plain(prompt, sampling)[0].token_ids
 
 
 def test_memory_for_rounds_is_that_of_plain_steps() -> None:
     """The page of nobody comes on top: it takes none of those that sequences share."""
-    pair = random_pair()
+    pair = torch_pair()
     both = pair.target, pair.draft
     plain, rounds = (
         pair.llm("model", loop=loop, kv_memory=gib(40, both, 4), medusa=None, eagle=None, self_layers=None)

@@ -13,7 +13,7 @@ SMALL = ["--serve", "--max-batch-size", "4", "--warm-up-seconds", "0"]
 
 @pytest.mark.parametrize(
     ("experiment", "options"),
-    [("overload", ["--seconds", "4"]), ("curve", ["--seconds", "0.5", "--shares", "0.5", "2"])],
+    [("overload", ["--seconds", "2"]), ("curve", ["--seconds", "0.5", "--shares", "0.5", "2"])],
 )
 def test_everything_sent_is_served_or_refused_with_a_hint(experiment, options, tmp_path, capsys):
     given = [experiment, "--out", str(tmp_path), "--untimed", "--workload", "steady", *options, *SMALL]

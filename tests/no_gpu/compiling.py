@@ -40,7 +40,7 @@ from tests.no_gpu.stand_in import StandIn
 
 VOCAB = 2101  # two blocks of a kernel's, and three of another's
 _FP8 = "fp8e4nv"
-PAGE, PLACES, MOST_DRAFTS, REQUESTS = 16, 8, 4, 12
+PAGE, PLACES, MOST_DRAFTS, REQUESTS = 16, 8, 4, 10
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "eos_token_id": 2}
 
 
