@@ -471,7 +471,7 @@ def test_a_round_has_no_shape_of_data() -> None:
 @interpreted
 def test_rounds_on_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.loops.ops_on", lambda _: kernels())
-    asked = [request(i, max_tokens=6) for i in (1, 2)]
+    asked = [request(i, max_tokens=4) for i in (1, 2)]
     said = fakes.run(engine_of(num_draft_tokens=2), asked)
     for one in asked:
         check(said, one)

@@ -74,9 +74,9 @@ def test_same_tokens_alone_and_in_company(proposer: str) -> None:
     for num_draft in range(9):
         company = fakes.run(engine_of(proposer, num_draft), [request(i) for i in range(16)])
         assert [company.tokens[str(i)] for i in range(16)] == [plain(i) for i in range(16)], f"K={num_draft}"
-        for i in range(len(LAWS)):
-            by_itself = fakes.run(engine_of(proposer, num_draft), [request(i)])
-            assert by_itself.tokens[str(i)] == plain(i), f"K={num_draft}"
+    for i in range(len(LAWS)):
+        by_itself = fakes.run(engine_of(proposer, 4), [request(i)])
+        assert by_itself.tokens[str(i)] == plain(i)
 
 
 def test_right_drafts_are_all_kept_and_wrong_ones_none() -> None:
@@ -125,8 +125,7 @@ def test_different_seeds_differ() -> None:
     assert len({tuple(tokens) for tokens in fakes.run(engine, same).tokens.values()}) == 16
 
 
-@pytest.mark.parametrize("temperature", [0.8, 1.3])
-def test_embedded_pair(temperature: float) -> None:
+def test_embedded_pair() -> None:
     """The same on the shipped models: text prompts, mixed laws, alone and among fifteen others."""
     codec = Codec.load(embedded_target())
     prompts = [codec.encode(text)[-20 - 9 * i :] for i, text in enumerate(corpus.held_out_prompts(16))]
@@ -137,7 +136,7 @@ def test_embedded_pair(temperature: float) -> None:
                 request_id=str(i),
                 token_ids=prompt,
                 sampling=SamplingParams(
-                    temperature=temperature,
+                    temperature=0.8 if i % 4 < 2 else 1.3,
                     max_tokens=32,
                     top_p=0.9 if i % 2 else 1.0,
                     top_k=50 if i % 3 else 0,
