@@ -287,13 +287,15 @@ async def test_sigterm_under_load_cuts_no_stream_and_a_second_one_does():
     with Process("--drain-seconds", "60", "--max-model-len", "1000") as server:
         await asyncio.to_thread(server.wait_for, "ready")
         async with client.AsyncClient(f"127.0.0.1:{server.grpc_port}", retry=None) as connection:
-            short = [asyncio.ensure_future(tokens_of(connection, prompt, ignore_eos=True)) for prompt in PROMPTS]
+            short = [connection.stream(prompt, max_tokens=200, ignore_eos=True) for prompt in PROMPTS]
             request = pb.GenerateStreamRequest(prompt="a", stopping=pb.StoppingParams(max_tokens=900, ignore_eos=True))
             long = connection._inference.GenerateStream(request)
             assert (await long.read()).delta.token_ids
+            begun = await asyncio.gather(*map(anext, short))  # what has not come yet would be refused
             server.terminate()
-            for tokens in await asyncio.gather(*short):
-                assert len(tokens) == 24
+            for first, stream in zip(begun, short, strict=True):
+                events = [first, *[event async for event in stream]]
+                assert sum(len(event.token_ids) for event in events if isinstance(event, client.Delta)) == 200
             with pytest.raises(client.Unavailable):
                 await tokens_of(connection, "b")
             server.terminate()
