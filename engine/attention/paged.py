@@ -23,28 +23,13 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    *,
+    fixed: bool = False,
 ) -> Tensor:  # [T, heads, head_dim]
-    """Same contract as `reference.attend`; in prompts a query's bits depend on how many rows come with it."""
-    return _attend(query, k, v, batch, scale, window, softcap, fixed=False)
+    """Same contract as `reference.attend`; in prompts a query's bits depend on how many rows come with it.
 
-
-def attend_fixed(
-    query: Tensor,
-    k: Tensor,
-    v: Tensor,
-    batch: RaggedBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """As `attend`; a query's bits do not depend on how its batch was put together."""
-    return _attend(query, k, v, batch, scale, window, softcap, fixed=True)
-
-
-def _attend(
-    query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, scale: float, window: int | None, softcap: float | None,
-    *, fixed: bool,
-) -> Tensor:  # fmt: skip
+    With `fixed` they do not depend on how its batch was put together.
+    """
     from engine.kernels import attention, plan  # both bring Triton, which not every machine has
 
     shape = (*query.shape[1:], k.shape[1])
@@ -54,6 +39,9 @@ def _attend(
     plans = batch.once(("plans", shape, window, fixed), partial(plan.plans_of, query, k, paging, window))
     attended: Tensor = attention.attend(query, k, v, paging, scale, window, softcap, plans=plans)
     return attended
+
+
+attend_fixed = partial(attend, fixed=True)
 
 
 def attend_plainly(
