@@ -28,6 +28,7 @@ from engine.errors import ModelError
 from engine.int8 import kernel_name
 from engine.kv import KVLayout
 from engine.memory import GIB, free_on, kv_gib
+from engine.native import instructions
 from engine.precision import Held, held_as, on_meta
 from engine.quant import weight_bytes
 from engine.runner import kv_layout
@@ -165,6 +166,8 @@ def environment(config: EngineConfig) -> Iterator[tuple[str, str]]:
         f"{_size(_free_memory())} free" + (f", limit {_size(int(limit))} (cgroup)" if limit.isdigit() else ""),
     )
     yield "device", _device(config)
+    if pick_device(config.device).type == "cpu":
+        yield "kernels", instructions()
 
 
 def _device(config: EngineConfig) -> str:

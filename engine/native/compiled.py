@@ -22,25 +22,52 @@ import torch  # noqa: F401
 
 log = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11")
+FLAGS = ("-O3", "-shared", "-fPIC", "-std=gnu11", "-Wno-psabi")
+ARCH = "-march={}"  # of the processor that is there, or of PILOTFISH_NATIVE_ARCH
+_FASTER = {
+    "AVX-512": "AVX-512 VNNI",
+    "AVX2": "AVX-VNNI or AVX-512 VNNI",
+    "SSE": "AVX2",
+    "NEON": "dot products (ARMv8.2)",
+    "NEON dot product": "i8mm (ARMv8.6)",
+    "plain C": "vectors (AVX2, NEON)",
+}
 COMPILERS = ("cc", "gcc", "clang")
 PATIENCE = 120  # seconds
 SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 
 
-@cache
 def library() -> ctypes.CDLL | None:
     """The compiled sources, or None, and a line in the log that says why."""
+    found = _library()
+    return found if isinstance(found, ctypes.CDLL) else None
+
+
+@cache
+def _library() -> ctypes.CDLL | str:
+    """The compiled sources, or why there are none."""
     if os.environ.get("PILOTFISH_NATIVE") == "0":
-        log.info("native code: PILOTFISH_NATIVE is 0; torch's operations serve instead")
-        return None
-    try:
-        return ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", None) or error
-        log.info("native code: not available (%s); torch's operations serve instead", str(told).strip()[-400:])
-        return None
+        why = "PILOTFISH_NATIVE is 0"
+    else:
+        try:
+            return ctypes.CDLL(str(_compiled()))
+        except (OSError, subprocess.SubprocessError) as error:
+            why = f"not available ({str(getattr(error, 'stderr', None) or error).strip()[-400:]})"
+    log.info("native code: %s; torch's operations serve instead", why)
+    return why
+
+
+def instructions() -> str:
+    """By which instructions our C multiplies on this processor, and what would be faster; or why it does not run."""
+    found = _library()
+    if isinstance(found, str):
+        return f"torch's, several times slower: our C is {found}; it takes a C compiler (gcc or clang)"
+    for function in (found.pilotfish_integer_path, found.pilotfish_bfloat16_path):
+        function.restype = ctypes.c_char_p
+    integers, bfloat16 = (path().decode() for path in (found.pilotfish_integer_path, found.pilotfish_bfloat16_path))
+    told = f"our C: int8 and int4 by {integers}, bfloat16 by {bfloat16}"
+    return f"{told}; a processor with {_FASTER[integers]} would be faster" if integers in _FASTER else told
 
 
 def _compiled() -> Path:
@@ -65,12 +92,17 @@ def _compiled() -> Path:
 
 
 def _compile(compiler: str, made: Path) -> None:
-    command = [compiler, *FLAGS, "-o", str(made), *map(str, SOURCES), "-lm"]
+    command = [compiler, *FLAGS, _arch(), "-o", str(made), *map(str, SOURCES), "-lm"]
     try:
         _run([*command, "-fopenmp"])
     except subprocess.CalledProcessError:
         _run(command)
         log.info("native code: %s has no OpenMP here, so it runs on one thread", compiler)
+
+
+def _arch() -> str:
+    """What to compile for. Another than this processor's own is for tests: `PILOTFISH_NATIVE_ARCH=haswell`."""
+    return ARCH.format(os.environ.get("PILOTFISH_NATIVE_ARCH", "native"))
 
 
 def _run(command: list[str]) -> None:
@@ -81,7 +113,7 @@ def _fingerprint() -> str:
     """Of all that the result depends on; a home folder may be shared by unlike machines."""
     info = Path("/proc/cpuinfo")
     flags = next((line for line in _lines(info) if line.startswith(("flags", "Features"))), "")
-    parts = [platform.machine(), platform.processor(), flags, *FLAGS]
+    parts = [platform.machine(), platform.processor(), flags, *FLAGS, _arch()]
     parts += [path.read_text("utf-8") for path in (*SOURCES, *HEADERS)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -27,28 +27,30 @@ typedef struct {
   const void *cos, *sin;     /* [rows, dim] */
   const int64_t *places;     /* [rows]: arena rows */
   void *qkv, *mixed, *gates; /* [rows, (heads + 2 kv_heads) dim], [rows, heads dim], [rows, 2 inner] */
-  void *fed;                 /* [rows, the widest matrix.in]: what a matrix reads; bytes for 8 bits and less */
+  void *fed;                 /* [rows, the widest matrix.in] floats: what a matrix reads (`feed`) */
   float *step;               /* [rows] */
   Args attention;            /* all but what differs from layer to layer */
   int64_t rows, width;
   int bits;
 } Pass;
 
-/* What a matrix reads: the row itself or, for 8 bits and less, rounded. */
-#define FEED(matrix, plain, rounded)                                                 \
-  _Pragma("omp for schedule(static)") for (int64_t r = 0; r < p->rows; r++) {        \
-    if ((matrix)->bits <= 8) {                                                       \
-      uint8_t *to = (uint8_t *)p->fed + r * (matrix)->in;                            \
-      p->step[r] = rounded;                                                          \
-    } else {                                                                         \
-      void *to = (void *)row_of(p->fed, r, (matrix)->in, p->bits);                   \
-      plain;                                                                         \
-    }                                                                                \
+/* What a matrix reads: the row itself or, for 8 bits and less, rounded; and in the form that this processor takes. */
+#define FEED(matrix, plain, rounded)                                                   \
+  _Pragma("omp for schedule(static)") for (int64_t r = 0; r < p->rows; r++) {          \
+    char *fed = (char *)p->fed + r * fed_bytes(matrix);                                \
+    char own[fed_as_is(matrix) ? 64 : (matrix)->in * 4] __attribute__((aligned(64)));  \
+    void *to = fed_as_is(matrix) ? fed : own;                                          \
+    if ((matrix)->bits <= 8)                                                           \
+      p->step[r] = rounded;                                                            \
+    else                                                                               \
+      plain;                                                                           \
+    feed(matrix, to, fed);                                                             \
   }
 
 static void multiply(const Pass *p, const Matrix *m, void *out, int add) {
   Product product = {p->fed, p->step, out, p->rows, p->bits, add};
-  multiply_share(m, &product, omp_get_thread_num(), omp_get_num_threads());
+  int64_t panels = matmul_panels(m), me = omp_get_thread_num(), threads = omp_get_num_threads();
+  multiply_panels(m, &product, panels * me / threads, panels * (me + 1) / threads);
 #pragma omp barrier
 }
 

@@ -82,7 +82,7 @@ class Layers:
         mixed = where.heads * where.dim
         joined = mixed + 2 * where.kv_heads * where.dim
         # One allocation for all that is needed between the stages; torch's are aligned, and so are whole vectors.
-        sizes = [rows * n * dtype.itemsize for n in (joined, mixed, 2 * self._inner, self._widest)]
+        sizes = [rows * n * dtype.itemsize for n in (joined, mixed, 2 * self._inner)] + [rows * self._widest * 4]
         scratch = torch.empty(sum(sizes) + 4 * rows + 64 * 5, dtype=torch.uint8)
         at = [scratch.data_ptr()]
         for size in sizes:

@@ -1,5 +1,6 @@
-/* See matmul.h. A block of up to six rows meets a panel in registers: 24 vectors of sums, 4 of weights. While a panel
- * is multiplied the next one is fetched, so that blocks of rows beyond the first cost no waiting for memory. */
+/* See matmul.h. A block of rows meets a panel in registers: four of sums for each row, and of weights what is at hand.
+ * While a panel is multiplied the next one is fetched, so that blocks of rows beyond the first cost no waiting for
+ * memory. */
 
 /* A product is rounded before it is added to, as in torch: then the bits are the same with any compiler. Sums of the
  * matrices themselves name the instruction. */
@@ -11,132 +12,136 @@
 
 #include "matmul.h"
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include "registers.h"
 
-#define BLOCK 6                /* rows, at most */
-#define VECTORS (PANEL / LANES)
-#define LINE 64                /* bytes of a vector and of a cache line */
+#define VECTORS 4              /* registers of a panel's outputs */
+#define PANEL WIDTH            /* outputs */
+#define STEP (VECTORS * WIDTH) /* bytes of a panel for the inputs that lie in 4 bytes */
+#define LINE 64                /* bytes of a cache line */
+#define LINES (STEP / LINE)    /* of a step */
 #define AHEAD 8192             /* bytes, where there is one block of rows and the processor's own foresight falls short */
 
-/* sum + x * w for the G inputs of a step, in 16 outputs. */
-#ifdef __AVX512VNNI__
-INLINE vec step8(vec sum, int32_t x, const void *w) {
-  return (vec)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(x), *(const __m512i *)w);
-}
-#else
-INLINE vec step8(vec sum, int32_t x, const void *w) {
-  ivec total = (ivec)sum;
-  const int8_t *weights = w;
-  for (int i = 0; i < LANES; i++)
-    for (int g = 0; g < 4; g++) total[i] += (int32_t)((uint32_t)x >> (8 * g) & 255) * weights[4 * i + g];
-  return (vec)total;
-}
-#endif
-
-#ifdef __AVX512BF16__
-INLINE vec step16(vec sum, int32_t x, const void *w) {
-  return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)*(const __m512i *)w);
-}
-#else
-INLINE vec step16(vec sum, int32_t x, const void *w) {
-  ivec pair = *(const ivec *)w;
-  vec low = (vec)(pair << 16), high = (vec)(pair & (int32_t)0xffff0000);
-  return sum + low * wide((bf16)x) + high * wide((bf16)((uint32_t)x >> 16));
-}
-#endif
-
-INLINE vec step32(vec sum, int32_t x, const void *w) {
-  float y;
-  memcpy(&y, &x, 4);
-#ifdef __AVX512F__
-  return (vec)_mm512_fmadd_ps(_mm512_set1_ps(y), *(const __m512 *)w, (__m512)sum);
-#else
-  return sum + *(const vec *)w * y;
-#endif
-}
-
-/* `rows` rows of `bytes` times one panel; `next` is what to fetch, `lines` of it in every step. */
-INLINE void block(const char *x, int64_t bytes, const char *panel, const char *next, int lines, vec *sums,
+/* `rows` rows of `steps` times one panel, each step of a row being `fed` bytes; `next` is what to fetch, `lines` of it in
+ * every step. */
+INLINE void block(const char *x, int64_t steps, const char *panel, const char *next, int lines, void *sums,
                   const int rows, const int bits) {
-  vec sum[BLOCK][VECTORS];
-  EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) sum[r][v] = (vec){0};
-  for (int64_t at = 0; at < bytes; at += 4, panel += VECTORS * LINE) {
+  const int64_t fed = bits == 8 ? FED8 : bits == 16 ? FED16 : 4, stride = steps * fed;
+  ints sum[BLOCK][VECTORS];
+  EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) sum[r][v] = (ints){0};
+  for (int64_t s = 0; s < steps; s++, panel += STEP, x += fed) {
     for (int i = 0; i < lines; i++, next += LINE) __builtin_prefetch(next, 0, 2);
-    EACH(int r = 0; r < rows; r++) {
-      int32_t few;
-      memcpy(&few, x + r * bytes + at, 4);
-      EACH(int v = 0; v < VECTORS; v++) {
-        const void *w = panel + v * LINE;
-        sum[r][v] = bits == 8 ? step8(sum[r][v], few, w) : bits == 16 ? step16(sum[r][v], few, w) : step32(sum[r][v], few, w);
+    EACH(int v = 0; v < VECTORS; v++) {
+      const void *at = panel + v * WIDTH;
+      if (bits == 8) {
+        Four w = four_of(*(const chars *)at);
+        EACH(int r = 0; r < rows; r++) sum[r][v] = dot(sum[r][v], w, x + r * stride);
+      } else if (bits == 16) {
+        ints w = *(const ints *)at;
+        EACH(int r = 0; r < rows; r++) sum[r][v] = (ints)two_products((floats)sum[r][v], w, x + r * stride);
+      } else {
+        floats w = *(const floats *)at;
+        EACH(int r = 0; r < rows; r++)
+          sum[r][v] = (ints)fma_floats((floats)sum[r][v], w, every_float(one_float(x + r * stride)));
       }
     }
   }
-  EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) sums[r * VECTORS + v] = sum[r][v];
+  EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) ((ints *)sums)[r * VECTORS + v] = sum[r][v];
 }
 
 #define GROUP 64                                          /* inputs that share a scale in 4 bits */
-#define GROUP_BYTES (GROUP / 8 * VECTORS * LINE + PANEL * 4)
-#define BLOCK4 3 /* rows: there are sums of a group and sums of all */
+#define GROUP_BYTES (GROUP / 8 * STEP + PANEL * 4)
+#define BLOCK4 (BLOCK < 3 ? BLOCK : 3) /* rows: there are sums of a group and sums of all */
 
 /* The same in 4 bits, of `in` inputs; `sums` come out as floats. */
-#ifdef __AVX512VNNI__
-INLINE void block4(const Matrix *m, const uint8_t *x, const char *panel, const char *next, int lines, const float *offset,
-                   vec *sums, const int rows) {
-  const __m512i half = _mm512_set1_epi8(15);
-  const __m512i levels = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)m->levels));
-  vec total[BLOCK4][VECTORS];
-  EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) total[r][v] = -*(const vec_unaligned *)(offset + v * LANES);
+INLINE void block4(const Matrix *m, const char *x, const char *panel, const char *next, int lines, const float *offset,
+                   void *sums, const int rows) {
+  const int64_t stride = m->in / 4 * FED8;
+  const chars table = table_of(m->levels);
+  floats total[BLOCK4][VECTORS];
+  EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) {
+    memcpy(&total[r][v], offset + v * (WIDTH / 4), WIDTH);
+    total[r][v] = ROWS_ARE_SIGNED ? (floats){0} : -total[r][v];
+  }
   for (int64_t first = 0; first < m->in; first += GROUP) {
-    vec sum[BLOCK4][VECTORS];
-    EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) sum[r][v] = (vec){0};
-    for (int64_t i = first; i < first + GROUP; i += 8, panel += VECTORS * LINE) {
+    ints sum[BLOCK4][VECTORS];
+    EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) sum[r][v] = (ints){0};
+    for (int64_t i = first; i < first + GROUP; i += 8, panel += STEP, x += 2 * FED8) {
       for (int l = 0; l < lines; l++, next += LINE) __builtin_prefetch(next, 0, 2);
       EACH(int v = 0; v < VECTORS; v++) {
-        __m512i both = *(const __m512i *)(panel + v * LINE);
-        __m512i low = _mm512_shuffle_epi8(levels, _mm512_and_si512(both, half));
-        __m512i high = _mm512_shuffle_epi8(levels, _mm512_and_si512(_mm512_srli_epi16(both, 4), half));
-        EACH(int r = 0; r < rows; r++) {
-          int32_t few[2];
-          memcpy(few, x + r * m->in + i, 8);
-          __m512i here = _mm512_dpbusd_epi32((__m512i)sum[r][v], _mm512_set1_epi32(few[0]), low);
-          sum[r][v] = (vec)_mm512_dpbusd_epi32(here, _mm512_set1_epi32(few[1]), high);
-        }
+        chars both = *(const chars *)(panel + v * WIDTH);
+        Four low = four_of(entries(table, both & 15));
+        EACH(int r = 0; r < rows; r++) sum[r][v] = dot(sum[r][v], low, x + r * stride);
+        Four high = four_of(entries(table, (chars)((ushorts)both >> 4) & 15));
+        EACH(int r = 0; r < rows; r++) sum[r][v] = dot(sum[r][v], high, x + r * stride + FED8);
       }
     }
     EACH(int v = 0; v < VECTORS; v++) {
-      vec worth = *(const vec *)(panel + v * LINE);
+      floats worth = *(const floats *)(panel + v * WIDTH);
       EACH(int r = 0; r < rows; r++)
-        total[r][v] = (vec)_mm512_fmadd_ps((__m512)__builtin_convertvector((ivec)sum[r][v], vec), (__m512)worth, (__m512)total[r][v]);
+        total[r][v] = fma_floats(total[r][v], worth, __builtin_convertvector(sum[r][v], floats));
     }
     panel += PANEL * 4;
   }
-  EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) sums[r * VECTORS + v] = total[r][v];
+  EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) ((floats *)sums)[r * VECTORS + v] = total[r][v];
 }
 
-typedef void Block4(const Matrix *, const uint8_t *, const char *, const char *, int, const float *, vec *);
+typedef void Block4(const Matrix *, const char *, const char *, const char *, int, const float *, void *);
 #define OF4(rows)                                                                                                    \
-  static void block4_##rows(const Matrix *m, const uint8_t *x, const char *panel, const char *next, int lines,       \
-                            const float *offset, vec *sums) {                                                        \
+  static void block4_##rows(const Matrix *m, const char *x, const char *panel, const char *next, int lines,          \
+                            const float *offset, void *sums) {                                                       \
     block4(m, x, panel, next, lines, offset, sums, rows);                                                            \
   }
-OF4(1) OF4(2) OF4(3)
-static Block4 *const BLOCKS4[BLOCK4] = {block4_1, block4_2, block4_3};
-#endif
 
-typedef void Block(const char *, int64_t, const char *, const char *, int, vec *);
+typedef void Block(const char *, int64_t, const char *, const char *, int, void *);
 #define OF(rows, bits)                                                                                             \
-  static void block_##rows##_##bits(const char *x, int64_t bytes, const char *panel, const char *next, int lines, \
-                                    vec *sums) {                                                                  \
-    block(x, bytes, panel, next, lines, sums, rows, bits);                                                        \
+  static void block_##rows##_##bits(const char *x, int64_t steps, const char *panel, const char *next, int lines, \
+                                    void *sums) {                                                                 \
+    block(x, steps, panel, next, lines, sums, rows, bits);                                                        \
   }
+
+#if BLOCK == 6
 #define ALL(bits) OF(1, bits) OF(2, bits) OF(3, bits) OF(4, bits) OF(5, bits) OF(6, bits)
 #define NAMES(bits) {block_1_##bits, block_2_##bits, block_3_##bits, block_4_##bits, block_5_##bits, block_6_##bits}
+#elif BLOCK == 3
+#define ALL(bits) OF(1, bits) OF(2, bits) OF(3, bits)
+#define NAMES(bits) {block_1_##bits, block_2_##bits, block_3_##bits}
+#else
+#define ALL(bits) OF(1, bits) OF(2, bits)
+#define NAMES(bits) {block_1_##bits, block_2_##bits}
+#endif
 ALL(8)
 ALL(16)
 ALL(32)
 static Block *const BLOCKS[3][BLOCK] = {NAMES(8), NAMES(16), NAMES(32)};
+
+OF4(1) OF4(2)
+#if BLOCK4 == 3
+OF4(3)
+static Block4 *const BLOCKS4[BLOCK4] = {block4_1, block4_2, block4_3};
+#else
+static Block4 *const BLOCKS4[BLOCK4] = {block4_1, block4_2};
+#endif
+
+static int fed_per_step(const Matrix *m) { return m->bits <= 8 ? FED8 : m->bits == 16 ? FED16 : 4; }
+
+static int64_t steps_of(const Matrix *m) { return m->in / (m->bits <= 8 ? 4 : 32 / m->bits); }
+
+int64_t fed_bytes(const Matrix *m) { return steps_of(m) * fed_per_step(m); }
+
+int fed_as_is(const Matrix *m) { return fed_per_step(m) == 4; }
+
+void feed(const Matrix *m, const void *row, void *to) {
+  int64_t steps = steps_of(m);
+  const uint32_t *from = row;
+  uint32_t *two = to;
+  if (fed_as_is(m)) {
+    if (to != row) memcpy(to, row, (size_t)fed_bytes(m));
+  } else if (m->bits == 16) {
+    for (int64_t s = 0; s < steps; s++) two[2 * s] = from[s] << 16, two[2 * s + 1] = from[s] & 0xffff0000;
+  } else {
+    for (int64_t s = 0; s < steps; s++) two[2 * s] = from[s] & 0xff00ff, two[2 * s + 1] = from[s] >> 8 & 0xff00ff;
+  }
+}
 
 /* One row's sums of a panel become its outputs from `first` on. */
 INLINE void finish(const Matrix *m, const Product *p, const vec *sums, int64_t row, int64_t first) {
@@ -144,7 +149,8 @@ INLINE void finish(const Matrix *m, const Product *p, const vec *sums, int64_t r
   for (int64_t i = 0; i < count; i += LANES) {
     vec y = sums[i / LANES];
     if (m->bits == 8) {
-      ivec whole = (ivec)y - *(const ivec_unaligned *)((const int32_t *)m->offset + first + i);
+      ivec whole = (ivec)y;
+      if (!ROWS_ARE_SIGNED) whole -= *(const ivec_unaligned *)((const int32_t *)m->offset + first + i);
       y = __builtin_convertvector(whole, vec) * *(const vec_unaligned *)(m->scale + first + i) * p->step[row];
     }
     if (m->bits == 4) y = y * p->step[row];
@@ -155,51 +161,53 @@ INLINE void finish(const Matrix *m, const Product *p, const vec *sums, int64_t r
 
 /* One block of rows against one panel. */
 INLINE void meet(const Matrix *m, const Product *p, int64_t row, int64_t count, int64_t panel, const char *weights,
-                 const char *next, int lines, vec *sums) {
-  (void)panel; /* of no use where there is nothing in 4 bits */
-  int64_t bytes = m->bits == 4 ? m->in : m->in * m->bits / 8; /* of a row */
-  const char *rows = (const char *)p->in + row * bytes;
-#ifdef __AVX512VNNI__
-  if (m->bits == 4) {
-    const float *offset = (const float *)m->offset + panel * PANEL;
-    BLOCKS4[count - 1](m, (const uint8_t *)rows, weights, next, lines, offset, sums);
-    return;
-  }
-#endif
-  BLOCKS[m->bits == 8 ? 0 : m->bits == 16 ? 1 : 2][count - 1](rows, bytes, weights, next, lines, sums);
+                 const char *next, int lines, void *sums) {
+  const char *rows = (const char *)p->in + row * fed_bytes(m);
+  if (m->bits == 4)
+    BLOCKS4[count - 1](m, rows, weights, next, lines, (const float *)m->offset + panel * PANEL, sums);
+  else
+    BLOCKS[m->bits == 8 ? 0 : m->bits == 16 ? 1 : 2][count - 1](rows, steps_of(m), weights, next, lines, sums);
 }
 
-void multiply_share(const Matrix *m, const Product *p, int me, int threads) {
-  int64_t panels = (m->out + PANEL - 1) / PANEL;
+int64_t matmul_panels(const Matrix *m) { return (m->out + PANEL - 1) / PANEL; }
+
+void multiply_panels(const Matrix *m, const Product *p, int64_t first, int64_t last) {
   int64_t size = m->bits == 4 ? m->in / GROUP * GROUP_BYTES : m->in * m->bits / 8 * PANEL;
   int64_t most = m->bits == 4 ? BLOCK4 : BLOCK, parts = (p->rows + most - 1) / most;
-  int lines = parts == 1 ? VECTORS : parts <= 3 ? VECTORS / 2 : 1;
-  for (int64_t panel = panels * me / threads; panel < panels * (me + 1) / threads; panel++) {
+  int lines = parts == 1 ? LINES : parts <= 3 ? (LINES + 1) / 2 : 1;
+  for (int64_t panel = first; panel < last; panel++) {
     const char *weights = (const char *)m->panels + panel * size;
     for (int64_t part = 0; part < parts; part++) {
-      int64_t first = p->rows * part / parts, count = p->rows * (part + 1) / parts - first;
-      const char *next = parts == 1 ? weights + AHEAD : weights + size + part * lines * (size / VECTORS);
-      vec sums[BLOCK * VECTORS];
-      meet(m, p, first, count, panel, weights, next, lines, sums);
-      for (int64_t r = 0; r < count; r++) finish(m, p, sums + r * VECTORS, first + r, panel * PANEL);
+      int64_t row = p->rows * part / parts, count = p->rows * (part + 1) / parts - row;
+      const char *next = parts == 1 ? weights + AHEAD : weights + size + part * lines * (size / LINES);
+      vec sums[BLOCK * PANEL / LANES];
+      meet(m, p, row, count, panel, weights, next, lines, sums);
+      for (int64_t r = 0; r < count; r++) finish(m, p, sums + r * (PANEL / LANES), row + r, panel * PANEL);
     }
   }
 }
 
-/* Whether this was compiled for a processor on which it is worth having, for weights of so many bits. */
-int pilotfish_multiplies(int bits) {
-#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
-  return bits == 4 || bits == 8 || bits == 16 || bits == 32;
-#elif defined(__AVX512VNNI__)
-  return bits == 4 || bits == 8 || bits == 32;
-#elif defined(__AVX512F__)
-  return bits == 32;
-#else
-  return 0 * bits;
-#endif
-}
+/* The outputs of a panel: whoever packs one must know. */
+int pilotfish_panel(void) { return PANEL; }
 
-void pilotfish_multiply(const Matrix *m, const Product *p, int threads) {
+/* The instructions that multiply weights of 4 and 8 bits, and bfloat16. */
+const char *pilotfish_integer_path(void) { return INTEGER_PATH; }
+const char *pilotfish_bfloat16_path(void) { return BFLOAT16_PATH; }
+
+/* `p->in` is dense here, [rows, matrix.in]: uint8 for 4 and 8 bits, else of the matrix' own type. Returns 0, or 1 if there
+ * was no memory. */
+int pilotfish_multiply(const Matrix *m, const Product *p, int threads) {
+  Product fed = *p;
+  int64_t wide = fed_bytes(m), narrow = m->bits <= 8 ? m->in : m->in * m->bits / 8, panels = matmul_panels(m);
+  void *own = NULL;
+  if (!fed_as_is(m)) {
+    own = malloc((size_t)(wide * p->rows));
+    if (!own) return 1;
+    for (int64_t r = 0; r < p->rows; r++) feed(m, (const char *)p->in + r * narrow, (char *)own + r * wide);
+    fed.in = own;
+  }
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (int me = 0; me < threads; me++) multiply_share(m, p, me, threads);
+  for (int me = 0; me < threads; me++) multiply_panels(m, &fed, panels * me / threads, panels * (me + 1) / threads);
+  free(own);
+  return 0;
 }

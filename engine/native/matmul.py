@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from engine.native.compiled import library
 
-PANEL = 64  # outputs
 GROUP = 64  # inputs that share a scale, in 4 bits
 _BITS = {torch.uint8: 4, torch.int8: 8, torch.bfloat16: 16, torch.float32: 32}  # uint8: two weights in a byte
 ALIGNED = 16  # inputs: a whole number of vectors
@@ -40,9 +39,16 @@ class _Product(ctypes.Structure):
 
 @cache
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether there is compiled code for weights of this type, and a processor that makes it worth having."""
+    """Whether there is compiled code for weights of this type."""
+    return library() is not None and dtype in _BITS
+
+
+@cache
+def panel() -> int:
+    """Outputs that this processor sums together: a matrix is packed for it."""
     native = library()
-    return native is not None and dtype in _BITS and bool(native.pilotfish_multiplies(_BITS[dtype]))
+    assert native is not None
+    return int(native.pilotfish_panel())
 
 
 class PackedMatrix:
@@ -104,29 +110,31 @@ class PackedMatrix:
         out = torch.empty(len(rows), self.out_features, dtype=dtype)
         at = None if step is None else step.data_ptr()
         product = _Product(rows.data_ptr(), at, out.data_ptr(), len(rows), _BITS[dtype], 0)
-        native.pilotfish_multiply(ctypes.byref(self.matrix), ctypes.byref(product), torch.get_num_threads())
+        if native.pilotfish_multiply(ctypes.byref(self.matrix), ctypes.byref(product), torch.get_num_threads()):
+            raise MemoryError("a product had no memory to work in")
         return out
 
 
 def _panels(weight: Tensor) -> Tensor:
-    """`[out, in]` -> `[out / 64, in / G, 64, G]`, G numbers in 4 bytes; panel by panel, to need no second copy."""
+    """`[out, in]` -> `[out / P, in / G, P, G]`, P being `panel()` and G numbers 4 bytes; without a second copy."""
     outputs, inputs = weight.shape
     group = 4 // weight.element_size()
-    packed = torch.zeros(-(-outputs // PANEL), inputs // group, PANEL, group, dtype=weight.dtype)
-    for panel, part in zip(packed, weight.split(PANEL), strict=True):
-        panel[:, : len(part)] = part.unflatten(1, (-1, group)).transpose(0, 1)
+    packed = torch.zeros(-(-outputs // panel()), inputs // group, panel(), group, dtype=weight.dtype)
+    for to, part in zip(packed, weight.split(panel()), strict=True):
+        to[:, : len(part)] = part.unflatten(1, (-1, group)).transpose(0, 1)
     return packed
 
 
 def _panels_of_levels(packed: Tensor, scale: Tensor) -> Tensor:
-    """As matmul.h has it, in bytes: `[out / 64, groups, 8 * 64 * 4 + 64 * 4]`."""
+    """As matmul.h has it, in bytes: `[out / P, groups, 8 * P * 4 + P * 4]`; P is `panel()`."""
     outputs, groups = scale.shape
-    panels = torch.zeros(-(-outputs // PANEL), groups, 36 * PANEL, dtype=torch.uint8)
-    for panel, levels, scales in zip(panels, packed.split(PANEL), scale.split(PANEL), strict=True):
+    size = panel()
+    panels = torch.zeros(-(-outputs // size), groups, 36 * size, dtype=torch.uint8)
+    for to, levels, scales in zip(panels, packed.split(size), scale.split(size), strict=True):
         both = torch.stack([levels & 15, levels >> 4], -1).view(-1, groups, 8, 2, 4)  # output, group, step, half, byte
         joined = both[..., 0, :] | both[..., 1, :] << 4
-        panel[:, : 32 * PANEL].view(groups, 8, PANEL, 4)[:, :, : len(levels)] = joined.permute(1, 2, 0, 3)
-        panel[:, 32 * PANEL :].view(torch.float32)[:, : len(levels)] = scales.t()
+        to[:, : 32 * size].view(groups, 8, size, 4)[:, :, : len(levels)] = joined.permute(1, 2, 0, 3)
+        to[:, 32 * size :].view(torch.float32)[:, : len(levels)] = scales.t()
     return panels
 
 
@@ -147,4 +155,4 @@ def _offsets(weight: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor) -> Tensor:
-    return F.pad(x, (0, -len(x) % PANEL)).contiguous()
+    return F.pad(x, (0, -len(x) % panel())).contiguous()

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from engine.check import Report, check
 from engine.config import EngineConfig
 from engine.int8 import kernel_name
-from engine.native import multiplies
+from engine.native import instructions, multiplies
 from engine.quant import save_quantised
 from models import embedded_draft, embedded_target
 from tests import zoo
@@ -180,3 +180,14 @@ def test_it_tells_of_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "a GPU")
     [problem] = doctor(embedded_target(), weights="int8", device="cuda").problems
     assert "runs on cpu alone" in problem
+
+
+def test_it_says_by_which_instructions_our_c_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = line(doctor(embedded_target()), "environment", "kernels")
+    assert told == instructions()
+    monkeypatch.setattr("engine.native.compiled._library", lambda: "not available (no C compiler)")
+    told = line(doctor(embedded_target()), "environment", "kernels")
+    assert (
+        told
+        == "torch's, several times slower: our C is not available (no C compiler); it takes a C compiler (gcc or clang)"
+    )

@@ -1,0 +1,203 @@
+/* One vector register of this processor, and the few instructions of it that the compiler's own vectors do not name:
+ * products of weights with rows, and a table's entries. AVX-512, AVX2, SSE and NEON; any other in plain vectors.
+ *
+ * Integers of 8 bits meet in one of two ways. Where an instruction sums four products (VNNI, NEON's dot product) it
+ * takes weights and rows as they are. Elsewhere weights are parted into the even and the odd ones of four and widened to
+ * 16 bits, for which two instructions sum two products each; then rows are fed in that form (`feed` in matmul.h). No
+ * sum of products is ever rounded or cut off, so the ways give the same integers. */
+
+#ifndef PILOTFISH_REGISTERS_H
+#define PILOTFISH_REGISTERS_H
+
+#include "vectors.h"
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512BW__)
+#define WIDTH 64 /* bytes of a register */
+#elif defined(__AVX2__)
+#define WIDTH 32
+#else
+#define WIDTH 16
+#endif
+
+#if WIDTH == 64 || defined(__ARM_NEON)
+#define BLOCK 6 /* rows that meet a panel together: sums and weights in 32 registers */
+#elif WIDTH == 32
+#define BLOCK 3 /* in 16 */
+#else
+#define BLOCK 2 /* in 16, and one operand of most instructions is lost */
+#endif
+
+typedef float floats __attribute__((vector_size(WIDTH)));
+typedef int32_t ints __attribute__((vector_size(WIDTH)));
+typedef int16_t shorts __attribute__((vector_size(WIDTH)));
+typedef uint16_t ushorts __attribute__((vector_size(WIDTH)));
+typedef int8_t chars __attribute__((vector_size(WIDTH)));
+
+/* Four bytes, or one float, in every place. */
+INLINE ints every(int32_t x) { return (ints){0} + x; }
+INLINE floats every_float(float x) { return (floats){0} + x; }
+
+INLINE int32_t four_bytes(const char *x) {
+  int32_t bytes;
+  memcpy(&bytes, x, 4);
+  return bytes;
+}
+
+INLINE float one_float(const char *x) {
+  float number;
+  memcpy(&number, x, 4);
+  return number;
+}
+
+/* sum + w * x, rounded once where the processor can. */
+INLINE floats fma_floats(floats sum, floats w, floats x) {
+#if WIDTH == 64
+  return (floats)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
+#elif WIDTH == 32 && defined(__FMA__)
+  return (floats)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
+#elif defined(__ARM_NEON)
+  return (floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)w, (float32x4_t)x);
+#else
+  return sum + w * x;
+#endif
+}
+
+#if defined(__AVX512VNNI__) || (WIDTH == 32 && defined(__AVXVNNI__)) || defined(__ARM_NEON)
+
+#define FED8 4 /* bytes of a row for four inputs of 8 bits */
+typedef chars Four; /* four weights in each 32 bits */
+
+INLINE Four four_of(chars weights) { return weights; }
+
+INLINE ints dot(ints sum, Four w, const char *x) {
+  ints row = every(four_bytes(x));
+#if WIDTH == 64
+  return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)row, (__m512i)w);
+#elif WIDTH == 32
+  return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)row, (__m256i)w);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return (ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)row, (int8x16_t)w);
+#else
+  /* There are products of signed bytes alone: rows without their 128, which comes back in the sum of the weights. */
+  int8x16_t plain = (int8x16_t)(row ^ every((int32_t)0x80808080));
+#if defined(__ARM_FEATURE_DOTPROD)
+  return (ints)vdotq_s32((int32x4_t)sum, (int8x16_t)w, plain);
+#else
+  /* A sum of two products of -127 to 127 fits in 16 bits. */
+  int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)w), vget_low_s8(plain));
+  int16x8_t high = vmull_s8(vget_high_s8((int8x16_t)w), vget_high_s8(plain));
+  return (ints)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
+#endif
+#endif
+}
+
+#else
+
+#define FED8 8
+typedef struct {
+  shorts even, odd;
+} Four;
+
+INLINE Four four_of(chars weights) {
+  shorts pairs = (shorts)weights;
+  return (Four){(shorts)((ushorts)pairs << 8) >> 8, pairs >> 8};
+}
+
+/* The sums of two products of 16 bits each. */
+INLINE ints pairs(shorts a, shorts b) {
+#if WIDTH == 64
+  return (ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif WIDTH == 32
+  return (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  ints low = ((ints)a << 16 >> 16) * ((ints)b << 16 >> 16);
+  return low + ((ints)a >> 16) * ((ints)b >> 16);
+#endif
+}
+
+INLINE ints dot(ints sum, Four w, const char *x) {
+  sum += pairs(w.even, (shorts)every(four_bytes(x)));
+  return sum + pairs(w.odd, (shorts)every(four_bytes(x + 4)));
+}
+
+#endif
+
+#if defined(__AVX512VNNI__)
+#define INTEGER_PATH "AVX-512 VNNI"
+#elif WIDTH == 32 && defined(__AVXVNNI__)
+#define INTEGER_PATH "AVX-VNNI"
+#elif WIDTH == 64
+#define INTEGER_PATH "AVX-512"
+#elif WIDTH == 32
+#define INTEGER_PATH "AVX2"
+#elif defined(__SSE2__)
+#define INTEGER_PATH "SSE"
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+#define INTEGER_PATH "NEON i8mm"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define INTEGER_PATH "NEON dot product"
+#elif defined(__ARM_NEON)
+#define INTEGER_PATH "NEON"
+#else
+#define INTEGER_PATH "plain C"
+#endif
+
+/* Whether `dot` takes rows without their 128. */
+#if defined(__ARM_NEON) && !defined(__ARM_FEATURE_MATMUL_INT8)
+#define ROWS_ARE_SIGNED 1
+#else
+#define ROWS_ARE_SIGNED 0
+#endif
+
+/* Two weights of bfloat16 in each 32 bits. */
+#if defined(__AVX512BF16__)
+
+#define FED16 4
+#define BFLOAT16_PATH "AVX512-BF16"
+INLINE floats two_products(floats sum, ints w, const char *x) {
+  return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)every(four_bytes(x)), (__m512bh)w);
+}
+
+#else
+
+#define FED16 8 /* two floats */
+#define BFLOAT16_PATH "float32 products"
+INLINE floats two_products(floats sum, ints w, const char *x) {
+  sum = fma_floats(sum, (floats)(w << 16), every_float(one_float(x)));
+  return fma_floats(sum, (floats)(w & (int32_t)0xffff0000), every_float(one_float(x + 4)));
+}
+
+#endif
+
+/* A table of 16 bytes in every 16 bytes, and its entries by numbers of 0 to 15. */
+INLINE chars table_of(const int8_t *levels) {
+  chars table;
+  for (int i = 0; i < WIDTH; i += 16) memcpy((char *)&table + i, levels, 16);
+  return table;
+}
+
+INLINE chars entries(chars table, chars at) {
+#if WIDTH == 64
+  return (chars)_mm512_shuffle_epi8((__m512i)table, (__m512i)at);
+#elif WIDTH == 32
+  return (chars)_mm256_shuffle_epi8((__m256i)table, (__m256i)at);
+#elif defined(__SSSE3__)
+  return (chars)_mm_shuffle_epi8((__m128i)table, (__m128i)at);
+#elif defined(__ARM_NEON)
+  return (chars)vqtbl1q_s8((int8x16_t)table, (uint8x16_t)at);
+#else
+  chars found;
+  for (int i = 0; i < WIDTH; i++) found[i] = table[(int)at[i]];
+  return found;
+#endif
+}
+
+#endif
