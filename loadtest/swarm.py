@@ -12,7 +12,11 @@ from pathlib import Path
 from loadtest.process import ServerProcess, free_port
 
 FILE = Path(__file__).with_name("locustfile.py")
-_GRACE = 60.0  # seconds for the last answers, and for Python to start and end
+_GRACE = 120.0  # seconds for the last answers, and for Python to start and end
+MOST_USERS = 100
+WAITING = 5.0  # seconds for which they may wait for a place: half of what the server lets them wait by default
+CALLING = 30.0  # seconds that a call may take, wait and all: no longer than Locust waits for its users at the end
+COMING = 5.0  # seconds over which they begin, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,7 @@ class Swarm:
     seconds: float
     workers: int
     scenario: str
+    coming: float = COMING  # seconds over which they begin
 
     def run(self, server: ServerProcess, folder: Path) -> list[dict[str, str]]:
         """Load the server; Locust's table of statistics, row by row.
@@ -49,10 +54,23 @@ class Swarm:
             return list(csv.DictReader(file))
 
     def _master(self, port: str, folder: Path) -> list[str]:
-        load = ["-u", str(self.users), "-r", str(max(1, self.users // 5)), "-t", f"{self.seconds:g}s"]
-        waits = ["--expect-workers", str(self.workers), "--stop-timeout", "30", "--exit-code-on-error", "0"]
+        load = ["-u", str(self.users), "-r", f"{max(1.0, self.users / self.coming):.3g}", "-t", f"{self.seconds:g}s"]
+        waits = ["--expect-workers", str(self.workers), "--stop-timeout", f"{CALLING:g}", "--exit-code-on-error", "0"]
         files = ["--csv", str(folder / "locust"), "--html", str(folder / "locust.html")]
         return ["--master-bind-host", "127.0.0.1", "--master-bind-port", port, "--headless", *load, *waits, *files]
+
+
+def bearable(places: int, rate: float) -> int:
+    """How many users a server can bear that ends `rate` requests per second with all places taken: 64, 4.0 -> 84.
+
+    In a closed loop a call of theirs takes users / rate seconds, of which places / rate are not spent waiting.
+    """
+    return max(1, min(MOST_USERS, int(places + WAITING * rate), int(CALLING * rate)))
+
+
+def coming(places: int, rate: float) -> float:
+    """Seconds over which they begin: those of one request, or all would end at once, again and again."""
+    return max(COMING, places / rate)
 
 
 def _start(log: Path, *options: str) -> subprocess.Popen[bytes]:

@@ -15,6 +15,7 @@ from engine.control import Control
 from engine.engine import Engine
 from engine.intake import Limits
 from engine.pages import BlockPool
+from engine.prefill import Prefill
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
 from engine.scheduler import Scheduler
 from engine.stats import Clock, StepStats
@@ -101,6 +102,7 @@ def fake_engine(
         chosen.draft_kv_users,
         chosen.draft_kv_sharers,
         control,
+        prefill=Prefill(settings.max_step_ms / 1000),
     )
     limits = Limits(vocab_size, min(max_model_len, num_pages * page_size), eos)
     target = TableModel(law, vocab_size, num_pages, page_size)
