@@ -19,7 +19,7 @@ from typing import Any
 
 import gevent
 import grpc.experimental.gevent
-from locust import HttpUser, LoadTestShape, User, constant, events, task
+from locust import HttpUser, LoadTestShape, User, constant, events, runners, task
 
 # Before any channel is made, and after locust has patched the standard library, which it does when it is imported.
 grpc.experimental.gevent.init_gevent()
@@ -28,6 +28,9 @@ from client import Client, Delta, RequestFailed, Retry  # noqa: E402
 from loadtest.shapes import SHAPES, share_of_users  # noqa: E402
 from loadtest.workload import WORKLOADS, Ask  # noqa: E402
 
+runners.HEARTBEAT_LIVENESS = (
+    30  # seconds: on a busy machine a worker may be late by Locust's three, and none is replaced
+)
 SCENARIOS = (*WORKLOADS, *(name for name in SHAPES if name not in WORKLOADS))
 THINKING = 0.5  # seconds between an answer and the next question
 RETRY = Retry(attempts=5)

@@ -6,6 +6,7 @@ import csv
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class Swarm:
         """Load the server; Locust's table of statistics, row by row.
 
         Raises:
-            RuntimeError: Locust ended with an error.
+            RuntimeError: Locust ended with an error, or too soon.
         """
         folder.mkdir(parents=True, exist_ok=True)
         port = str(free_port())
@@ -43,13 +44,16 @@ class Swarm:
         ]
         try:
             master = _start(folder / "master.log", "--master", *self._master(port, folder), *common)
+            began = time.monotonic()
             code = master.wait(self.seconds + _GRACE)
         finally:
             for process in workers:
                 process.kill()
                 process.wait()
-        if code:
-            raise RuntimeError(f"locust ended with {code}; its log: {folder / 'master.log'}")
+        lasted = time.monotonic() - began
+        if code or lasted < self.seconds:
+            problem = f"locust ended with {code} after {lasted:.0f} of {self.seconds:g} s"
+            raise RuntimeError(f"{problem}; its log: {folder / 'master.log'}")
         with (folder / "locust_stats.csv").open(encoding="utf-8") as file:
             return list(csv.DictReader(file))
 
@@ -74,7 +78,7 @@ def coming(places: int, rate: float) -> float:
 
 
 def _start(log: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "locust", "-f", str(FILE), "--skip-log-setup", *options]
+    command = [sys.executable, "-m", "locust", "-f", str(FILE), "--loglevel", "WARNING", *options]
     root = str(FILE.parents[1])
     paths = os.pathsep.join([root, str(Path(root) / "proto"), os.environ.get("PYTHONPATH", "")])
     with log.open("wb") as out:
