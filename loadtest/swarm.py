@@ -39,6 +39,7 @@ class Swarm:
         folder.mkdir(parents=True, exist_ok=True)
         port = str(free_port())
         common = ["--grpc-address", server.address, "--http-address", server.http_address, "--scenario", self.scenario]
+        common += ["--load-seconds", f"{self.seconds:g}"]
         workers = [
             _start(folder / f"worker-{i}.log", "--worker", "--master-port", port, *common) for i in range(self.workers)
         ]
@@ -58,7 +59,7 @@ class Swarm:
             return list(csv.DictReader(file))
 
     def _master(self, port: str, folder: Path) -> list[str]:
-        load = ["-u", str(self.users), "-r", f"{max(1.0, self.users / self.coming):.3g}", "-t", f"{self.seconds:g}s"]
+        load = ["-u", str(self.users), "-r", f"{max(1.0, self.users / self.coming):.3g}"]
         waits = ["--expect-workers", str(self.workers), "--stop-timeout", f"{CALLING:g}", "--exit-code-on-error", "0"]
         files = ["--csv", str(folder / "locust"), "--html", str(folder / "locust.html")]
         return ["--master-bind-host", "127.0.0.1", "--master-bind-port", port, "--headless", *load, *waits, *files]

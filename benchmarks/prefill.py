@@ -1,6 +1,6 @@
 """What reading a prompt costs: time to its first token alone, and what others who decode meanwhile wait for theirs.
 
-    python -m benchmarks.prompts --shape 1.1b --weights int8 --lengths 128 512 2048
+    python -m benchmarks.prefill --shape 1.1b --weights int8 --lengths 128 512 2048
 
 A model of random weights of any shape. For every bound on a step (`max_step_ms`; 0 is none) and every length: one
 prompt alone, and the same prompt while others decode; of these the gaps between tokens, from its arrival to its first
