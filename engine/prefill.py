@@ -24,7 +24,7 @@ class Prefill:
     Such a step may take twice as long as its decoding: prompts are to be read on any machine.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float = math.inf) -> None:
         self._seconds = _AIM * seconds
         self._decoding: dict[int, float] = {}  # seconds of decoding, by how many decode, doubling
         self._per_token: float | None = None  # seconds for a token of a prompt

@@ -184,3 +184,13 @@ def test_who_decodes_waits_no_longer_than_the_bound_and_tokens_are_the_same():
     assert longest[1] <= 0.25
     assert kept.tokens == free.tokens
     assert kept.finished.keys() == free.finished.keys() == prompts.keys()
+
+
+def test_a_rehearsal_is_neither_bounded_nor_learned_from():
+    engine = fakes.fake_engine(fakes.hashed_law(20), vocab_size=20, max_step_ms=1.0)
+    engine._scheduler.prefill.learn(0, 4, 1.0)
+    few = engine._scheduler.prefill.tokens(0, alone=True)
+    with engine.rehearsing():
+        assert engine._scheduler.prefill.tokens(0, alone=True) == math.inf
+        engine.warm_up()
+    assert engine._scheduler.prefill.tokens(0, alone=True) == few < 4
