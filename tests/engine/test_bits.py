@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import activations
 
 from engine import build
-from engine.bits import Piecewise, RowByRow, hold_bits, is_independent, one_thread
+from engine.bits import Piecewise, RowByRow, hold_bits, is_independent
 from engine.build import assemble
 from engine.config import EngineConfig
 from engine.errors import ModelError, Unsupported
