@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import machine
-from benchmarks.synthetic import Pair, Rule, int8_of
+from benchmarks.synthetic import Pair, int8_of
 from benchmarks.timing import AUTO, run_turn, way
 from benchmarks.turns import Turn, median_speed, ratios
 from engine.build import assemble, load, pick_device
@@ -54,9 +54,8 @@ class Subject:
     def synthetic(cls, folder: Path, target: str, draft: str) -> Subject:
         """Random weights of these shapes."""
         pair = Pair.make(folder, target, draft, 0.8)
-        rule: Rule = pair.rule
         settings = {"target": str(int8_of(pair.target)), "draft": str(int8_of(pair.draft)), "dtype": "bfloat16"}
-        return cls(EngineConfig.model_validate(settings | {"kv_memory": 2.0}), rule.prompts(16, 64, seed=0))
+        return cls(EngineConfig.model_validate(settings | {"kv_memory": 2.0}), pair.rule.prompts(16, 64, seed=0))
 
     def engines(self, names: Sequence[str]) -> dict[str, Engine]:
         """One for each name over the same weights: what each learns of costs is its own."""

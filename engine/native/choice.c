@@ -11,13 +11,12 @@
 #define GAIN 1.1   /* a number must be this much faster than another to take its place */
 #define PRICE 50.0 /* a trial that lost a second is the last one for so many */
 
-/* The next number to try, or `home` if there is none. Each failed trial doubles the step, in case only several threads
- * more, or less, make a difference. */
+/* The next number to try, or `home` if there is none. A step that failed is followed by the next larger one, since it may
+ * take several threads more, or less, to make a difference; one that succeeded by its double. */
 static int other(Choice *c) {
-  int fewer = c->home > 1 && c->lost > c->seconds * (1 - 1 / GAIN), more = c->home < c->most;
-  if (!fewer && !more) return c->home;
-  if (fewer ? c->home - c->step < 1 : c->home + c->step > c->most) c->step = 1;
-  return c->home + (fewer ? -c->step : c->step);
+  int fewer = c->home > 1 && c->lost > c->seconds * (1 - 1 / GAIN), room = fewer ? c->home - 1 : c->most - c->home;
+  if (c->step > room) c->step = 1;
+  return room ? fewer ? c->home - c->step : c->home + c->step : c->home;
 }
 
 static int restart(Choice *c) {
@@ -31,11 +30,11 @@ int choose_threads(Choice *c, double clock, double seconds, double work, double 
   double rate = c->work / c->seconds;
   if (c->now != c->home) {
     if (rate > c->rate * GAIN) {
-      c->home = c->now, c->rate = rate, c->due = clock;
+      c->home = c->now, c->rate = rate, c->due = clock, c->step *= 2;
     } else {
       double wasted = c->seconds - c->work / c->rate;
       c->due = clock + PRICE * (wasted > 0 ? wasted : 0);
-      c->step *= 2, c->now = c->home;
+      c->now = c->home, c->step++;
     }
     return restart(c);
   }
