@@ -15,9 +15,10 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.machine import machine
@@ -91,7 +92,8 @@ def measure(
     engine: dict[str, Engine], prompts: Sequence[tuple[int, ...]], k: int | str, options: argparse.Namespace
 ) -> dict[int, dict[str, list[Turn]]]:
     """By neighbours and way. The first turn of each way does not count."""
-    ways = {DEFAULT: nullcontext, **{str(n): lambda n=n: fixed(n) for n in options.fixed}}
+    ways: dict[str, Callable[[], AbstractContextManager[None]]] = {DEFAULT: nullcontext}
+    ways |= {str(n): partial(fixed, n) for n in options.fixed}
     found: dict[int, dict[str, list[Turn]]] = {n: {name: [] for name in ways} for n in options.neighbours}
     for number in range(options.rounds + 1):
         for count, turns in found.items():

@@ -59,9 +59,7 @@ class Rows:
         """(gate, up) `[M, 2 n]` -> silu(gate) * up, rounded as by `round`."""
         m, n = x.shape[0], x.shape[1] // 2
         out, scale = torch.empty(m, n, dtype=torch.uint8), torch.empty(m, 1)
-        self._call["gate_round"](
-            _dense(x), BITS[x.dtype], m, n, out.data_ptr(), scale.data_ptr(), pool_threads()
-        )
+        self._call["gate_round"](_dense(x), BITS[x.dtype], m, n, out.data_ptr(), scale.data_ptr(), pool_threads())
         return out, scale
 
     def gate(self, x: Tensor) -> Tensor:

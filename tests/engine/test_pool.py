@@ -111,7 +111,7 @@ def test_the_bits_do_not_depend_on_who_multiplies() -> None:
                 assert torch.equal(packed.multiply(x, None, torch.float32), want)
 
 
-# ------------------------------------------------------------------------------------------------- several, and children
+# ------------------------------------------------------------------------------------------------ several, and children
 
 
 def product(packed: PackedMatrix, x: Tensor) -> Tensor:
@@ -126,9 +126,7 @@ def test_several_callers_at_once() -> None:
         want = product(packed, x)
 
         def call(number: int) -> None:
-            for _ in range(200):
-                if not torch.equal(product(packed, x), want):
-                    wrong.append(number)
+            wrong.extend(number for _ in range(200) if not torch.equal(product(packed, x), want))
 
         callers = [threading.Thread(target=call, args=(i,)) for i in range(4)]
         for caller in callers:
