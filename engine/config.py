@@ -90,7 +90,7 @@ class EngineConfig(Bounds):
     threads: int | None = Field(
         None,
         ge=1,
-        description="Compute threads, at most: on a CPU as many of them take part as are fastest; default the cores this "
+        description="Compute threads, at most: on a CPU as many take part as are fastest; default the cores that this "
         "process may use, or its part of them with other ranks.",
     )
     tensor_parallel_size: int = Field(

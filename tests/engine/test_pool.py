@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.native import PackedMatrix, library
+from engine.native import PackedMatrix, compiled, library
 from engine.threads import exactly, pool_threads, use_threads
 from tests.drawn import numbers
 
@@ -208,6 +210,22 @@ def test_threads_that_all_lose_a_little_stay() -> None:
     machine = Machine(2, {1: 1.0, 2: 0.95}, {2: 0.3})
     machine.run(10)
     assert machine.choice.home == 2
+
+
+# ----------------------------------------------------------------------------------------------------- memory ordering
+
+
+def test_a_race_detector_finds_none(tmp_path: Path) -> None:
+    """`racing.c` against the pool under ThreadSanitizer: stages that read what others wrote, three callers."""
+    here, native = Path(__file__).parent, Path(compiled.__file__).parent
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    sources = [str(here / "racing.c"), str(native / "pool.c"), str(native / "choice.c")]
+    command = [str(compiler), "-O1", "-g", "-fsanitize=thread", "-pthread", "-std=gnu11", f"-I{native}", *sources]
+    made = tmp_path / "racing"
+    if compiler is None or subprocess.run([*command, "-o", str(made)], capture_output=True, check=False).returncode:
+        pytest.skip("no ThreadSanitizer here")
+    done = subprocess.run([str(made)], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # -------------------------------------------------------------------------------------------------------- who says so
