@@ -5,7 +5,8 @@
     python -m benchmarks.neighbours --most 4 --fixed 1 2 4   more threads than cores
 
 A neighbour is a process that computes and never waits. Conditions take turns, and in each of them all ways do, round
-after round: a shared machine drifts by more than the ways differ. Nothing is written but the table.
+after round: a shared machine drifts by more than the ways differ. `others' cores` is what all other processes used
+meanwhile, neighbours among them; `ratio` is the default over the best fixed number. Nothing is written but the table.
 """
 
 from __future__ import annotations
@@ -89,20 +90,26 @@ def fixed(threads: int) -> Iterator[None]:
 
 
 def measure(
-    engine: dict[str, Engine], prompts: Sequence[tuple[int, ...]], k: int | str, options: argparse.Namespace
+    engines: dict[str, Engine], prompts: Sequence[tuple[int, ...]], k: int | str, options: argparse.Namespace
 ) -> dict[int, dict[str, list[Turn]]]:
-    """By neighbours and way. The first turn of each way does not count."""
+    """By neighbours and way, each way as often in a round as it has turns, after a turn of the default to settle in."""
     ways: dict[str, Callable[[], AbstractContextManager[None]]] = {DEFAULT: nullcontext}
     ways |= {str(n): partial(fixed, n) for n in options.fixed}
     found: dict[int, dict[str, list[Turn]]] = {n: {name: [] for name in ways} for n in options.neighbours}
-    for number in range(options.rounds + 1):
+
+    def go(name: str) -> Turn:
+        with ways[name]():
+            return run_turn(engines[name], prompts, options.tokens, way(k))
+
+    for name in ways:
+        go(name)
+    for number in range(options.rounds):
         for count, turns in found.items():
             with neighbours(count):
-                for name in list(ways)[:: -1 if number % 2 else 1]:
-                    with ways[name]():
-                        turn = run_turn(engine[name], prompts, options.tokens, way(k))
-                    if number:
-                        turns[name].append(turn)
+                go(DEFAULT)
+                for turn in range(options.turns):
+                    for name in list(ways)[:: -1 if (number + turn) % 2 else 1]:
+                        turns[name].append(go(name))
     return found
 
 
@@ -117,8 +124,9 @@ def main() -> None:
     parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--drafts", nargs="+", default=["0", AUTO], help="0 is plain decoding")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=4, help="of each way in a round, under the same conditions")
+    parser.add_argument("--tokens", type=int, default=32, help="of a turn")
     options = parser.parse_args()
     threads = use_threads(options.most)
     if options.pair == "embedded":
@@ -126,10 +134,18 @@ def main() -> None:
     else:
         subject = Subject.synthetic(options.models, options.pair, "160m")
     numbers = [str(n) for n in options.fixed]
-    print(f"{machine()['machine']}; {machine()['versions']}; commit {machine()['commit']}; {options.pair}, at most "
-          f"{threads} threads, {options.rounds} rounds of {options.tokens} tokens, tokens/s\n")  # fmt: skip
-    print(f"| drafts | batch | neighbours | {DEFAULT} | " + " | ".join(numbers) + " | default / best fixed | range |")
-    print("|" + "---|" * (6 + len(numbers)))
+    told = machine()
+    size = f"{options.rounds} rounds of {options.turns} turns of {options.tokens} tokens, tokens/s"
+    print(
+        f"{told['machine']}; {told['versions']}; commit {told['commit']}; {options.pair},",
+        f"at most {threads} threads, {size}\n",
+    )
+    print(
+        "| "
+        + " | ".join(["drafts", "batch", "neighbours", "others' cores", DEFAULT, *numbers, "ratio", "range"])
+        + " |"
+    )
+    print("|" + "---|" * (7 + len(numbers)))
     for k in options.drafts:
         for batch in options.batches:
             engines = subject.engines([DEFAULT, *numbers])
@@ -138,8 +154,9 @@ def main() -> None:
                 best = max(numbers, key=lambda name: median_speed(turns[name]))
                 gains = ratios(turns[DEFAULT], turns[best])
                 speeds = " | ".join(f"{median_speed(turns[name]):.1f}" for name in (DEFAULT, *numbers))
-                told = f"{statistics.median(gains):.2f} | {min(gains):.2f} to {max(gains):.2f}"
-                print(f"| {k} | {batch} | {count} | {speeds} | {told} |", flush=True)
+                shown = f"{statistics.median(gains):.2f} | {min(gains):.2f} to {max(gains):.2f}"
+                others = statistics.median(turn.foreign for way_turns in turns.values() for turn in way_turns)
+                print(f"| {k} | {batch} | {count} | {others:.1f} | {speeds} | {shown} |", flush=True)
 
 
 if __name__ == "__main__":
