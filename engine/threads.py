@@ -59,6 +59,11 @@ def exactly(threads: int) -> Iterator[None]:
         _POOL.most, _POOL.adapts = most, adapts
 
 
+def most_threads() -> int:
+    """That may compute, torch's or ours, whichever are more."""
+    return max(torch.get_num_threads(), _POOL.most)
+
+
 def pool_threads() -> int:
     """As `pool_enter` takes it: at most so many, or below 0 exactly so many."""
     return _POOL.most if _POOL.adapts else -_POOL.most
