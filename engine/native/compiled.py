@@ -17,12 +17,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-# Loaded first, so that our library finds torch's OpenMP and shares its threads instead of starting as many again.
-import torch  # noqa: F401
-
 log = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11", "-Wno-psabi")
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-std=gnu11", "-Wno-psabi")
 _FASTER = {
     "AVX-512": "AVX-512 VNNI",
     "AVX2": "AVX-VNNI or AVX-512 VNNI",
@@ -92,14 +89,6 @@ def _compiled() -> Path:
 
 def _compile(compiler: str, made: Path) -> None:
     command = [compiler, *FLAGS, "-o", str(made), *map(str, SOURCES), "-lm"]
-    try:
-        _run([*command, "-fopenmp"])
-    except subprocess.CalledProcessError:
-        _run(command)
-        log.info("native code: %s has no OpenMP here, so it runs on one thread", compiler)
-
-
-def _run(command: list[str]) -> None:
     subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)  # noqa: S603  # our own words
 
 

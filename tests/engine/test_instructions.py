@@ -68,7 +68,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         command = ["gcc", "-march=haswell", f"-I{Path(__file__).parent / 'emulated'}", *told]
     else:
         pytest.skip(f"needs a processor with {needs}, or one with AVX2 and SIMDe (tests/apt.txt)")
-    flags = ["-O2", "-std=gnu11", "-Wno-psabi", "-shared", "-fPIC", "-pthread", "-fopenmp"]
+    flags = ["-O2", "-std=gnu11", "-Wno-psabi", "-shared", "-fPIC", "-pthread"]
     subprocess.run([*command, *flags, "-o", made, *NATIVE.glob("*.c"), "-lm"], check=True)
     other = ctypes.CDLL(str(made))
     other.pilotfish_integer_path.restype = ctypes.c_char_p
