@@ -29,7 +29,7 @@ class Prefill:
     def tokens(self, decoding: int, *, alone: bool) -> float:
         """How many fit in a step in which so many decode, at least one; `alone`: it serves a single sequence.
 
-        225 ms to be filled, decoding takes 45, and each token 2: 90 tokens. Decoding takes 200: another 200, 100 tokens.
+        225 ms to be filled, decoding takes 45, each token 2: 90 tokens. Decoding takes 200: another 200, 100 tokens.
         """
         if self._per_token is None:
             return float("inf")  # nobody is slowed down on a guess

@@ -40,12 +40,12 @@ HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 
 def library() -> ctypes.CDLL | None:
     """The compiled sources, or None, and a line in the log that says why."""
-    found = _library()
+    found = loaded()
     return found if isinstance(found, ctypes.CDLL) else None
 
 
 @cache
-def _library() -> ctypes.CDLL | str:
+def loaded() -> ctypes.CDLL | str:
     """The compiled sources, or why there are none."""
     if os.environ.get("PILOTFISH_NATIVE") == "0":
         why = "PILOTFISH_NATIVE is 0"
@@ -60,7 +60,7 @@ def _library() -> ctypes.CDLL | str:
 
 def instructions() -> str:
     """By which instructions our C multiplies on this processor, and what would be faster; or why it does not run."""
-    found = _library()
+    found = loaded()
     if isinstance(found, str):
         return f"torch's, several times slower: our C is {found}; it takes a C compiler (gcc or clang)"
     for function in (found.pilotfish_integer_path, found.pilotfish_bfloat16_path):
