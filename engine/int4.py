@@ -34,7 +34,8 @@ def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     if rounds(weight):
         return round4(weight.detach(), LEVELS)
-    parts = [_round(part.detach().float()) for part in weight.split(_CHUNK)]
+    floats = (part.detach().float().contiguous() for part in weight.split(_CHUNK))
+    parts = [round4(part, LEVELS) if rounds(part) else _round(part) for part in floats]
     return torch.cat([levels for levels, _ in parts]), torch.cat([scale for _, scale in parts])
 
 

@@ -118,9 +118,15 @@ def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     if rounds(weight):
         return round8(weight.detach())
-    parts = [_round(part.detach().float()) for part in weight.split(_CHUNK)]
-    rounded = torch.cat([rows.to(torch.int8) for rows, _ in parts])
-    return rounded, torch.cat([scale[:, 0] for _, scale in parts])
+    parts = [_round_part(part.detach().float().contiguous()) for part in weight.split(_CHUNK)]
+    return torch.cat([rows for rows, _ in parts]), torch.cat([scale for _, scale in parts])
+
+
+def _round_part(part: Tensor) -> tuple[Tensor, Tensor]:
+    if rounds(part):
+        return round8(part)
+    rounded, scale = _round(part)
+    return rounded.to(torch.int8), scale[:, 0]
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,24 +199,25 @@ class Int8Linear(nn.Module):
     @classmethod
     def joined(cls, parts: Seq[Int8Linear]) -> Int8Linear:
         """One matrix of several that read the same rows: every output has a scale of its own, so nothing is rounded."""
-        weights, biases = [part._unpacked() for part in parts], [part.bias for part in parts]
-        has_bias = all(bias is not None for bias in biases)
+        weights, biases = [part.weight_int8 for part in parts], [part.bias for part in parts]
+        assert all(w is not None for w in weights), "already packed"
+        has_bias, unpacked = all(bias is not None for bias in biases), cast("list[Tensor]", weights)
+        shape = sum(map(len, unpacked)), unpacked[0].shape[1]
         made = cls(
-            weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1], device="meta"),
+            torch.empty(shape, dtype=unpacked[0].dtype, device="meta"),
             torch.cat([part.scale for part in parts]),
             torch.cat(cast("list[Tensor]", biases)) if has_bias else None,
             parts[0].dtype,
         )
-        made._keep_packed(weights)
+        made._keep_packed(unpacked)
         return made
 
     def pack(self) -> Packed:
         """Bring the weight into the form that is multiplied, once, and let go of the plain one."""
-        return self.packed or self._keep_packed([self._unpacked()])
-
-    def _unpacked(self) -> Tensor:
-        assert self.weight_int8 is not None, "already packed"
-        return self.weight_int8
+        if self.packed is None:
+            assert self.weight_int8 is not None
+            return self._keep_packed([self.weight_int8])
+        return self.packed
 
     def _keep_packed(self, parts: Seq[Tensor]) -> Packed:
         self.weight_int8, self.packed = None, self._packed_of(parts)

@@ -1,10 +1,14 @@
-"""Weights that are mapped from their files, and memory for what is made of them."""
+"""Weights that are mapped from their files, how much of them has been read, and memory for what is made of them."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,52 @@ _PAGES = Path("/proc/self/pagemap")  # 8 bytes of each page
 _SWAPPED, _OF_FILE, _PRESENT = (1 << bit for bit in (62, 61, 63))
 
 
+_SECONDS = 2.0  # between two words of progress
+_GB = 10**9
+
+
+class Reading:
+    """How far the weights of a checkpoint have been read, told every two seconds."""
+
+    def __init__(self, what: str, size: Callable[[], int], tell: Callable[[str], None]) -> None:
+        """`size` is asked when something is told: files of a hub may not be here before."""
+        self._what, self._size, self._tell = what, size, tell
+        self._bytes, self._told = 0, time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        """So much more has been read."""
+        self._bytes += num_bytes
+        self._say(lambda size: min(self._bytes, size))
+
+    def at(self, done: int, of: int) -> None:
+        """So many of so many tensors have been read."""
+        self._say(lambda size: size * done // max(1, of))
+
+    def _say(self, read: Callable[[int], int]) -> None:
+        now = time.monotonic()
+        if now - self._told >= _SECONDS:
+            self._told, size = now, self._size()
+            self._tell(f"{self._what}: {read(size) / _GB:.1f} of {size / _GB:.1f} GB")
+
+
+_reading: ContextVar[Reading | None] = ContextVar("reading", default=None)
+
+
+@contextmanager
+def told(reading: Reading) -> Iterator[None]:
+    """What is read on this thread meanwhile, `reading` is told of."""
+    before = _reading.set(reading)
+    try:
+        yield
+    finally:
+        _reading.reset(before)
+
+
+def reading() -> Reading | None:
+    """Who is to be told."""
+    return _reading.get()
+
+
 def let_go(tensor: Tensor) -> None:
     """`tensor` will hardly be read again: what is mapped from a file may leave this process's memory.
 
@@ -26,6 +76,9 @@ def let_go(tensor: Tensor) -> None:
     advise, (start, length) = _madvise(), _pages(tensor)
     if advise is not None and length and _lie_in_file(start, length):
         advise(start, length, _DONTNEED)
+        watcher = reading()
+        if watcher is not None:
+            watcher.add(tensor.nbytes)
 
 
 def in_large_pages(tensor: Tensor) -> None:

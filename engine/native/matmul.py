@@ -74,9 +74,7 @@ class PackedMatrix:
         self.matrix = Matrix(*told, self.in_features, self.out_features, _BITS[dtype])
 
     @classmethod
-    def of(
-        cls, weight: Tensor | Seq[Tensor], scale: Tensor | None = None, bias: Tensor | None = None
-    ) -> PackedMatrix:
+    def of(cls, weight: Tensor | Seq[Tensor], scale: Tensor | None = None, bias: Tensor | None = None) -> PackedMatrix:
         """Of a matrix, or several one below the other.
 
         `scale` `[out]` is what a step of an int8 weight is worth; `bias` `[out]` is float32.

@@ -1,4 +1,4 @@
-"""Weights on their way in: rounded (`round.c`) and brought into panels (`panels.c`), by all threads. Knows numbers alone.
+"""Weights on their way in: rounded (`round.c`), brought into panels (`panels.c`), by all threads. Knows numbers alone.
 
 A matrix is cut into slices of rows, which threads take as they come: one that has lost its core holds up a slice.
 """
