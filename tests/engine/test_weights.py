@@ -1,4 +1,4 @@
-"""Weights are rounded in C to the bits that torch gives, on any number of threads, and lie in panels as matmul.h says."""
+"""Weights are rounded in C to the bits that torch gives, on any number of threads, and lie in panels as in matmul.h."""
 
 from __future__ import annotations
 
