@@ -29,7 +29,7 @@ from engine.kv import KVArena, KVLayout
 from engine.loops import rounds_for, wants_rounds
 from engine.mapped import Reading, told
 from engine.memory import GIB, kv_gib
-from engine.pack import keeps_rows_apart, pack
+from engine.pack import keeps_rows_apart, pack, runs_in_c
 from engine.pages import BlockPool
 from engine.place import Place
 from engine.precision import held_as
@@ -45,7 +45,7 @@ from engine.scheduler import Scheduler
 from engine.shards import ShardedRunner, check_shares, follow, share_of
 from engine.stack import stack
 from engine.text import Codec
-from engine.threads import cores, use_threads
+from engine.threads import cores, leave_to_pool, use_threads
 from engine.tiles import TILE, TiledRunner
 from engine.vocab import VocabMap, Vocabulary
 from engine.w4 import to_w4
@@ -252,6 +252,8 @@ def assemble(
     mine = runners.get("model") if rides else None
     rounds = rounds_for(config, runner, mine, limits.max_model_len, frozenset(rides), ops)
     dtype = str(target.dtype).removeprefix("torch.")
+    if all(map(runs_in_c, (target, *drafters.models.values()))):
+        leave_to_pool()
     return Engine(config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype)
 
 

@@ -90,7 +90,8 @@ class EngineConfig(Bounds):
     threads: int | None = Field(
         None,
         ge=1,
-        description="Compute threads; default the cores this process may use, or its part of them with other ranks.",
+        description="Compute threads, at most: on a CPU as many take part as are fastest; default the cores that this "
+        "process may use, or its part of them with other ranks.",
     )
     tensor_parallel_size: int = Field(
         1,

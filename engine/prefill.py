@@ -8,10 +8,13 @@ what it was, the second is wrong by just as much as makes the next step of that 
 
 from __future__ import annotations
 
+import math
+
 _AIM = 0.9  # of the bound: the context grows with every chunk, and no two steps take the same
 _ALONE = 4.0  # times the bound is what a step may take that nobody else waits for: larger chunks cost less per token
 _NEW = 0.5  # weight of the newest step
 _MOST = 4.0  # times what was expected counts as that: one stall is no new machine
+_LEAST = 1e-9  # seconds per token
 _FEW = 2  # tokens that a step may read and still tell what decoding takes: where that alone is too long, none read more
 
 
@@ -21,7 +24,7 @@ class Prefill:
     Such a step may take twice as long as its decoding: prompts are to be read on any machine.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float = math.inf) -> None:
         self._seconds = _AIM * seconds
         self._decoding: dict[int, float] = {}  # seconds of decoding, by how many decode, doubling
         self._per_token: float | None = None  # seconds for a token of a prompt
@@ -32,25 +35,25 @@ class Prefill:
         225 ms to be filled, decoding takes 45, each token 2: 90 tokens. Decoding takes 200: another 200, 100 tokens.
         """
         if self._per_token is None:
-            return float("inf")  # nobody is slowed down on a guess
+            return math.inf  # nobody is slowed down on a guess
         taken = self._of(decoding)
-        seconds = _ALONE * self._seconds if alone else max(self._seconds - taken, taken)
-        return max(1.0, seconds / self._per_token)
+        seconds = _ALONE * self._seconds if alone else self._seconds
+        return max(1.0, max(seconds - taken, taken) / self._per_token)
 
     def learn(self, decoding: int, tokens: int, seconds: float) -> None:
         """A step in which so many decoded and so many tokens of prompts were read took so long."""
         if seconds <= 0:  # a clock that stood still
             return
         size, taken = decoding.bit_length(), self._of(decoding)
-        if decoding and tokens <= _FEW:
+        if tokens <= _FEW:
             self._decoding[size] = _mean(self._decoding.get(size), seconds)
         if tokens:
             each = max(0.0, seconds - taken) / tokens
-            self._per_token = _mean(self._per_token, each) if self._per_token else max(each, seconds / tokens / 2)
+            self._per_token = max(_mean(self._per_token, each) if self._per_token else seconds / tokens, _LEAST)
 
     def _of(self, decoding: int) -> float:
-        """Seconds of decoding, as far as known: of the number nearest to it."""
-        if not decoding or not self._decoding:
+        """Seconds of decoding, as far as known: of the number nearest to it. A pass without it costs that of one."""
+        if not self._decoding:
             return 0.0
         return self._decoding[min(self._decoding, key=lambda size: abs(size - decoding.bit_length()))]
 

@@ -6,7 +6,6 @@ the newest gives its own up and waits at the front, to be recomputed later with 
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -81,7 +80,7 @@ class Scheduler:
         self.target_pool, self.draft_pool = target_pool, draft_pool
         self._draft_kv_users, self._draft_kv_sharers = draft_kv_users, draft_kv_sharers
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
-        self.prefill = prefill or Prefill(math.inf)
+        self.prefill = prefill or Prefill()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._siblings: dict[Sequence, tuple[Sequence, ...]] = {}  # by the one that feeds their prompt for them

@@ -6,6 +6,7 @@ import csv
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,28 +34,32 @@ class Swarm:
         """Load the server; Locust's table of statistics, row by row.
 
         Raises:
-            RuntimeError: Locust ended with an error.
+            RuntimeError: Locust ended with an error, or too soon.
         """
         folder.mkdir(parents=True, exist_ok=True)
         port = str(free_port())
         common = ["--grpc-address", server.address, "--http-address", server.http_address, "--scenario", self.scenario]
+        common += ["--load-seconds", f"{self.seconds:g}"]
         workers = [
             _start(folder / f"worker-{i}.log", "--worker", "--master-port", port, *common) for i in range(self.workers)
         ]
         try:
             master = _start(folder / "master.log", "--master", *self._master(port, folder), *common)
+            began = time.monotonic()
             code = master.wait(self.seconds + _GRACE)
         finally:
             for process in workers:
                 process.kill()
                 process.wait()
-        if code:
-            raise RuntimeError(f"locust ended with {code}; its log: {folder / 'master.log'}")
+        lasted = time.monotonic() - began
+        if code or lasted < self.seconds:
+            problem = f"locust ended with {code} after {lasted:.0f} of {self.seconds:g} s"
+            raise RuntimeError(f"{problem}; its log: {folder / 'master.log'}")
         with (folder / "locust_stats.csv").open(encoding="utf-8") as file:
             return list(csv.DictReader(file))
 
     def _master(self, port: str, folder: Path) -> list[str]:
-        load = ["-u", str(self.users), "-r", f"{max(1.0, self.users / self.coming):.3g}", "-t", f"{self.seconds:g}s"]
+        load = ["-u", str(self.users), "-r", f"{max(1.0, self.users / self.coming):.3g}"]
         waits = ["--expect-workers", str(self.workers), "--stop-timeout", f"{CALLING:g}", "--exit-code-on-error", "0"]
         files = ["--csv", str(folder / "locust"), "--html", str(folder / "locust.html")]
         return ["--master-bind-host", "127.0.0.1", "--master-bind-port", port, "--headless", *load, *waits, *files]
@@ -74,7 +79,7 @@ def coming(places: int, rate: float) -> float:
 
 
 def _start(log: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "locust", "-f", str(FILE), "--skip-log-setup", *options]
+    command = [sys.executable, "-m", "locust", "-f", str(FILE), "--loglevel", "WARNING", *options]
     root = str(FILE.parents[1])
     paths = os.pathsep.join([root, str(Path(root) / "proto"), os.environ.get("PYTHONPATH", "")])
     with log.open("wb") as out:

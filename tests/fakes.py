@@ -87,7 +87,8 @@ def fake_engine(
     """A whole engine around table models."""
     from engine.config import EngineConfig  # brings pydantic, which the machines of tests/cuda may lack
 
-    settings = EngineConfig(target="table", draft="table" if draft_law else None, **config)
+    unhurried = {"max_step_ms": 1e9}  # how fast this machine is decides in no test how much a step reads
+    settings = EngineConfig(target="table", draft="table" if draft_law else None, **unhurried | config)
     by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer(sizes=(2, 1))}
     if draft_law is not None:
         draft = TableModel(draft_law, vocab_size, num_pages, page_size)

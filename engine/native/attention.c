@@ -10,6 +10,7 @@
  */
 
 #include "attention.h"
+#include "pool.h"
 
 #define BLOCK ATTENTION_BLOCK
 #define ROWS ATTENTION_ROWS
@@ -183,43 +184,59 @@ int attention_plan(const Args *a, Job *jobs) {
 
 static void *aligned_floats(int64_t count) { return aligned_alloc(64, (size_t)(count * 4 + 63) / 64 * 64); }
 
-int attention_begin(const Args *a, Work *w) {
-  w->query = aligned_floats(ROWS * a->dim), w->sums = aligned_floats(ROWS * a->dim), w->scores = aligned_floats(ROWS * BLOCK);
-  w->keys = aligned_floats(BLOCK * a->dim), w->values = aligned_floats(BLOCK * a->dim);
-  return w->keys && w->values && w->query && w->scores && w->sums;
+Work *attention_begin(const Args *a, int workers) {
+  Work *all = calloc((size_t)workers, sizeof(Work));
+  for (Work *w = all; all && w < all + workers; w++) {
+    w->query = aligned_floats(ROWS * a->dim), w->sums = aligned_floats(ROWS * a->dim), w->scores = aligned_floats(ROWS * BLOCK);
+    w->keys = aligned_floats(BLOCK * a->dim), w->values = aligned_floats(BLOCK * a->dim);
+    if (!(w->keys && w->values && w->query && w->scores && w->sums)) return attention_end(all, workers), NULL;
+  }
+  return all;
 }
 
-void attention_end(Work *w) { free(w->query), free(w->keys), free(w->values), free(w->scores), free(w->sums); }
+void attention_end(Work *w, int workers) {
+  for (int i = 0; i < workers; i++) free(w[i].query), free(w[i].keys), free(w[i].values), free(w[i].scores), free(w[i].sums);
+  free(w);
+}
 
-void attention_share(const Args *a, const Job *jobs, int count, Work *w, int bits) {
+typedef struct {
+  const Args *a;
+  const Job *jobs;
+  Work *w;
+  int count, chunk, bits;
+} Stage;
+
+static void attend_piece(const void *stage, int64_t piece, int worker) {
+  const Stage *s = stage;
+  for (int64_t i = piece * s->chunk; i < s->count && i < (piece + 1) * s->chunk; i++)
+    attention_run(s->a, &s->jobs[i], i % s->chunk < s->chunk - 1 && i + 1 < s->count ? &s->jobs[i + 1] : NULL,
+                  &s->w[worker], s->bits);
+}
+
+void attention_together(const Args *a, const Job *jobs, int count, Work *w, int bits) {
   /* Several in a row, so that the first keys of the next can be asked for; one at a time if that left a thread idle. */
-  int many = count >= 16 * CHUNK;
-  if (many) {
-#pragma omp for schedule(dynamic, CHUNK)
-    for (int i = 0; i < count; i++)
-      attention_run(a, &jobs[i], i % CHUNK < CHUNK - 1 && i + 1 < count ? &jobs[i + 1] : NULL, w, bits);
-  } else {
-#pragma omp for schedule(dynamic)
-    for (int i = 0; i < count; i++) attention_run(a, &jobs[i], NULL, w, bits);
-  }
+  Stage stage = {a, jobs, w, count, count >= 16 * CHUNK ? CHUNK : 1, bits};
+  pool_run(attend_piece, &stage, (count + stage.chunk - 1) / stage.chunk);
+}
+
+double attention_work(const Args *a, int bits) {
+  double all = 0;
+  for (int64_t i = 0; i < a->sequences; i++)
+    all += a->kv_lens[i] * (1 + (double)(a->first_rows[i + 1] - a->first_rows[i]) * (double)(a->heads / a->kv_heads) / 4);
+  return all * (double)(a->kv_heads * a->dim * 2 * bits / 8);
 }
 
 /* Returns 0, or 1 if there was no memory. `bits`: 32 for float, 16 for bfloat16. */
 int pilotfish_attend(const Args *a, int bits, int threads) {
-  int count = attention_plan(a, NULL), failed = 0;
+  int count = attention_plan(a, NULL), workers = pool_enter(threads);
   Job *jobs = malloc(sizeof(Job) * (size_t)(count ? count : 1));
-  if (!jobs) return 1;
-  attention_plan(a, jobs);
-#pragma omp parallel num_threads(threads < count ? threads : (count ? count : 1))
-  {
-    Work w;
-    int ready = attention_begin(a, &w);
-#pragma omp atomic
-    failed |= !ready;
-#pragma omp barrier
-    if (!failed) attention_share(a, jobs, count, &w, bits);
-    attention_end(&w);
+  Work *w = jobs ? attention_begin(a, workers) : NULL;
+  if (w) {
+    attention_plan(a, jobs);
+    attention_together(a, jobs, count, w, bits);
+    attention_end(w, workers);
   }
   free(jobs);
-  return failed;
+  pool_leave(attention_work(a, bits));
+  return !w;
 }

@@ -37,11 +37,14 @@ typedef struct {
 /* How many jobs there are; written to `jobs` unless it is NULL. Which they are depends on no layer. */
 int attention_plan(const Args *a, Job *jobs);
 
-/* Whether there was memory. */
-int attention_begin(const Args *a, Work *w);
-void attention_end(Work *w);
+/* Memory for so many workers; NULL if there is none. */
+Work *attention_begin(const Args *a, int workers);
+void attention_end(Work *w, int workers);
 
-/* The calling thread's share, and a meeting of all at the end. */
-void attention_share(const Args *a, const Job *jobs, int count, Work *w, int bits);
+/* All jobs, in pieces that the threads of the pool claim. */
+void attention_together(const Args *a, const Job *jobs, int count, Work *w, int bits);
+
+/* How much of the pool's time this takes, as `matmul_work` has it. */
+double attention_work(const Args *a, int bits);
 
 #endif

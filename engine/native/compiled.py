@@ -17,13 +17,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-# Loaded first, so that our library finds torch's OpenMP and shares its threads instead of starting as many again.
-import torch  # noqa: F401
-
 log = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-shared", "-fPIC", "-std=gnu11", "-Wno-psabi")
-ARCH = "-march={}"  # of the processor that is there, or of PILOTFISH_NATIVE_ARCH
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-pthread", "-std=gnu11", "-Wno-psabi")
 _FASTER = {
     "AVX-512": "AVX-512 VNNI",
     "AVX2": "AVX-VNNI or AVX-512 VNNI",
@@ -92,20 +88,7 @@ def _compiled() -> Path:
 
 
 def _compile(compiler: str, made: Path) -> None:
-    command = [compiler, *FLAGS, _arch(), "-o", str(made), *map(str, SOURCES), "-lm"]
-    try:
-        _run([*command, "-fopenmp"])
-    except subprocess.CalledProcessError:
-        _run(command)
-        log.info("native code: %s has no OpenMP here, so it runs on one thread", compiler)
-
-
-def _arch() -> str:
-    """What to compile for. Another than this processor's own is for tests: `PILOTFISH_NATIVE_ARCH=haswell`."""
-    return ARCH.format(os.environ.get("PILOTFISH_NATIVE_ARCH", "native"))
-
-
-def _run(command: list[str]) -> None:
+    command = [compiler, *FLAGS, "-o", str(made), *map(str, SOURCES), "-lm"]
     subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)  # noqa: S603  # our own words
 
 
@@ -113,7 +96,7 @@ def _fingerprint() -> str:
     """Of all that the result depends on; a home folder may be shared by unlike machines."""
     info = Path("/proc/cpuinfo")
     flags = next((line for line in _lines(info) if line.startswith(("flags", "Features"))), "")
-    parts = [platform.machine(), platform.processor(), flags, *FLAGS, _arch()]
+    parts = [platform.machine(), platform.processor(), flags, *FLAGS]
     parts += [path.read_text("utf-8") for path in (*SOURCES, *HEADERS)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

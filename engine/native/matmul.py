@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from engine.native.compiled import library
 from engine.native.weights import GROUP, panels_of, panels_of_levels
+from engine.threads import pool_threads
 
 _BITS = {torch.uint8: 4, torch.int8: 8, torch.bfloat16: 16, torch.float32: 32}  # uint8: two weights in a byte
 ALIGNED = 16  # inputs: a whole number of vectors
@@ -117,7 +118,7 @@ class PackedMatrix:
         out = torch.empty(len(rows), self.out_features, dtype=dtype)
         at = None if step is None else step.data_ptr()
         product = _Product(rows.data_ptr(), at, out.data_ptr(), len(rows), _BITS[dtype], 0)
-        if native.pilotfish_multiply(ctypes.byref(self.matrix), ctypes.byref(product), torch.get_num_threads()):
+        if native.pilotfish_multiply(ctypes.byref(self.matrix), ctypes.byref(product), pool_threads()):
             raise MemoryError("a product had no memory to work in")
         return out
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.mapped import in_large_pages
 from engine.native.attention import BITS
 from engine.native.compiled import library
+from engine.threads import most_threads
 
 GROUP = 64  # inputs that share a scale, in 4 bits
 _SLICE = 2**20  # bytes of what is read
@@ -133,6 +134,6 @@ def _spread(matrix: Tensor, work: Callable[[int, int], None], multiple: int = 1)
     rows, size = len(matrix), max(1, matrix.shape[1] * matrix.element_size())
     step = max(1, _SLICE // size // multiple) * multiple
     firsts = range(0, rows, step)
-    with ThreadPoolExecutor(min(torch.get_num_threads(), len(firsts) or 1)) as threads:
+    with ThreadPoolExecutor(min(most_threads(), len(firsts) or 1)) as threads:
         for _ in threads.map(lambda first: work(first, min(rows, first + step)), firsts):
             pass

@@ -1,7 +1,8 @@
 """Our C for other processors than this one: the products are right, and a row's bits its own, by every instruction set.
 
-An x86 processor runs what was compiled for its ancestors; ARM's programs are compiled by a cross compiler and run by
-qemu. Where one of these is not installed, or this processor is of another family, the tests say so and are skipped.
+An x86 processor runs what was compiled for its ancestors; SIMDe emulates its descendants. ARM's
+programs are compiled by a cross compiler and run by qemu. Where one of these is not installed, or this processor is of
+another family, the tests say so and are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from engine.attention import native, reference
 from engine.int4 import LEVELS, levels_of
 from engine.int8 import OFFSET, Portable
 from engine.native import PackedMatrix, library, matmul
-from engine.native.compiled import _compiled
 from tests.drawn import int8s, numbers
 from tests.engine.test_native import Problem
 
@@ -37,30 +37,53 @@ X86 = {  # what to compile for, what it must say of itself, and what a processor
     "alderlake": ("AVX-VNNI", "avx_vnni"),
     "skylake-avx512": ("AVX-512", "avx512bw"),
     "icelake-server": ("AVX-512 VNNI", "avx512_vnni"),
+    "sapphirerapids": ("AVX-512 VNNI", "avx512_bf16"),
+}
+EMULATED = {  # by SIMDe on a processor with AVX2: what the sources are told that there is
+    "alderlake": ("AVXVNNI",),
+    "skylake-avx512": ("AVX512F", "AVX512BW"),
+    "icelake-server": ("AVX512F", "AVX512BW", "AVX512VNNI"),
+    "sapphirerapids": ("AVX512F", "AVX512BW", "AVX512VNNI", "AVX512BF16"),
 }
 ARM = {  # and qemu's name of a processor that has no more
     "armv8-a": ("NEON", "cortex-a53"),
     "armv8.2-a+dotprod": ("NEON dot product", "neoverse-n1"),
     "armv8.6-a": ("NEON i8mm", "max"),
 }
+SIMDE = Path("/usr/include/simde/x86/avx512.h")
 CROSS, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 
 
-@pytest.fixture(params=X86)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Our C, compiled for an ancestor of this processor; yields what it calls its instructions."""
+@pytest.fixture(scope="module", params=X86)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Our C for another x86 processor: an ancestor of this one, or one whose instructions are emulated."""
     says, needs = X86[request.param]
-    if not IS_X86 or library() is None or needs not in FLAGS:
-        pytest.skip(f"needs an x86 processor with {needs} and a C compiler")
-    monkeypatch.setenv("PILOTFISH_NATIVE_ARCH", request.param)
-    other = ctypes.CDLL(str(_compiled()))
+    if not IS_X86 or library() is None:
+        pytest.skip("needs an x86 processor and a C compiler")
+    made = tmp_path_factory.mktemp("x86") / "native.so"
+    if needs in FLAGS:
+        command = ["gcc", f"-march={request.param}"]
+    elif request.param in EMULATED and "avx2" in FLAGS and SIMDE.exists():
+        told = [f"-D__{name}__" for name in EMULATED[request.param]]
+        command = ["gcc", "-march=haswell", f"-I{Path(__file__).parent / 'emulated'}", *told]
+    else:
+        pytest.skip(f"needs a processor with {needs}, or one with AVX2 and SIMDe (tests/apt.txt)")
+    flags = ["-O2", "-std=gnu11", "-Wno-psabi", "-shared", "-fPIC", "-pthread"]
+    subprocess.run([*command, *flags, "-o", made, *NATIVE.glob("*.c"), "-lm"], check=True)
+    other = ctypes.CDLL(str(made))
     other.pilotfish_integer_path.restype = ctypes.c_char_p
-    for module in (matmul, native):
-        monkeypatch.setattr(module, "library", lambda: other)
-    matmul.panel.cache_clear()
-    yield other.pilotfish_integer_path().decode()
-    matmul.panel.cache_clear()
     assert other.pilotfish_integer_path().decode() == says
+    return other
+
+
+@pytest.fixture
+def path(compiled: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What multiplies and attends while it lasts; yields its name."""
+    for module in (matmul, native):
+        monkeypatch.setattr(module, "library", lambda: compiled)
+    matmul.panel.cache_clear()
+    yield compiled.pilotfish_integer_path().decode()
+    matmul.panel.cache_clear()
 
 
 def unsigned(rows: Tensor) -> Tensor:

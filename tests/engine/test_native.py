@@ -15,6 +15,7 @@ from engine.attention import native, reference, sdpa
 from engine.batch import Feed, RaggedBatch
 from engine.native import library, rows
 from engine.native.compiled import _compiled, _folders, loaded
+from engine.threads import exactly
 
 needs_kernel = pytest.mark.skipif(library() is None, reason="no C compiler here")
 CPU = torch.device("cpu")
@@ -89,11 +90,8 @@ def test_a_row_is_the_same_bits_in_any_company(lens, shape, dtype, window, data)
     stop = data.draw(st.integers(first + 1, lens[i][0]))
     start = p.batch.cu_seqlens[i]
     assert torch.equal(p.solve_one(i, slice(first, stop), window=window), together[start + first : start + stop])
-    try:
-        torch.set_num_threads(2)
+    with exactly(2):
         assert torch.equal(p.solve(window=window), together)
-    finally:
-        torch.set_num_threads(1)
 
 
 @needs_kernel
