@@ -3,6 +3,7 @@
 from engine.native.compiled import instructions, library, threads_in_use
 from engine.native.matmul import ALIGNED, Matrix, PackedMatrix, multiplies
 from engine.native.rows import Rows, rows, rows_for
+from engine.native.weights import round4, round8, rounds
 
 __all__ = [
     "ALIGNED",
@@ -12,6 +13,9 @@ __all__ = [
     "instructions",
     "library",
     "multiplies",
+    "round4",
+    "round8",
+    "rounds",
     "rows",
     "rows_for",
     "threads_in_use",
