@@ -15,7 +15,6 @@ import argparse
 import json
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -137,7 +136,7 @@ def report(texts: Sequence[Text]) -> str:
     """A row per text, and what they come to."""
     names = list(texts[0].speeds)
     lines = [
-        f"| text | temperature | {' | '.join(f'K={name}' for name in names)} | AUTO / better of plain, K=4 | accepted |",
+        f"| text | temperature | {' | '.join(f'K={name}' for name in names)} | AUTO / the better | accepted |",
         "|---|---|" + "---|" * (len(names) + 2),
     ]
     for text in texts:

@@ -224,7 +224,7 @@ def assemble(
         config.max_batch_tokens,
         proposers.draft_kv_users,
         proposers.draft_kv_sharers,
-        AdaptiveK(proposers.draft_kv_users),
+        AdaptiveK(proposers.draft_kv_users, proposers.finders),
         Late(AdaptiveK(proposers.draft_kv_users)),
     )
     borders = [longrope_border(model.config) for model in (target, draft or target)]
