@@ -23,7 +23,7 @@ from engine.goodput import Choice, Load, Offer, drafting_seconds
 from engine.prices import Prices, quantities, with_rows
 from engine.types import Sequence, SpeculationMode
 
-Find = Callable[[Sequence, int], int | None]
+Find = Callable[[Sequence, int], tuple[int, ...] | None]
 
 SHARE = 0.015  # of the time of plain steps, which may be lost to drafts of which no gain is expected
 
@@ -69,8 +69,8 @@ class AdaptiveK:
         self.is_exploring = False  # the latest choice is a trial
         self._drafting = defaultdict[str, Prices](Prices)  # by proposer
         self._draft_kv_users = draft_kv_users  # names of the proposers whose sequences may have to catch up
-        self._finders = finders  # by proposer: how many drafts the text holds, or None where a model would draft
-        self._found: set[Sequence] = set()  # whose drafts come from the text, in the latest choice
+        self._finders = finders  # by proposer: the drafts that the text holds, or None where a model would draft
+        self._found: dict[Sequence, tuple[int, tuple[int, ...]]] = {}  # drafts from the text, and at which length
         self._budget = _Budget()
         self._num_steps = self._since_plain = 0
         self._expected = 1.5  # gain of the latest step with drafts
@@ -87,7 +87,7 @@ class AdaptiveK:
             limit and s.speculation.mode is SpeculationMode.AUTO for s, limit in zip(sequences, limits, strict=True)
         ]
         chosen = within([0 if f else limit for f, limit in zip(free, limits, strict=True)], budget)
-        self._found.clear()
+        self._look_back()
         if not any(free) or not self.target.count or self._is_plain_due():
             return chosen
         load = Load.of([len(s.tokens) for s in sequences], chosen, prompt_rows)
@@ -117,10 +117,20 @@ class AdaptiveK:
 
     def _group(self, name: str, sequences: Seq[Sequence], limits: Seq[int]) -> _Group:
         find = self._finders.get(name)
-        counts = [None if find is None else find(s, k) for s, k in zip(sequences, limits, strict=True)]
-        self._found.update(s for s, count in zip(sequences, counts, strict=True) if count)
-        most = [k if count is None else min(k, count) for k, count in zip(limits, counts, strict=True)]
-        return _Group(name, sequences, np.array(most), np.array([count is not None for count in counts]))
+        found = [None if find is None else find(s, k) for s, k in zip(sequences, limits, strict=True)]
+        self._found.update({s: (len(s.tokens), drafts) for s, drafts in zip(sequences, found, strict=True) if drafts})
+        most = [k if drafts is None else min(k, len(drafts)) for k, drafts in zip(limits, found, strict=True)]
+        return _Group(name, sequences, np.array(most), np.array([drafts is not None for drafts in found]))
+
+    def _look_back(self) -> None:
+        """What was found and not asked for costs nothing to judge: the tokens that came instead are there now."""
+        for sequence, (length, drafts) in self._found.items():
+            came = sequence.tokens[length : length + len(drafts)]
+            if came:
+                kept = next((i for i, (a, b) in enumerate(zip(drafts, came, strict=False)) if a != b), len(came))
+                source = Source(sequence.speculation.proposer, is_found=True)
+                self.acceptance.learn([sequence], source, np.array([len(came)]), np.array([kept]))
+        self._found.clear()
 
     def _choose_for(self, group: _Group, load: Load, budget: int) -> Choice | None:
         if not group.limits.any():
@@ -198,7 +208,7 @@ class AdaptiveK:
         groups = defaultdict[Source, list[int]](list)
         for i, (sequence, drafted) in enumerate(zip(done.sequences, done.drafted, strict=True)):
             if drafted:
-                is_found = sequence in self._found or not done.draft_passes
+                is_found = self._found.pop(sequence, None) is not None or not done.draft_passes
                 groups[Source(sequence.speculation.proposer, is_found)].append(i)
         drafted, accepted = np.array(done.drafted), np.array(done.accepted)
         for source, mine in groups.items():
@@ -227,6 +237,7 @@ class AdaptiveK:
         self.acceptance.forget(sequence)
         self.gain.forget(sequence)
         self._budget.held.pop(sequence, None)
+        self._found.pop(sequence, None)
 
     # ------------------------------------------------------------------------------------- from one start to the next
 

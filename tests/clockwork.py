@@ -102,7 +102,7 @@ class Machine:
         self.chosen: list[list[int]] = []
         self.switches = 0  # from drafts to none or back, trials left out
         self._was_on: bool | None = None
-        self._finds: dict[Sequence, tuple[int, bool]] = {}  # at which length, and whether anything
+        self._finds: dict[Sequence, tuple[int, int, bool]] = {}  # at which length, how many right, if anything at all
         self._count = 0
         self._seen: set[Sequence] = set()
 
@@ -121,7 +121,7 @@ class Machine:
         steady = [w for w in plan.works if len(w.span) == 1 and w.reaches_end]
         others = [w for w in plan.works if w not in steady]
         drafted, passes, draft_seconds = self._propose(steady)
-        accepted = [min(self._coin(self.acceptance), k) for k in drafted]
+        accepted = [self._kept(w, k) for w, k in zip(steady, drafted, strict=True)]
         rows = sum(drafted) + len(steady) + sum(len(w.span) for w in others)
         context = sum(w.length for w in plan.works)
         attended = sum(w.length * (1 + k) for w, k in zip(steady, drafted, strict=True))
@@ -179,9 +179,12 @@ class Machine:
         """Hits in a row."""
         return int(self.random.geometric(1 - chance)) - 1 if chance < 1 else MOST
 
+    def _kept(self, work: Work, k: int) -> int:
+        return sum(self._find(work.sequence, k)) if self.looks_up else min(self._coin(self.acceptance), k)
+
     def _propose(self, works: list[Work]) -> tuple[list[int], list[tuple[int, int]], float]:
         if self.looks_up:
-            found = [min(w.num_draft, self._find(w.sequence, w.num_draft)) for w in works]
+            found = [len(self._find(w.sequence, w.num_draft)) for w in works]
             return found, [], 0.00003 * sum(w.num_draft > 0 for w in works)
         passes, seconds, made = [], 0.0, {id(w): 0 for w in works}
         now = [w for w in works if w.num_draft]
@@ -203,12 +206,13 @@ class Machine:
             now = [w for w in grown if made[id(w)] < w.num_draft]
         return [made[id(w)] for w in works], passes, seconds
 
-    def _find(self, sequence: Sequence, k: int) -> int:
-        """All or nothing, and the same whenever it is asked at one place."""
+    def _find(self, sequence: Sequence, k: int) -> tuple[int, ...]:
+        """All or nothing, and the same whenever it is asked at one place; every token of a text is 1."""
         length = len(sequence.tokens)
-        if self._finds.get(sequence, (0, False))[0] != length:
-            self._finds[sequence] = length, bool(self.random.random() < self.hits)
-        return k * self._finds[sequence][1]
+        if self._finds.get(sequence, (0, 0, False))[0] != length:
+            self._finds[sequence] = length, self._coin(self.acceptance), bool(self.random.random() < self.hits)
+        _, right, any_at_all = self._finds[sequence]
+        return tuple(int(i < right) for i in range(k)) if any_at_all else ()
 
     def _target(self, n: int, rows: float, context: float, attended: float) -> float:
         return self.costs.overhead + self.costs.target(n, rows, context, attended)

@@ -73,8 +73,8 @@ class Observer(Protocol):
 
 @runtime_checkable
 class Finder(Protocol):
-    """A proposer that looks drafts up, so that it can say how many there are before it is known whether they pay."""
+    """A proposer that looks drafts up, so that it can say which there are before it is known whether they pay."""
 
-    def find(self, sequence: Sequence, k: int) -> int | None:
-        """How many of `k` drafts it has found; None where it has not and a model of its would draft."""
+    def find(self, sequence: Sequence, k: int) -> tuple[int, ...] | None:
+        """Of `k` drafts those that it has found; None where it has none and a model of its would draft."""
         ...

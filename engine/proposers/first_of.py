@@ -21,9 +21,9 @@ class FirstOf:
         if isinstance(self._drafter, Observer):
             self._drafter.observe(passed)
 
-    def find(self, sequence: Sequence, k: int) -> int | None:
+    def find(self, sequence: Sequence, k: int) -> tuple[int, ...] | None:
         """What the lookup has, if that is anything."""
-        return len(self._lookup.guess(sequence, k).tokens) or None
+        return self._lookup.guess(sequence, k).tokens or None
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Merge both. A drafter that was passed over catches up by itself when it is asked again (I2)."""

@@ -35,9 +35,9 @@ class NGramProposer:
         # Weak keys: an index goes when its sequence goes, with no call to forget.
         self._indexes: WeakKeyDictionary[Sequence, tuple[NGramIndex, ...]] = WeakKeyDictionary()
 
-    def find(self, sequence: Sequence, k: int) -> int:
-        """How many drafts there are."""
-        return len(self._guess(sequence, k))
+    def find(self, sequence: Sequence, k: int) -> tuple[int, ...]:
+        """The drafts that there are."""
+        return tuple(self._guess(sequence, k))
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Look each sequence up in itself."""

@@ -46,12 +46,12 @@ class Proposers:
         return frozenset(name for name, proposer in self._by_name.items() if proposer.shares_draft_kv)
 
     @property
-    def finders(self) -> dict[str, Callable[[Sequence, int], int | None]]:
-        """By proposer that looks drafts up: how many it has for a sequence, or None where its model would draft."""
+    def finders(self) -> dict[str, Callable[[Sequence, int], tuple[int, ...] | None]]:
+        """By proposer that looks drafts up: those it has for a sequence, or None where its model would draft."""
         return {name: partial(self._find, one) for name, one in self._by_name.items() if isinstance(one, Finder)}
 
     @staticmethod
-    def _find(finder: Finder, sequence: Sequence, k: int) -> int | None:
+    def _find(finder: Finder, sequence: Sequence, k: int) -> tuple[int, ...] | None:
         """One that fails has nothing; what that means for it is decided when it is asked for drafts."""
         try:
             return finder.find(sequence, k)

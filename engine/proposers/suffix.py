@@ -189,9 +189,9 @@ class SuffixProposer:
         self._rules, self._past = rules or Rules(), PastOutputs(capacity)
         self._readings: WeakKeyDictionary[Sequence, _Reading] = WeakKeyDictionary()
 
-    def find(self, sequence: Sequence, k: int) -> int:
-        """How many drafts there are."""
-        return len(self.guess(sequence, k).tokens)
+    def find(self, sequence: Sequence, k: int) -> tuple[int, ...]:
+        """The drafts that there are."""
+        return self.guess(sequence, k).tokens
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Look each sequence up in itself and in its tenant's past."""

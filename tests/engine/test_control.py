@@ -19,7 +19,7 @@ from engine.control import FixedK, Round
 from engine.gain import Gain
 from engine.goodput import Load, Offer, drafting_seconds
 from engine.prices import KNOTS, Prices, quantities, with_rows
-from engine.types import MAX_NUM_DRAFT, SpeculationMode
+from engine.types import MAX_NUM_DRAFT, Sequence, SpeculationMode
 from tests.clockwork import BUDGET, COSTS, MOST, Books, Machine, expected
 from tests.engine.test_scheduler import sequence
 
@@ -257,6 +257,12 @@ def test_what_was_not_measured_for_long_is_still_known() -> None:
 MODEL = Source("model", is_found=False)
 
 
+def auto(name: str, prompt: int, max_len: int) -> Sequence:
+    one = sequence(name, prompt, max_len=max_len)
+    one.speculation = replace(one.speculation, mode=SpeculationMode.AUTO, num_draft_tokens=8)
+    return one
+
+
 def judged(acceptance: Acceptance, sequences: Seq[object], drafted: Seq[int], accepted: Seq[int]) -> None:
     acceptance.learn(sequences, MODEL, np.array(drafted), np.array(accepted))
 
@@ -294,8 +300,8 @@ def test_a_few_drafts_tell_what_a_sequence_is_like() -> None:
 
 def test_what_was_found_and_what_a_model_made_are_known_apart() -> None:
     """Of one proposer that looks first and then thinks: what it finds is kept, what its model makes is not."""
-    one = sequence("one", 4, max_len=2000)
-    control = AdaptiveK(finders={one.speculation.proposer: lambda one, _: 4 if len(one.tokens) % 2 else None})
+    one = auto("one", 4, max_len=2000)
+    control = AdaptiveK(finders={one.speculation.proposer: lambda one, _: (1,) * 4 if len(one.tokens) % 2 else None})
     for _ in range(200):
         k = 4
         is_found = len(one.tokens) % 2 == 1
@@ -323,7 +329,8 @@ def test_a_control_begins_with_what_another_knew() -> None:
     state = json.loads(json.dumps(old.state()))
     new.restore(state)
     old._since_plain = 0
-    both = [sequence(str(i), 60, max_len=200) for i in range(2)]
+    both = [auto(str(i), 60, max_len=200) for i in range(2)]
+    assert any(old.choose(both, [8, 8], 64, 0))
     assert new.choose(both, [8, 8], 64, 0) == old.choose(both, [8, 8], 64, 0)
     for broken in ({}, state | {"target": {"count": 3}}, state | {"acceptance": [{"proposer": "model"}]}):
         with pytest.raises((ValueError, KeyError, TypeError)):
