@@ -1,8 +1,8 @@
 """AUTO against plain decoding and fixed numbers of drafts, text by text: real prompts, one stream, the embedded pair.
 
     python -m benchmarks.prompts                          48 texts; --skip, --prompts and --join measure in slices
-    python -m benchmarks.prompts --fresh 10               first requests of fresh engines, with and without what
-                                                          an engine before them learned
+    python -m benchmarks.prompts --fresh --prompts 10     each the first request of an engine just started, which
+                                                          knows nothing (auto) or what one before it learned (auto again)
 
 Every text is a function of held-out modules, greedy and at temperature 0.6 by turns. All ways decode it at the same
 time, a step of whoever has used least, each on an engine of its own and none with a prompt in its cache; seconds are
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import time
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import count
 from pathlib import Path
+from unittest.mock import patch
 
 from rich.progress import track
 
@@ -36,6 +38,7 @@ from engine.warm import make_ready
 from models import corpus, embedded_draft, embedded_target
 
 TEMPERATURES = (0.0, 0.6)
+AGAIN = "auto again"
 _salts = count()
 
 
@@ -81,10 +84,10 @@ class Pair:
         target, draft = (load(config, name, None, config.weights, device) for name in names)
         return target, draft
 
-    def engine(self, seconds: float) -> Engine:
+    def engine(self, seconds: float, *, remembers: bool = False) -> Engine:
         """One that is ready; so many seconds of practice."""
         engine = assemble(self.config, *self.models)  # type: ignore[arg-type]
-        make_ready(engine, seconds)
+        make_ready(engine, seconds, remembers=remembers)
         return engine
 
     def prompts(self, number: int) -> list[tuple[int, ...]]:
@@ -96,7 +99,7 @@ class Pair:
     def batch(self, engine: Engine, name: str, number: int, prompt: tuple[int, ...]) -> Batch:
         """One request, before its first step. A salt of its own: no way finds anything in a cache."""
         sampling = SamplingParams(temperature=temperature_of(number), seed=number, max_tokens=self.options.tokens)
-        speculation = way(name if name == AUTO else int(name), most=self.config.num_draft_tokens)
+        speculation = way(AUTO if name in (AUTO, AGAIN) else int(name), most=self.config.num_draft_tokens)
         return Batch(
             engine, [prompt], self.options.tokens, speculation, f"text-{next(_salts)}", sampling, time.process_time
         )
@@ -132,6 +135,20 @@ def measure(options: argparse.Namespace) -> list[Text]:
     return [pair.text(engines, n, prompts[n]) for n in track(numbers, "texts")]
 
 
+def measure_fresh(options: argparse.Namespace) -> list[Text]:
+    """Each text is the first request of two engines: one that begins with nothing, one with what that one learned."""
+    pair, texts = Pair(options), list[Text]()
+    numbers = range(options.skip, options.skip + options.prompts)
+    prompts = pair.prompts(numbers.stop)
+    seconds = pair.config.warm_up_seconds
+    fixed = {name: pair.engine(0.0) for name in ("0", *options.fixed)}
+    for n in track(numbers, "starts"):
+        with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, PILOTFISH_CACHE=folder):
+            fresh = {name: pair.engine(seconds, remembers=True) for name in (AUTO, AGAIN)}
+        texts.append(pair.text(fixed | fresh, n, prompts[n]))
+    return texts
+
+
 def report(texts: Sequence[Text]) -> str:
     """A row per text, and what they come to."""
     names = list(texts[0].speeds)
@@ -150,12 +167,14 @@ def summary(texts: Sequence[Text]) -> Iterable[str]:
     """Means over the texts, the worst of them, and those that AUTO gave up."""
     names = [name for name in texts[0].speeds if name != "0"]
     gains = {name: statistics.fmean(text.gain(name) for text in texts) for name in names}
-    fixed = {name: gain for name, gain in gains.items() if name != AUTO}
+    fixed = {name: gain for name, gain in gains.items() if name not in (AUTO, AGAIN)}
     best = max(fixed, key=lambda name: fixed[name])
     ratios = sorted(text.against_better for text in texts)
     given_up = sum(not text.accepted[AUTO] and text.accepted["4"] > 0 for text in texts)
     yield f"{len(texts)} texts. Mean gain over plain decoding: " + ", ".join(f"K={n} {g:.3f}" for n, g in gains.items())
-    yield f"AUTO over the best fixed number (K={best}): {gains[AUTO] / fixed[best]:.3f}"
+    for name in (AUTO, AGAIN):
+        if name in gains:
+            yield f"{name} over the best fixed number (K={best}): {gains[name] / fixed[best]:.3f}"
     yield f"AUTO over the better of plain and K=4: median {statistics.median(ratios):.3f}, worst {ratios[0]:.2f}"
     yield f"texts below 0.9 of it: {sum(ratio < 0.9 for ratio in ratios)}"
     yield f"texts without an accepted draft where K=4 has some: {given_up}"
@@ -167,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m benchmarks.prompts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--fresh", action="store_true", help="a fresh engine for each text; --tokens 96 is usual")
     parser.add_argument("--skip", type=int, default=0, help="leave out so many of the list's first")
     parser.add_argument("--tokens", type=int, default=112)
     parser.add_argument("--fixed", nargs="+", default=["4", "8"], help="numbers of drafts; 4 is always among them")
@@ -175,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--join", type=Path, nargs="+", default=[], help="add texts of earlier slices to the report")
     options = parser.parse_args(arguments)
     options.fixed = sorted({"4", *options.fixed}, key=int)
-    texts = measure(options) if options.prompts else []
+    texts = (measure_fresh if options.fresh else measure)(options) if options.prompts else []
     if options.out is not None:
         options.out.write_text(json.dumps({**machine(), "texts": [asdict(text) for text in texts]}, indent=1) + "\n")
     for path in options.join:
