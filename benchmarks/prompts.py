@@ -1,8 +1,8 @@
 """AUTO against plain decoding and fixed numbers of drafts, text by text: real prompts, one stream, the embedded pair.
 
     python -m benchmarks.prompts                          48 texts; --skip, --prompts and --join measure in slices
-    python -m benchmarks.prompts --fresh --prompts 10     each the first request of an engine just started, which
-                                                          knows nothing (auto) or what one before it learned (auto again)
+    python -m benchmarks.prompts --fresh --prompts 10     each the first request of an engine just started, which knows
+                                                          nothing (auto) or what one before it learned (auto again)
 
 Every text is a function of held-out modules, greedy and at temperature 0.6 by turns. All ways decode it at the same
 time, a step of whoever has used least, each on an engine of its own and none with a prompt in its cache; seconds are
@@ -16,6 +16,7 @@ import json
 import os
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass

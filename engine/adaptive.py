@@ -174,9 +174,8 @@ class AdaptiveK:
         kept = np.zeros((len(sequences), depth))
         for is_found in {*group.is_found.tolist()}:
             mine = np.flatnonzero(group.is_found == is_found)
-            kept[mine] = self.acceptance.kept(
-                [sequences[i] for i in mine], Source(group.name, is_found), depth, hope=hope
-            )
+            members = [sequences[i] for i in mine.tolist()]
+            kept[mine] = self.acceptance.kept(members, Source(group.name, is_found), depth, hope=hope)
         contexts = np.array([len(s.tokens) for s in sequences], float)
         rooms = np.array([min(s.max_len - len(s.tokens), _HORIZON) for s in sequences], float)
         rounds, unseen = np.maximum(rooms / 2, 1) if spread else np.ones(len(sequences)), np.zeros(len(sequences))
@@ -206,8 +205,8 @@ class AdaptiveK:
 
     def _learn_chances(self, done: Round) -> None:
         groups = defaultdict[Source, list[int]](list)
-        for i, (sequence, drafted) in enumerate(zip(done.sequences, done.drafted, strict=True)):
-            if drafted:
+        for i, sequence in enumerate(done.sequences):
+            if done.drafted[i]:
                 is_found = self._found.pop(sequence, None) is not None or not done.draft_passes
                 groups[Source(sequence.speculation.proposer, is_found)].append(i)
         drafted, accepted = np.array(done.drafted), np.array(done.accepted)
