@@ -242,7 +242,7 @@ def assemble(
         config.max_batch_tokens,
         proposers.draft_kv_users,
         proposers.draft_kv_sharers,
-        AdaptiveK(proposers.draft_kv_users),
+        AdaptiveK(proposers.draft_kv_users, proposers.finders),
         Late(AdaptiveK(proposers.draft_kv_users)),
         Prefill(config.max_step_ms / 1000),
     )

@@ -87,7 +87,7 @@ def kernel() -> Kernel:
         found = OneDNN()
         if _is_right(found):
             return found
-        log.warning("int8: oneDNN's integer sums overflow on this CPU; using plain torch, which is slow: our C would take a C compiler")
+        log.warning("int8: oneDNN's sums overflow on this CPU, and there is no C compiler; plain torch serves, slowly")
     except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
         log.warning("int8: torch's oneDNN operators cannot be used here (%r); using plain torch, which is slow", error)
     return Portable()

@@ -54,6 +54,12 @@ def loaded() -> ctypes.CDLL | str:
     return why
 
 
+def threads_in_use() -> int:
+    """Threads of our C in its last pass; 0 where nothing has asked for it yet, or it is not there."""
+    found = library() if loaded.cache_info().currsize else None
+    return 0 if found is None else int(found.pool_threads())
+
+
 def instructions() -> str:
     """By which instructions our C multiplies on this processor, and what would be faster; or why it does not run."""
     found = loaded()

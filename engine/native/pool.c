@@ -171,6 +171,8 @@ int pool_enter(int threads) {
   return pool.started;
 }
 
+int pool_threads(void) { return atomic_load(&pool.threads); }
+
 void pool_leave(double work) {
   if (!mine) return;
   if (pool.choice.most > 1 && !pool.exactly && work > 0) {

@@ -17,6 +17,9 @@ typedef void Piece(const void *stage, int64_t piece, int worker);
 int pool_enter(int threads);
 void pool_leave(double work);
 
+/* How many took part in the last pass. */
+int pool_threads(void);
+
 /* All pieces of a stage, each once, in no order. All of them are done when this returns, and what they wrote is seen. */
 void pool_run(Piece *run, const void *stage, int64_t pieces);
 

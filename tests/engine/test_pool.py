@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.native import PackedMatrix, compiled, library
+from engine.native import PackedMatrix, compiled, library, threads_in_use
 from engine.threads import exactly, pool_threads, use_threads
 from tests.drawn import numbers
 
@@ -229,6 +229,14 @@ def test_a_race_detector_finds_none(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- who says so
+
+
+def test_an_operator_sees_how_many_take_part() -> None:
+    packed, x = PackedMatrix.of(numbers(500, 128)), numbers(20, 128)
+    for threads in (3, 1):
+        with several(threads):
+            product(packed, x)
+        assert threads_in_use() == threads
 
 
 def test_torch_and_the_pool_are_told_together() -> None:
