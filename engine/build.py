@@ -125,9 +125,7 @@ def load(
     shares: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PreTrainedModel:
-    """One model, its weights as asked, or rounded where that is how the checkpoint has them; or a share of it.
-
-    `progress` is told how many bytes have been read.
+    """One model, its weights as asked, or rounded as the checkpoint has them; or a share. `progress` hears of bytes read.
 
     Raises:
         ModelError: it cannot be loaded, or rounded ones are wanted where they cannot run.

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.mapped import in_large_pages
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
@@ -36,7 +38,9 @@ class KVArena:
         # Spare rows lie behind the last page and belong to nobody: padding may write there.
         shape = (layout.layers, 2, num_pages * page_size + spare_rows, layout.kv_heads, layout.head_dim)
         # Zeroed once: rows beyond `kv_len` may be read under a mask, and a stray NaN would survive the mask.
-        storage = torch.zeros(shape, dtype=layout.dtype, device=device)
+        storage = torch.empty(shape, dtype=layout.dtype, device=device)
+        in_large_pages(storage)
+        storage.zero_()
         self.layout, self.num_pages, self.page_size = layout, num_pages, page_size
         self.k: tuple[Tensor, ...] = tuple(layer[0] for layer in storage)
         self.v: tuple[Tensor, ...] = tuple(layer[1] for layer in storage)

@@ -84,7 +84,7 @@ def let_go(tensor: Tensor) -> None:
 def in_large_pages(tensor: Tensor) -> None:
     """`tensor` is about to be written for the first time: in pages of megabytes, where the system has them. A hint."""
     advise, (start, length) = _madvise(), _pages(tensor)
-    if advise is not None and length:
+    if advise is not None and length and tensor.is_cpu:
         advise(start, length, _HUGEPAGE)
 
 

@@ -6,31 +6,68 @@
 #define TILE 64 /* words of a row that are moved at once: the part of a panel that they go to stays in the first cache */
 #define STEPS 8 /* words of a group in 4 bits; one more word is its scale */
 
+typedef uint32_t eight __attribute__((vector_size(32)));
+typedef uint32_t eight_unaligned __attribute__((vector_size(32), aligned(4)));
+
 INLINE int64_t less(int64_t a, int64_t b) { return a < b ? a : b; }
 
-INLINE int32_t sum_of_bytes(const uint32_t *words, int64_t count) {
-  const int8_t *bytes = (const int8_t *)words;
+INLINE int32_t sum_of_bytes(const int8_t *bytes, int64_t count) {
   int32_t sum = 0;
-  for (int64_t i = 0; i < 4 * count; i++) sum += bytes[i];
+  for (int64_t i = 0; i < count; i++) sum += bytes[i];
   return sum;
+}
+
+#define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define PAIRS(a, b, low, high)                   \
+  eight low = MIX(a, b, 0, 8, 1, 9, 4, 12, 5, 13); \
+  eight high = MIX(a, b, 2, 10, 3, 11, 6, 14, 7, 15)
+#define FOURS(a, b, low, high)                   \
+  eight low = MIX(a, b, 0, 1, 8, 9, 4, 5, 12, 13); \
+  eight high = MIX(a, b, 2, 3, 10, 11, 6, 7, 14, 15)
+#define HALVES(a, b, at)                                                    \
+  *(eight_unaligned *)(to + (at) * width) = MIX(a, b, 0, 1, 2, 3, 8, 9, 10, 11); \
+  *(eight_unaligned *)(to + ((at) + 4) * width) = MIX(a, b, 4, 5, 6, 7, 12, 13, 14, 15)
+
+/* Eight words of eight rows; `stride` is from row to row, in bytes. */
+INLINE void transpose8(const char *rows, int64_t stride, uint32_t *to, int64_t width) {
+  eight row[8];
+  for (int r = 0; r < 8; r++) memcpy(&row[r], rows + r * stride, sizeof(eight));
+  PAIRS(row[0], row[1], a0, a1);
+  PAIRS(row[2], row[3], b0, b1);
+  PAIRS(row[4], row[5], c0, c1);
+  PAIRS(row[6], row[7], d0, d1);
+  FOURS(a0, b0, p0, p1);
+  FOURS(a1, b1, p2, p3);
+  FOURS(c0, d0, q0, q1);
+  FOURS(c1, d1, q2, q3);
+  HALVES(p0, q0, 0);
+  HALVES(p1, q1, 1);
+  HALVES(p2, q2, 2);
+  HALVES(p3, q3, 3);
+}
+
+/* `count` words of `rows` rows, of which the first goes to `to`. */
+INLINE void transpose(const char *from, int64_t stride, int64_t rows, int64_t count, uint32_t *to, int64_t width) {
+  int64_t r = 0, even = count / 8 * 8;
+  for (; r + 8 <= rows; r += 8)
+    for (int64_t i = 0; i < even; i += 8) transpose8(from + r * stride + 4 * i, stride, to + i * width + r, width);
+  for (int64_t k = 0; k < rows; k++)
+    for (int64_t i = k < r ? even : 0; i < count; i++) memcpy(to + i * width + k, from + k * stride + 4 * i, 4);
 }
 
 /* `offset` [outputs] is for int8 (see Matrix), else NULL. */
 void pilotfish_panels(const char *rows, int64_t count, int64_t words, int64_t width, int64_t first, uint32_t *panels,
                       int32_t *offset) {
-  uint32_t few[TILE];
   for (int64_t row = 0, stop; row < count; row = stop) {
     stop = less(count, row + width - (first + row) % width); /* as far as this panel goes */
-    uint32_t *panel = panels + (first + row) / width * width * words;
+    uint32_t *panel = panels + (first + row) / width * width * words + (first + row) % width;
     for (int64_t r = row; offset && r < stop; r++) offset[first + r] = 0;
     for (int64_t at = 0; at < words; at += TILE) {
       int64_t here = less(TILE, words - at);
-      for (int64_t r = row; r < stop; r++) {
-        uint32_t *to = panel + at * width + (first + r) % width;
-        memcpy(few, rows + 4 * (r * words + at), (size_t)(4 * here));
-        for (int64_t i = 0; i < here; i++) to[i * width] = few[i];
-        if (offset) offset[first + r] += 128 * sum_of_bytes(few, here);
-      }
+      const char *from = rows + 4 * (row * words + at);
+      transpose(from, 4 * words, stop - row, here, panel + at * width, width);
+      for (int64_t r = row; offset && r < stop; r++)
+        offset[first + r] += 128 * sum_of_bytes((const int8_t *)from + (r - row) * 4 * words, 4 * here);
     }
   }
 }
