@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from engine.threads import most_threads
+
 _READ_C = Path(__file__).parent / "read.c"
 _SWEEP = 2**28  # bytes that one reading of memory covers: more than caches hold
 
@@ -23,7 +25,7 @@ _SWEEP = 2**28  # bytes that one reading of memory covers: more than caches hold
 def machine() -> dict[str, str]:
     """Processor, threads, versions and commit."""
     return {
-        "machine": f"{processor()}, {torch.get_num_threads()} threads, {platform.system()}",
+        "machine": f"{processor()}, {most_threads()} threads, {platform.system()}",
         "versions": versions("torch", "transformers"),
         "commit": commit(),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -29,7 +29,8 @@ def way(k: int | str, proposer: str | None = None, most: int = 8) -> Speculation
 class Batch:
     """Some requests on their way through our engine, a step at a time. Its seconds are those of its own steps.
 
-    Greedy, to the last token; under a salt of its own nothing is cached from one batch to the next.
+    Greedy unless `sampling` says otherwise, to the last token; under a salt of its own nothing is cached from one batch
+    to the next.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class Batch:
         tokens: int,
         speculation: SpeculationParams,
         salt: str | None = None,
+        sampling: SamplingParams | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.seconds, self.num_tokens = 0.0, tokens
+        self.seconds, self.num_tokens, self._now = 0.0, tokens, clock
         self._clock = Clock.of(len(prompts), lambda: self.seconds)
         self._engine, self._done = engine, list[StepStats]()
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        sampling = replace(sampling or SamplingParams(), max_tokens=tokens, ignore_eos=True)
         salt = f"turn-{next(_salts)}" if salt is None else salt
         with self._counting():
             for i, prompt in enumerate(prompts):
@@ -76,9 +79,9 @@ class Batch:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        start = time.perf_counter()
+        start = self._now()
         yield
-        self.seconds += time.perf_counter() - start
+        self.seconds += self._now() - start
 
 
 def abreast(batches: Mapping[str, Batch]) -> dict[str, Turn]:

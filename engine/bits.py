@@ -9,8 +9,6 @@ a later start with more finds the same bits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +21,7 @@ from engine.batch import Feed
 from engine.errors import ModelError
 from engine.kv import KVArena, KVLayout
 from engine.runner import ModelRunner
+from engine.threads import exactly
 from engine.tiles import TILE, TiledRunner
 
 log = logging.getLogger(__name__)
@@ -78,6 +77,11 @@ def hold_bits(model: PreTrainedModel, layout: KVLayout) -> None:
     Raises:
         ModelError: they depend on something else all the same.
     """
+    with exactly(torch.get_num_threads()):  # not as many as are fastest
+        _hold_bits(model, layout)
+
+
+def _hold_bits(model: PreTrainedModel, layout: KVLayout) -> None:
     _refuse_experts(model)
     sound: dict[str, bool] = {}
     for name, module in list(model.named_modules()):
@@ -119,7 +123,7 @@ def is_independent(matmul: nn.Module) -> bool:
     inner = matmul.inner if isinstance(matmul, RowByRow) else matmul
     width = weight.shape[0 if isinstance(inner, Conv1D) else 1]
     mine, others = torch.randn(2, 1, TILE, width, generator=generator).to(weight)
-    with one_thread():
+    with exactly(1):
         want = matmul(mine)[0]
     moved = [matmul(mine.roll(shift, 1))[0].roll(-shift, 0) for shift in (0, *_SHIFTS)]
     everywhere = matmul(mine[:, :1].repeat(1, TILE, 1))[0]
@@ -144,17 +148,6 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute on one thread meanwhile."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _check_whole(model: PreTrainedModel, layout: KVLayout) -> None:
     """Norms, activations, attention, routers, heads: the logits of one sequence wherever it lies in its tiles."""
     arena = KVArena(layout, num_pages=TILE, page_size=TILE, device=model.device, spare_rows=TILE)
@@ -162,7 +155,7 @@ def _check_whole(model: PreTrainedModel, layout: KVLayout) -> None:
     runner = TiledRunner(ModelRunner(model, arena, attend), scratch=TILE)
     tokens = [(7 * i + 3) % runner.vocab_size for i in range(2 * TILE)]
     mine, other = tokens[:TILE], tokens[TILE:]
-    with one_thread():
+    with exactly(1):
         want = runner.forward([Feed(mine, 0, [0], TILE)])
     _check_equal(model, runner.forward([Feed(mine, 0, [0], TILE)]), want, "the number of threads")
     for shift in _SHIFTS:

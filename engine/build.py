@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine import attention
 from engine.adaptive import AdaptiveK
 from engine.bits import hold_bits
-from engine.checkpoint import read_config
+from engine.checkpoint import read_config, weights_size
 from engine.choices import Weights
 from engine.control import Late
 from engine.drafters import Drafters
@@ -27,8 +27,9 @@ from engine.intake import Limits
 from engine.kernels import has_triton
 from engine.kv import KVArena, KVLayout
 from engine.loops import rounds_for, wants_rounds
+from engine.mapped import Reading, told
 from engine.memory import GIB, kv_gib
-from engine.pack import keeps_rows_apart, pack
+from engine.pack import keeps_rows_apart, pack, runs_in_c
 from engine.pages import BlockPool
 from engine.place import Place
 from engine.precision import held_as
@@ -44,7 +45,7 @@ from engine.scheduler import Scheduler
 from engine.shards import ShardedRunner, check_shares, follow, share_of
 from engine.stack import stack
 from engine.text import Codec
-from engine.threads import cores, use_threads
+from engine.threads import cores, leave_to_pool, use_threads
 from engine.tiles import TILE, TiledRunner
 from engine.vocab import VocabMap, Vocabulary
 from engine.w4 import to_w4
@@ -75,7 +76,8 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
     draft = None
     if config.draft is not None:
         progress(f"loading draft {config.draft}")
-        draft = load(config, config.draft, config.draft_revision, config.draft_weights or config.weights, device)
+        weights = config.draft_weights or config.weights
+        draft = load(config, config.draft, config.draft_revision, weights, device, progress=progress)
     vocab = None if draft is None else match_vocabularies(config, target, draft)
     progress("allocating K/V")
     return assemble(config, target, draft, vocab=vocab, ranks=ranks)
@@ -111,17 +113,32 @@ def _load_target(
         progress(f"meeting {shares - 1} other ranks")
         ranks = Ranks.join(place, device)
     progress(f"loading target {config.target}")
-    return load(config, config.target, config.revision, config.weights, device, shares), ranks
+    return load(config, config.target, config.revision, config.weights, device, shares, progress), ranks
 
 
 def load(
-    config: EngineConfig, name: str, revision: str | None, weights: Weights, device: torch.device, shares: int = 1
+    config: EngineConfig,
+    name: str,
+    revision: str | None,
+    weights: Weights,
+    device: torch.device,
+    shares: int = 1,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> PreTrainedModel:
     """One model, its weights as asked, or rounded where that is how the checkpoint has them; or a share of it.
+
+    `progress` is told how many bytes have been read.
 
     Raises:
         ModelError: it cannot be loaded, or rounded ones are wanted where they cannot run.
     """
+    with told(Reading(f"loading {name}", partial(weights_size, name, revision), progress)):
+        return _load(config, name, revision, weights, device, shares)
+
+
+def _load(
+    config: EngineConfig, name: str, revision: str | None, weights: Weights, device: torch.device, shares: int
+) -> PreTrainedModel:
     held = held_as(config, name, revision, weights, device)
     log.info("%r is held in %s", name, held)
     if shares > 1:
@@ -225,7 +242,7 @@ def assemble(
         config.max_batch_tokens,
         proposers.draft_kv_users,
         proposers.draft_kv_sharers,
-        AdaptiveK(proposers.draft_kv_users),
+        AdaptiveK(proposers.draft_kv_users, proposers.finders),
         Late(AdaptiveK(proposers.draft_kv_users)),
         Prefill(config.max_step_ms / 1000),
     )
@@ -235,6 +252,8 @@ def assemble(
     mine = runners.get("model") if rides else None
     rounds = rounds_for(config, runner, mine, limits.max_model_len, frozenset(rides), ops)
     dtype = str(target.dtype).removeprefix("torch.")
+    if all(map(runs_in_c, (target, *drafters.models.values()))):
+        leave_to_pool()
     return Engine(config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""Practice before the first request: what steps of several shapes cost, so that the first ones are planned well."""
+"""Practice before the first request: what steps of several shapes cost, and how many drafts of a text are kept."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Shape:
 SHAPES = (
     Shape(1, 0, 16),
     Shape(1, 4, 16),
+    Shape(1, 8, 128, 12),
     Shape(8, 0, 16),
     Shape(8, 4, 16),
     Shape(1, 4, 512),
@@ -43,23 +44,30 @@ SHAPES = (
 _GREEDY = SamplingParams()
 
 
-def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter) -> None:
-    """Run shapes until the time is over; a shape that has begun is finished. For an idle engine."""
+def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter, text: Seq[int] = ()) -> None:
+    """Run shapes until the time is over; a shape that has begun is finished. For an idle engine.
+
+    Prompts are parts of `text`. Without one they are of tokens that mean nothing, and so is what drafts of them bring.
+    """
     assert not engine.has_work, "calibration is for an idle engine"
     start = clock()
     for shape in SHAPES:
         if clock() - start >= seconds:
             break
-        _run(engine, shape)
+        _run(engine, shape, text)
     engine.end_practice()
 
 
-def _run(engine: Engine, shape: Shape) -> None:
+def _run(engine: Engine, shape: Shape, text: Seq[int]) -> None:
     prompt = min(shape.prompt, engine.max_model_len - 2)
-    run(engine, [prompt] * min(shape.batch, engine.config.max_batch_size), shape.num_draft, shape.steps)
+    batch = min(shape.batch, engine.config.max_batch_size)
+    run(engine, [prompt] * batch, shape.num_draft, shape.steps, text=text)
 
 
-def run(engine: Engine, prompts: Seq[int], num_draft: int, steps: int, sampling: SamplingParams = _GREEDY) -> None:
+def run(
+    engine: Engine, prompts: Seq[int], num_draft: int, steps: int, sampling: SamplingParams = _GREEDY,
+    text: Seq[int] = (),
+) -> None:  # fmt: skip
     """Prompts of these sizes, so many steps, and the end: whether drafts are kept does not decide how long it takes."""
     mode = SpeculationMode.FIXED if num_draft else SpeculationMode.OFF
     speculation = SpeculationParams(mode=mode, num_draft_tokens=num_draft)
@@ -71,7 +79,7 @@ def run(engine: Engine, prompts: Seq[int], num_draft: int, steps: int, sampling:
         most = min((reading + steps) * (1 + num_draft), engine.max_model_len - prompt)  # room for drafts in every step
         sampled = replace(sampling, max_tokens=most, ignore_eos=True)
         request = Request(
-            request_id=name, token_ids=tuple((7 * j + i) % engine.vocab_size for j in range(prompt)),
+            request_id=name, token_ids=_prompt(engine, i, prompt, text),
             sampling=sampled, speculation=speculation, cache_salt=name + salt,
         )  # fmt: skip
         engine.add(request)
@@ -82,3 +90,10 @@ def run(engine: Engine, prompts: Seq[int], num_draft: int, steps: int, sampling:
         if engine.has_work:
             engine.step()
     engine.finish_all(FinishReason.CANCELLED)
+
+
+def _prompt(engine: Engine, number: int, length: int, text: Seq[int]) -> tuple[int, ...]:
+    """The text from a place that differs from prompt to prompt, going round where it ends."""
+    if not text:
+        return tuple((7 * j + number) % engine.vocab_size for j in range(length))
+    return tuple(text[(97 * number + j) % len(text)] for j in range(length))

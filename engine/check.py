@@ -159,7 +159,7 @@ def environment(config: EngineConfig) -> Iterator[tuple[str, str]]:
     allowed = quota()
     limit = "" if allowed is None else f", quota {allowed:g} (cgroup)"
     threads = config.threads or cores()
-    yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}{limit}; {threads} threads"
+    yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}{limit}; at most {threads} threads"
     limit = _cgroup("memory.max")
     yield (
         "memory",

@@ -38,6 +38,10 @@ _FAULTS = (
 )
 # As headers of safetensors call them.
 _STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_LENGTH, _ABOUT = (
+    8,
+    "__metadata__",
+)  # bytes of a safetensors file that say how long its header is; its entry that is no tensor
 _LONGEST_COMPLAINT = 300  # characters; some of theirs list every class they know
 
 
@@ -159,6 +163,31 @@ def check_weights(name: str) -> None:
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         found = f"only {pickles[0]}, which may run code when it is read" if pickles else "no weights"
         raise ModelError(f"model {name!r} has {found}; expected *.safetensors")
+    for path in sorted(folder.glob("*.safetensors")):
+        check_whole(path)
+
+
+def check_whole(path: Path) -> None:
+    """Refuse a file that ends before its tensors do, as one whose copy was broken off."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = _LENGTH + int.from_bytes(file.read(_LENGTH), "little")
+        if start > size:
+            raise ModelError(f"{path} is cut short: its header ends at byte {start}, the file at {size}")
+        try:
+            tensors: dict[str, Any] = json.loads(file.read(start - _LENGTH))
+            ends = sorted((start + entry["data_offsets"][1], key) for key, entry in tensors.items() if key != _ABOUT)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise ModelError(f"{path} is no safetensors file: its header cannot be read ({error!r})") from error
+    for end, key in ends:
+        if end > size:
+            raise ModelError(f"{path} is cut short: {key} ends at byte {end}, the file at {size}")
+
+
+def weights_size(name: str, revision: str | None) -> int:
+    """Bytes of the safetensors of a checkpoint, as far as they are here."""
+    found = cached_file(name, "config.json", revision=revision)
+    return sum(path.stat().st_size for path in Path(str(found)).parent.glob("*.safetensors"))
 
 
 def check_complete(name: str, report: Mapping[str, Collection[Any]]) -> None:

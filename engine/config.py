@@ -49,7 +49,7 @@ class EngineConfig(Bounds):
         description="Who drafts: auto, model, self, eagle, medusa, suffix, ngram or none, as far as loaded; "
         "default auto with a draft model, else ngram.",
     )
-    num_draft_tokens: int = Field(4, ge=0, le=MAX_NUM_DRAFT, description="Most drafts per sequence and step (K).")
+    num_draft_tokens: int = Field(8, ge=0, le=MAX_NUM_DRAFT, description="Most drafts per sequence and step (K).")
     speculation: SpeculationMode = Field(SpeculationMode.AUTO, description="How K is chosen: auto, fixed or off.")
     verification: Verification = Field(Verification.COUPLED, description="Exact rule that keeps or drops drafts.")
     max_model_len: int | None = Field(None, ge=2, description="Most tokens of prompt and output; default the model's.")
@@ -90,7 +90,8 @@ class EngineConfig(Bounds):
     threads: int | None = Field(
         None,
         ge=1,
-        description="Compute threads; default the cores this process may use, or its part of them with other ranks.",
+        description="Compute threads, at most: on a CPU as many take part as are fastest; default the cores that this "
+        "process may use, or its part of them with other ranks.",
     )
     tensor_parallel_size: int = Field(
         1,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.gain import Gain
 from engine.goodput import Load
-from engine.probing import Probing
 from engine.types import Sequence, SpeculationMode
 
 _NEAR = 4  # tokens that a draft model has missed are fed in a pass that hardly costs more for them
@@ -28,7 +28,6 @@ class Round:
     other_seconds: float
     has_prompts: bool  # others fed prompts in the same pass
     rows: int | None = None  # of the target's pass, where some were fed that count for nobody
-    is_probe: bool = False  # what control said of this choice when it made it (`Late`)
 
     @property
     def seconds(self) -> float:
@@ -59,21 +58,29 @@ class Control(Protocol):
         ...
 
     def begin(self) -> None:
-        """What was learned so far was practice: its costs are true, its drafts and its gain are not."""
+        """What was learned so far was practice: its costs and its priors stay, its gain does not."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over."""
         ...
 
+    def state(self) -> dict[str, Any]:
+        """What outlives the process, as JSON can hold it."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Begin with what an earlier process knew. Raises ValueError, KeyError or TypeError where it is no `state`."""
+        ...
+
 
 class FixedK:
     """As many as each may have, whatever they cost."""
 
-    is_probing = False
+    is_exploring = False
 
     def __init__(self) -> None:
-        self.gain, self.probing = Gain(), Probing()  # nothing of which is ever spent
+        self.gain = Gain()
 
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
         """First come, first served."""
@@ -88,31 +95,32 @@ class FixedK:
     def forget(self, sequence: Sequence) -> None:
         """Nothing to forget."""
 
+    def state(self) -> dict[str, Any]:
+        """Nothing to keep."""
+        return {}
 
-class Probes(Control, Protocol):
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing to begin with."""
+
+
+class Explorer(Control, Protocol):
     """A control that now and then asks for drafts only to find out whether they would pay."""
 
-    probing: Probing
-
-
-class RoundControl(Control, Protocol):
-    """Chooses K for rounds."""
-
     @property
-    def is_probing(self) -> bool:
-        """Whether what was chosen last is only to find out whether drafts would pay."""
+    def is_exploring(self) -> bool:
+        """Whether the latest choice is such a one."""
         ...
 
 
 class Late:
-    """A control that hears of a choice only when the next one is made already, as of rounds on the device.
+    """Adapts a control to delayed feedback: it hears of a choice only when the next one is made, as of rounds.
 
-    What it is told of a round is said to be of the kind that the round was. And where it wants a plain step after
-    steps with drafts, the choice before holds once more until that step is known: it would want a second one.
+    After a requested plain step the choice before it repeats once, until that step is known: else a second one would
+    be requested.
     """
 
-    def __init__(self, inner: Probes) -> None:
-        self._inner, self.is_probing = inner, False
+    def __init__(self, inner: Explorer) -> None:
+        self._inner = inner
         self._last: dict[Sequence, int] = {}  # chosen last, as far as there were drafts
         self._held: dict[Sequence, int] | None = None  # the same, from before the plain step that is not known yet
 
@@ -124,22 +132,18 @@ class Late:
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
         """The inner one's choice, or the one before."""
         if self._held is not None:
-            held, self._held, self.is_probing = self._held, None, False
+            held, self._held = self._held, None
             return within([min(n, held.get(s, 0)) for s, n in zip(sequences, limits, strict=True)], budget)
         chosen = self._inner.choose(sequences, limits, budget, prompt_rows)
-        self.is_probing = self._inner.probing.is_now
         if not any(chosen):
             self._held = self._last or None
-        drafts = any(chosen) and not self.is_probing
+        drafts = any(chosen) and not self._inner.is_exploring
         self._last = dict(zip(sequences, chosen, strict=True)) if drafts else {}
         return chosen
 
     def learn(self, done: Round) -> None:
-        """As the inner one, whose latest choice was another."""
-        probing = self._inner.probing
-        latest, probing.is_now = probing.is_now, done.is_probe
+        """As the inner one."""
         self._inner.learn(done)
-        probing.is_now = latest
 
     def begin(self) -> None:
         """As the inner one."""
@@ -152,6 +156,14 @@ class Late:
         self._last.pop(sequence, None)
         if self._held is not None:
             self._held.pop(sequence, None)
+
+    def state(self) -> dict[str, Any]:
+        """As the inner one."""
+        return self._inner.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """As the inner one."""
+        self._inner.restore(state)
 
 
 def within(limits: Seq[int], budget: int) -> list[int]:

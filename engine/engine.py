@@ -57,8 +57,8 @@ class Engine(Standing):
         rounds: Rounds | None = None,  # None: every sequence decodes in plain steps
         dtype: str = "float32",
     ) -> None:
-        super().__init__(limits, Intake(config, limits, proposers.names), proposers, scheduler)
-        self.config, self._clock, self._rounds = config, clock, rounds or NoRounds()
+        super().__init__(config, limits, Intake(config, limits, proposers.names), proposers, scheduler, clock)
+        self._rounds: Rounds = rounds or NoRounds()
         self.dtype = dtype  # of the target's activations and K/V
         self._passes = Passes(target, proposers)
         self.control, self.round_control = scheduler.control, scheduler.round_control
@@ -277,9 +277,11 @@ class Engine(Standing):
         self._rounds.record(progress, sizes, ks)
 
     def rest(self) -> None:
-        """For an idle engine, now and then: what was missed is there the next time."""
+        """For an idle engine, now and then: what was missed is there the next time, and what was learned is kept."""
         assert not self._live, "who has requests does not rest"
         self._rounds.rest()
+        if self._keeps_at is not None and self._clock() >= self._keeps_at:
+            self.keep_learned()
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -300,7 +302,7 @@ class Engine(Standing):
         self.warm_up()
 
     def end_practice(self) -> None:
-        """What steps cost is known now; what they brought was not asked for."""
+        """What steps cost and how drafts do is known now; what that gained was not asked for."""
         self.control.begin()
         self.round_control.begin()
 

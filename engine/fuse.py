@@ -19,6 +19,7 @@ from engine.attention.registry import Ragged
 from engine.batch import Feed, RaggedBatch
 from engine.int8 import Int8Linear
 from engine.kv import KVArena, KVLayout
+from engine.mapped import let_go
 from engine.native import Rows, rows_for
 from engine.trial import agree, random_rows
 
@@ -105,6 +106,8 @@ def _joined_linear(parts: list[nn.Linear]) -> nn.Linear:
     joined.weight = nn.Parameter(torch.cat([part.weight.detach() for part in parts]), requires_grad=False)
     if parts[0].bias is not None:
         joined.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
+    for part in parts:
+        let_go(part.weight)
     return joined
 
 

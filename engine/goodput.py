@@ -11,11 +11,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from engine.acceptance import Bools, Ints
 from engine.prices import Floats, Prices, quantities, with_rows
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,42 +48,36 @@ class Offer:
     """The drafts that one proposer could make, `[sequences, depth]` each; `limits` says how deep each may go."""
 
     limits: Ints  # [sequences]
-    rows: Floats  # chance that a draft is returned, and so fed
     tokens: Floats  # chance that it is kept
     seconds: Floats  # what making it adds
     a_call: float  # seconds of asking at all
     contexts: Floats  # [sequences]
 
-    def best(self, load: Load, target: Prices, budget: int, *, modesty: float = 1.0) -> Choice:
-        """As many slots, from the likeliest on, as make the rate highest, or most that reach this share of it."""
+    def best(self, load: Load, target: Prices, budget: int) -> Choice:
+        """As many slots, from the likeliest on, as make the rate highest."""
         sums = self._sums(load, budget)
         steady = np.maximum(_pass_seconds(target, load, sums) + sums.seconds, 1e-9)
         rates = sums.tokens / steady
-        count = int(np.flatnonzero(rates >= modesty * rates.max())[-1])
-        gain = float(rates.max() / rates[0])
+        count = int(rates.argmax())
+        gain = float(rates[count] / rates[0])
         if load.prompt_rows and count:
             # Beside prompts a second is worth what it would bring in a step without them; rows cost what they add.
             beside = replace(sums, rows=sums.rows + load.prompt_rows)
             value = sums.tokens - rates[count] * (_pass_seconds(target, load, beside) + sums.seconds)
             count = int(value.argmax())
-        return self._choice(load, sums, count, gain, float(steady[count] - steady[0]))
+        return self._choice(load, sums, count, gain, steady)
 
     def all_of(self, load: Load, target: Prices, budget: int) -> Choice:
         """Every slot, whether it pays or not."""
         sums = self._sums(load, budget)
-        seconds = _pass_seconds(target, load, sums) + sums.seconds
-        return self._choice(load, sums, len(sums.order), 1.0, float(seconds[-1] - seconds[0]))
+        seconds = np.maximum(_pass_seconds(target, load, sums) + sums.seconds, 1e-9)
+        return self._choice(load, sums, len(sums.order), 1.0, seconds)
 
-    def hoping(self, chance: float) -> Offer:
-        """The same if each draft were returned, and kept with this chance."""
-        kept = np.broadcast_to(chance ** np.arange(1, self.tokens.shape[1] + 1), self.tokens.shape)
-        return replace(self, rows=np.ones_like(self.rows), tokens=kept)
-
-    def cheapest(self, count: int, depth: int) -> Offer:
-        """Some drafts alone, for those sequences that cost least to draft for."""
+    def shallow(self, these: Bools, count: int) -> Offer:
+        """One draft each alone, for those `count` of these sequences that cost least to draft for."""
         limits = np.zeros_like(self.limits)
-        chosen = np.argsort(self.seconds[:, 0], kind="stable")[:count]
-        limits[chosen] = np.minimum(self.limits[chosen], depth)
+        order = np.argsort(np.where(these, self.seconds[:, 0], np.inf), kind="stable")[:count]
+        limits[order] = np.minimum(self.limits[order], 1)
         return replace(self, limits=limits)
 
     def _sums(self, load: Load, budget: int) -> _Sums:
@@ -98,12 +90,12 @@ class Offer:
         return _Sums(
             order=order,
             tokens=_growing(load.tokens, self.tokens.ravel()[order]),
-            rows=_growing(load.rows, self.rows.ravel()[order]),
-            attended=_growing(load.attended, (self.rows * self.contexts[:, None]).ravel()[order]),
+            rows=load.rows + np.arange(len(order) + 1.0),
+            attended=_growing(load.attended, self.contexts[order // self.tokens.shape[1]]),
             seconds=seconds,
         )
 
-    def _choice(self, load: Load, sums: _Sums, count: int, gain: float, extra_seconds: float) -> Choice:
+    def _choice(self, load: Load, sums: _Sums, count: int, gain: float, seconds: Floats) -> Choice:
         after = replace(
             load,
             rows=float(sums.rows[count]),
@@ -112,7 +104,8 @@ class Offer:
             seconds=float(sums.seconds[count]),
         )
         num_draft = np.bincount(sums.order[:count] // self.tokens.shape[1], minlength=len(self.limits))
-        return Choice(num_draft, after, gain, extra_seconds)
+        loss = seconds[count] - seconds[0] * sums.tokens[count] / sums.tokens[0]
+        return Choice(num_draft, after, gain, float(loss))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +119,6 @@ class _Sums:
     seconds: Floats
 
 
-def _pass_seconds(target: Prices, load: Load, sums: _Sums) -> Floats:
-    """Of the target's pass."""
-    each, per_row = target.context
-    fixed = target.a_pass + target.a_sequence * load.sequences + each * load.context
-    return fixed + per_row * sums.attended + target.rows(sums.rows)
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How many drafts for each sequence of an offer, and what that comes to."""
@@ -140,7 +126,14 @@ class Choice:
     num_draft: Ints  # [sequences]
     load: Load
     gain: float  # of the best number of drafts over none, in tokens per second, without prompts
-    extra_seconds: float  # of this number, over none
+    loss: float  # seconds that this number takes beyond what its tokens would take without
+
+
+def _pass_seconds(target: Prices, load: Load, sums: _Sums) -> Floats:
+    """Of the target's pass."""
+    each, per_row = target.context
+    fixed = target.a_pass + target.a_sequence * load.sequences + each * load.context
+    return fixed + per_row * sums.attended + target.rows(sums.rows)
 
 
 def _growing(first: float, added: Floats) -> Floats:
@@ -149,21 +142,21 @@ def _growing(first: float, added: Floats) -> Floats:
 
 
 def drafting_seconds(
-    prices: Prices, chances: Floats, contexts: Floats, unseen: Floats, rounds: Floats, share: float
+    prices: Prices, chances: Floats, contexts: Floats, unseen: Floats, rounds: Floats, is_found: Bools
 ) -> Floats:
     """What making each draft adds, `[sequences, depth]`, in the order in which `Offer.best` takes them.
 
-    A draft at depth d joins the d-th pass of the draft model, which is paid for by the first to need it. A share of
-    the sequences needs no pass: what they get was looked up. `unseen` tokens have to be fed before the first draft;
-    that is an investment, spread over so many `rounds`.
+    A draft at depth d joins the d-th pass of the draft model, which is paid for by the first to need it. Drafts that
+    were found need no pass. `unseen` tokens have to be fed before the first draft; that is an investment, spread over
+    so many `rounds`.
     """
-    asked = np.arange(len(chances) + 1)
-    busy = 1 - (1 - share) ** asked  # chance that anyone needs the pass
-    width = asked * share / np.maximum(busy, 1e-9)
-    passes = busy * (prices.a_pass + prices.rows(width)) + asked * share * prices.a_sequence
-    ranks = np.argsort(np.argsort(-chances, 0, "stable"), 0, "stable")
+    thinking = ~is_found
+    width = np.arange(int(thinking.sum()) + 1.0)
+    passes = np.where(width > 0, prices.a_pass + prices.rows(width), 0.0) + width * prices.a_sequence
+    ranks = np.argsort(np.argsort(-chances[thinking], 0, "stable"), 0, "stable")
     per_token, _ = prices.context
-    seconds = np.diff(passes)[ranks] + (share * per_token * contexts)[:, None]
+    seconds = np.zeros_like(chances)
+    seconds[thinking] = np.diff(passes)[ranks] + (per_token * contexts[thinking])[:, None]
     catch_up = prices.rows(1 + unseen) - prices.rows(np.ones(1))
-    seconds[:, 0] += prices.an_asked_one + share * catch_up / rounds
+    seconds[:, 0] += prices.an_asked_one + np.where(thinking, catch_up / rounds, 0.0)
     return seconds

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.int8 import OFFSET, Int8Linear, Packed
-from engine.native import PackedMatrix, multiplies
+from engine.native import PackedMatrix, multiplies, round4, rounds
 
 GROUP = 64  # inputs
 # Where squares of errors are least for normal numbers, 64 of them scaled by their largest (Lloyd 1982), in 127ths.
@@ -28,8 +28,14 @@ def fits(weight: Tensor) -> bool:
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Floats `[out, in]` -> levels uint8 `[out, in / 2]`, two in a byte, the first one low; scale `[out, in / 64]`."""
-    parts = [_round(part.detach().float()) for part in weight.split(_CHUNK)]
+    """Floats `[out, in]` -> levels uint8 `[out, in / 2]`, two in a byte, the first one low; scale `[out, in / 64]`.
+
+    In C or in torch the bits are the same. A scale is not finite where a number of its group is not.
+    """
+    if rounds(weight):
+        return round4(weight.detach(), LEVELS)
+    floats = (part.detach().float().contiguous() for part in weight.split(_CHUNK))
+    parts = [round4(part, LEVELS) if rounds(part) else _round(part) for part in floats]
     return torch.cat([levels for levels, _ in parts]), torch.cat([scale for _, scale in parts])
 
 
@@ -40,9 +46,17 @@ def _round(weight: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.bucketize(groups / scale, (levels[1:] + levels[:-1]) / 2)
     chosen = levels[index]
     # The scale that suits the chosen levels best, by least squares.
-    scale = (groups * chosen).sum(-1) / (chosen * chosen).sum(-1)
+    scale = _sum(groups * chosen) / _sum(chosen * chosen)
     pairs = index.flatten(1).to(torch.uint8).unflatten(1, (-1, 2))
     return pairs[..., 0] | pairs[..., 1] << 4, scale
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Over the last dimension, of 64 numbers, by halves: torch's own order hangs on the processor's vectors."""
+    while x.shape[-1] > 1:
+        first, second = x.chunk(2, -1)
+        x = first + second
+    return x[..., 0]
 
 
 def levels_of(packed: Tensor) -> Tensor:
@@ -93,10 +107,10 @@ class Int4Linear(Int8Linear):
         """See `Int8Linear.joined`."""
         return cast("Int4Linear", super().joined(parts))
 
-    def _packed_of(self, weight: Tensor) -> Packed:
+    def _packed_of(self, parts: Seq[Tensor]) -> Packed:
         if multiplies(torch.uint8):
-            return PackedMatrix.of_levels(weight, self.scale, self.bias, LEVELS)
-        return Portable(weight, self.scale, self.bias)
+            return PackedMatrix.of_levels(parts, self.scale, self.bias, LEVELS)
+        return Portable(torch.cat([*parts]), self.scale, self.bias)
 
 
 def has_int4(model: nn.Module) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.mapped import let_go
-from engine.native import PackedMatrix, multiplies, rows_for
+from engine.native import PackedMatrix, multiplies, round8, rounds, rows_for
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def kernel() -> Kernel:
         found = OneDNN()
         if _is_right(found):
             return found
-        log.warning("int8: oneDNN's integer sums overflow on this CPU; using plain torch, which is slow")
+        log.warning("int8: oneDNN's sums overflow on this CPU, and there is no C compiler; plain torch serves, slowly")
     except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
         log.warning("int8: torch's oneDNN operators cannot be used here (%r); using plain torch, which is slow", error)
     return Portable()
@@ -112,9 +112,21 @@ def _is_right(candidate: Kernel) -> bool:
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix `[out, in]` of any float type -> int8 of the same shape, float32 scale `[out]`; a few rows at a time."""
-    parts = [_round(part.detach().float()) for part in weight.split(_CHUNK)]
-    return torch.cat([rows for rows, _ in parts]).to(torch.int8), torch.cat([scale[:, 0] for _, scale in parts])
+    """A matrix `[out, in]` of any float type -> int8 of the same shape, float32 scale `[out]`; a few rows at a time.
+
+    In C or in torch the bits are the same. The scale of a row is not finite where one of its numbers is not.
+    """
+    if rounds(weight):
+        return round8(weight.detach())
+    parts = [_round_part(part.detach().float().contiguous()) for part in weight.split(_CHUNK)]
+    return torch.cat([rows for rows, _ in parts]), torch.cat([scale for _, scale in parts])
+
+
+def _round_part(part: Tensor) -> tuple[Tensor, Tensor]:
+    if rounds(part):
+        return round8(part)
+    rounded, scale = _round(part)
+    return rounded.to(torch.int8), scale[:, 0]
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,29 +201,35 @@ class Int8Linear(nn.Module):
         """One matrix of several that read the same rows: every output has a scale of its own, so nothing is rounded."""
         weights, biases = [part.weight_int8 for part in parts], [part.bias for part in parts]
         assert all(w is not None for w in weights), "already packed"
-        has_bias = all(bias is not None for bias in biases)
+        has_bias, unpacked = all(bias is not None for bias in biases), cast("list[Tensor]", weights)
+        shape = sum(map(len, unpacked)), unpacked[0].shape[1]
         made = cls(
-            torch.cat(cast("list[Tensor]", weights)),
+            torch.empty(shape, dtype=unpacked[0].dtype, device="meta"),
             torch.cat([part.scale for part in parts]),
             torch.cat(cast("list[Tensor]", biases)) if has_bias else None,
             parts[0].dtype,
         )
-        for weight in cast("list[Tensor]", weights):
-            let_go(weight)
+        made._keep_packed(unpacked)
         return made
 
     def pack(self) -> Packed:
         """Bring the weight into the form that is multiplied, once, and let go of the plain one."""
         if self.packed is None:
-            weight, self.weight_int8 = self.weight_int8, None
-            assert weight is not None
-            self.packed = self._packed_of(weight)
-            let_go(weight)
+            assert self.weight_int8 is not None
+            return self._keep_packed([self.weight_int8])
         return self.packed
 
-    def _packed_of(self, weight: Tensor) -> Packed:
+    def _keep_packed(self, parts: Seq[Tensor]) -> Packed:
+        self.weight_int8, self.packed = None, self._packed_of(parts)
+        for part in parts:
+            let_go(part)
+        return self.packed
+
+    def _packed_of(self, parts: Seq[Tensor]) -> Packed:
         is_ours = multiplies(torch.int8) and rows_for(torch.float32, self.in_features) is not None
-        return (PackedMatrix.of if is_ours else _Packed)(weight, self.scale, self.bias)
+        if is_ours:
+            return PackedMatrix.of(parts, self.scale, self.bias)
+        return _Packed(torch.cat([*parts]), self.scale, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""

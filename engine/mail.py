@@ -62,7 +62,6 @@ class Share:
     asked: int
     num_draft: int
     in_step: bool
-    is_probe: bool
 
     def land(self, row: list[int]) -> Landing:
         """Move the sequence's cursors past what the round brought it: `row` of the mail."""

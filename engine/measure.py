@@ -12,6 +12,7 @@ from typing import TypedDict
 from engine.control import Round
 from engine.judge import Fed, Outcome
 from engine.mail import Landed
+from engine.native import threads_in_use
 from engine.proposers import Proposal
 from engine.scheduler import Scheduler, StepPlan, Work
 from engine.stats import Forward, StepStats
@@ -73,6 +74,7 @@ def measure(
         prefix_lookups=plan.prefix_lookups,
         prefix_hits=plan.prefix_hits,
         draft_failures=draft_failures,
+        threads=threads_in_use(),
         spec_gain=scheduler.gain,
         **_load(scheduler),
     )

@@ -83,6 +83,16 @@ def keeps_rows_apart(model: nn.Module) -> bool:
     return not _has_experts(model) and not any(isinstance(module, MATMULS) for module in model.modules())
 
 
+def runs_in_c(model: PreTrainedModel) -> bool:
+    """Whether our C multiplies all matrices of `model`, and so leaves little to torch."""
+    matmuls = [module for module in model.modules() if isinstance(module, Int8Linear)]
+    return (
+        model.device.type == "cpu"
+        and keeps_rows_apart(model)
+        and all(isinstance(matmul.pack(), PackedMatrix) for matmul in matmuls)
+    )
+
+
 def _has_experts(model: nn.Module) -> bool:
     """Stacked matrices, which the model multiplies itself."""
     return any(weight.ndim > 2 for weight in model.parameters())

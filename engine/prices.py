@@ -10,7 +10,9 @@ itself alone, along its own direction (directional forgetting, Kulhavy 1987).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,10 @@ NUM_QUANTITIES = _FIRST_RAMP + len(_WIDTHS)
 _KEEP = 0.99  # of what was known along a measurement's direction: half is forgotten in 69 measurements
 _LEAST, _MOST = 0.3, 2.0  # a measurement beyond these multiples of what was expected counts as one of them
 _IMPROVE_EVERY, _YOUNG = 2, 64  # measurements
+_RIDGE, _SMOOTH = (
+    0.01,
+    0.3,
+)  # of a measurement's: how much it weighs that a price is 0, and that of a row its neighbour's
 
 
 def quantities(
@@ -33,7 +39,7 @@ def quantities(
 ) -> Floats:
     """All but rows, which `with_rows` adds. `context`: tokens with K/V, each once; `attended`: once per row."""
     found = np.zeros(NUM_QUANTITIES)
-    found[:_FIRST_RAMP] = calls, passes, asked, sequences, context / 1024, attended / 1024
+    found[:_FIRST_RAMP] = passes, calls, asked, sequences, context / 1024, attended / 1024
     return found
 
 
@@ -52,9 +58,28 @@ class Prices:
         self.most_rows = 0.0  # of any pass, up to the next knot
         self._values = np.zeros(NUM_QUANTITIES)
         self._curve = np.zeros(len(KNOTS))
-        # Normal equations of the fit; at first a weak belief that nothing costs anything.
-        self._information = np.eye(NUM_QUANTITIES)
+        # Normal equations of the fit.
+        self._information = _belief()
         self._moments = np.zeros(NUM_QUANTITIES)
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> Prices:
+        """As a `state` has them. Raises ValueError, KeyError or TypeError where it is none."""
+        prices = cls()
+        prices.count, prices.most_rows = int(state["count"]), float(state["most_rows"])
+        fit = {name: np.array(state[name], float) for name in ("values", "information", "moments")}
+        shapes = {"values": (NUM_QUANTITIES,), "information": (NUM_QUANTITIES,) * 2, "moments": (NUM_QUANTITIES,)}
+        sound = all(fit[name].shape == shape and np.isfinite(fit[name]).all() for name, shape in shapes.items())
+        if not sound or (fit["values"] < 0).any() or not (np.diagonal(fit["information"]) > 0).all():
+            raise ValueError("expected prices")
+        prices._values, prices._information, prices._moments = fit.values()
+        prices._draw_curve()
+        return prices
+
+    def state(self) -> dict[str, Any]:
+        """All that is known, as JSON can hold it."""
+        fit = {"values": self._values, "information": self._information, "moments": self._moments}
+        return {"count": self.count, "most_rows": self.most_rows} | {name: x.tolist() for name, x in fit.items()}
 
     def of(self, work: Floats) -> float:
         """Seconds that `work` is expected to take."""
@@ -68,12 +93,12 @@ class Prices:
     @property
     def a_call(self) -> float:
         """Seconds of asking for anything at all."""
-        return float(self._values[0])
+        return float(self._values[1])
 
     @property
     def a_pass(self) -> float:
         """Seconds of a pass before its first row."""
-        return float(self._values[1])
+        return float(self._values[0])
 
     @property
     def an_asked_one(self) -> float:
@@ -100,7 +125,7 @@ class Prices:
         self._forget(work)
         scale = 1 / seconds if not self.count else 1 / max(expected, 0.1 * seconds)
         if not self.count:
-            self._information *= (scale * 0.01) ** 2
+            self._information = scale**2 * _belief()
         self._information += np.outer(work, work) * scale**2
         self._moments += work * (seconds * scale**2)
         self.count += 1
@@ -120,7 +145,7 @@ class Prices:
         """One round of coordinate descent toward the best fit among prices that are not negative.
 
         It starts where the last one ended, and a pass's own price comes first: whoever has seen one size alone
-        believes that all cost the same, tries others, and learns.
+        believes that all cost the same, and that drafts which need no pass are free; tries others, and learns.
         """
         values, slopes = self._values, self._information @ self._values - self._moments
         for i, curvature in enumerate(self._information.diagonal().tolist()):
@@ -129,4 +154,17 @@ class Prices:
                 change = max(change, -float(values[i]))
                 values[i] += change
                 slopes += change * self._information[i]
-        self._curve[1:] = np.cumsum(values[_FIRST_RAMP:] * _WIDTHS)
+        self._draw_curve()
+
+    def _draw_curve(self) -> None:
+        self._curve[1:] = np.cumsum(self._values[_FIRST_RAMP:] * _WIDTHS)
+
+
+def _belief() -> Floats:
+    """The information before any measurement: weakly, nothing costs anything; and rows go on costing what they did."""
+    found = np.eye(NUM_QUANTITIES) * _RIDGE**2
+    for i in range(len(_WIDTHS) - 1):
+        change = np.zeros(NUM_QUANTITIES)
+        change[_FIRST_RAMP + i : _FIRST_RAMP + i + 2] = _SMOOTH * _WIDTHS[i], -_SMOOTH * _WIDTHS[i]
+        found += np.outer(change, change)
+    return found

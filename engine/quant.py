@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from engine import fp8, w4
 from engine.activations import make_row_wise
 from engine.attention.registry import ATTENTION_NAME
-from engine.checkpoint import read_config, told_as_model_error
+from engine.checkpoint import check_whole, read_config, told_as_model_error
 from engine.choices import Rounded, Weights
 from engine.errors import ModelError
 from engine.int4 import GROUP, Int4Linear, fits
@@ -49,6 +49,9 @@ def quantise(model: PreTrainedModel, weights: Rounded = "int8") -> None:
     In int4 the head is in int8 all the same, and so are matrices that are not of whole groups.
 
     Rounding makes a step of 1/127 of a last bit, so what lies between the matmuls may not depend on batch mates either.
+
+    Raises:
+        ModelError: a weight has a number that is not finite.
     """
     make_row_wise(model)
     head = model.get_output_embeddings()
@@ -59,7 +62,10 @@ def quantise(model: PreTrainedModel, weights: Rounded = "int8") -> None:
         dtype = torch.float32 if module is head else None
         weight = matrix(module)
         rounded = Int4Linear if weights == "int4" and module is not head and fits(weight) else Int8Linear
-        model.set_submodule(name, rounded.of(weight, module.bias, dtype))
+        made = rounded.of(weight, module.bias, dtype)
+        if not made.scale.isfinite().all():
+            raise ModelError(f"{name}.weight has a number that is not finite")
+        model.set_submodule(name, made)
         let_go(weight)
 
 
@@ -125,7 +131,7 @@ def load_quantised(name: str, revision: str | None, dtype: torch.dtype, weights:
             tensors = load_model(name, revision, "auto", torch.device("cpu")).state_dict()
         prepare(config)
         model = skeleton(config, dtype)
-    _fill(model, tensors, name, dtype)
+        _fill(model, tensors, name, dtype)
     quantise(model, weights)
     return model
 
@@ -156,8 +162,11 @@ def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], name: str, dtyp
         path, _, kind = key.rpartition(".")
         if kind in _KINDS:
             weight, scale, bias = floats.pop(key), floats.pop(f"{path}.{_SCALE}"), floats.pop(f"{path}.bias", None)
-            is_head = model.get_submodule(path) is model.get_output_embeddings()
-            model.set_submodule(path, _KINDS[kind](weight, scale, bias, torch.float32 if is_head else None))
+            module = model.get_submodule(path)
+            dtype_of_out = torch.float32 if module is model.get_output_embeddings() else None
+            made = _KINDS[kind](weight, scale, bias, dtype_of_out)
+            _check_shape(key, made, cast("nn.Linear | Conv1D", module))
+            model.set_submodule(path, made)
     wanted = model.state_dict()
     missing = sorted(wanted.keys() - floats.keys())
     if missing:
@@ -166,13 +175,29 @@ def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], name: str, dtyp
     for path, module in model.named_modules():
         if not _is_matmul(path, module):
             for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.to(dtype)
+                stored, parameter.data = parameter.data, parameter.to(dtype)
+                if parameter.dtype != stored.dtype:
+                    let_go(stored)
+
+
+def _check_shape(key: str, made: Int8Linear, module: nn.Linear | Conv1D) -> None:
+    has, wants = [made.out_features, made.in_features], list(matrix(module).shape)
+    if has != wants:
+        raise ModelError(f"{key} holds a matrix of {has}; the config says {wants}")
+    scales = wants[:1] if type(made) is Int8Linear else [wants[0], wants[1] // GROUP]
+    if list(made.scale.shape) != scales:
+        raise ModelError(f"the scales of {key} are of shape {list(made.scale.shape)}; expected {scales}")
 
 
 def _read(name: str, revision: str | None) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, mapped from its files."""
+    """Every tensor of a checkpoint, mapped from its files.
+
+    Raises:
+        ModelError: a file is cut short.
+    """
     tensors: dict[str, Tensor] = {}
     for path in sorted(_folder(name, revision, "*.safetensors").glob("*.safetensors")):
+        check_whole(path)
         with safe_open(path, "pt") as file:
             tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
     return tensors

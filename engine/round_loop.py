@@ -150,10 +150,7 @@ class RoundLoop:
         size, run = self.repertoire.of(len(self.riders), k, cuts=cuts, rejects=rejects)
         brought = run(self._laid_out(size), marks.mark)
         marks.mark()
-        shares = [
-            Share(r, len(s.tokens), wanted[s].num_draft, given[s], r.in_step, wanted[s].is_probe)
-            for s, r in self.riders.items()
-        ]
+        shares = [Share(r, len(s.tokens), wanted[s].num_draft, given[s], r.in_step) for s, r in self.riders.items()]
         self._mails.append(Mail(k, size, shares, fed, marks, brought))
         for sequence, num_draft in given.items():
             sequence.in_flight += num_draft + 1
@@ -235,7 +232,6 @@ class RoundLoop:
             other_seconds=other,
             has_prompts=False,
             rows=mail.size * (mail.k + 1),
-            is_probe=any(share.is_probe for share, _ in here),
         )
         return Landed(landings, done, mail.forwards())
 

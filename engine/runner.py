@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
@@ -17,6 +19,7 @@ from engine.checkpoint import (
     check_complete,
     check_weights,
     end_tokens_of,
+    named_type,
     positions,
     read_config,
     shape_of,
@@ -25,6 +28,7 @@ from engine.checkpoint import (
 from engine.errors import ModelError
 from engine.int8 import matmul_shape
 from engine.kv import KVArena, KVLayout
+from engine.mapped import reading
 from engine.rope import install_tables
 
 
@@ -91,7 +95,8 @@ def load_model(
     logging.disable_progress_bar()  # it would write into the log of a server
     config = read_config(name, revision)
     check_weights(name)
-    with told_as_model_error(name):
+    stays_mapped = device.type == "cpu" and dtype in ("auto", named_type(config))
+    with told_as_model_error(name), nullcontext() if stays_mapped else _tensors_told():
         prepare(config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
@@ -108,6 +113,27 @@ def load_model(
     model, report = loaded
     check_complete(name, report)
     return model.to(device)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _tensors_told() -> Iterator[None]:
+    """transformers counts the tensors that it reads in a bar: whoever watches is told of them."""
+    watcher, set_hook = reading(), getattr(logging, "set_tqdm_hook", None)
+    if watcher is None or set_hook is None:
+        yield
+        return
+
+    def counted(_make: object, args: tuple[Any, ...], _options: dict[str, Any]) -> Iterator[Any]:
+        items = list(args[0])
+        for done, item in enumerate(items):
+            watcher.at(done, len(items))
+            yield item
+
+    before = set_hook(counted)
+    try:
+        yield
+    finally:
+        set_hook(before)
 
 
 def prepare(config: PreTrainedConfig) -> None:

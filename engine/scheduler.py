@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
-from engine.control import Control, FixedK, RoundControl, levelled
+from engine.control import Control, FixedK, levelled
 from engine.gain import Gain
 from engine.pages import BlockPool
 from engine.prefill import Prefill
@@ -25,7 +25,6 @@ class Work:
     span: range  # positions kv_len .. stop
     length: int  # tokens of the sequence when this was planned
     num_draft: int = 0
-    is_probe: bool = False  # drafts are there only to find out whether they would pay
 
     @classmethod
     def feeding(cls, sequence: Sequence, num_tokens: int) -> Work:
@@ -72,11 +71,11 @@ class Scheduler:
         draft_kv_users: frozenset[str] = frozenset(),  # names of the proposers that need draft pages
         draft_kv_sharers: frozenset[str] = frozenset(),  # and of those whose pages the prefix cache may keep
         control: Control | None = None,  # default: as many drafts as each may have
-        round_control: RoundControl | None = None,  # the same of rounds on the device, which cost otherwise
+        round_control: Control | None = None,  # the same of rounds on the device, which cost otherwise
         prefill: Prefill | None = None,  # default: a step may take as long as it does
     ) -> None:
         self.control: Control = control or FixedK()
-        self.round_control: RoundControl = round_control or FixedK()
+        self.round_control: Control = round_control or FixedK()
         self.target_pool, self.draft_pool = target_pool, draft_pool
         self._draft_kv_users, self._draft_kv_sharers = draft_kv_users, draft_kv_sharers
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
@@ -250,8 +249,7 @@ class Scheduler:
         sequences = [work.sequence for work in works]
         limits = [self._most_drafts(s) for s in sequences]
         chosen = self.round_control.choose(sequences, limits, self._max_batch_tokens - len(works), 0) if works else []
-        probing = [replace(work, is_probe=self.round_control.is_probing) for work in works]
-        return self._with_room(probing, levelled(sequences, limits, chosen))
+        return self._with_room(works, levelled(sequences, limits, chosen))
 
     def _with_room(self, works: list[Work], chosen: list[int]) -> Iterator[Work]:
         """As many drafts as were chosen, or none where pages are missing."""

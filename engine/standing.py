@@ -1,18 +1,50 @@
-"""How an engine stands: what may be asked of it at any time, and changes nothing."""
+"""How an engine stands: what may be asked of it at any time, and changes no request."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from engine import learned
+from engine.control import Control
 from engine.intake import Intake, Limits
 from engine.proposers import Proposers
 from engine.scheduler import Scheduler
+from engine.stats import Clock
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+
+_KEEP_EVERY = 60.0  # seconds, in which what is learned may be lost
 
 
 class Standing:
-    """Its limits, its load and its pages."""
+    """Its limits, its load, its pages, and what it has learned."""
 
-    def __init__(self, limits: Limits, intake: Intake, proposers: Proposers, scheduler: Scheduler) -> None:
-        self.limits = limits
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: Limits,
+        intake: Intake,
+        proposers: Proposers,
+        scheduler: Scheduler,
+        clock: Clock,
+    ) -> None:
+        self.config, self.limits, self._clock = config, limits, clock
         self._intake, self._proposers, self._scheduler = intake, proposers, scheduler
+        self._keeps_at: float | None = None  # when what was learned is kept again, if it is
+
+    def recall(self) -> bool:
+        """Begin with what an earlier process learned of this pair on this machine; False if there is nothing."""
+        return learned.recall(self.config, self._controls)
+
+    def keep_learned(self) -> None:
+        """Leave what control knows to a later process, now and whenever this one rests a while later."""
+        learned.keep(self.config, self._controls)
+        self._keeps_at = self._clock() + _KEEP_EVERY
+
+    @property
+    def _controls(self) -> dict[str, Control]:
+        return {"plain": self._scheduler.control, "rounds": self._scheduler.round_control}
 
     @property
     def vocab_size(self) -> int:

@@ -42,6 +42,7 @@ class StepStats:
     prefix_lookups: int = 0  # prompt tokens of admitted sequences
     prefix_hits: int = 0  # those of them whose K/V was in the prefix cache
     draft_failures: int = 0
+    threads: int = 0  # of our C that took part in the last pass; 0 where none computes
     spec_gain: float = 1.0  # tokens per second of the last steps, over what plain decoding would have made
     running: int = 0
     waiting: int = 0

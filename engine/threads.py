@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,15 +15,58 @@ _CGROUP = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
+@dataclass
+class _Pool:
+    """How many threads of our C take part: at most so many, or exactly."""
+
+    most: int = 1
+    adapts: bool = True
+
+
+_POOL = _Pool()  # a process has one, as it has one of torch's
+
+
 def use_threads(threads: int | None) -> int:
-    """Set torch's threads to `threads`, or to the cores this process may use; returns how many."""
+    """Compute on `threads`, or on the cores this process may use; returns how many.
+
+    torch takes as many. Of the threads of our C (`native/pool.c`) as many as are fastest take part.
+    """
     count = threads or cores()
     torch.set_num_threads(count)
+    _POOL.most, _POOL.adapts = count, True
     # Passes run one after the other: a second pool would only take cores from the first. Torch lets it be set once.
     if torch.get_num_interop_threads() != 1:
         with contextlib.suppress(RuntimeError):
             torch.set_num_interop_threads(1)
     return count
+
+
+def leave_to_pool() -> None:
+    """Let torch compute on one thread: what is left to it is small, and its threads wait for each other."""
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def exactly(threads: int) -> Iterator[None]:
+    """Compute on so many threads meanwhile, torch and our C alike, whatever is fastest."""
+    torchs, most, adapts = torch.get_num_threads(), _POOL.most, _POOL.adapts
+    torch.set_num_threads(threads)
+    _POOL.most, _POOL.adapts = threads, False
+    try:
+        yield
+    finally:
+        torch.set_num_threads(torchs)
+        _POOL.most, _POOL.adapts = most, adapts
+
+
+def most_threads() -> int:
+    """That may compute, torch's or ours, whichever are more."""
+    return max(torch.get_num_threads(), _POOL.most)
+
+
+def pool_threads() -> int:
+    """As `pool_enter` takes it: at most so many, or below 0 exactly so many."""
+    return _POOL.most if _POOL.adapts else -_POOL.most
 
 
 def cores() -> int:

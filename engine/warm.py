@@ -13,6 +13,8 @@ from engine.build import build_engine, pick_device
 from engine.calibrate import calibrate, run
 from engine.engine import Engine
 from engine.mail import Progress, untold
+from engine.practice import TEXT
+from engine.text import Codec
 from engine.types import SamplingParams
 
 if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _SHORT, _MIDDLE, _LONG = 16, 300, 5000  # tokens: attention over one split of the keys, over two, over two sizes of them
 _STEPS = 2
+_REPETITION = 0.25  # of the time for practice, where an earlier process left what it learned: the machine may be slower
 _GREEDY = SamplingParams()
 _CUT = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=0)
 _WHOLE = SamplingParams(temperature=1.0, seed=0)
@@ -62,14 +65,19 @@ def load(config: EngineConfig, progress: Progress = untold, *, practises: bool =
     """
     engine = build_engine(config, progress)
     is_compiled = pick_device(config.device).type == "cuda"
-    make_ready(engine, config.warm_up_seconds if practises else 0.0, progress, is_compiled=is_compiled)
+    seconds = config.warm_up_seconds if practises else 0.0
+    make_ready(engine, seconds, progress, is_compiled=is_compiled, remembers=config.warm_up_seconds > 0)
     return engine
 
 
-def make_ready(engine: Engine, seconds: float = 0.0, progress: Progress = untold, *, is_compiled: bool = False) -> None:
-    """Compile, record, run one request, and practise for so many seconds.
+def make_ready(
+    engine: Engine, seconds: float = 0.0, progress: Progress = untold, *, is_compiled: bool = False,
+    remembers: bool = False,
+) -> None:  # fmt: skip
+    """Compile, record, run one request, and practise for so many seconds, or for a part of them where it is repetition.
 
-    `is_compiled` says whether passes are, as on CUDA, each for its kind of shape.
+    `is_compiled` says whether passes are, as on CUDA, each for its kind of shape; `remembers`, whether it begins with
+    what an earlier process learned and leaves what it learns to a later one.
     """
     if is_compiled:
         _rehearse(engine, progress)
@@ -77,7 +85,18 @@ def make_ready(engine: Engine, seconds: float = 0.0, progress: Progress = untold
     progress("warming up")
     with engine.rehearsing():  # what first times take is the price of nothing
         engine.warm_up()
-    calibrate(engine, seconds)
+    if remembers and engine.recall():
+        seconds *= _REPETITION
+    if seconds:
+        calibrate(engine, seconds, text=_text(engine))
+    if remembers:
+        engine.keep_learned()
+
+
+def _text(engine: Engine) -> Seq[int]:
+    """Something to practise on, in the target's tokens; none without a tokenizer."""
+    codec = Codec.load(engine.config.target, engine.config.revision)
+    return () if codec is None else [t for t in codec.encode(TEXT) if t < engine.vocab_size]
 
 
 def _rehearse(engine: Engine, progress: Progress) -> None:

@@ -1,7 +1,9 @@
 """`make demo`: serve the embedded pair, complete code it has never seen, compare with plain decoding, stop.
 
-Each function comes from a module of the standard library that was held out of training. It is completed twice over
-gRPC, with speculation and without; exits with 0 if every pair of texts is identical, as exactness demands.
+Each function comes from a module of the standard library that was held out of training. It is completed over gRPC
+without speculation, with fixed numbers of drafts and with as many as pay, twice each, the second time in the opposite
+order. Every call is a tenant of its own, so that none finds its prompt, or what another wrote, in a cache. Exits with 0
+if all texts of a function are identical, as exactness demands.
 """
 
 from __future__ import annotations
@@ -16,17 +18,28 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
 
 from client import Client, Completion, Delta, Finished
+from client.options import Options
 from client.terminal import DRAFT_STYLE, TARGET_STYLE, show
 from models.corpus import held_out_prompts
 
 NUM_PROMPTS = 3
 MAX_TOKENS = 96
+AUTO, PLAIN = "as many as pay", "none"
+WAYS: dict[str, Options] = {
+    PLAIN: {"speculation": "off"},
+    "2": {"speculation": "fixed", "num_draft_tokens": 2},
+    "4": {"speculation": "fixed", "num_draft_tokens": 4},
+    AUTO: {"speculation": "auto"},
+}
+ROUNDS = 2
+Runs = dict[str, list[Completion]]  # of one function, by way
 START_SECONDS, STOP_SECONDS = 120, 30
 
 
@@ -35,12 +48,10 @@ def main() -> int:
     out = Console(highlight=False)
     prompts = [prompt for prompt in held_out_prompts(50) if len(prompt) <= 1500][:NUM_PROMPTS]
     with running_server(out) as address, Client(address) as client:
-        for speculation in ("auto", "off"):  # the first pass through anything is slow
-            client.generate(prompts[0], max_tokens=16, speculation=speculation)
         watch(client, prompts[0], out)
-        pairs = [compare(client, prompt) for prompt in prompts]
-    out.print(report(pairs))
-    return conclude(pairs, out)
+        runs = [compare(client, prompt) for prompt in prompts]
+    out.print(report(runs))
+    return conclude(runs, out)
 
 
 @contextmanager
@@ -104,34 +115,34 @@ def watch(client: Client, prompt: str, out: Console) -> None:
     out.print(Rule(f"[dim]prompt[/]  [{DRAFT_STYLE}]accepted draft[/]  [{TARGET_STYLE}]target's own token[/]"))
 
 
-def compare(client: Client, prompt: str) -> tuple[Completion, Completion]:
-    """The same greedy completion with speculation and without."""
-    return (
-        client.generate(prompt, max_tokens=MAX_TOKENS),
-        client.generate(prompt, max_tokens=MAX_TOKENS, speculation="off"),
-    )
+def compare(client: Client, prompt: str) -> Runs:
+    """The same greedy completion in every way, in an order that is turned round every time."""
+    runs: Runs = {way: [] for way in WAYS}
+    for number in range(ROUNDS):
+        for way in list(WAYS)[:: -1 if number % 2 else 1]:
+            salt = token_hex(8)
+            runs[way].append(client.generate(prompt, max_tokens=MAX_TOKENS, cache_salt=salt, **WAYS[way]))
+    return runs
 
 
-def report(pairs: list[tuple[Completion, Completion]]) -> Table:
-    """One row per function."""
-    table = Table("function", "tokens", "rate", "length", "tokens/s", "plain", "gain", "same")
-    for number, (fast, plain) in enumerate(pairs, 1):
-        table.add_row(str(number), *figures([fast.finished], [plain.finished]), same_text([(fast, plain)]))
+def report(runs: list[Runs]) -> Table:
+    """One row per function: its tokens, plain tokens per second, and the gains."""
+    table = Table("function", "tokens", "plain tokens/s", *(f"drafts: {way}" for way in WAYS if way != PLAIN), "same")
+    for number, one in enumerate(runs, 1):
+        tokens = one[PLAIN][0].finished.usage.completion_tokens
+        gains = [f"{gain([one], way):.2f}x" for way in WAYS if way != PLAIN]
+        table.add_row(str(number), str(tokens), f"{speed(ended([one], PLAIN)):.1f}", *gains, same_text([one]))
     return table
 
 
-def figures(fast: list[Finished], plain: list[Finished]) -> list[str]:
-    """Tokens, acceptance rate and length, speed with and without speculation and their ratio, of some runs together."""
-    stats = [finished.speculation_stats for finished in fast]
-    drafted, accepted, rounds = (sum(getattr(s, name) for s in stats) for name in ("drafted", "accepted", "rounds"))
-    return [
-        str(sum(finished.usage.completion_tokens for finished in fast)),
-        f"{accepted / drafted:.1%}" if drafted else "no drafts",
-        f"{1 + accepted / rounds:.2f}" if rounds else "1.00",
-        f"{speed(fast):.1f}",
-        f"{speed(plain):.1f}",
-        f"{speed(fast) / speed(plain):.2f}x",
-    ]
+def ended(runs: list[Runs], way: str) -> list[Finished]:
+    """How every run of one way ended."""
+    return [completion.finished for one in runs for completion in one[way]]
+
+
+def gain(runs: list[Runs], way: str) -> float:
+    """Of a way over plain decoding."""
+    return speed(ended(runs, way)) / speed(ended(runs, PLAIN))
 
 
 def speed(runs: list[Finished]) -> float:
@@ -140,19 +151,24 @@ def speed(runs: list[Finished]) -> float:
     return sum(run.usage.completion_tokens for run in runs) / seconds if seconds > 0 else math.nan
 
 
-def same_text(pairs: list[tuple[Completion, Completion]]) -> str:
+def same_text(runs: list[Runs]) -> str:
     """Whether speculation changed nothing."""
-    return "yes" if all(fast.token_ids == plain.token_ids for fast, plain in pairs) else "NO"
+    texts = [{completion.token_ids for completions in one.values() for completion in completions} for one in runs]
+    return "yes" if all(len(of_one) == 1 for of_one in texts) else "NO"
 
 
-def conclude(pairs: list[tuple[Completion, Completion]], out: Console) -> int:
+def conclude(runs: list[Runs], out: Console) -> int:
     """Say what came of it."""
-    tokens, rate, length, fast, plain, gain = figures([f.finished for f, _ in pairs], [p.finished for _, p in pairs])
-    out.print(f"acceptance rate      {rate}   drafts kept of drafts made, over {tokens} tokens")
-    out.print(f"acceptance length    {length}   tokens per pass of the target that had drafts")
-    out.print(f"with speculation     {fast} tokens/s, {gain} of plain decoding")
-    out.print(f"without speculation  {plain} tokens/s")
-    if same_text(pairs) != "yes":
+    stats = [finished.speculation_stats for finished in ended(runs, AUTO)]
+    drafted, accepted, rounds = (sum(getattr(s, name) for s in stats) for name in ("drafted", "accepted", "rounds"))
+    rate, length = (accepted / drafted, 1 + accepted / rounds) if drafted else (0.0, 1.0)
+    best = max((way for way in WAYS if way not in (PLAIN, AUTO)), key=lambda way: gain(runs, way))
+    out.print(f"without speculation  {speed(ended(runs, PLAIN)):.1f} tokens/s")
+    out.print(f"as many as pay       {speed(ended(runs, AUTO)):.1f} tokens/s, {gain(runs, AUTO):.2f} of plain decoding")
+    out.print(f"best fixed number    {speed(ended(runs, best)):.1f} tokens/s, {gain(runs, best):.2f} of it, K={best}")
+    out.print(f"acceptance rate      {rate:.1%}   of {drafted} drafts, where as many were made as pay")
+    out.print(f"acceptance length    {length:.2f}   tokens per pass of the target that had drafts")
+    if same_text(runs) != "yes":
         out.print("Speculation changed an output. It never may: please report this.", style="bold red")
         return 1
     out.print("Speculation changed no token, as promised. The server has stopped.")

@@ -73,6 +73,9 @@ class StepMetrics:
         self._draft_failures = _counter(registry, "draft_failures", "Faults of a proposer, answered by plain decoding.")
         self._gain = _gauge(registry, "spec_gain_ratio", "Tokens per second of the last steps over plain decoding's.")
         self._gain.set(1)
+        self._threads = _gauge(
+            registry, "compute_threads", "Threads of our C in the last pass: fewer than asked for where that is faster."
+        )
         self._steps = _counter(registry, "engine_steps", "Steps taken.")
         self._last = _gauge(registry, "engine_last_step_timestamp_seconds", "When the last step ended, Unix time.")
 
@@ -90,6 +93,7 @@ class StepMetrics:
         self._hits.inc(stats.prefix_hits)
         self._draft_failures.inc(stats.draft_failures)
         self._gain.set(stats.spec_gain)
+        self._threads.set(stats.threads)
         self._last.set_to_current_time()
         self._steps.inc()
         for num_draft, sequences in enumerate(stats.sequences_per_num_draft):

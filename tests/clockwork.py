@@ -55,10 +55,13 @@ class Books:
     tokens: float = 0.0
     seconds: float = 0.0
     fixed: np.ndarray = field(default_factory=lambda: np.zeros(MOST + 1))  # seconds by K
-    probe_seconds: float = 0.0
+    trial_seconds: float = 0.0  # lost to trials
 
     def minus(self, other: Books) -> Books:
         return Books(*(getattr(self, name) - getattr(other, name) for name in self.__dataclass_fields__))
+
+    def plus(self, other: Books) -> Books:
+        return Books(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     @property
     def against_plain(self) -> float:
@@ -91,14 +94,15 @@ class Machine:
         self.costs, self.batch, self.acceptance, self.prompt, self.output = costs, batch, acceptance, prompt, output
         self.noise, self.outliers, self.mode, self.looks_up, self.hits = noise, outliers, mode, looks_up, hits
         users = frozenset[str]() if looks_up else frozenset({"model"})
-        self.control = control or AdaptiveK(users)
+        self.control = control or AdaptiveK(users, {"model": self._find} if looks_up else {})
         pools = [BlockPool(64 * 200, 32, prefix_cache=False) for _ in range(2)]
         self.schedule = Scheduler(*pools, 64, BUDGET, users, control=self.control)
         self.random = np.random.default_rng(seed)
         self.books = Books()
         self.chosen: list[list[int]] = []
-        self.switches = 0
+        self.switches = 0  # from drafts to none or back, trials left out
         self._was_on: bool | None = None
+        self._finds: dict[Sequence, tuple[int, int, bool]] = {}  # at which length, how many right, if anything at all
         self._count = 0
         self._seen: set[Sequence] = set()
 
@@ -117,7 +121,7 @@ class Machine:
         steady = [w for w in plan.works if len(w.span) == 1 and w.reaches_end]
         others = [w for w in plan.works if w not in steady]
         drafted, passes, draft_seconds = self._propose(steady)
-        accepted = [min(self._coin(self.acceptance), k) for k in drafted]
+        accepted = [self._kept(w, k) for w, k in zip(steady, drafted, strict=True)]
         rows = sum(drafted) + len(steady) + sum(len(w.span) for w in others)
         context = sum(w.length for w in plan.works)
         attended = sum(w.length * (1 + k) for w, k in zip(steady, drafted, strict=True))
@@ -142,7 +146,7 @@ class Machine:
         self._watch(steady)
 
     def warm_up(self) -> None:
-        """What the server does before it takes requests."""
+        """What the server does before it takes requests, with text of its own, of which six drafts in ten are kept."""
         for shape in SHAPES:
             lengths, ks = [shape.prompt] * shape.batch, [shape.num_draft] * shape.batch
             sequences = [self._sequence() for _ in lengths]
@@ -154,9 +158,11 @@ class Machine:
                 drafting = sum(self.costs.draft(shape.batch, n, context, context) for n in tokens)
                 target = self._target(shape.batch, rows, context, shape.prompt * rows)
                 passes = [(shape.batch, n) for n in tokens]
-                none = [0] * shape.batch
+                kept = [min(self._coin(0.6), shape.num_draft) for _ in sequences]
                 done = [self._measured(seconds) for seconds in (drafting, target)]
-                self.control.learn(Round(sequences, lengths, ks, ks, none, passes, *done, has_prompts=False))
+                self.control.learn(Round(sequences, lengths, ks, ks, kept, passes, *done, has_prompts=False))
+            for sequence in sequences:
+                self.control.forget(sequence)
         self.control.begin()
 
     def _sequence(self) -> Sequence:
@@ -173,9 +179,12 @@ class Machine:
         """Hits in a row."""
         return int(self.random.geometric(1 - chance)) - 1 if chance < 1 else MOST
 
+    def _kept(self, work: Work, k: int) -> int:
+        return sum(self._find(work.sequence, k)) if self.looks_up else min(self._coin(self.acceptance), k)
+
     def _propose(self, works: list[Work]) -> tuple[list[int], list[tuple[int, int]], float]:
         if self.looks_up:
-            found = [w.num_draft * (self.random.random() < self.hits) for w in works]
+            found = [len(self._find(w.sequence, w.num_draft)) for w in works]
             return found, [], 0.00003 * sum(w.num_draft > 0 for w in works)
         passes, seconds, made = [], 0.0, {id(w): 0 for w in works}
         now = [w for w in works if w.num_draft]
@@ -196,6 +205,14 @@ class Machine:
             seconds += cost
             now = [w for w in grown if made[id(w)] < w.num_draft]
         return [made[id(w)] for w in works], passes, seconds
+
+    def _find(self, sequence: Sequence, k: int) -> tuple[int, ...]:
+        """All or nothing, and the same whenever it is asked at one place; every token of a text is 1."""
+        length = len(sequence.tokens)
+        if self._finds.get(sequence, (0, 0, False))[0] != length:
+            self._finds[sequence] = length, self._coin(self.acceptance), bool(self.random.random() < self.hits)
+        _, right, any_at_all = self._finds[sequence]
+        return tuple(int(i < right) for i in range(k)) if any_at_all else ()
 
     def _target(self, n: int, rows: float, context: float, attended: float) -> float:
         return self.costs.overhead + self.costs.target(n, rows, context, attended)
@@ -219,7 +236,7 @@ class Machine:
         books, n = self.books, len(works)
         lengths = np.array([w.length for w in works])
         context = float(lengths.sum())
-        tokens = sum(expected(self.acceptance, w.num_draft, self.hits) for w in works)
+        tokens = sum(expected(self.acceptance, k) for k in drafted)
         books.tokens += tokens
         books.seconds += seconds
         fresh = [w.length for w in works if w.sequence not in self._seen]
@@ -234,15 +251,15 @@ class Machine:
             step = self._target(n, n * fed, context, context * fed) + drafting
             books.fixed[k] += tokens * step / (n * expected(self.acceptance, k, self.hits))
             books.fixed[k] += first_reading if k else 0.0
-        if isinstance(self.control, AdaptiveK) and self.control.probing.is_now:
-            books.probe_seconds += seconds - plain * tokens / n
+        if isinstance(self.control, AdaptiveK) and self.control.is_exploring:
+            books.trial_seconds += seconds - plain * tokens / n
 
     def _watch(self, works: list[Work]) -> None:
         self.chosen.append([w.num_draft for w in works])
-        states = [p.is_on for p in getattr(self.control, "_proposers", {}).values()]
-        if states:
-            self.switches += self._was_on is not None and states[0] != self._was_on
-            self._was_on = states[0]
+        if works and not (isinstance(self.control, AdaptiveK) and self.control.is_exploring):
+            is_on = any(w.num_draft for w in works)
+            self.switches += self._was_on is not None and is_on != self._was_on
+            self._was_on = is_on
 
 
 def expected(acceptance: float, k: int, hits: float = 1.0) -> float:

@@ -12,6 +12,7 @@ from engine.attention import sdpa
 from engine.batch import RaggedBatch
 from engine.native import library
 from engine.native.attention import BITS, AttentionArgs, attention_args, where_rows_lie
+from engine.threads import pool_threads
 
 _LANES = 16  # what a head's size must be a multiple of
 
@@ -38,7 +39,7 @@ def attend(
     args = args_of(batch, query.shape[1], k.shape[1], k.shape[2])
     args.query, args.key, args.value, args.out = (x.data_ptr() for x in (query, k, v, out))
     args.query_stride, args.window, args.scale, args.softcap = query.stride(0), window or 0, scale, softcap or 0.0
-    if native.pilotfish_attend(ctypes.byref(args), bits, torch.get_num_threads()):
+    if native.pilotfish_attend(ctypes.byref(args), bits, pool_threads()):
         raise MemoryError("attention had no memory to work in")
     return out
 

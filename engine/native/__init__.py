@@ -1,7 +1,22 @@
 """C for what torch does badly on a CPU: compiled when it is first wanted, done without where it cannot be."""
 
-from engine.native.compiled import instructions, library
+from engine.native.compiled import instructions, library, threads_in_use
 from engine.native.matmul import ALIGNED, Matrix, PackedMatrix, multiplies
 from engine.native.rows import Rows, rows, rows_for
+from engine.native.weights import round4, round8, rounds
 
-__all__ = ["ALIGNED", "Matrix", "PackedMatrix", "Rows", "instructions", "library", "multiplies", "rows", "rows_for"]
+__all__ = [
+    "ALIGNED",
+    "Matrix",
+    "PackedMatrix",
+    "Rows",
+    "instructions",
+    "library",
+    "multiplies",
+    "round4",
+    "round8",
+    "rounds",
+    "rows",
+    "rows_for",
+    "threads_in_use",
+]

@@ -5,7 +5,8 @@
 
 #include "vectors.h"
 
-#define ATTENTION_ROWS 32 /* query rows of a job, at most */
+#define ATTENTION_ROWS 32  /* query rows of a job, at most */
+#define ATTENTION_BLOCK 64 /* keys */
 
 typedef struct {
   const void *query, *key, *value; /* [tokens, heads, dim], [arena rows, kv_heads, dim] twice */
@@ -25,8 +26,9 @@ typedef struct {
 /* What a thread works in. Sizes are for the widest head. */
 typedef struct {
   float *query;  /* [ATTENTION_ROWS, dim] */
-  float *keys;   /* [dim, BLOCK]: transposed */
+  float *keys;   /* [dim, BLOCK]: transposed; or [BLOCK, dim] */
   float *values; /* [BLOCK, dim] */
+  const float *key_rows[ATTENTION_BLOCK], *value_rows[ATTENTION_BLOCK]; /* where one lies, if it is read in its place */
   float *scores; /* [ATTENTION_ROWS, BLOCK], which become weights */
   float *sums;   /* [ATTENTION_ROWS, dim], of weighted values */
   float maximum[ATTENTION_ROWS], weight[ATTENTION_ROWS];
@@ -35,11 +37,14 @@ typedef struct {
 /* How many jobs there are; written to `jobs` unless it is NULL. Which they are depends on no layer. */
 int attention_plan(const Args *a, Job *jobs);
 
-/* Whether there was memory. */
-int attention_begin(const Args *a, Work *w);
-void attention_end(Work *w);
+/* Memory for so many workers; NULL if there is none. */
+Work *attention_begin(const Args *a, int workers);
+void attention_end(Work *w, int workers);
 
-/* The calling thread's share, and a meeting of all at the end. */
-void attention_share(const Args *a, const Job *jobs, int count, Work *w, int bits);
+/* All jobs, in pieces that the threads of the pool claim. */
+void attention_together(const Args *a, const Job *jobs, int count, Work *w, int bits);
+
+/* How much of the pool's time this takes, as `matmul_work` has it. */
+double attention_work(const Args *a, int bits);
 
 #endif

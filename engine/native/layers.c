@@ -1,17 +1,11 @@
 /* All decoder layers of a transformer in one call: norm, query/key/value, rotation, attention, output, norm, gate and
- * up, down. The threads start once and meet between the stages. Each stage is what the functions of this folder do when
- * they are called one by one, so the result is the same bits. */
+ * up, down. Each is a stage whose pieces the threads of the pool claim. Each stage is what the functions of this folder
+ * do when they are called one by one, so the result is the same bits. */
 
 #include "attention.h"
 #include "matmul.h"
+#include "pool.h"
 #include "rows.h"
-
-#ifdef _OPENMP
-#include <omp.h>
-#else
-static int omp_get_thread_num(void) { return 0; }
-static int omp_get_num_threads(void) { return 1; }
-#endif
 
 typedef struct {
   Matrix qkv, out, gate_up, down;
@@ -34,80 +28,120 @@ typedef struct {
   int bits;
 } Pass;
 
-/* What a matrix reads: the row itself or, for 8 bits and less, rounded; and in the form that this processor takes. */
-#define FEED(matrix, plain, rounded)                                                   \
-  _Pragma("omp for schedule(static)") for (int64_t r = 0; r < p->rows; r++) {          \
-    char *fed = (char *)p->fed + r * fed_bytes(matrix);                                \
-    char own[fed_as_is(matrix) ? 64 : (matrix)->in * 4] __attribute__((aligned(64)));  \
-    void *to = fed_as_is(matrix) ? fed : own;                                          \
-    if ((matrix)->bits <= 8)                                                           \
-      p->step[r] = rounded;                                                            \
-    else                                                                               \
-      plain;                                                                           \
-    feed(matrix, to, fed);                                                             \
+/* What a stage of a layer is told. */
+typedef struct {
+  const Pass *p;
+  const Layer *l;
+  int64_t chunk; /* rows of a piece */
+} Stage;
+
+#define FEW 8192 /* numbers: below, another thread is not worth telling */
+
+/* The stage `name_rows`: `name` of every row, which is about `width` numbers of work. */
+#define ROWS_OF(name)                                                                             \
+  static void name##_piece(const void *stage, int64_t piece, int worker) {                        \
+    const Stage *s = stage;                                                                       \
+    int64_t first = piece * s->chunk, last = first + s->chunk;                                    \
+    for (int64_t r = first; r < last && r < s->p->rows; r++) name(s->p, s->l, r);                 \
+    (void)worker;                                                                                 \
+  }                                                                                               \
+  static void name##_rows(const Pass *p, const Layer *l, int64_t width) {                         \
+    Stage stage = {p, l, width < FEW ? FEW / width : 1};                                          \
+    pool_run(name##_piece, &stage, (p->rows + stage.chunk - 1) / stage.chunk);                    \
   }
+
+/* What a matrix reads: the row itself or, for 8 bits and less, rounded; and in the form that this processor takes. */
+#define FEED(matrix, plain, rounded)                                                 \
+  {                                                                                  \
+    char *fed = (char *)p->fed + r * fed_bytes(matrix);                              \
+    char own[fed_as_is(matrix) ? 64 : (matrix)->in * 4] __attribute__((aligned(64))); \
+    void *to = fed_as_is(matrix) ? fed : own;                                        \
+    if ((matrix)->bits <= 8)                                                         \
+      p->step[r] = rounded;                                                          \
+    else                                                                             \
+      plain;                                                                         \
+    feed(matrix, to, fed);                                                           \
+  }
+
+static void norm(const Pass *p, const Matrix *m, const float *weight, float eps, int64_t r) {
+  const void *row = row_of(p->hidden, r, p->width, p->bits);
+  FEED(m, norm_row(row, p->bits, p->width, weight, eps, to), norm_round_row(row, p->bits, p->width, weight, eps, to))
+}
+
+static void norm_attention(const Pass *p, const Layer *l, int64_t r) {
+  norm(p, &l->qkv, l->norm_attention, l->eps_attention, r);
+}
+
+static void norm_mlp(const Pass *p, const Layer *l, int64_t r) {
+  norm(p, &l->gate_up, l->norm_mlp, l->eps_mlp, r);
+}
+
+static void rotate(const Pass *p, const Layer *l, int64_t r) {
+  const Args *a = &p->attention;
+  Heads h = {a->heads, a->kv_heads, a->dim, l->key, l->value};
+  rotate_row((void *)row_of(p->qkv, r, a->query_stride, p->bits), &h, row_of(p->cos, r, a->dim, p->bits),
+             row_of(p->sin, r, a->dim, p->bits), p->places[r], p->bits);
+}
+
+static void mix(const Pass *p, const Layer *l, int64_t r) {
+  int64_t n = l->out.in;
+  const void *row = row_of(p->mixed, r, n, p->bits);
+  FEED(&l->out, memcpy(to, row, (size_t)(n * p->bits / 8)), wide_round_row(row, p->bits, n, to))
+}
+
+static void gate(const Pass *p, const Layer *l, int64_t r) {
+  int64_t n = l->down.in;
+  const void *row = row_of(p->gates, r, 2 * n, p->bits);
+  FEED(&l->down, gate_row(row, p->bits, n, to), gate_round_row(row, p->bits, n, to))
+}
+
+ROWS_OF(norm_attention)
+ROWS_OF(norm_mlp)
+ROWS_OF(rotate)
+ROWS_OF(mix)
+ROWS_OF(gate)
 
 static void multiply(const Pass *p, const Matrix *m, void *out, int add) {
   Product product = {p->fed, p->step, out, p->rows, p->bits, add};
-  int64_t panels = matmul_panels(m), me = omp_get_thread_num(), threads = omp_get_num_threads();
-  multiply_panels(m, &product, panels * me / threads, panels * (me + 1) / threads);
-#pragma omp barrier
-}
-
-static void norm(const Pass *p, const Matrix *m, const float *weight, float eps) {
-  FEED(m, norm_row(row_of(p->hidden, r, p->width, p->bits), p->bits, p->width, weight, eps, to),
-       norm_round_row(row_of(p->hidden, r, p->width, p->bits), p->bits, p->width, weight, eps, to))
+  multiply_together(m, &product);
 }
 
 static void attend(const Pass *p, const Layer *l, const Job *jobs, int count, Work *w) {
   Args a = p->attention;
-  Heads h = {a.heads, a.kv_heads, a.dim, l->key, l->value};
   a.query = p->qkv, a.key = l->key, a.value = l->value, a.out = p->mixed;
   a.scale = l->scale, a.softcap = l->softcap, a.window = l->window;
-#pragma omp for schedule(static)
-  for (int64_t r = 0; r < p->rows; r++)
-    rotate_row((void *)row_of(p->qkv, r, a.query_stride, p->bits), &h, row_of(p->cos, r, a.dim, p->bits),
-               row_of(p->sin, r, a.dim, p->bits), p->places[r], p->bits);
-  attention_share(&a, jobs, count, w, p->bits);
-}
-
-static void mlp(const Pass *p, const Layer *l) {
-  int64_t inner = l->down.in;
-  norm(p, &l->gate_up, l->norm_mlp, l->eps_mlp);
-  multiply(p, &l->gate_up, p->gates, 0);
-  FEED(&l->down, gate_row(row_of(p->gates, r, 2 * inner, p->bits), p->bits, inner, to),
-       gate_round_row(row_of(p->gates, r, 2 * inner, p->bits), p->bits, inner, to))
-  multiply(p, &l->down, p->hidden, 1);
+  attention_together(&a, jobs, count, w, p->bits);
 }
 
 static void run(const Pass *p, const Layer *l, const Job *jobs, int count, Work *w) {
-  int64_t mixed = l->out.in;
-  norm(p, &l->qkv, l->norm_attention, l->eps_attention);
+  norm_attention_rows(p, l, p->width);
   multiply(p, &l->qkv, p->qkv, 0);
+  rotate_rows(p, l, p->attention.query_stride);
   attend(p, l, jobs, count, w);
-  FEED(&l->out, memcpy(to, row_of(p->mixed, r, mixed, p->bits), (size_t)(mixed * p->bits / 8)),
-       wide_round_row(row_of(p->mixed, r, mixed, p->bits), p->bits, mixed, to))
+  mix_rows(p, l, l->out.in);
   multiply(p, &l->out, p->hidden, 1);
-  mlp(p, l);
+  norm_mlp_rows(p, l, p->width);
+  multiply(p, &l->gate_up, p->gates, 0);
+  gate_rows(p, l, 2 * l->down.in);
+  multiply(p, &l->down, p->hidden, 1);
+}
+
+static double work_of(const Pass *p, const Layer *l) {
+  return attention_work(&p->attention, p->bits) + matmul_work(&l->qkv, p->rows) + matmul_work(&l->out, p->rows) +
+         matmul_work(&l->gate_up, p->rows) + matmul_work(&l->down, p->rows);
 }
 
 /* Returns 0, or 1 if there was no memory. */
 int pilotfish_layers(const Pass *p, const Layer *layers, int64_t depth, int threads) {
-  int count = attention_plan(&p->attention, NULL), failed = 0;
+  int count = attention_plan(&p->attention, NULL), workers = pool_enter(threads);
   Job *jobs = malloc(sizeof(Job) * (size_t)(count ? count : 1));
-  if (!jobs) return 1;
-  attention_plan(&p->attention, jobs);
-#pragma omp parallel num_threads(threads)
-  {
-    Work w;
-    int ready = attention_begin(&p->attention, &w);
-#pragma omp atomic
-    failed |= !ready;
-#pragma omp barrier
-    if (!failed)
-      for (int64_t i = 0; i < depth; i++) run(p, layers + i, jobs, count, &w);
-    attention_end(&w);
+  Work *w = jobs ? attention_begin(&p->attention, workers) : NULL;
+  if (w) {
+    attention_plan(&p->attention, jobs);
+    for (int64_t i = 0; i < depth; i++) run(p, layers + i, jobs, count, w);
+    attention_end(w, workers);
   }
   free(jobs);
-  return failed;
+  pool_leave((double)depth * work_of(p, layers));
+  return !w;
 }

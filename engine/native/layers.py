@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.native.attention import BITS, AttentionArgs
 from engine.native.compiled import library
 from engine.native.matmul import Matrix, PackedMatrix
+from engine.threads import pool_threads
 
 _PTR, _F32, _I64 = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
 
@@ -90,6 +91,6 @@ class Layers:
         where.query_stride = joined
         told = _Pass(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), places.data_ptr(), *at, where, rows, width,
                      BITS[dtype])  # fmt: skip
-        if native.pilotfish_layers(ctypes.byref(told), self._layers, len(self._layers), torch.get_num_threads()):
+        if native.pilotfish_layers(ctypes.byref(told), self._layers, len(self._layers), pool_threads()):
             raise MemoryError("a pass had no memory to work in")
         return hidden

@@ -11,9 +11,11 @@
 #endif
 
 #include "matmul.h"
+#include "pool.h"
 
 #include "registers.h"
 
+#define BLOCK MATMUL_ROWS
 #define VECTORS 4              /* registers of a panel's outputs */
 #define PANEL WIDTH            /* outputs */
 #define STEP (VECTORS * WIDTH) /* bytes of a panel for the inputs that lie in 4 bytes */
@@ -194,11 +196,44 @@ int pilotfish_panel(void) { return PANEL; }
 const char *pilotfish_integer_path(void) { return INTEGER_PATH; }
 const char *pilotfish_bfloat16_path(void) { return BFLOAT16_PATH; }
 
+#define TILE 128        /* rows of a piece, at most: a panel times a long prompt takes milliseconds */
+#define PIECE (1 << 15) /* bytes of weights, at least, where there is one row: fewer take no longer than to be claimed */
+
+typedef struct {
+  const Matrix *m;
+  const Product *p;
+  int64_t tiles, panels; /* of all rows; of a piece */
+} Stage;
+
+/* Tiles of rows of the same panels come one after the other, while those are in a cache. */
+static void multiply_piece(const void *stage, int64_t piece, int worker) {
+  const Stage *s = stage;
+  Product p = *s->p;
+  int64_t tile = piece % s->tiles, first = p.rows * tile / s->tiles, panel = piece / s->tiles * s->panels;
+  int64_t end = panel + s->panels, all = matmul_panels(s->m);
+  p.in = (const char *)p.in + first * fed_bytes(s->m);
+  p.out = (char *)p.out + first * s->m->out * (p.bits / 8);
+  p.step = p.step ? p.step + first : NULL;
+  p.rows = p.rows * (tile + 1) / s->tiles - first;
+  multiply_panels(s->m, &p, panel, end < all ? end : all);
+  (void)worker;
+}
+
+void multiply_together(const Matrix *m, const Product *p) {
+  int64_t bytes = m->in * m->bits / 8 * PANEL * p->rows;
+  Stage s = {m, p, (p->rows + TILE - 1) / TILE, bytes > 0 && bytes < PIECE ? PIECE / bytes : 1};
+  pool_run(multiply_piece, &s, (matmul_panels(m) + s.panels - 1) / s.panels * s.tiles);
+}
+
+double matmul_work(const Matrix *m, int64_t rows) {
+  return (double)m->out * (double)m->in * (double)m->bits / 8 * (1 + (double)rows / 4);
+}
+
 /* `p->in` is dense here, [rows, matrix.in]: uint8 for 4 and 8 bits, else of the matrix' own type. Returns 0, or 1 if there
  * was no memory. */
 int pilotfish_multiply(const Matrix *m, const Product *p, int threads) {
   Product fed = *p;
-  int64_t wide = fed_bytes(m), narrow = m->bits <= 8 ? m->in : m->in * m->bits / 8, panels = matmul_panels(m);
+  int64_t wide = fed_bytes(m), narrow = m->bits <= 8 ? m->in : m->in * m->bits / 8;
   void *own = NULL;
   if (!fed_as_is(m)) {
     own = malloc((size_t)(wide * p->rows));
@@ -206,8 +241,9 @@ int pilotfish_multiply(const Matrix *m, const Product *p, int threads) {
     for (int64_t r = 0; r < p->rows; r++) feed(m, (const char *)p->in + r * narrow, (char *)own + r * wide);
     fed.in = own;
   }
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (int me = 0; me < threads; me++) multiply_panels(m, &fed, panels * me / threads, panels * (me + 1) / threads);
+  pool_enter(threads);
+  multiply_together(m, &fed);
+  pool_leave(matmul_work(m, p->rows));
   free(own);
   return 0;
 }

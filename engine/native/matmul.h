@@ -46,4 +46,10 @@ int64_t matmul_panels(const Matrix *m);
  * rows. */
 void multiply_panels(const Matrix *m, const Product *p, int64_t first, int64_t last);
 
+/* All of them, in pieces that the threads of the pool claim. */
+void multiply_together(const Matrix *m, const Product *p);
+
+/* How much of the pool's time that takes: what is read, and as much again for every few rows. */
+double matmul_work(const Matrix *m, int64_t rows);
+
 #endif

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.native.compiled import library
+from engine.native.weights import GROUP, panels_of, panels_of_levels
+from engine.threads import pool_threads
 
-GROUP = 64  # inputs that share a scale, in 4 bits
 _BITS = {torch.uint8: 4, torch.int8: 8, torch.bfloat16: 16, torch.float32: 32}  # uint8: two weights in a byte
 ALIGNED = 16  # inputs: a whole number of vectors
 
@@ -74,22 +75,29 @@ class PackedMatrix:
         self.matrix = Matrix(*told, self.in_features, self.out_features, _BITS[dtype])
 
     @classmethod
-    def of(cls, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None) -> PackedMatrix:
-        """`scale` `[out]` is what a step of an int8 weight is worth; `bias` `[out]` is float32."""
-        outputs, inputs = weight.shape
+    def of(cls, weight: Tensor | Seq[Tensor], scale: Tensor | None = None, bias: Tensor | None = None) -> PackedMatrix:
+        """Of a matrix, or several one below the other.
+
+        `scale` `[out]` is what a step of an int8 weight is worth; `bias` `[out]` is float32.
+        """
+        parts = _parts(weight)
+        outputs, inputs = sum(map(len, parts)), parts[0].shape[1]
         assert not inputs % ALIGNED, f"{inputs} inputs are no whole number of vectors"
-        offset = None if scale is None else _offsets(weight)
-        return cls(weight.dtype, (outputs, inputs), _panels(weight), scale, offset, bias)
+        panels, offset = panels_of(parts, panel())
+        return cls(parts[0].dtype, (outputs, inputs), panels, scale, offset, bias)
 
     @classmethod
-    def of_levels(cls, packed: Tensor, scale: Tensor, bias: Tensor | None, levels: Seq[int]) -> PackedMatrix:
+    def of_levels(
+        cls, packed: Tensor | Seq[Tensor], scale: Tensor, bias: Tensor | None, levels: Seq[int]
+    ) -> PackedMatrix:
         """In 4 bits: `packed` uint8 `[out, in / 2]` names two of 16 `levels` in a byte, the first one low.
 
         `scale` `[out, in / 64]` is what a step of a level is worth in each group of inputs.
         """
-        outputs, inputs = len(packed), 2 * packed.shape[1]
+        parts = _parts(packed)
+        outputs, inputs = len(scale), 2 * parts[0].shape[1]
         assert not inputs % GROUP, f"{inputs} inputs are no whole number of groups"
-        panels, offset = _panels_of_levels(packed, scale), _offsets_of_levels(packed, scale, levels)
+        panels, offset = panels_of_levels(parts, scale, levels, panel())
         made = cls(torch.uint8, (outputs, inputs), panels, None, offset, bias)
         made.matrix.levels[:] = levels
         return made
@@ -110,48 +118,13 @@ class PackedMatrix:
         out = torch.empty(len(rows), self.out_features, dtype=dtype)
         at = None if step is None else step.data_ptr()
         product = _Product(rows.data_ptr(), at, out.data_ptr(), len(rows), _BITS[dtype], 0)
-        if native.pilotfish_multiply(ctypes.byref(self.matrix), ctypes.byref(product), torch.get_num_threads()):
+        if native.pilotfish_multiply(ctypes.byref(self.matrix), ctypes.byref(product), pool_threads()):
             raise MemoryError("a product had no memory to work in")
         return out
 
 
-def _panels(weight: Tensor) -> Tensor:
-    """`[out, in]` -> `[out / P, in / G, P, G]`, P being `panel()` and G numbers 4 bytes; without a second copy."""
-    outputs, inputs = weight.shape
-    group = 4 // weight.element_size()
-    packed = torch.zeros(-(-outputs // panel()), inputs // group, panel(), group, dtype=weight.dtype)
-    for to, part in zip(packed, weight.split(panel()), strict=True):
-        to[:, : len(part)] = part.unflatten(1, (-1, group)).transpose(0, 1)
-    return packed
-
-
-def _panels_of_levels(packed: Tensor, scale: Tensor) -> Tensor:
-    """As matmul.h has it, in bytes: `[out / P, groups, 8 * P * 4 + P * 4]`; P is `panel()`."""
-    outputs, groups = scale.shape
-    size = panel()
-    panels = torch.zeros(-(-outputs // size), groups, 36 * size, dtype=torch.uint8)
-    for to, levels, scales in zip(panels, packed.split(size), scale.split(size), strict=True):
-        both = torch.stack([levels & 15, levels >> 4], -1).view(-1, groups, 8, 2, 4)  # output, group, step, half, byte
-        joined = both[..., 0, :] | both[..., 1, :] << 4
-        to[:, : 32 * size].view(groups, 8, size, 4)[:, :, : len(levels)] = joined.permute(1, 2, 0, 3)
-        to[:, 32 * size :].view(torch.float32)[:, : len(levels)] = scales.t()
-    return panels
-
-
-def _offsets_of_levels(packed: Tensor, scale: Tensor, levels: Seq[int]) -> Tensor:
-    """`_offsets` of what is represented, in float32."""
-    table = torch.tensor(levels, dtype=torch.float32)
-    parts = [
-        ((table[(p & 15).long()] + table[(p >> 4).long()]).unflatten(1, (-1, GROUP // 2)).sum(-1) * s).sum(1)
-        for p, s in zip(packed.split(512), scale.split(512), strict=True)
-    ]
-    return torch.cat(parts).mul_(128)
-
-
-def _offsets(weight: Tensor) -> Tensor:
-    """What rows around 128 add to the sums of each output."""
-    sums = [part.sum(1, dtype=torch.int32) for part in weight.split(4096)]
-    return torch.cat(sums).mul_(128)
+def _parts(weight: Tensor | Seq[Tensor]) -> Seq[Tensor]:
+    return [weight] if isinstance(weight, Tensor) else weight
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
+#include "pool.h"
 #include "rows.h"
 
 #define MANY 65536 /* numbers from which on a second thread is worth waking */
@@ -103,38 +104,69 @@ void rotate_row(void *row, const Heads *h, const void *c, const void *s, int64_t
 
 /* What Python calls. `stride` is from row to row, in numbers. */
 
-#define EVERY_ROW                                                    \
-  _Pragma("omp parallel for num_threads(threads) if (rows * n > MANY)") for (int64_t r = 0; r < rows; r++)
+typedef struct {
+  const void *x;
+  int64_t stride, n;
+  const void *weight; /* float */
+  float eps;
+  void *out;
+  float *scale; /* of rows: written, or read by `scale` */
+  int bits;
+} Stage;
+
+static void in_turn(Piece *row, const Stage *s, int64_t rows, int threads) {
+  if (rows * s->n <= MANY) {
+    for (int64_t r = 0; r < rows; r++) row(s, r, 0);
+    return;
+  }
+  pool_enter(threads);
+  pool_run(row, s, rows);
+  pool_leave(0);
+}
+
+#define EACH_ROW(name, what)                                       \
+  static void name(const void *stage, int64_t r, int worker) {     \
+    const Stage *s = stage;                                        \
+    (void)worker;                                                  \
+    what;                                                          \
+  }
+#define ROW_OF_X row_of(s->x, r, s->stride, s->bits), s->bits, s->n
+#define ROW_OF_OUT (void *)row_of(s->out, r, s->n, s->bits)
+
+EACH_ROW(round_one, s->scale[r] = wide_round_row(ROW_OF_X, (uint8_t *)s->out + r * s->n))
+EACH_ROW(gate_round_one, s->scale[r] = gate_round_row(ROW_OF_X, (uint8_t *)s->out + r * s->n))
+EACH_ROW(gate_one, gate_row(ROW_OF_X, ROW_OF_OUT))
+EACH_ROW(norm_one, norm_row(ROW_OF_X, s->weight, s->eps, ROW_OF_OUT))
+EACH_ROW(scale_one, {
+  for (int64_t i = 0; i < s->n; i += LANES) {
+    vec y = *(const vec_unaligned *)((const float *)s->x + r * s->n + i) * s->scale[r];
+    if (s->weight) y += *(const vec_unaligned *)((const float *)s->weight + i);
+    store(ROW_OF_OUT, i, y, s->bits);
+  }
+})
 
 void pilotfish_round(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, uint8_t *out, float *scale,
                      int threads) {
-  EVERY_ROW scale[r] = wide_round_row(row_of(x, r, stride, bits), bits, n, out + r * n);
+  in_turn(round_one, &(Stage){x, stride, n, NULL, 0, out, scale, bits}, rows, threads);
 }
 
 void pilotfish_gate_round(const void *x, int bits, int64_t rows, int64_t n, uint8_t *out, float *scale, int threads) {
-  EVERY_ROW scale[r] = gate_round_row(row_of(x, r, 2 * n, bits), bits, n, out + r * n);
+  in_turn(gate_round_one, &(Stage){x, 2 * n, n, NULL, 0, out, scale, bits}, rows, threads);
 }
 
 void pilotfish_gate(const void *x, int bits, int64_t rows, int64_t n, void *out, int threads) {
-  EVERY_ROW gate_row(row_of(x, r, 2 * n, bits), bits, n, (void *)row_of(out, r, n, bits));
+  in_turn(gate_one, &(Stage){x, 2 * n, n, NULL, 0, out, NULL, bits}, rows, threads);
 }
 
 void pilotfish_norm(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, const float *weight, float eps,
                     void *out, int threads) {
-  EVERY_ROW norm_row(row_of(x, r, stride, bits), bits, n, weight, eps, (void *)row_of(out, r, n, bits));
+  in_turn(norm_one, &(Stage){x, stride, n, weight, eps, out, NULL, bits}, rows, threads);
 }
 
 /* Integer sums, already times what a step of the weights is worth, times that of the rows, plus any bias. */
 void pilotfish_scale(const float *sums, int64_t rows, int64_t n, const float *scale, const float *bias, void *out,
                      int bits, int threads) {
-  EVERY_ROW {
-    void *to = (void *)row_of(out, r, n, bits);
-    for (int64_t i = 0; i < n; i += LANES) {
-      vec y = *(const vec_unaligned *)(sums + r * n + i) * scale[r];
-      if (bias) y += *(const vec_unaligned *)(bias + i);
-      store(to, i, y, bits);
-    }
-  }
+  in_turn(scale_one, &(Stage){sums, n, n, bias, 0, out, (float *)scale, bits}, rows, threads);
 }
 
 /* cos and sin are [rows, dim]; `places` are arena rows. */

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.native.attention import BITS
 from engine.native.compiled import library
+from engine.threads import pool_threads
 
 _LANES = 16
 _I64, _F32, _PTR, _INT = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p, ctypes.c_int
@@ -50,7 +51,7 @@ class Rows:
         m, n = x.shape
         out, scale = torch.empty(m, n, dtype=torch.uint8), torch.empty(m, 1)
         self._call["round"](
-            _rows(x), BITS[x.dtype], x.stride(0), m, n, out.data_ptr(), scale.data_ptr(), torch.get_num_threads()
+            _rows(x), BITS[x.dtype], x.stride(0), m, n, out.data_ptr(), scale.data_ptr(), pool_threads()
         )
         return out, scale
 
@@ -58,23 +59,21 @@ class Rows:
         """(gate, up) `[M, 2 n]` -> silu(gate) * up, rounded as by `round`."""
         m, n = x.shape[0], x.shape[1] // 2
         out, scale = torch.empty(m, n, dtype=torch.uint8), torch.empty(m, 1)
-        self._call["gate_round"](
-            _dense(x), BITS[x.dtype], m, n, out.data_ptr(), scale.data_ptr(), torch.get_num_threads()
-        )
+        self._call["gate_round"](_dense(x), BITS[x.dtype], m, n, out.data_ptr(), scale.data_ptr(), pool_threads())
         return out, scale
 
     def gate(self, x: Tensor) -> Tensor:
         """(gate, up) `[M, 2 n]` -> silu(gate) * up `[M, n]`, in its type."""
         m, n = x.shape[0], x.shape[1] // 2
         out = torch.empty(m, n, dtype=x.dtype)
-        self._call["gate"](_dense(x), BITS[x.dtype], m, n, out.data_ptr(), torch.get_num_threads())
+        self._call["gate"](_dense(x), BITS[x.dtype], m, n, out.data_ptr(), pool_threads())
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(sum of x^2 + eps) * weight over rows `[M, n]`, float32 inside, in the type of `x`."""
         out, (m, n) = torch.empty(x.shape, dtype=x.dtype), x.shape
         self._call["norm"](
-            _rows(x), BITS[x.dtype], x.stride(0), m, n, _dense(weight), eps, out.data_ptr(), torch.get_num_threads()
+            _rows(x), BITS[x.dtype], x.stride(0), m, n, _dense(weight), eps, out.data_ptr(), pool_threads()
         )
         return out
 
@@ -83,7 +82,7 @@ class Rows:
         out = torch.empty(sums.shape, dtype=dtype)
         bias_at = None if bias is None else _dense(bias)
         self._call["scale"](
-            _dense(sums), *sums.shape, _dense(scale), bias_at, out.data_ptr(), BITS[dtype], torch.get_num_threads()
+            _dense(sums), *sums.shape, _dense(scale), bias_at, out.data_ptr(), BITS[dtype], pool_threads()
         )
         return out
 

@@ -69,3 +69,12 @@ class Observer(Protocol):
     def observe(self, passed: Seq[Passed]) -> None:
         """Called after each pass of the target, before drafts are judged: rows of drafts may turn out to be wrong."""
         ...
+
+
+@runtime_checkable
+class Finder(Protocol):
+    """A proposer that looks drafts up, so that it can say which there are before it is known whether they pay."""
+
+    def find(self, sequence: Sequence, k: int) -> tuple[int, ...] | None:
+        """Of `k` drafts those that it has found; None where it has none and a model of its would draft."""
+        ...

@@ -21,6 +21,10 @@ class FirstOf:
         if isinstance(self._drafter, Observer):
             self._drafter.observe(passed)
 
+    def find(self, sequence: Sequence, k: int) -> tuple[int, ...] | None:
+        """What the lookup has, if that is anything."""
+        return self._lookup.guess(sequence, k).tokens or None
+
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Merge both. A drafter that was passed over catches up by itself when it is asked again (I2)."""
         guesses = [self._lookup.guess(s, k) for s, k in zip(sequences, k_each, strict=True)]

@@ -35,6 +35,10 @@ class NGramProposer:
         # Weak keys: an index goes when its sequence goes, with no call to forget.
         self._indexes: WeakKeyDictionary[Sequence, tuple[NGramIndex, ...]] = WeakKeyDictionary()
 
+    def find(self, sequence: Sequence, k: int) -> tuple[int, ...]:
+        """The drafts that there are."""
+        return tuple(self._guess(sequence, k))
+
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Look each sequence up in itself."""
         return Proposal.certain([self._guess(s, k) for s, k in zip(sequences, k_each, strict=True)])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from itertools import accumulate
 
 from torch import Tensor
 
 from engine.batch import Feed
 from engine.processors import fitting
-from engine.proposers.base import Observer, Passed, Proposal, Proposer
+from engine.proposers.base import Finder, Observer, Passed, Proposal, Proposer
 from engine.stats import Forward
 from engine.types import Sequence
 
@@ -43,6 +44,20 @@ class Proposers:
     def draft_kv_sharers(self) -> frozenset[str]:
         """Those whose pages there may serve other sequences that begin alike."""
         return frozenset(name for name, proposer in self._by_name.items() if proposer.shares_draft_kv)
+
+    @property
+    def finders(self) -> dict[str, Callable[[Sequence, int], tuple[int, ...] | None]]:
+        """By proposer that looks drafts up: those it has for a sequence, or None where its model would draft."""
+        return {name: partial(self._find, one) for name, one in self._by_name.items() if isinstance(one, Finder)}
+
+    @staticmethod
+    def _find(finder: Finder, sequence: Sequence, k: int) -> tuple[int, ...] | None:
+        """One that fails has nothing; what that means for it is decided when it is asked for drafts."""
+        try:
+            return finder.find(sequence, k)
+        except Exception:
+            log.exception("request %s: drafts could not be looked up", sequence.request_id)
+            return None
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Merge what each proposer says of its own sequences, in the order of `sequences`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -174,6 +174,9 @@ class _Reading:
     own: SuffixIndex = field(default_factory=SuffixIndex)
     num_read: int = 0
     output: list[int] = field(default_factory=list)  # the end of the prompt, and what was generated
+    guess: Guess = field(default_factory=Guess)  # the newest, for so many tokens and at most so many drafts
+    guessed_at: int = 0
+    guessed_most: int = 0
 
 
 class SuffixProposer:
@@ -186,14 +189,30 @@ class SuffixProposer:
         self._rules, self._past = rules or Rules(), PastOutputs(capacity)
         self._readings: WeakKeyDictionary[Sequence, _Reading] = WeakKeyDictionary()
 
+    def find(self, sequence: Sequence, k: int) -> tuple[int, ...]:
+        """The drafts that there are."""
+        return self.guess(sequence, k).tokens
+
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Look each sequence up in itself and in its tenant's past."""
         return Proposal.certain([self.guess(s, k).tokens for s, k in zip(sequences, k_each, strict=True)])
 
     def guess(self, sequence: Sequence, k: int) -> Guess:
-        """The better of the two places to look; the request's own text where they are equal."""
-        past, tokens, rules = self._past.of(sequence.request.cache_salt), sequence.tokens, self._rules
+        """The better of the two places to look; the request's own text where they are equal.
+
+        Asked again at the same place for no more drafts, it says the same: the first drafts of the guess before.
+        """
+        past, tokens = self._past.of(sequence.request.cache_salt), sequence.tokens
         reading = self._read(sequence, past)
+        if reading.guessed_at == len(tokens) and k <= reading.guessed_most:
+            guess = reading.guess
+            return replace(guess, tokens=guess.tokens[:k])
+        reading.guessed_at, reading.guessed_most = len(tokens), k
+        reading.guess = self._guess(sequence, reading, past, k)
+        return reading.guess
+
+    def _guess(self, sequence: Sequence, reading: _Reading, past: SuffixIndex, k: int) -> Guess:
+        tokens, rules = sequence.tokens, self._rules
         own = best_guess(tokens, reading.own.places(tokens, rules.most_places), k, rules)
         # The sequence's own output is in the past too, where it would count twice.
         others = [p for p in past.places(tokens, rules.most_places) if p.text is not reading.output]

@@ -81,11 +81,13 @@ def test_several_outputs_are_shown_one_after_the_other(fake, capsys):
     assert fake.requests[0].sampling.n == 2
 
 
-def test_compare_repeats_with_the_same_seed_and_no_drafts(fake, capsys):
+def test_compare_repeats_with_the_same_seed_and_caches_of_their_own(fake, capsys):
     assert generate(fake, "x", "--temperature", "1", "--compare") == 0
-    first, second = fake.requests
+    first, plain, again = fake.requests
     assert not first.sampling.HasField("seed")
-    assert (second.sampling.seed, second.speculation.mode) == (2**64 - 1, 2)
+    assert (plain.sampling.seed, plain.speculation.mode) == (2**64 - 1, 2)
+    assert (again.sampling.seed, again.speculation.mode) == (2**64 - 1, first.speculation.mode)
+    assert len({first.cache_salt, plain.cache_salt, again.cache_salt}) == 3
     assert "the same text" in capsys.readouterr().err
 
 

@@ -9,11 +9,12 @@ from torch.nn import functional as F
 from transformers import activations
 
 from engine import build
-from engine.bits import Piecewise, RowByRow, hold_bits, is_independent, one_thread
+from engine.bits import Piecewise, RowByRow, hold_bits, is_independent
 from engine.build import assemble
 from engine.config import EngineConfig
 from engine.errors import ModelError, Unsupported
 from engine.runner import kv_layout
+from engine.threads import exactly
 from engine.tiles import TILE
 from engine.types import Request, SpeculationParams, Verification
 from tests import zoo
@@ -97,11 +98,9 @@ def test_an_activation_in_pieces_sees_only_numbers(name: str, width: int, dtype:
     function = Piecewise(activations.ACT2FN[name])
     row = (torch.randn(width, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     want = function(row)
-    before = torch.get_num_threads()
     for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        got = function(row.repeat(1, TILE, 1))
-        torch.set_num_threads(before)
+        with exactly(threads):
+            got = function(row.repeat(1, TILE, 1))
         assert torch.equal(got[0], want.expand(TILE, -1))
 
 
@@ -112,13 +111,6 @@ def test_without_pieces_the_last_numbers_differ() -> None:
     at_the_end = torch.stack([F.silu(value[None])[0] for value in values])
     if torch.equal(in_bulk, at_the_end):
         pytest.skip("on this CPU the two agree")
-
-
-def test_one_thread_puts_back_what_was() -> None:
-    before = torch.get_num_threads()
-    with one_thread():
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
 
 
 def test_refused_where_no_order_is_fixed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -12,14 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.acceptance import Acceptance
-from engine.adaptive import AdaptiveK
+from engine.acceptance import Acceptance, Source
+from engine.adaptive import SHARE, AdaptiveK
 from engine.control import FixedK, Round
 from engine.gain import Gain
 from engine.goodput import Load, Offer, drafting_seconds
 from engine.prices import KNOTS, Prices, quantities, with_rows
-from engine.probing import SHARE
-from engine.types import MAX_NUM_DRAFT, SpeculationMode
+from engine.types import MAX_NUM_DRAFT, Sequence, SpeculationMode
 from tests.clockwork import BUDGET, COSTS, MOST, Books, Machine, expected
 from tests.engine.test_scheduler import sequence
 
@@ -28,12 +28,18 @@ INT8, SMALL, GPU = COSTS
 # ------------------------------------------------------------------------------------------------- never slower
 
 
+SEEDS = range(2)
+
+
 @cache
-def settled(costs: str, batch: int, acceptance: float, context: int) -> tuple[Machine, Books, Books]:
-    """A server just started, its first steps, and those after."""
-    machine = Machine(COSTS[costs], batch=batch, acceptance=acceptance, prompt=context)
-    machine.warm_up()
-    return machine, machine.run(700), machine.run(400)
+def settled(costs: str, batch: int, acceptance: float, context: int) -> tuple[Books, Books]:
+    """Servers just started: their first steps, and those after, each added up over the seeds."""
+    first, then = Books(), Books()
+    for seed in SEEDS:
+        machine = Machine(COSTS[costs], batch=batch, acceptance=acceptance, prompt=context, seed=seed)
+        machine.warm_up()
+        first, then = first.plus(machine.run(700)), then.plus(machine.run(400))
+    return first, then
 
 
 def cells(batch: int) -> list[tuple[int, float, int]]:
@@ -47,8 +53,8 @@ GRID = [(costs, batch) for costs in COSTS for batch in (1, 4, 32)]
 def test_never_slower_than_plain(costs: str, batch: int) -> None:
     """With noise of 20 %, and one measurement in fifty five times too long. The first steps also have to find out."""
     for cell in cells(batch):
-        _, first, then = settled(costs, *cell)
-        assert first.against_plain >= 0.96, cell
+        first, then = settled(costs, *cell)
+        assert first.against_plain >= 0.95, cell
         assert then.against_plain >= 0.97, cell
 
 
@@ -59,25 +65,18 @@ def test_hardly_slower_than_the_best_fixed_number(costs: str, batch: int) -> Non
     And where half of an output is over before the draft model has read everybody's prompt, K is not what matters.
     """
     readable = [cell for cell in cells(batch) if cell[0] * cell[2] / BUDGET < 128 / 2]
-    found = {cell: settled(costs, *cell)[2] for cell in readable}
+    found = {cell: settled(costs, *cell)[1] for cell in readable}
     telling = {cell: books for cell, books in found.items() if books.fixed[0] / books.fixed.min() > 1.12}
     assert {cell: b.against_best for cell, b in telling.items() if b.against_best < 0.9} == {}
 
 
 @pytest.mark.parametrize(("costs", "batch"), GRID)
-def test_probing_loses_its_share_at_most(costs: str, batch: int) -> None:
-    """Over a thousand steps; in fewer, a catch-up that has begun may exceed it by what was saved up for it."""
+def test_trials_lose_their_share_at_most(costs: str, batch: int) -> None:
+    """Over a thousand steps; beside it what was saved up, and what a trial that had begun was allowed to owe."""
     for cell in cells(batch):
-        _, first, then = settled(costs, *cell)
-        lost, seconds = first.probe_seconds + then.probe_seconds, first.seconds + then.seconds
-        assert lost <= SHARE[1] * seconds * 1.2 + 8 * seconds / 1100, cell
-
-
-@pytest.mark.parametrize(("costs", "batch"), GRID)
-def test_it_does_not_flap(costs: str, batch: int) -> None:
-    """On and off in 1,100 steps; each change is one. Near break-even, whoever begins may be tried and given up."""
-    switches = {cell: settled(costs, *cell)[0].switches for cell in cells(batch)}
-    assert {cell: count for cell, count in switches.items() if count > 20} == {}
+        first, then = settled(costs, *cell)
+        lost, seconds = first.trial_seconds + then.trial_seconds, first.seconds + then.seconds
+        assert lost <= SHARE * seconds * 1.2 + 12 * seconds / 1100, cell
 
 
 def test_a_load_that_comes_and_goes_is_followed() -> None:
@@ -200,8 +199,8 @@ def test_the_choice_is_the_best_of_all_that_take_the_likeliest_first(
     count, depth = kept.shape
     prices, target = priced(a_pass, 0.1), priced(5.0, a_row)
     zeros = np.zeros(count)
-    seconds = drafting_seconds(prices, kept, zeros, zeros, np.ones(count), 1.0)
-    offer = Offer(np.full(count, depth), np.ones_like(kept), kept, seconds, 0.0, zeros)
+    seconds = drafting_seconds(prices, kept, zeros, zeros, np.ones(count), np.zeros(count, bool))
+    offer = Offer(np.full(count, depth), kept, seconds, 0.0, zeros)
     load = Load(count, count, count, 0, 0)
     found = offer.best(load, target, 99)
     slots = sorted((-kept[i, d], i, d) for i in range(count) for d in range(depth))
@@ -219,7 +218,7 @@ def test_the_choice_is_the_best_of_all_that_take_the_likeliest_first(
 def priced(a_pass: float, a_row: float) -> Prices:
     """Prices that are known."""
     prices = Prices()
-    prices.most_rows, prices._values = 100.0, np.array([0, a_pass, *[0] * 4, *[a_row] * (len(prices._curve) - 1)])
+    prices.most_rows, prices._values = 100.0, np.array([a_pass, 0, *[0] * 4, *[a_row] * (len(prices._curve) - 1)])
     prices._curve = a_row * np.cumsum([0, *np.diff(KNOTS)])
     return prices
 
@@ -255,16 +254,30 @@ def test_what_was_not_measured_for_long_is_still_known() -> None:
     assert prices.of(shape(1, 1)) == pytest.approx(0.010, rel=0.05)
 
 
+MODEL = Source("model", is_found=False)
+
+
+def auto(name: str, prompt: int, max_len: int) -> Sequence:
+    one = sequence(name, prompt, max_len=max_len)
+    one.speculation = replace(one.speculation, mode=SpeculationMode.AUTO, num_draft_tokens=8)
+    return one
+
+
+def judged(acceptance: Acceptance, sequences: Seq[object], drafted: Seq[int], accepted: Seq[int]) -> None:
+    acceptance.learn(sequences, MODEL, np.array(drafted), np.array(accepted))
+
+
 def test_acceptance_follows_the_text_and_strangers_get_the_average() -> None:
     acceptance, old, new = Acceptance(), sequence("old", 4), sequence("new", 4)
     for kept, least, most in ((4, 0.85, 1.0), (0, 0.0, 0.1)):
         for _ in range(300):
-            acceptance.learn([old], "model", *(np.array([x]) for x in (4, 4, kept)))
-        _, tokens = acceptance.chances([old, new], "model", 4)
-        assert (tokens[:, 0] >= least).all()
-        assert (tokens[:, 0] <= most).all()
+            judged(acceptance, [old], [4], [kept])
+        chances = acceptance.kept([old, new], MODEL, 4)
+        assert (chances[:, 0] >= least).all()
+        assert (chances[:, 0] <= most).all()
+        assert acceptance.kept([new], MODEL, 1, hope=0.8)[0, 0] >= 0.5, "it may be unlike any before"
     acceptance.forget(old)
-    assert len(acceptance.places([sequence("next", 4)])) == 1
+    assert acceptance.kept([old], MODEL, 4) == pytest.approx(acceptance.kept([new], MODEL, 4)), "it is over"
 
 
 def test_a_few_drafts_tell_what_a_sequence_is_like() -> None:
@@ -273,16 +286,57 @@ def test_a_few_drafts_tell_what_a_sequence_is_like() -> None:
     for i in range(40):
         pair = sequence(f"good {i}", 4), sequence(f"bad {i}", 4)
         for _ in range(6):
-            acceptance.learn(pair, "model", *map(np.array, ([4, 4], [4, 4], [4, 0])))
+            judged(acceptance, pair, [4, 4], [4, 0])
         for one in pair:
             acceptance.forget(one)
     for kept, least, most in ((1, 0.8, 1.0), (0, 0.0, 0.1)):
         fresh = sequence(f"fresh {kept}", 4)
-        before = acceptance.chances([fresh], "model", 1)[1][0, 0]
+        before = acceptance.kept([fresh], MODEL, 1)[0, 0]
         for _ in range(3):
-            acceptance.learn([fresh], "model", *(np.array([x]) for x in (1, 1, kept)))
+            judged(acceptance, [fresh], [1], [kept])
         assert 0.3 < before < 0.7
-        assert least <= acceptance.chances([fresh], "model", 1)[1][0, 0] <= most
+        assert least <= acceptance.kept([fresh], MODEL, 1)[0, 0] <= most
+
+
+def test_what_was_found_and_what_a_model_made_are_known_apart() -> None:
+    """Of one proposer that looks first and then thinks: what it finds is kept, what its model makes is not."""
+    one = auto("one", 4, max_len=2000)
+    control = AdaptiveK(finders={one.speculation.proposer: lambda one, _: (1,) * 4 if len(one.tokens) % 2 else None})
+    for _ in range(200):
+        k = 4
+        is_found = len(one.tokens) % 2 == 1
+        control.choose([one], [8], 64, 0)
+        passes = [] if is_found else [(1, 1)] * k
+        kept = 4 if is_found else 0
+        seconds = 0.001 * len(passes)
+        control.learn(Round([one], [len(one.tokens)], [k], [k], [kept], passes, seconds, 0.01, has_prompts=False))
+        one.tokens += [1] * (kept + 1)
+    is_odd = len(one.tokens) % 2 == 1
+    chosen = []
+    for _ in range(2):
+        control._since_plain = 0
+        chosen.append(control.choose([one], [8], 64, 0)[0])
+        one.tokens.append(1)
+    assert chosen == ([4, 0] if is_odd else [0, 4]), "no more than was found, and nothing that is not kept"
+
+
+def test_a_control_begins_with_what_another_knew() -> None:
+    """After a way through JSON it chooses as the first one would; what is no state is refused."""
+    machine = Machine(COSTS[INT8], batch=2, acceptance=0.9, prompt=64)
+    machine.warm_up()
+    machine.run(200)
+    old, new = machine.control, AdaptiveK(frozenset({"model"}))
+    state = json.loads(json.dumps(old.state()))
+    new.restore(state)
+    old._since_plain = 0
+    both = [auto(str(i), 60, max_len=200) for i in range(2)]
+    assert any(old.choose(both, [8, 8], 64, 0))
+    assert new.choose(both, [8, 8], 64, 0) == old.choose(both, [8, 8], 64, 0)
+    for broken in ({}, state | {"target": {"count": 3}}, state | {"acceptance": [{"proposer": "model"}]}):
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            AdaptiveK().restore(broken)
+    with pytest.raises(ValueError, match="prices"):
+        AdaptiveK().restore(state | {"target": state["target"] | {"values": [-1.0] * len(state["target"]["values"])}})
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -294,15 +348,6 @@ def test_short_outputs_are_enough_to_find_out_that_drafts_pay_again(batch: int) 
     machine.acceptance = 0.9
     machine.run(64 * 4)
     assert machine.run(128).against_best >= 0.85
-
-
-def test_a_proposer_that_returns_less_is_known_to() -> None:
-    acceptance, one = Acceptance(), sequence("one", 4)
-    for i in range(400):
-        acceptance.learn([one], "ngram", *(np.array([x]) for x in (4, 2 * (i % 2), 2 * (i % 2))))
-    returned, tokens = acceptance.chances([one], "ngram", 4)
-    assert returned[0] == pytest.approx([0.5, 0.5, 0.0, 0.0], abs=0.12)
-    assert tokens[0] == pytest.approx([0.5, 0.5, 0.0, 0.0], abs=0.12)
 
 
 def test_gain() -> None:

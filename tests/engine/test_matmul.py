@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.int8 import OFFSET, Portable
 from engine.native import PackedMatrix, library, multiplies
+from engine.threads import exactly
 from tests.drawn import int8s, numbers
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
@@ -20,9 +21,8 @@ FLOATS = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(params=[1, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(1)
+    with exactly(request.param):
+        yield request.param
 
 
 @settings(max_examples=60, deadline=None)
@@ -65,10 +65,12 @@ def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype, threads: i
     else:
         packed, x, step = PackedMatrix.of(numbers(outputs, inputs).to(dtype)), numbers(m, inputs).to(dtype), None
     together = packed.multiply(x, step, torch.float32)
-    torch.set_num_threads(1)
     for first, count in [(i, 1) for i in range(m)] + [(3, n) for n in range(2, 20)]:
         part = slice(first, first + count)
-        alone = packed.multiply(x[part].contiguous(), None if step is None else step[part].contiguous(), torch.float32)
+        with exactly(1):
+            alone = packed.multiply(
+                x[part].contiguous(), None if step is None else step[part].contiguous(), torch.float32
+            )
         assert torch.equal(alone, together[part])
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from engine.control import FixedK, Late, levelled
 from engine.control import Round as Done
 from engine.prices import KNOTS
-from engine.probing import Probing
 from engine.repertoire import Repertoire
 from engine.rounds import Brought, Round
 from engine.types import KVCursor, Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
@@ -64,22 +63,15 @@ def test_rows_that_count_for_nobody_are_paid_for() -> None:
 
 
 class Script(FixedK):
-    """These choices, one after another; what it is told of each is noted."""
+    """These choices, one after another, and whether each is a trial."""
 
     def __init__(self, *choices: tuple[int, bool]) -> None:
         super().__init__()
-        self.choices, self.told, self.probing = list(choices), [], Probing()
+        self.choices = list(choices)
 
     def choose(self, sequences, limits, budget, prompt_rows):
-        k, self.probing.is_now = self.choices.pop(0)
+        k, self.is_exploring = self.choices.pop(0)
         return [k] * len(sequences)
-
-    def learn(self, done: Done) -> None:
-        self.told.append(self.probing.is_now)
-
-
-def done_of(one: Sequence, k: int, *, is_probe: bool) -> Done:
-    return Done([one], [10], [k], [k], [0], [], 1.0, 1.0, has_prompts=False, is_probe=is_probe)
 
 
 def test_a_plain_step_that_is_not_known_yet_is_not_asked_for_again() -> None:
@@ -90,17 +82,10 @@ def test_a_plain_step_that_is_not_known_yet_is_not_asked_for_again() -> None:
     late.forget(one)
 
 
-def test_a_round_is_learned_as_the_kind_it_was() -> None:
+def test_a_trial_is_not_repeated() -> None:
     one, inner = sequence(), Script((1, True), (0, False), (0, False))
     late = Late(inner)
-    late.choose([one], [8], 8, 0)
-    assert late.is_probing
-    late.choose([one], [8], 8, 0)
-    late.learn(done_of(one, 1, is_probe=True))
-    assert not inner.probing.is_now
-    assert late.choose([one], [8], 8, 0) == [0], "a probe is not held"
-    late.learn(done_of(one, 0, is_probe=False))
-    assert inner.told == [True, False]
+    assert [late.choose([one], [8], 8, 0)[0] for _ in range(3)] == [1, 0, 0]
 
 
 @dataclass

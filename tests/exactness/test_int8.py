@@ -16,6 +16,7 @@ from engine.fuse import fuse
 from engine.kv import KVArena
 from engine.quant import quantise
 from engine.runner import ModelRunner, kv_layout
+from engine.threads import exactly
 from engine.types import SpeculationMode, SpeculationParams
 from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests import zoo
@@ -37,14 +38,11 @@ def test_logits_are_bitwise_the_same_in_any_batch(family: str, dtype: torch.dtyp
     )
     draw = random.Random(family)
     texts = [[draw.randrange(3, zoo.VOCAB) for _ in range(draw.randrange(2, 60))] for _ in range(5)]
-    torch.set_num_threads(threads)
-    try:
+    with exactly(threads):
         alone = [torch.cat([runner.forward([Feed([token], i, [0])]) for i, token in enumerate(text)]) for text in texts]
         together = runner.forward([Feed(text, 0, [i], len(text)) for i, text in enumerate(texts)])
         runner.forward([Feed(text[:-1], 0, [i], 0) for i, text in enumerate(texts)])
         last = runner.forward([Feed(text[-1:], len(text) - 1, [i]) for i, text in enumerate(texts)])
-    finally:
-        torch.set_num_threads(1)
     assert torch.equal(together, torch.cat(alone))
     assert torch.equal(last, torch.stack([rows[-1] for rows in alone]))
 

@@ -17,6 +17,7 @@ from engine.native import multiplies
 from engine.pack import keeps_rows_apart, pack
 from engine.runner import ModelRunner, kv_layout
 from engine.stack import stack
+from engine.threads import exactly
 from engine.types import SpeculationMode, SpeculationParams
 from models import corpus, embedded_draft, embedded_target
 from tests import zoo
@@ -29,9 +30,8 @@ OFF = SpeculationParams(mode=SpeculationMode.OFF)
 
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(1)
+    with exactly(request.param):
+        yield request.param
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -33,6 +33,7 @@ from engine.row import Row
 from engine.runner import kv_layout
 from engine.sampling import RowParams
 from engine.text import Codec
+from engine.threads import exactly
 from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationParams, TokenLogprob
 from models import corpus, embedded_draft, embedded_target
 from tests import fakes, heads, zoo
@@ -357,8 +358,8 @@ def print_digests() -> None:
     """What the other process does."""
     found = {"embedded": embedded_digest(threads=2)}
     for threads in (2, 3):
-        torch.set_num_threads(threads)
-        found |= {f"{f} {t} {threads}": random_digest(f, t) for f in THREADED for t in DTYPES}
+        with exactly(threads):
+            found |= {f"{f} {t} {threads}": random_digest(f, t) for f in THREADED for t in DTYPES}
     print(json.dumps(found))
 
 

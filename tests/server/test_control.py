@@ -38,7 +38,7 @@ async def test_server_and_model_info(server):
     assert list(model.eos_token_ids) == [0]
     assert model.has_tokenizer
     assert list(model.proposers) == ["ngram", "none"]
-    assert model.speculation.num_draft_tokens == 4
+    assert model.speculation.num_draft_tokens == 8
     assert model.speculation.mode == pb.SPECULATION_MODE_AUTO
 
 

@@ -1,0 +1,163 @@
+"""Tokens per second beside other busy programs: as many threads as are fastest, and fixed numbers of them.
+
+    python -m benchmarks.neighbours                          the embedded pair
+    python -m benchmarks.neighbours --pair 1.1b              of random weights, made on the first run, in int8
+    python -m benchmarks.neighbours --most 4 --fixed 1 2 4   more threads than cores
+
+A neighbour is a process that computes and never waits. Conditions take turns, and in each of them all ways do, round
+after round: a shared machine drifts by more than the ways differ. `others' cores` is what all other processes used
+meanwhile, neighbours among them; `ratio` is the default over the best fixed number. Nothing is written but the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.machine import machine
+from benchmarks.synthetic import Pair, int8_of
+from benchmarks.timing import AUTO, run_turn, way
+from benchmarks.turns import Turn, median_speed, ratios
+from engine.build import assemble, load, pick_device
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.text import Codec
+from engine.threads import cores, exactly, leave_to_pool, use_threads
+from models import corpus, embedded_draft, embedded_target
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A pair and texts to continue."""
+
+    config: EngineConfig
+    prompts: Sequence[tuple[int, ...]]
+
+    @classmethod
+    def embedded(cls, dtype: str) -> Subject:
+        """The pair of the repository on modules that it has not seen."""
+        codec = Codec.load(str(embedded_target()))
+        assert codec is not None
+        prompts = [tuple(codec.encode(text)) for text in corpus.held_out_prompts(16)]
+        settings = {"target": str(embedded_target()), "draft": str(embedded_draft()), "dtype": dtype}
+        return cls(EngineConfig.model_validate(settings), prompts)
+
+    @classmethod
+    def synthetic(cls, folder: Path, target: str, draft: str) -> Subject:
+        """Random weights of these shapes."""
+        pair = Pair.make(folder, target, draft, 0.8)
+        settings = {"target": str(int8_of(pair.target)), "draft": str(int8_of(pair.draft)), "dtype": "bfloat16"}
+        return cls(EngineConfig.model_validate(settings | {"kv_memory": 2.0}), pair.rule.prompts(16, 64, seed=0))
+
+    def engines(self, names: Sequence[str]) -> dict[str, Engine]:
+        """One for each name over the same weights: what each learns of costs is its own."""
+        config, device = self.config, pick_device("cpu")
+        target = load(config, config.target, None, config.weights, device)
+        assert config.draft is not None
+        draft = load(config, config.draft, None, config.weights, device)
+        return {name: assemble(config, target, draft) for name in names}
+
+
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """So many busy processes meanwhile."""
+    busy = [shutil.which("yes") or sys.executable, *([] if shutil.which("yes") else ["-c", "while True: pass"])]
+    running = [subprocess.Popen(busy, stdout=subprocess.DEVNULL) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def fixed(threads: int) -> Iterator[None]:
+    """So many threads of our C; torch has one, as it has with the default."""
+    with exactly(threads):
+        leave_to_pool()
+        yield
+
+
+def measure(
+    engines: dict[str, Engine], prompts: Sequence[tuple[int, ...]], k: int | str, options: argparse.Namespace
+) -> dict[int, dict[str, list[Turn]]]:
+    """By neighbours and way, each way as often in a round as it has turns, after a turn of the default to settle in."""
+    ways: dict[str, Callable[[], AbstractContextManager[None]]] = {DEFAULT: nullcontext}
+    ways |= {str(n): partial(fixed, n) for n in options.fixed}
+    found: dict[int, dict[str, list[Turn]]] = {n: {name: [] for name in ways} for n in options.neighbours}
+
+    def go(name: str) -> Turn:
+        with ways[name]():
+            return run_turn(engines[name], prompts, options.tokens, way(k))
+
+    for name in ways:
+        go(name)
+    for number in range(options.rounds):
+        for count, turns in found.items():
+            with neighbours(count):
+                go(DEFAULT)
+                for turn in range(options.turns):
+                    for name in list(ways)[:: -1 if (number + turn) % 2 else 1]:
+                        turns[name].append(go(name))
+    return found
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--pair", choices=["embedded", "1.1b", "160m"], default="embedded")
+    parser.add_argument("--dtype", default="float32", help="of the embedded pair")
+    parser.add_argument("--models", type=Path, default=Path("build/benchmarks"), help="where synthetic models are kept")
+    parser.add_argument("--most", type=int, default=None, help="threads of the default; else the cores there are")
+    parser.add_argument("--fixed", type=int, nargs="+", default=[*range(1, cores() + 1)], help="numbers beside it")
+    parser.add_argument("--neighbours", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--drafts", nargs="+", default=["0", AUTO], help="0 is plain decoding")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=4, help="of each way in a round, under the same conditions")
+    parser.add_argument("--tokens", type=int, default=32, help="of a turn")
+    options = parser.parse_args()
+    threads = use_threads(options.most)
+    if options.pair == "embedded":
+        subject = Subject.embedded(options.dtype)
+    else:
+        subject = Subject.synthetic(options.models, options.pair, "160m")
+    numbers = [str(n) for n in options.fixed]
+    told = machine()
+    size = f"{options.rounds} rounds of {options.turns} turns of {options.tokens} tokens, tokens/s"
+    print(
+        f"{told['machine']}; {told['versions']}; commit {told['commit']}; {options.pair},",
+        f"at most {threads} threads, {size}\n",
+    )
+    print(
+        "| "
+        + " | ".join(["drafts", "batch", "neighbours", "others' cores", DEFAULT, *numbers, "ratio", "range"])
+        + " |"
+    )
+    print("|" + "---|" * (7 + len(numbers)))
+    for k in options.drafts:
+        for batch in options.batches:
+            engines = subject.engines([DEFAULT, *numbers])
+            found = measure(engines, subject.prompts[:batch], k if k == AUTO else int(k), options)
+            for count, turns in found.items():
+                best = max(numbers, key=lambda name: median_speed(turns[name]))
+                gains = ratios(turns[DEFAULT], turns[best])
+                speeds = " | ".join(f"{median_speed(turns[name]):.1f}" for name in (DEFAULT, *numbers))
+                shown = f"{statistics.median(gains):.2f} | {min(gains):.2f} to {max(gains):.2f}"
+                others = statistics.median(turn.foreign for way_turns in turns.values() for turn in way_turns)
+                print(f"| {k} | {batch} | {count} | {others:.1f} | {speeds} | {shown} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

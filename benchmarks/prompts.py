@@ -1,0 +1,207 @@
+"""AUTO against plain decoding and fixed numbers of drafts, text by text: real prompts, one stream, the embedded pair.
+
+    python -m benchmarks.prompts                          48 texts; --skip, --prompts and --join measure in slices
+    python -m benchmarks.prompts --fresh --prompts 10     each the first request of an engine just started, which
+                                                          knows nothing (auto) or what one before it learned (auto again)
+
+Every text is a function of held-out modules, greedy and at temperature 0.6 by turns. All ways decode it at the same
+time, a step of whoever has used least, each on an engine of its own and none with a prompt in its cache; seconds are
+those of the processor. Exactness is checked on the way: all ways must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import count
+from pathlib import Path
+from unittest.mock import patch
+
+from rich.progress import track
+
+from benchmarks.machine import machine
+from benchmarks.timing import AUTO, Batch, abreast, way
+from engine.build import assemble, load, pick_device
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.text import Codec
+from engine.threads import use_threads
+from engine.types import SamplingParams
+from engine.warm import make_ready
+from models import corpus, embedded_draft, embedded_target
+
+TEMPERATURES = (0.0, 0.6)
+AGAIN = "auto again"
+_salts = count()
+
+
+@dataclass(frozen=True)
+class Text:
+    """What each way made of one text; by way: tokens per second of the whole request, and accepted drafts."""
+
+    number: int
+    temperature: float
+    speeds: Mapping[str, float]
+    accepted: Mapping[str, int]
+
+    def gain(self, name: str) -> float:
+        """Over plain decoding."""
+        return self.speeds[name] / self.speeds["0"]
+
+    @property
+    def against_better(self) -> float:
+        """AUTO against the better of plain decoding and K=4."""
+        return self.speeds[AUTO] / max(self.speeds["0"], self.speeds["4"])
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The embedded pair, loaded once, and the prompts."""
+
+    options: argparse.Namespace
+
+    @cached_property
+    def config(self) -> EngineConfig:
+        """As the server has it, but one thread and as many drafts as were asked for."""
+        settings = {"target": str(embedded_target()), "draft": str(embedded_draft()), "kv_memory": 0.25, "threads": 1}
+        most = self.options.most
+        return EngineConfig.model_validate(settings | ({} if most is None else {"num_draft_tokens": most}))
+
+    @cached_property
+    def models(self) -> tuple[object, object]:
+        """Target and draft."""
+        config = self.config
+        use_threads(1)
+        device = pick_device(config.device)
+        names = (config.target, str(config.draft))
+        target, draft = (load(config, name, None, config.weights, device) for name in names)
+        return target, draft
+
+    def engine(self, seconds: float, *, remembers: bool = False) -> Engine:
+        """One that is ready; so many seconds of practice."""
+        engine = assemble(self.config, *self.models)  # type: ignore[arg-type]
+        make_ready(engine, seconds, remembers=remembers)
+        return engine
+
+    def prompts(self, number: int) -> list[tuple[int, ...]]:
+        """Heads of held-out functions."""
+        codec = Codec.load(self.config.target)
+        assert codec is not None, "the embedded target has a tokenizer"
+        return [tuple(codec.encode(text)) for text in corpus.held_out_prompts(number)]
+
+    def batch(self, engine: Engine, name: str, number: int, prompt: tuple[int, ...]) -> Batch:
+        """One request, before its first step. A salt of its own: no way finds anything in a cache."""
+        sampling = SamplingParams(temperature=temperature_of(number), seed=number, max_tokens=self.options.tokens)
+        speculation = way(AUTO if name in (AUTO, AGAIN) else int(name), most=self.config.num_draft_tokens)
+        return Batch(
+            engine, [prompt], self.options.tokens, speculation, f"text-{next(_salts)}", sampling, time.process_time
+        )
+
+    def text(self, engines: Mapping[str, Engine], number: int, prompt: tuple[int, ...]) -> Text:
+        """All ways abreast, begun in an order that differs from text to text.
+
+        Raises:
+            RuntimeError: a way gave other tokens.
+        """
+        names = list(engines)
+        random.Random(number).shuffle(names)  # noqa: S311 - an order, no secret
+        turns = abreast({name: self.batch(engines[name], name, number, prompt) for name in names})
+        for name, turn in turns.items():
+            if turn.tokens != turns["0"].tokens:
+                raise RuntimeError(f"text {number}: K={name} gave other tokens than plain decoding")
+        speeds = {name: turns[name].whole_speed for name in engines}
+        return Text(number, temperature_of(number), speeds, {name: turns[name].accepted for name in engines})
+
+
+def temperature_of(number: int) -> float:
+    """By turns."""
+    return TEMPERATURES[number % len(TEMPERATURES)]
+
+
+def measure(options: argparse.Namespace) -> list[Text]:
+    """Texts one after another; every engine is warm, and AUTO learns on from text to text."""
+    pair = Pair(options)
+    numbers = range(options.skip, options.skip + options.prompts)
+    prompts = pair.prompts(numbers.stop)
+    seconds = pair.config.warm_up_seconds
+    engines = {name: pair.engine(seconds if name == AUTO else 0.0) for name in ("0", *options.fixed, AUTO)}
+    return [pair.text(engines, n, prompts[n]) for n in track(numbers, "texts")]
+
+
+def measure_fresh(options: argparse.Namespace) -> list[Text]:
+    """Each text is the first request of two engines: one that begins with nothing, one with what that one learned."""
+    pair, texts = Pair(options), list[Text]()
+    numbers = range(options.skip, options.skip + options.prompts)
+    prompts = pair.prompts(numbers.stop)
+    seconds = pair.config.warm_up_seconds
+    fixed = {name: pair.engine(0.0) for name in ("0", *options.fixed)}
+    for n in track(numbers, "starts"):
+        with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, PILOTFISH_CACHE=folder):
+            fresh = {name: pair.engine(seconds, remembers=True) for name in (AUTO, AGAIN)}
+        texts.append(pair.text(fixed | fresh, n, prompts[n]))
+    return texts
+
+
+def report(texts: Sequence[Text]) -> str:
+    """A row per text, and what they come to."""
+    names = list(texts[0].speeds)
+    lines = [
+        f"| text | temperature | {' | '.join(f'K={name}' for name in names)} | AUTO / the better | accepted |",
+        "|---|---|" + "---|" * (len(names) + 2),
+    ]
+    for text in texts:
+        speeds = " | ".join(f"{text.speeds[name]:.0f}" for name in names)
+        kept = f"{text.accepted[AUTO]} of {text.accepted['4']}"
+        lines.append(f"| {text.number} | {text.temperature} | {speeds} | {text.against_better:.2f} | {kept} |")
+    return "\n".join([*lines, "", *summary(texts)])
+
+
+def summary(texts: Sequence[Text]) -> Iterable[str]:
+    """Means over the texts, the worst of them, and those that AUTO gave up."""
+    names = [name for name in texts[0].speeds if name != "0"]
+    gains = {name: statistics.fmean(text.gain(name) for text in texts) for name in names}
+    fixed = {name: gain for name, gain in gains.items() if name not in (AUTO, AGAIN)}
+    best = max(fixed, key=lambda name: fixed[name])
+    ratios = sorted(text.against_better for text in texts)
+    given_up = sum(not text.accepted[AUTO] and text.accepted["4"] > 0 for text in texts)
+    yield f"{len(texts)} texts. Mean gain over plain decoding: " + ", ".join(f"K={n} {g:.3f}" for n, g in gains.items())
+    for name in (AUTO, AGAIN):
+        if name in gains:
+            yield f"{name} over the best fixed number (K={best}): {gains[name] / fixed[best]:.3f}"
+    yield f"AUTO over the better of plain and K=4: median {statistics.median(ratios):.3f}, worst {ratios[0]:.2f}"
+    yield f"texts below 0.9 of it: {sum(ratio < 0.9 for ratio in ratios)}"
+    yield f"texts without an accepted draft where K=4 has some: {given_up}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write what was measured."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.prompts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--fresh", action="store_true", help="a fresh engine for each text; --tokens 96 is usual")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many of the list's first")
+    parser.add_argument("--tokens", type=int, default=112)
+    parser.add_argument("--fixed", nargs="+", default=["4", "8"], help="numbers of drafts; 4 is always among them")
+    parser.add_argument("--most", type=int, help="most drafts of AUTO; default the engine's")
+    parser.add_argument("--out", type=Path, help="what was measured, as JSON")
+    parser.add_argument("--join", type=Path, nargs="+", default=[], help="add texts of earlier slices to the report")
+    options = parser.parse_args(arguments)
+    options.fixed = sorted({"4", *options.fixed}, key=int)
+    texts = (measure_fresh if options.fresh else measure)(options) if options.prompts else []
+    if options.out is not None:
+        options.out.write_text(json.dumps({**machine(), "texts": [asdict(text) for text in texts]}, indent=1) + "\n")
+    for path in options.join:
+        texts += [Text(**text) for text in json.loads(path.read_text())["texts"]]
+    print("; ".join(machine().values()), "", report(sorted(texts, key=lambda text: text.number)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+/* Threads that claim pieces of work from each other. A stage is over when its pieces are done, not when every thread
+ * has arrived: a thread whose core was taken away holds at most the piece that it was at, and one that has claimed
+ * nothing is waited for by nobody.
+ *
+ * The pieces of a stage are cut in spans, one for each thread, so that a thread reads memory in order and the same parts
+ * in every pass. Whoever is done with its own span goes through those of the others.
+ *
+ * Memory ordering. A span's `left` counts down; who brings it from n > 0 to n - 1 has claimed a piece. The caller writes
+ * the stage (plain memory), then each `left` (release). A claim is a read-modify-write (acquire), so it sees the stage
+ * to which its piece belongs, however late the claimer was and whatever it had seen before; and that stage stays until
+ * the piece is done, because the caller writes the next one only when it has counted all pieces. A helper counts each
+ * piece in `helped` after its work (release), the caller reads that before it goes on (acquire): it sees what was
+ * written. Nobody else writes or reads what is plain.
+ *
+ * Sleep. Who waits spins for a while, then says that it sleeps, looks once more, and sleeps until it is woken. Who raises
+ * the counter looks whether somebody sleeps afterwards. Both are sequentially consistent: one of the two sees the other.
+ */
+
+#include "pool.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <time.h>
+
+#ifndef SPIN
+#define SPIN 50e-6 /* seconds: longer than the gap between two stages, shorter than a scheduler's slice by far */
+#endif
+#define CACHE_LINE 64
+
+typedef struct {
+  _Alignas(CACHE_LINE) atomic_llong left; /* pieces of the span that nobody has claimed */
+  _Alignas(CACHE_LINE) atomic_int asleep;
+  pthread_mutex_t lock;
+  pthread_cond_t woken;
+} Seat; /* of a thread; the caller's is the first */
+
+static Seat seats[POOL_MOST];
+static struct {
+  _Alignas(CACHE_LINE) atomic_llong stages; /* begun so far */
+  _Alignas(CACHE_LINE) atomic_llong helped; /* pieces of this stage that helpers have done */
+  _Alignas(CACHE_LINE) atomic_int taken;    /* whether the pool belongs to somebody */
+  atomic_int threads;                       /* that take part in this pass */
+  /* What follows is the caller's; helpers read what belongs to a stage. */
+  Piece *run;
+  const void *stage;
+  int64_t pieces;
+  int spans, started, exactly;
+  double begun, busy, spun; /* when the pass began, by the clock and by this thread's; seconds of waiting awake */
+  Choice choice;
+} pool;
+static _Thread_local int mine; /* whether the pool is this thread's */
+
+static double now(clockid_t clock) {
+  struct timespec t;
+  clock_gettime(clock, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+/* Returns how long that was. */
+static double sleep_for(atomic_llong *counter, long long value, Seat *seat) {
+  double begun = now(CLOCK_MONOTONIC);
+  atomic_store(&seat->asleep, 1);
+  pthread_mutex_lock(&seat->lock);
+  while (atomic_load(&seat->asleep) && atomic_load(counter) < value) pthread_cond_wait(&seat->woken, &seat->lock);
+  pthread_mutex_unlock(&seat->lock);
+  atomic_store(&seat->asleep, 0);
+  return now(CLOCK_MONOTONIC) - begun;
+}
+
+static void wake(Seat *seat) {
+  if (!atomic_load(&seat->asleep)) return;
+  pthread_mutex_lock(&seat->lock);
+  atomic_store(&seat->asleep, 0);
+  pthread_mutex_unlock(&seat->lock);
+  pthread_cond_signal(&seat->woken);
+}
+
+/* Until the counter has this value: spinning at first unless `sleepy`, then asleep. Returns how long it slept. */
+static double wait_for(atomic_llong *counter, long long value, Seat *seat, int sleepy) {
+  double end = 0, slept = 0;
+  for (int i = 1; atomic_load_explicit(counter, memory_order_acquire) < value; i++) {
+    relax();
+    if (!sleepy && i % 32) continue;
+    double here = now(CLOCK_MONOTONIC);
+    if (end == 0) end = here + SPIN;
+    if (sleepy || here > end) slept += sleep_for(counter, value, seat);
+  }
+  return slept;
+}
+
+/* What is left of all spans, its own first; returns how many pieces that were. */
+static int64_t work(int me, int spans) {
+  int64_t done = 0;
+  for (int i = 0; i < spans; i++) {
+    int span = (me + i) % spans;
+    atomic_llong *left = &seats[span].left;
+    while (atomic_load_explicit(left, memory_order_relaxed) > 0) {
+      long long n = atomic_fetch_sub_explicit(left, 1, memory_order_acquire);
+      if (n <= 0) break;
+      pool.run(pool.stage, pool.pieces * (span + 1) / pool.spans - n, me);
+      done++;
+      if (me == 0) continue;
+      atomic_fetch_add(&pool.helped, 1);
+      wake(&seats[0]);
+    }
+  }
+  return done;
+}
+
+static void *help(void *seat) {
+  int me = (int)((Seat *)seat - seats);
+  for (long long seen = 0;;) {
+    int threads = atomic_load(&pool.threads);
+    wait_for(&pool.stages, seen + 1, seat, me >= threads);
+    seen = atomic_load(&pool.stages);
+    threads = atomic_load(&pool.threads);
+    if (me < threads) work(me, threads);
+  }
+  return NULL;
+}
+
+static void restart(void) {
+  for (int i = 0; i < POOL_MOST; i++) {
+    pthread_mutex_init(&seats[i].lock, NULL), pthread_cond_init(&seats[i].woken, NULL);
+    atomic_store(&seats[i].asleep, 0), atomic_store(&seats[i].left, 0);
+  }
+  atomic_store(&pool.taken, 0);
+  pool.started = 1, mine = 0;
+}
+
+/* In a forked child there are no helpers, and whoever held the pool is not there either. */
+__attribute__((constructor)) static void begin(void) {
+  restart();
+  pthread_atfork(NULL, NULL, restart);
+}
+
+/* Signals are for threads that somebody else started. */
+static void start_helpers(int threads) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  for (pthread_t thread; pool.started < threads; pool.started++) {
+    if (pthread_create(&thread, NULL, help, &seats[pool.started])) break;
+    pthread_detach(thread);
+  }
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+int pool_enter(int threads) {
+  if (atomic_exchange(&pool.taken, 1)) return 1;
+  mine = 1;
+  int most = threads < 0 ? -threads : threads > 1 ? threads : 1;
+  if (most > POOL_MOST) most = POOL_MOST;
+  pool.exactly = threads < 0;
+  if (!pool.exactly && pool.choice.most != most)
+    pool.choice = (Choice){.most = most, .now = most, .home = most, .step = 1};
+  int wanted = pool.exactly ? most : pool.choice.now;
+  if (pool.started < wanted) start_helpers(wanted);
+  if (wanted > pool.started) wanted = pool.started;
+  atomic_store(&pool.threads, wanted);
+  pool.begun = now(CLOCK_MONOTONIC), pool.busy = now(CLOCK_THREAD_CPUTIME_ID), pool.spun = 0;
+  return pool.started;
+}
+
+int pool_threads(void) { return atomic_load(&pool.threads); }
+
+void pool_leave(double work) {
+  if (!mine) return;
+  if (pool.choice.most > 1 && !pool.exactly && work > 0) {
+    double clock = now(CLOCK_MONOTONIC), seconds = clock - pool.begun;
+    double lost = seconds - (now(CLOCK_THREAD_CPUTIME_ID) - pool.busy - pool.spun);
+    choose_threads(&pool.choice, clock, seconds, work, lost);
+  }
+  mine = 0;
+  atomic_store(&pool.taken, 0);
+}
+
+void pool_run(Piece *run, const void *stage, int64_t pieces) {
+  int threads = mine ? atomic_load_explicit(&pool.threads, memory_order_relaxed) : 1;
+  if (threads > pieces) threads = (int)pieces;
+  if (threads <= 1) {
+    for (int64_t i = 0; i < pieces; i++) run(stage, i, 0);
+    return;
+  }
+  pool.run = run, pool.stage = stage, pool.pieces = pieces, pool.spans = threads;
+  atomic_store_explicit(&pool.helped, 0, memory_order_relaxed);
+  for (int i = 0; i < threads; i++) {
+    int64_t count = pieces * (i + 1) / threads - pieces * i / threads;
+    atomic_store_explicit(&seats[i].left, count, memory_order_release);
+  }
+  atomic_fetch_add(&pool.stages, 1);
+  for (int i = 1; i < threads; i++) wake(&seats[i]);
+  int64_t others = pieces - work(0, threads);
+  if (atomic_load_explicit(&pool.helped, memory_order_acquire) >= others) return;
+  double begun = now(CLOCK_MONOTONIC), slept = wait_for(&pool.helped, others, &seats[0], 0);
+  pool.spun += now(CLOCK_MONOTONIC) - begun - slept;
+}

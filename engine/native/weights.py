@@ -1,0 +1,139 @@
+"""Weights on their way in: rounded (`round.c`), brought into panels (`panels.c`), by all threads. Knows numbers alone.
+
+A matrix is cut into slices of rows, which threads take as they come: one that has lost its core holds up a slice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from engine.mapped import in_large_pages
+from engine.native.attention import BITS
+from engine.native.compiled import library
+from engine.threads import most_threads
+
+GROUP = 64  # inputs that share a scale, in 4 bits
+_SLICE = 2**20  # bytes of what is read
+_I64, _PTR, _INT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "round8": (_PTR, _INT, _I64, _I64, _I64, _PTR, _PTR),
+    "round4": (_PTR, _INT, _I64, _I64, _I64, _PTR, _PTR, _PTR),
+    "panels": (_PTR, _I64, _I64, _I64, _I64, _PTR, _PTR),
+    "panels4": (_PTR, _PTR, _I64, _I64, _I64, _I64, _PTR, _PTR, _PTR),
+}
+
+
+@cache
+def _function(name: str) -> Callable[..., None]:
+    found = getattr(library(), f"pilotfish_{name}")
+    found.argtypes, found.restype = _SIGNATURES[name], None
+    return found  # type: ignore[no-any-return]
+
+
+def rounds(weight: Tensor) -> bool:
+    """Whether C rounds a matrix `[out, in]` as it lies there."""
+    return library() is not None and weight.dtype in BITS and weight.is_cpu and weight.stride(1) == 1
+
+
+def round8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`[out, in]` -> int8 of the same shape, float32 scale `[out]`, NaN where a number of the row is not finite."""
+    (outputs, inputs), call = weight.shape, _function("round8")
+    out, scale = _empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs)
+
+    def work(first: int, last: int) -> None:
+        part = weight[first:last]
+        call(
+            part.data_ptr(), BITS[part.dtype], part.stride(0), *part.shape, out[first:].data_ptr(),
+            scale[first:].data_ptr(),
+        )  # fmt: skip
+
+    _spread(weight, work)
+    return out, scale
+
+
+def round4(weight: Tensor, levels: Seq[int]) -> tuple[Tensor, Tensor]:
+    """`[out, in]` -> uint8 `[out, in / 2]`, two of 16 `levels` in a byte, the first one low; scale `[out, in / 64]`."""
+    (outputs, inputs), call = weight.shape, _function("round4")
+    out, scale = _empty(outputs, inputs // 2, dtype=torch.uint8), torch.empty(outputs, inputs // GROUP)
+    table = torch.tensor(levels, dtype=torch.float32)
+
+    def work(first: int, last: int) -> None:
+        part = weight[first:last]
+        call(
+            part.data_ptr(), BITS[part.dtype], part.stride(0), *part.shape, table.data_ptr(), out[first:].data_ptr(),
+            scale[first:].data_ptr(),
+        )  # fmt: skip
+
+    _spread(weight, work)
+    return out, scale
+
+
+def panels_of(parts: Seq[Tensor], width: int) -> tuple[Tensor, Tensor | None]:
+    """Matrices `[out, in]`, one below the other -> panels `[out / width, in / G, width, G]`, G numbers in 4 bytes.
+
+    With them, of int8 weights, int32 `[out]`, rounded up to whole panels: what rows around 128 add to the sums.
+    """
+    outputs, inputs, group = sum(map(len, parts)), parts[0].shape[1], 4 // parts[0].element_size()
+    panels = _empty(-(-outputs // width), inputs // group, width, group, dtype=parts[0].dtype)
+    panels[outputs // width :].zero_()  # outputs that are not there
+    offset = torch.zeros(len(panels) * width, dtype=torch.int32) if parts[0].dtype == torch.int8 else None
+    to, call = (panels.data_ptr(), None if offset is None else offset.data_ptr()), _function("panels")
+    for start, part in _placed(parts):
+        dense = part.contiguous()
+
+        def work(first: int, last: int, start: int = start, dense: Tensor = dense) -> None:
+            call(dense[first:].data_ptr(), last - first, inputs // group, width, start + first, *to)
+
+        _spread(dense, work, width)
+    return panels, offset
+
+
+def panels_of_levels(parts: Seq[Tensor], scale: Tensor, levels: Seq[int], width: int) -> tuple[Tensor, Tensor]:
+    """Bytes and scales as from `round4` -> bytes `[out / width, groups, 8 * width * 4 + width * 4]`, see matmul.h.
+
+    With them, float32 `[out]`, rounded up to whole panels: what rows around 128 add to the sums.
+    """
+    outputs, groups = scale.shape
+    panels = _empty(-(-outputs // width), groups, 36 * width, dtype=torch.uint8)
+    panels[outputs // width :].zero_()  # outputs that are not there
+    offset, table, scale = torch.zeros(len(panels) * width), torch.tensor(levels, dtype=torch.int8), scale.contiguous()
+    to, call = (table.data_ptr(), panels.data_ptr(), offset.data_ptr()), _function("panels4")
+    for start, part in _placed(parts):
+        dense = part.contiguous()
+
+        def work(first: int, last: int, start: int = start, dense: Tensor = dense) -> None:
+            steps = scale[start + first :].data_ptr()
+            call(dense[first:].data_ptr(), steps, last - first, groups, width, start + first, *to)
+
+        _spread(dense, work, width)
+    return panels, offset
+
+
+def _placed(parts: Seq[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Each part behind its first output."""
+    return zip(accumulate(map(len, parts), initial=0), parts, strict=False)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    """For weights: in large pages, which are there several times sooner and found sooner."""
+    made = torch.empty(*shape, dtype=dtype)
+    in_large_pages(made)
+    return made
+
+
+def _spread(matrix: Tensor, work: Callable[[int, int], None], multiple: int = 1) -> None:
+    """`work(first, last)` for slices of the rows of `matrix`, each but the last of a `multiple` of rows."""
+    rows, size = len(matrix), max(1, matrix.shape[1] * matrix.element_size())
+    step = max(1, _SLICE // size // multiple) * multiple
+    firsts = range(0, rows, step)
+    with ThreadPoolExecutor(min(most_threads(), len(firsts) or 1)) as threads:
+        for _ in threads.map(lambda first: work(first, min(rows, first + step)), firsts):
+            pass
