@@ -108,7 +108,7 @@ bench: install ## Measure this machine, by sections (ARGS="grid --rounds 3"); wr
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python -m benchmarks $(ARGS)
 
-loadtest: install ## Load the embedded server: 100 Locust users for a minute, then its curve; reports in build/loadtest
+loadtest: install ## Load the embedded server: 100 Locust users (fewer where it is slow) for a minute, then its curve; reports in build/loadtest
 	$(BIN)/python -m pip install --quiet --editable '.[loadtest]'
 	$(BIN)/python -m loadtest locust --out build/loadtest/locust $(ARGS)
 	$(BIN)/python -m loadtest curve --seconds 6 --shares 0.5 0.9 1.5 --untimed --out build/loadtest/curve

@@ -22,7 +22,7 @@ from benchmarks.replica import Replica, Served
 from engine.config import EngineConfig
 from loadtest.arrivals import Arrivals
 from loadtest.phases import SEED, Phase, Site
-from loadtest.process import ServerProcess
+from loadtest.process import SCREEN, ServerProcess
 from loadtest.samples import levels
 from loadtest.workload import Ask, long_outputs
 from server.config import ServerConfig
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 COSTS = Path("docs/benchmarks/service/costs.json")
 NEAR = 0.15  # how far a prediction may be off
 _CALLERS = (16, 64)
-_SERVED = ServerConfig.load(["--threads", "1"])
+_SERVED = ServerConfig.load(["--threads", "1", *SCREEN])
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ def check(options: argparse.Namespace) -> None:
     assert model.codec is not None, "the embedded pair has a tokenizer"
     costs = measure_costs(model, options.seconds)
     lines = ["| load | | measured | predicted | off by |", "|---|---|---|---|---|"]
-    with ServerProcess(log=Path("build/simulate.log")) as server:
+    with ServerProcess(*SCREEN, log=Path("build/simulate.log")) as server:
         site = Site(server, long_outputs)
         costs = asyncio.run(with_network(costs, site, options.seconds))
         for rate in options.rates:

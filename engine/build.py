@@ -32,6 +32,7 @@ from engine.pack import keeps_rows_apart, pack
 from engine.pages import BlockPool
 from engine.place import Place
 from engine.precision import held_as
+from engine.prefill import Prefill
 from engine.probe import probe
 from engine.proposers import Proposer, Proposers
 from engine.quant import load_quantised
@@ -226,6 +227,7 @@ def assemble(
         proposers.draft_kv_sharers,
         AdaptiveK(proposers.draft_kv_users),
         Late(AdaptiveK(proposers.draft_kv_users)),
+        Prefill(config.max_step_ms / 1000),
     )
     borders = [longrope_border(model.config) for model in (target, draft or target)]
     limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)

@@ -55,6 +55,12 @@ class EngineConfig(Bounds):
     max_model_len: int | None = Field(None, ge=2, description="Most tokens of prompt and output; default the model's.")
     max_batch_size: int = Field(64, ge=1, description="Most sequences in one step.")
     max_batch_tokens: int = Field(512, ge=1, description="Most tokens fed to the target in one step.")
+    max_step_ms: float = Field(
+        250.0,
+        gt=0,
+        description="Longest that reading a long prompt may make a step, in milliseconds, for those who decode "
+        "meanwhile; four times that where nobody does.",
+    )
     kv_memory: float | None = Field(
         None,
         gt=0,

@@ -18,8 +18,9 @@ from engine.errors import DuplicateRequest
 from engine.intake import Intake, Limits, trial
 from engine.judge import Outcome
 from engine.mail import NoRounds, Progress, Rounds, untold
-from engine.measure import measure, round_of, with_rounds
+from engine.measure import decoding_and_reading, measure, round_of, with_rounds
 from engine.passes import Decided, Passes
+from engine.prefill import Prefill
 from engine.processors import follow
 from engine.proposers import Proposers
 from engine.runner import Runner
@@ -91,6 +92,7 @@ class Engine(Standing):
             self._try(decided.doubt)
         if decided.is_whole:
             self.control.learn(round_of(plan, decided.proposal, decided.outcomes, watch.seconds))
+            self._scheduler.prefill.learn(*decoding_and_reading(plan), sum(watch.seconds.values()))
             for fed, event in zip(decided.fed, events, strict=True):
                 if event.finished is not None:  # it has just learned of one that is over
                     self.control.forget(fed.sequence)
@@ -281,14 +283,14 @@ class Engine(Standing):
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Within it all decode in plain steps, with the drafts asked for, and nobody learns what that takes."""
-        kept = self._rounds, self.control
-        self._rounds, self.control = NoRounds(), FixedK()
+        """Within it all decode in plain steps, with the drafts asked for, and nobody minds or learns what it takes."""
+        kept = self._rounds, self.control, self._scheduler.prefill
+        self._rounds, self.control, self._scheduler.prefill = NoRounds(), FixedK(), Prefill()
         self._scheduler.control = self.control
         try:
             yield
         finally:
-            self._rounds, self.control = kept
+            self._rounds, self.control, self._scheduler.prefill = kept
             self._scheduler.control = self.control
 
     def recover(self) -> None:

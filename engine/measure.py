@@ -43,6 +43,12 @@ def round_of(plan: StepPlan, proposal: Proposal, outcomes: Seq[Outcome], phase_s
     )
 
 
+def decoding_and_reading(plan: StepPlan) -> tuple[int, int]:
+    """How many sequences decode, wherever they do, and how many tokens of others' prompts are read."""
+    chunks = [len(w.span) for w in plan.works if not _feeds_newest_only(w)]
+    return len(plan.works) - len(chunks) + len(plan.rides), sum(chunks)
+
+
 def measure(
     plan: StepPlan,
     proposal: Proposal,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from engine.control import Control, FixedK, RoundControl, levelled
 from engine.gain import Gain
 from engine.pages import BlockPool
+from engine.prefill import Prefill
 from engine.types import Sequence
 
 
@@ -72,12 +73,14 @@ class Scheduler:
         draft_kv_sharers: frozenset[str] = frozenset(),  # and of those whose pages the prefix cache may keep
         control: Control | None = None,  # default: as many drafts as each may have
         round_control: RoundControl | None = None,  # the same of rounds on the device, which cost otherwise
+        prefill: Prefill | None = None,  # default: a step may take as long as it does
     ) -> None:
         self.control: Control = control or FixedK()
         self.round_control: RoundControl = round_control or FixedK()
         self.target_pool, self.draft_pool = target_pool, draft_pool
         self._draft_kv_users, self._draft_kv_sharers = draft_kv_users, draft_kv_sharers
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
+        self.prefill = prefill or Prefill()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._siblings: dict[Sequence, tuple[Sequence, ...]] = {}  # by the one that feeds their prompt for them
@@ -195,7 +198,8 @@ class Scheduler:
         both = [Work.feeding(s, 1) for s in self._with_pages() if s.todo == 1]
         steady = [work for work in both if not work.sequence.rides]
         budget = self._max_batch_tokens - len(steady)
-        chunks = list(self._chunks(budget))
+        fitting = self.prefill.tokens(len(both), alone=len(self.running) == 1)
+        chunks = list(self._chunks(int(min(budget, fitting))))
         prompt_rows = sum(len(work.span) for work in chunks)
         lookups, hits, self._prefix_lookups, self._prefix_hits = self._prefix_lookups, self._prefix_hits, 0, 0
         works = (*self._with_drafts(steady, budget - prompt_rows, prompt_rows), *chunks)

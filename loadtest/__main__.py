@@ -4,6 +4,8 @@ python -m loadtest curve       callers and rates up to twice what the server can
 python -m loadtest overload    ten times what it can do, for a minute
 python -m loadtest chaos       cancels, killed clients, stalled readers, deadlines and faults, for five minutes
 python -m loadtest locust      Locust's users, for a minute, none of whom may fail; needs the extra loadtest
+
+What is sent is a share or a multiple of what the server is found to do on this machine, so that no machine is too slow.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from loadtest import plots, report, swarm
 from loadtest.chaos import OPTIONS, PROGRAM, chaos, chaos_lines
 from loadtest.curve import SHARES, curve
-from loadtest.overload import overload
+from loadtest.overload import full_rate, overload
 from loadtest.phases import Phase, Site
-from loadtest.process import ServerProcess
+from loadtest.process import SCREEN, ServerProcess
 from loadtest.workload import WORKLOADS
+
+AT_A_SCREEN = ("curve", "overload")  # experiments whose callers call a first token within a second good
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workload", choices=WORKLOADS, default="long_outputs", help="what is asked [%(default)s]")
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="curve: rates, in terms of capacity")
     parser.add_argument("--times", type=float, default=10.0, help="overload: rate, in terms of capacity [%(default)s]")
-    parser.add_argument("--users", type=int, default=100, help="locust [%(default)s]")
+    parser.add_argument("--users", type=int, help="locust; default 100, or as many as wait for seconds at most")
     parser.add_argument("--workers", type=int, default=2, help="locust: processes that hold them [%(default)s]")
     parser.add_argument("--scenario", default="steady", help="locust: steady, ramp, spike, or a workload [%(default)s]")
     parser.add_argument("--untimed", action="store_true", help="judge nothing that depends on the machine's speed")
@@ -63,6 +67,8 @@ def _server(options: argparse.Namespace) -> ServerProcess:
     log = options.out / "server.log"
     if options.experiment == "chaos":
         return ServerProcess(*OPTIONS, *options.serve, log=log, program=PROGRAM)
+    if options.experiment in AT_A_SCREEN:
+        return ServerProcess(*SCREEN, *options.serve, log=log)
     return ServerProcess(*options.serve, log=log)
 
 
@@ -109,12 +115,27 @@ def _chaos(server: ServerProcess, options: argparse.Namespace, told: dict[str, s
 
 
 def _locust(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
-    wanted = swarm.Swarm(options.users, options.seconds or 60.0, options.workers, options.scenario)
+    seconds = options.seconds or 60.0
+    wanted = swarm.Swarm(options.users or 0, seconds, options.workers, options.scenario)
+    if not wanted.users:
+        places, rate = asyncio.run(_capacity(server, options.scenario, seconds / 10))
+        wanted = replace(wanted, users=swarm.bearable(places, rate), coming=swarm.coming(places, rate))
     _tell(f"{wanted.users} users for {wanted.seconds:g} s, {wanted.scenario}")
     rows = wanted.run(server, options.out)
     (options.out / "results.json").write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n", "utf-8")
     failed = swarm.failures(rows)
     return swarm.lines(rows), [f"{failed} calls failed"] if failed else []
+
+
+async def _capacity(server: ServerProcess, scenario: str, seconds: float) -> tuple[int, float]:
+    """The server's places, and how many requests end per second while all of them are taken."""
+    site = Site(server, WORKLOADS.get(scenario, WORKLOADS["steady"]))
+    places = await site.places()
+    _tell(f"capacity: {places} callers for {seconds:g} s")
+    await site.closed("capacity", places, seconds)
+    rate = full_rate(site.samples["capacity"])
+    _tell(f"capacity: {rate:.1f} requests/s")
+    return places, rate
 
 
 EXPERIMENTS = {"curve": _curve, "overload": _overload, "chaos": _chaos, "locust": _locust}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,8 +40,9 @@ class Curve:
 
     @property
     def kept(self) -> float:
-        """Goodput at the highest rate, of the best at any."""
-        return self.rates[-1].summary.goodput / max(phase.summary.goodput for phase in self.rates)
+        """Goodput at the highest rate, of the best at any; NaN where no machine like this one serves anybody well."""
+        best = max(phase.summary.goodput for phase in self.rates)
+        return self.rates[-1].summary.goodput / best if best else math.nan
 
     def problems(self, *, timed: bool = True) -> Iterator[str]:
         """What is not as it should be; without `timed` nothing that depends on how fast this machine is."""
@@ -59,7 +61,7 @@ async def curve(site: Site, seconds: float, shares: Sequence[float], tell: Calla
     for concurrency in (*CONCURRENCIES, CALLERS):
         tell(f"{concurrency} callers for {seconds:g} s")
         phases.append(await site.closed(f"{concurrency} callers", concurrency, seconds))
-    capacity = full_rate(site.samples[f"{CALLERS} callers"], seconds)
+    capacity = full_rate(site.samples[f"{CALLERS} callers"])
     for share in shares:
         rate = share * capacity
         tell(f"{rate:.1f} requests/s, {share:g} times capacity, for {seconds:g} s")

@@ -86,14 +86,17 @@ class Run:
                 await asyncio.sleep(moment - self.now())
                 tasks.create_task(self.send(ask, moment))
 
-    async def closed_loop(self, concurrency: int, seconds: float, workload: Workload, random: Random) -> None:
+    async def closed_loop(
+        self, concurrency: int, seconds: float, workload: Workload, random: Random, least: int = 0
+    ) -> None:
         """So many callers, each with one request at a time, for this long; what has begun may end.
 
+        On a machine so slow that fewer than `least` requests have run by then, until as many have: a rate needs ends.
         Who is refused comes again when the server says so, as another request.
         """
 
         async def call() -> None:
-            while self.now() < seconds:
+            while self.now() < seconds or sum(s.outcome is not Outcome.REFUSED for s in self.samples) < least:
                 sample = await self.send(workload(random))
                 await asyncio.sleep(sample.retry_seconds or 0)
 

@@ -1,6 +1,6 @@
 """Users for Locust: gRPC streams and HTTP streams, in scenarios. `python -m loadtest locust` runs it with workers.
 
-    locust -f loadtest/locustfile.py --headless -u 20 -r 10 -t 60s --scenario spike --grpc-address 127.0.0.1:50051
+    locust -f loadtest/locustfile.py --headless -u 20 -r 10 --load-seconds 60 --scenario spike --grpc-address HOST:PORT
 
 A stream is four things to measure, and each is an entry of its own: time to the first token, time between messages
 with tokens, the whole call, and (not a time) its tokens. A closed loop: a user waits for an answer before the next
@@ -19,7 +19,7 @@ from typing import Any
 
 import gevent
 import grpc.experimental.gevent
-from locust import HttpUser, LoadTestShape, User, constant, events, task
+from locust import HttpUser, LoadTestShape, User, constant, events, runners, task
 
 # Before any channel is made, and after locust has patched the standard library, which it does when it is imported.
 grpc.experimental.gevent.init_gevent()
@@ -28,6 +28,9 @@ from client import Client, Delta, RequestFailed, Retry  # noqa: E402
 from loadtest.shapes import SHAPES, share_of_users  # noqa: E402
 from loadtest.workload import WORKLOADS, Ask  # noqa: E402
 
+runners.HEARTBEAT_LIVENESS = (
+    30  # seconds: on a busy machine a worker may be late by Locust's three, and none is replaced
+)
 SCENARIOS = (*WORKLOADS, *(name for name in SHAPES if name not in WORKLOADS))
 THINKING = 0.5  # seconds between an answer and the next question
 RETRY = Retry(attempts=5)
@@ -36,6 +39,9 @@ RETRY = Retry(attempts=5)
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
 def _add_options(parser: Any) -> None:
     parser.add_argument("--scenario", choices=SCENARIOS, default="steady", help="what is asked, and by how many")
+    parser.add_argument(
+        "--load-seconds", type=float, default=60.0, help="how long users ask; --run-time would cut calls"
+    )
     parser.add_argument("--grpc-address", default="127.0.0.1:50051", help="host:port of gRPC")
     parser.add_argument("--http-address", default="", help="host:port of HTTP; without it nobody uses HTTP")
 
@@ -185,8 +191,9 @@ class Shape(LoadTestShape):  # type: ignore[misc]  # locust is not typed
     def tick(self) -> tuple[int, float] | None:
         """Users and how many begin per second; None at the end."""
         options = self.runner.environment.parsed_options
-        whole, now = float(options.run_time or 60), self.get_run_time()
-        if now > whole:
+        now = self.get_run_time()
+        if now > options.load_seconds:
+            self.runner.stop()  # Locust's own end would cut the calls under way, and count them nowhere
             return None
-        share = share_of_users(options.scenario, now / whole)
+        share = share_of_users(options.scenario, now / options.load_seconds)
         return max(1, round(share * options.num_users)), options.spawn_rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -70,11 +71,21 @@ def _problems(phase: Phase) -> Iterator[str]:
         yield f"{phase.name}: {others} neither served nor refused: {summary.statuses}"
 
 
-def full_rate(samples: Sequence[Sample], seconds: float) -> float:
-    """Requests that were served per second while all callers were there: not at first, when nobody can have ended."""
-    first = WARMING * seconds
+def full_rate(samples: Sequence[Sample]) -> float:
+    """Requests that were served per second while all callers were there: until the last was sent, and not at first.
+
+    Nobody can have ended at first. A caller who has an answer asks again at once, as long as all of them do.
+
+    Raises:
+        RuntimeError: nobody was served.
+    """
+    until = max(sample.sent for sample in samples)
     ends = [sample.ended for sample in samples if sample.outcome is Outcome.SERVED]
-    return sum(first < end <= seconds for end in ends) / (seconds - first)
+    rate = sum(WARMING * until < end <= until for end in ends) / ((1 - WARMING) * until) if until else 0.0
+    if not rate:
+        outcomes = dict(Counter(sample.outcome.value for sample in samples))
+        raise RuntimeError(f"capacity cannot be measured: nobody was served while all callers were there: {outcomes}")
+    return rate
 
 
 async def overload(site: Site, times: float, seconds: float, tell: Callable[[str], None]) -> Overload:
@@ -87,7 +98,7 @@ async def overload(site: Site, times: float, seconds: float, tell: Callable[[str
     tell(f"capacity: {CALLERS} callers for {seconds / 2:g} s, twice; the first does not count")
     await site.closed("warming up", CALLERS, seconds / 2)
     capacity = await site.closed("capacity", CALLERS, seconds / 2)
-    rate = full_rate(site.samples["capacity"], seconds / 2)
+    rate = full_rate(site.samples["capacity"])
     places = await site.places()
     tell(f"at capacity: {places} requests to take all places, then {rate:.1f} per second for {seconds:g} s")
     at_capacity = await site.open("at capacity", Arrivals(rate), seconds, burst=places, since=SETTLING * seconds)

@@ -105,11 +105,11 @@ class Site:
             return (await client.model_info()).max_batch_size
 
     async def closed(self, name: str, concurrency: int, seconds: float) -> Phase:
-        """So many callers with one request at a time."""
-        random = Random(SEED)
+        """So many callers with one request at a time, for so long and until more have run than there are places."""
+        random, least = Random(SEED), min(concurrency, 1 + await self.places())
         return await self._measure(
             name,
-            lambda run: run.closed_loop(concurrency, seconds, self.workload, random),
+            lambda run: run.closed_loop(concurrency, seconds, self.workload, random, least),
             concurrency=concurrency,
             seconds=seconds,
         )

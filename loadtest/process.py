@@ -20,6 +20,8 @@ from loadtest.metrics import Metrics
 SERVE = ("-c", "from server.cli import main; raise SystemExit(main())", "serve")
 # Server and driver share this machine: one thread each, where there are two cores.
 DEFAULTS = ("--threads", "1")
+# For who serves people at a screen: they queue for half of the second in which they want a first token, or come again.
+SCREEN = ("--max-queue-seconds", "0.5")
 _STOP_SECONDS = 60.0
 
 

@@ -57,10 +57,10 @@ class ServerConfig(BaseSettings, EngineConfig):
     max_queue_requests: int = Field(256, ge=1, description="Most requests waiting to be admitted.")
     max_queue_tokens: int = Field(131072, ge=1, description="Most tokens of prompt and output waiting together.")
     max_queue_seconds: float = Field(
-        0.5,
+        10.0,
         ge=0,
-        description="Longest wait in the queue by estimate, in seconds; "
-        "or a tenth of the time that requests now take, if that is longer.",
+        description="Longest wait in the queue by estimate, in seconds, or a tenth of the time that requests now take, "
+        "if that is longer; about 0.5 where people wait at a screen.",
     )
     ageing_seconds: float = Field(
         1.0, gt=0, description="Seconds of waiting in the queue that are worth as much as one step of priority."

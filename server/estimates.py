@@ -26,7 +26,7 @@ class Estimates:
         self._service: float | None = None  # seconds that a request spends in the engine
         self._per_token: float | None = None  # seconds between two tokens of one output
         self._prompt_rate = 0.0  # best tokens of prompts per second
-        self._paces: dict[int, float] = {}  # seconds between two tokens of one output, by how many run, doubling
+        self._paces: dict[int, float] = {}  # seconds between two tokens of one output, by how many decode, doubling
         self._tokens = self._most_tokens = 0.0  # means of what outputs had, and of what they might have had
         self._rounds = self._drafted = self._accepted = 0.0  # fading sums
 
@@ -36,9 +36,10 @@ class Estimates:
         self._drafted = self._drafted * _KEEP + stats.drafted
         self._accepted = self._accepted * _KEEP + stats.accepted
         seconds = sum(stats.phase_seconds.values())
-        if stats.generated_tokens and stats.running:
-            size = stats.running.bit_length()
-            self._paces[size] = _mean(self._paces.get(size), seconds * stats.running / stats.generated_tokens)
+        decoding = sum(forward.sequences for forward in stats.forwards if forward.kind == "verify")
+        if stats.generated_tokens and decoding:  # who still reads a prompt gets no tokens, and slows nobody's pace
+            size = decoding.bit_length()
+            self._paces[size] = _mean(self._paces.get(size), seconds * decoding / stats.generated_tokens)
         if stats.prompt_tokens >= _MIN_PROMPT_TOKENS and seconds > 0:
             self._prompt_rate = max(self._prompt_rate * _KEEP, stats.prompt_tokens / seconds)
         elif not stats.prompt_tokens and stats.generated_tokens and stats.running:
@@ -100,13 +101,14 @@ class Estimates:
 
         Past times of service lag behind when load rises; what runs now tells little when lengths differ much.
         """
-        wait = max(self.wait(waiting, len(left)), self.turn(waiting, left)) if waiting >= 0 else 0.0
-        return Outlook(wait, self._service or 0.0, self.retry(max(0, waiting), len(left)))
+        before = max(0, waiting)
+        wait = max(self.wait(before, len(left)), self.turn(before, left))
+        return Outlook(wait if waiting >= 0 else 0.0, self._service or 0.0, self._retry(wait))
 
-    def retry(self, waiting: int, running: int) -> float:
+    def _retry(self, wait: float) -> float:
         """Seconds after which all that wait now have a place: who came again sooner would find others there."""
         unknown, least, most = RETRY_SECONDS
-        return unknown if self._service is None else min(most, max(least, self.wait(waiting, running)))
+        return unknown if self._service is None else min(most, max(least, wait))
 
 
 def least_tokens(request: Request, max_len: int) -> int:

@@ -15,6 +15,7 @@ from engine.control import Control
 from engine.engine import Engine
 from engine.intake import Limits
 from engine.pages import BlockPool
+from engine.prefill import Prefill
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
 from engine.scheduler import Scheduler
 from engine.stats import Clock, StepStats
@@ -86,7 +87,8 @@ def fake_engine(
     """A whole engine around table models."""
     from engine.config import EngineConfig  # brings pydantic, which the machines of tests/cuda may lack
 
-    settings = EngineConfig(target="table", draft="table" if draft_law else None, **config)
+    unhurried = {"max_step_ms": 1e9}  # how fast this machine is decides in no test how much a step reads
+    settings = EngineConfig(target="table", draft="table" if draft_law else None, **unhurried | config)
     by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer(sizes=(2, 1))}
     if draft_law is not None:
         draft = TableModel(draft_law, vocab_size, num_pages, page_size)
@@ -101,6 +103,7 @@ def fake_engine(
         chosen.draft_kv_users,
         chosen.draft_kv_sharers,
         control,
+        prefill=Prefill(settings.max_step_ms / 1000),
     )
     limits = Limits(vocab_size, min(max_model_len, num_pages * page_size), eos)
     target = TableModel(law, vocab_size, num_pages, page_size)

@@ -6,16 +6,12 @@
  * of the tile. What a row may not see has weight 0 exactly and changes neither its maximum nor its sums, and all rows
  * take the same instructions: so a row's result is the same, bit for bit, whatever stands beside it.
  *
- * Vectors are the compiler's own (GCC, Clang), so this runs on any CPU; bfloat16 products take AVX512-BF16 if any.
+ * The products of queries with keys and of weights with values are written for AVX-512 and for any other CPU.
  */
 
 #include "attention.h"
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
-#define BLOCK 64 /* keys */
+#define BLOCK ATTENTION_BLOCK
 #define ROWS ATTENTION_ROWS
 #define CHUNK 6  /* jobs */
 #define STRIP 4  /* rows, or vectors, that are kept in registers together */
@@ -81,186 +77,29 @@ static float weigh(float *scores, float *maximum, float *weight) {
   return shrink;
 }
 
-/* `rows` rows, a strip at most: scores[row][key] = query[row] . key * scale. */
-INLINE void multiply_keys(const Args *a, const Work *w, int row, const int rows) {
-  vec sums[STRIP][BLOCK / LANES] = {0};
-  const float *q = w->query + row * a->dim;
-  for (int64_t d = 0; d < a->dim; d++) {
-    const vec *k = (const vec *)(w->keys + d * BLOCK);
-    EACH(int i = 0; i < rows; i++)
-      EACH(int j = 0; j < BLOCK / LANES; j++) sums[i][j] += k[j] * q[i * a->dim + d];
-  }
-  EACH(int i = 0; i < rows; i++)
-    EACH(int j = 0; j < BLOCK / LANES; j++) ((vec *)(w->scores + (row + i) * BLOCK))[j] = sums[i][j] * a->scale;
-}
-
-/* `rows` rows and `width` vectors of the head from `d` on: sums = sums * shrink + weights . values. */
-INLINE void multiply_values(const Args *a, const Work *w, int row, int64_t d, const float *shrink, const int rows,
-                            const int width) {
-  vec sums[STRIP][STRIP];
-  EACH(int i = 0; i < rows; i++)
-    EACH(int v = 0; v < width; v++) sums[i][v] = ((vec *)(w->sums + (row + i) * a->dim + d))[v] * shrink[i];
-  for (int j = 0; j < BLOCK; j++)
-    EACH(int v = 0; v < width; v++) {
-      vec value = ((const vec *)(w->values + j * a->dim + d))[v];
-      EACH(int i = 0; i < rows; i++) sums[i][v] += value * w->scores[(row + i) * BLOCK + j];
-    }
-  EACH(int i = 0; i < rows; i++)
-    EACH(int v = 0; v < width; v++) ((vec *)(w->sums + (row + i) * a->dim + d))[v] = sums[i][v];
-}
-
-#ifdef __AVX512F__
-/* 16 rows of 16 32-bit numbers, rows[i] read from `from[i]`; column c goes to to + c * BLOCK. */
-static void transpose(const void *const *from, float *to) {
-  __m512i r[16], t[16];
-  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(from[i]);
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int i = 0; i < 4; i++) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 8; i++) {
-    _mm512_store_si512(to + i * BLOCK, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-    _mm512_store_si512(to + (i + 8) * BLOCK, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
-  }
-}
+#if WIDTH == 64
+#include "attention_avx512.h"
+#else
+#include "attention_any.h"
 #endif
-
-static void load_keys(const Args *a, const Work *w, const int64_t *places, const int64_t *ahead, int bits) {
-  for (int j = 0; j < BLOCK; j++) fetch(a->key, ahead[j], a->dim, bits);
-#ifdef __AVX512F__
-  for (int j = 0; j < BLOCK && bits == 32; j += 16)
-    for (int64_t d = 0; d < a->dim; d += 16) {
-      const void *from[16];
-      for (int i = 0; i < 16; i++) from[i] = (const float *)a->key + places[j + i] + d;
-      transpose(from, w->keys + d * BLOCK + j);
-    }
-  if (bits == 32) return;
-#endif
-  for (int j = 0; j < BLOCK; j++)
-    for (int64_t d = 0; d < a->dim; d++) w->keys[d * BLOCK + j] = element(a->key, places[j] + d, bits);
-}
-
-static void load_values(const Args *a, const Work *w, const int64_t *places, const int64_t *ahead, int bits) {
-  for (int j = 0; j < BLOCK; j++) {
-    fetch(a->value, ahead[j], a->dim, bits);
-    for (int64_t d = 0; d < a->dim; d += LANES) *(vec *)(w->values + j * a->dim + d) = load(a->value, places[j] + d, bits);
-  }
-}
 
 static void load_query(const Args *a, const Work *w, int row, int64_t place, int bits) {
   for (int64_t d = 0; d < a->dim; d++) w->query[row * a->dim + d] = element(a->query, place + d, bits);
 }
-
-#ifdef __AVX512BF16__
-/* The same with bfloat16 products: two neighbours of the summed dimension side by side in each 32-bit lane. `query` is
- * then [ROWS, dim / 2] pairs, `keys` [dim / 2, BLOCK], `values` [BLOCK / 2, dim]; weights are rounded to bfloat16. */
-
-INLINE __m512 dot(__m512 sum, __m512i pairs, uint32_t pair) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32((int)pair));
-}
-
-INLINE void multiply_keys_bf16(const Args *a, const Work *w, int row, const int rows) {
-  int64_t pairs = a->dim / 2;
-  __m512 sums[STRIP][BLOCK / LANES];
-  EACH(int i = 0; i < rows; i++)
-    EACH(int j = 0; j < BLOCK / LANES; j++) sums[i][j] = _mm512_setzero_ps();
-  const uint32_t *q = (const uint32_t *)w->query + row * pairs;
-  for (int64_t d = 0; d < pairs; d++) {
-    const float *k = w->keys + d * BLOCK;
-    EACH(int i = 0; i < rows; i++)
-      EACH(int j = 0; j < BLOCK / LANES; j++)
-        sums[i][j] = dot(sums[i][j], _mm512_load_si512(k + j * LANES), q[i * pairs + d]);
-  }
-  EACH(int i = 0; i < rows; i++)
-    EACH(int j = 0; j < BLOCK / LANES; j++) ((vec *)(w->scores + (row + i) * BLOCK))[j] = (vec)sums[i][j] * a->scale;
-}
-
-INLINE void multiply_values_bf16(const Args *a, const Work *w, int row, int64_t d, const float *shrink,
-                                 const int rows, const int width) {
-  __m512 sums[STRIP][STRIP];
-  uint32_t weights[STRIP][BLOCK / 2];
-  EACH(int i = 0; i < rows; i++) {
-    for (int j = 0; j < BLOCK / LANES; j++) {
-      __m256bh rounded = _mm512_cvtneps_pbh(_mm512_load_ps(w->scores + (row + i) * BLOCK + j * LANES));
-      memcpy(weights[i] + j * LANES / 2, &rounded, sizeof rounded);
-    }
-    EACH(int v = 0; v < width; v++)
-      sums[i][v] = (__m512)(((vec *)(w->sums + (row + i) * a->dim + d))[v] * shrink[i]);
-  }
-  for (int j = 0; j < BLOCK / 2; j++)
-    EACH(int v = 0; v < width; v++) {
-      __m512i value = _mm512_load_si512(w->values + j * a->dim + d + v * LANES);
-      EACH(int i = 0; i < rows; i++) sums[i][v] = dot(sums[i][v], value, weights[i][j]);
-    }
-  EACH(int i = 0; i < rows; i++)
-    EACH(int v = 0; v < width; v++) ((vec *)(w->sums + (row + i) * a->dim + d))[v] = (vec)sums[i][v];
-}
-
-static void load_keys_bf16(const Args *a, const Work *w, const int64_t *places, const int64_t *ahead) {
-  for (int j = 0; j < BLOCK; j += 16) {
-    for (int i = 0; i < 16; i++) fetch(a->key, ahead[j + i], a->dim, 16);
-    for (int64_t d = 0; d < a->dim; d += 32) {
-      const void *from[16];
-      int64_t at = d + 32 <= a->dim ? d : a->dim - 32; /* where 32 is no divisor the last ones overlap */
-      for (int i = 0; i < 16; i++) from[i] = (const bf16 *)a->key + places[j + i] + at;
-      transpose(from, w->keys + at / 2 * BLOCK + j);
-    }
-  }
-}
-
-static void load_values_bf16(const Args *a, const Work *w, const int64_t *places, const int64_t *ahead) {
-  for (int j = 0; j < BLOCK; j += 2) {
-    const bf16 *even = (const bf16 *)a->value + places[j], *odd = (const bf16 *)a->value + places[j + 1];
-    fetch(a->value, ahead[j], a->dim, 16);
-    fetch(a->value, ahead[j + 1], a->dim, 16);
-    for (int64_t d = 0; d < a->dim; d += LANES) {
-      __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(even + d)));
-      __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(odd + d)));
-      _mm512_store_si512(w->values + j / 2 * a->dim + d, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-    }
-  }
-}
-#endif
-
-#ifdef __AVX512BF16__
-#define FAST(bits, dim) ((bits) == 16 && (dim) >= 32)
-#else
-#define FAST(bits, dim) 0
-#define multiply_keys_bf16 multiply_keys
-#define multiply_values_bf16 multiply_values
-#define load_keys_bf16(a, w, places, ahead) load_keys(a, w, places, ahead, 16)
-#define load_values_bf16(a, w, places, ahead) load_values(a, w, places, ahead, 16)
-#endif
 
 /* One strip against one block, for a number of rows and kind of products that are known when this is compiled. */
 INLINE void strip(const Args *a, Work *w, const Job *job, int row, int64_t first, const int rows, const int fast) {
   int64_t group = a->heads / a->kv_heads, kv_len = a->kv_lens[job->sequence];
   int64_t tokens = a->first_rows[job->sequence + 1] - a->first_rows[job->sequence];
   float shrink[STRIP];
-  fast ? multiply_keys_bf16(a, w, row, rows) : multiply_keys(a, w, row, rows);
+  multiply_keys(a, w, row, rows, fast);
   for (int i = 0; i < rows; i++) {
     float *scores = w->scores + (row + i) * BLOCK;
     cap(a, scores);
     mask(a, scores, first, kv_len - tokens + (job->first + row + i) / group);
     shrink[i] = weigh(scores, &w->maximum[row + i], &w->weight[row + i]);
   }
-  int64_t d = 0;
-  for (; d + STRIP * LANES <= a->dim; d += STRIP * LANES)
-    fast ? multiply_values_bf16(a, w, row, d, shrink, rows, STRIP) : multiply_values(a, w, row, d, shrink, rows, STRIP);
-  for (; d < a->dim; d += LANES)
-    fast ? multiply_values_bf16(a, w, row, d, shrink, rows, 1) : multiply_values(a, w, row, d, shrink, rows, 1);
+  multiply_values(a, w, row, shrink, rows, fast);
 }
 
 #define STRIPS(rows) \
@@ -319,13 +158,7 @@ static void attention_run(const Args *a, const Job *job, const Job *after, Work 
     } else {
       memcpy(ahead, places, sizeof here);
     }
-    if (fast) {
-      load_keys_bf16(a, w, places, ahead);
-      load_values_bf16(a, w, places, ahead);
-    } else {
-      load_keys(a, w, places, ahead, bits);
-      load_values(a, w, places, ahead, bits);
-    }
+    load_block(a, w, places, ahead, bits);
     for (int row = 0; row < job->count; row += STRIP) meet(a, w, job, row, first, fast);
     int64_t *done = places;
     places = ahead, ahead = done;
@@ -348,11 +181,11 @@ int attention_plan(const Args *a, Job *jobs) {
   return count;
 }
 
-static void *floats(int64_t count) { return aligned_alloc(64, (size_t)(count * 4 + 63) / 64 * 64); }
+static void *aligned_floats(int64_t count) { return aligned_alloc(64, (size_t)(count * 4 + 63) / 64 * 64); }
 
 int attention_begin(const Args *a, Work *w) {
-  w->query = floats(ROWS * a->dim), w->sums = floats(ROWS * a->dim), w->scores = floats(ROWS * BLOCK);
-  w->keys = floats(BLOCK * a->dim), w->values = floats(BLOCK * a->dim);
+  w->query = aligned_floats(ROWS * a->dim), w->sums = aligned_floats(ROWS * a->dim), w->scores = aligned_floats(ROWS * BLOCK);
+  w->keys = aligned_floats(BLOCK * a->dim), w->values = aligned_floats(BLOCK * a->dim);
   return w->keys && w->values && w->query && w->scores && w->sums;
 }
 

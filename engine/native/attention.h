@@ -5,7 +5,8 @@
 
 #include "vectors.h"
 
-#define ATTENTION_ROWS 32 /* query rows of a job, at most */
+#define ATTENTION_ROWS 32  /* query rows of a job, at most */
+#define ATTENTION_BLOCK 64 /* keys */
 
 typedef struct {
   const void *query, *key, *value; /* [tokens, heads, dim], [arena rows, kv_heads, dim] twice */
@@ -25,8 +26,9 @@ typedef struct {
 /* What a thread works in. Sizes are for the widest head. */
 typedef struct {
   float *query;  /* [ATTENTION_ROWS, dim] */
-  float *keys;   /* [dim, BLOCK]: transposed */
+  float *keys;   /* [dim, BLOCK]: transposed; or [BLOCK, dim] */
   float *values; /* [BLOCK, dim] */
+  const float *key_rows[ATTENTION_BLOCK], *value_rows[ATTENTION_BLOCK]; /* where one lies, if it is read in its place */
   float *scores; /* [ATTENTION_ROWS, BLOCK], which become weights */
   float *sums;   /* [ATTENTION_ROWS, dim], of weighted values */
   float maximum[ATTENTION_ROWS], weight[ATTENTION_ROWS];

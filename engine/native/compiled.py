@@ -22,8 +22,7 @@ import torch  # noqa: F401
 
 log = logging.getLogger(__name__)
 
-FLAGS = ("-O3", "-shared", "-fPIC", "-std=gnu11", "-Wno-psabi")
-ARCH = "-march={}"  # of the processor that is there, or of PILOTFISH_NATIVE_ARCH
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-std=gnu11", "-Wno-psabi")
 _FASTER = {
     "AVX-512": "AVX-512 VNNI",
     "AVX2": "AVX-VNNI or AVX-512 VNNI",
@@ -40,12 +39,12 @@ HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 
 def library() -> ctypes.CDLL | None:
     """The compiled sources, or None, and a line in the log that says why."""
-    found = _library()
+    found = loaded()
     return found if isinstance(found, ctypes.CDLL) else None
 
 
 @cache
-def _library() -> ctypes.CDLL | str:
+def loaded() -> ctypes.CDLL | str:
     """The compiled sources, or why there are none."""
     if os.environ.get("PILOTFISH_NATIVE") == "0":
         why = "PILOTFISH_NATIVE is 0"
@@ -60,7 +59,7 @@ def _library() -> ctypes.CDLL | str:
 
 def instructions() -> str:
     """By which instructions our C multiplies on this processor, and what would be faster; or why it does not run."""
-    found = _library()
+    found = loaded()
     if isinstance(found, str):
         return f"torch's, several times slower: our C is {found}; it takes a C compiler (gcc or clang)"
     for function in (found.pilotfish_integer_path, found.pilotfish_bfloat16_path):
@@ -92,17 +91,12 @@ def _compiled() -> Path:
 
 
 def _compile(compiler: str, made: Path) -> None:
-    command = [compiler, *FLAGS, _arch(), "-o", str(made), *map(str, SOURCES), "-lm"]
+    command = [compiler, *FLAGS, "-o", str(made), *map(str, SOURCES), "-lm"]
     try:
         _run([*command, "-fopenmp"])
     except subprocess.CalledProcessError:
         _run(command)
         log.info("native code: %s has no OpenMP here, so it runs on one thread", compiler)
-
-
-def _arch() -> str:
-    """What to compile for. Another than this processor's own is for tests: `PILOTFISH_NATIVE_ARCH=haswell`."""
-    return ARCH.format(os.environ.get("PILOTFISH_NATIVE_ARCH", "native"))
 
 
 def _run(command: list[str]) -> None:
@@ -113,7 +107,7 @@ def _fingerprint() -> str:
     """Of all that the result depends on; a home folder may be shared by unlike machines."""
     info = Path("/proc/cpuinfo")
     flags = next((line for line in _lines(info) if line.startswith(("flags", "Features"))), "")
-    parts = [platform.machine(), platform.processor(), flags, *FLAGS, _arch()]
+    parts = [platform.machine(), platform.processor(), flags, *FLAGS]
     parts += [path.read_text("utf-8") for path in (*SOURCES, *HEADERS)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -14,6 +14,7 @@
 
 #include "registers.h"
 
+#define BLOCK MATMUL_ROWS
 #define VECTORS 4              /* registers of a panel's outputs */
 #define PANEL WIDTH            /* outputs */
 #define STEP (VECTORS * WIDTH) /* bytes of a panel for the inputs that lie in 4 bytes */

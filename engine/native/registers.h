@@ -17,20 +17,12 @@
 #include <arm_neon.h>
 #endif
 
-#if defined(__AVX512BW__)
-#define WIDTH 64 /* bytes of a register */
-#elif defined(__AVX2__)
-#define WIDTH 32
-#else
-#define WIDTH 16
-#endif
-
 #if WIDTH == 64 || defined(__ARM_NEON)
-#define BLOCK 6 /* rows that meet a panel together: sums and weights in 32 registers */
+#define MATMUL_ROWS 6 /* rows that meet a panel together: sums and weights in 32 registers */
 #elif WIDTH == 32
-#define BLOCK 3 /* in 16 */
+#define MATMUL_ROWS 3 /* in 16 */
 #else
-#define BLOCK 2 /* in 16, and one operand of most instructions is lost */
+#define MATMUL_ROWS 2 /* in 16, and one operand of most instructions is lost */
 #endif
 
 typedef float floats __attribute__((vector_size(WIDTH)));

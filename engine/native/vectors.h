@@ -1,4 +1,5 @@
-/* Vectors of 16 floats in the compiler's own terms (GCC, Clang), and bfloat16. For any CPU. */
+/* Vectors of one register of this processor in the compiler's own terms (GCC, Clang), and bfloat16. For any CPU: of
+ * wider vectors than there are registers compilers take comparisons and conversions apart, number by number. */
 
 #ifndef PILOTFISH_VECTORS_H
 #define PILOTFISH_VECTORS_H
@@ -8,7 +9,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LANES 16 /* floats in a vector */
+#if defined(__AVX512BW__)
+#define WIDTH 64 /* bytes of a register */
+#elif defined(__AVX2__)
+#define WIDTH 32
+#else
+#define WIDTH 16
+#endif
+#define LANES (WIDTH / 4) /* floats in a vector */
 #define INLINE static inline __attribute__((always_inline))
 
 /* Arrays of vectors stay in registers only if the loops over them are unrolled before anything else is done. */
@@ -57,11 +65,22 @@ INLINE vec exponential(vec x) {
   return p * (vec)power;
 }
 
-#define FOLD(x, combine)                                                                     \
+#if WIDTH == 64
+#define FOLD(x, combine)                                                                             \
   combine(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
   combine(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)); \
   combine(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); \
   combine(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))
+#elif WIDTH == 32
+#define FOLD(x, combine)                                                 \
+  combine(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3)); \
+  combine(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5)); \
+  combine(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6))
+#else
+#define FOLD(x, combine)                                     \
+  combine(x, __builtin_shufflevector(x, x, 2, 3, 0, 1)); \
+  combine(x, __builtin_shufflevector(x, x, 1, 0, 3, 2))
+#endif
 #define ADD(x, y) x = x + y
 #define LARGER(x, y) x = either(x > y, x, y)
 
@@ -83,7 +102,7 @@ INLINE bf16vec narrow(vec x) {
   return __builtin_convertvector(kept, bf16vec);
 }
 
-/* Sixteen numbers of a row of floats (`bits` 32) or bfloat16 (16). */
+/* A vector of numbers of a row of floats (`bits` 32) or bfloat16 (16). */
 INLINE vec load(const void *row, int64_t i, int bits) {
   if (bits == 32) return *(const vec_unaligned *)((const float *)row + i);
   return (vec)(__builtin_convertvector(*(const bf16vec *)((const bf16 *)row + i), ivec) << 16);
@@ -96,7 +115,7 @@ INLINE void store(void *row, int64_t i, vec x, int bits) {
     *(bf16vec *)((bf16 *)row + i) = narrow(x);
 }
 
-/* The first `count` of sixteen numbers to out[at...], or added to what stands there; rounded before they are added. */
+/* The first `count` numbers of a vector to out[at...], or added to what stands there; rounded before they are added. */
 INLINE void store_some(void *out, int64_t at, vec y, int bits, int add, int64_t count) {
   char few[4 * LANES] __attribute__((aligned(64))) = {0};
   size_t size = (size_t)(bits / 8);

@@ -134,9 +134,18 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
         self.deadlines.append(context.time_remaining())
         self.metadata.append(dict(context.invocation_metadata()))
         if self.refusals:
-            context.abort_with_status(rpc_status.to_status(self.refusals.pop(0)))
+            context.abort_with_status(_hinted(self.refusals.pop(0)))
         if self.status is not None:
             context.abort_with_status(rpc_status.to_status(self.status))
+
+
+def _hinted(status: status_pb2.Status) -> grpc.Status:
+    """With the hint in the form that gRPC's own retries obey, as a server of ours sends it, too."""
+    plain, retry = rpc_status.to_status(status), error_details_pb2.RetryInfo()
+    pauses = [
+        ("grpc-retry-pushback-ms", str(retry.retry_delay.ToMilliseconds())) for d in status.details if d.Unpack(retry)
+    ]
+    return plain._replace(trailing_metadata=(*plain.trailing_metadata, *pauses))
 
 
 @contextmanager

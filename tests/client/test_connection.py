@@ -42,6 +42,25 @@ def test_a_full_queue_is_tried_again(fake, stream):
     assert len(fake.requests) == 3
 
 
+# Pauses of one's own that no test would survive, or that are over at once: it is the server's word that counts.
+@pytest.mark.parametrize(("own", "told"), [(1000.0, 0.01), (0.001, 0.5)])
+def test_a_server_that_says_when_to_come_again_is_obeyed(fake, own, told):
+    fake.refusals = [fake_server.full(told)] * 2
+    with client.Client(fake.address, retry=Retry(first_pause=own, longest_pause=own)) as connection:
+        began = time.monotonic()
+        assert connection.generate("x", deadline=60)
+    assert time.monotonic() - began >= 2 * told
+
+
+@pytest.mark.parametrize(("own", "told"), [(1000.0, 0.01), (0.001, 0.5)])
+async def test_the_async_client_obeys_it_too(fake, own, told):
+    fake.refusals = [fake_server.full(told)] * 2
+    async with client.AsyncClient(fake.address, retry=Retry(first_pause=own, longest_pause=own)) as connection:
+        began = time.monotonic()
+        assert [event async for event in connection.stream("x", deadline=60)]
+    assert time.monotonic() - began >= 2 * told
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_meets_a_closing_door_is_tried_again(fake, stream):
     fake.refusals = [fake_server.closing()]

@@ -185,7 +185,7 @@ def test_it_tells_of_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_it_says_by_which_instructions_our_c_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     told = line(doctor(embedded_target()), "environment", "kernels")
     assert told == instructions()
-    monkeypatch.setattr("engine.native.compiled._library", lambda: "not available (no C compiler)")
+    monkeypatch.setattr("engine.native.compiled.loaded", lambda: "not available (no C compiler)")
     told = line(doctor(embedded_target()), "environment", "kernels")
     assert (
         told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from engine.attention import native, reference, sdpa
 from engine.batch import Feed, RaggedBatch
 from engine.native import library, rows
-from engine.native.compiled import _compiled, _folders
+from engine.native.compiled import _compiled, _folders, loaded
 
 needs_kernel = pytest.mark.skipif(library() is None, reason="no C compiler here")
 CPU = torch.device("cpu")
@@ -129,9 +128,9 @@ def test_what_it_cannot_do_goes_to_sdpa() -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache; what was loaded before is forgotten for the test."""
     monkeypatch.setenv("PILOTFISH_CACHE", str(tmp_path))
-    library.cache_clear()
+    loaded.cache_clear()
     yield tmp_path
-    library.cache_clear()
+    loaded.cache_clear()
 
 
 @needs_kernel
@@ -140,19 +139,6 @@ def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [made] = (fresh / "pilotfish").iterdir()
     monkeypatch.setenv("PATH", "")
     assert _compiled() == made
-
-
-@needs_kernel
-def test_a_processor_without_wide_vectors(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler's own vectors do what the special instructions do."""
-    monkeypatch.setattr("engine.native.compiled.FLAGS", ("-O2", "-shared", "-fPIC", "-std=gnu11", "-Wno-psabi"))
-    plain = ctypes.CDLL(str(_compiled()))
-    monkeypatch.setattr(native, "library", lambda: plain)
-    for dtype, tolerance in TOLERANCE.items():
-        p = Problem([(1, 100), (40, 0)], 16, (2, 3, 48), dtype)
-        k, v = (arena.float().nan_to_num() for arena in (p.k, p.v))
-        want = reference.attend(p.query.float(), k, v, p.batch, 0.2)
-        assert torch.allclose(p.solve().float(), want, atol=tolerance)
 
 
 @pytest.mark.parametrize("broken", [{"PATH": "", "CC": ""}, {"CC": "false"}, {"PILOTFISH_NATIVE": "0"}])

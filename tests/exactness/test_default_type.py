@@ -6,6 +6,7 @@ Where our C multiplies bfloat16 that is bfloat16, and elsewhere float32; the tok
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from engine import LLM, SamplingParams
 from engine.checkpoint import read_config
 from engine.native import multiplies
 from engine.runner import kv_layout
+from engine.scheduler import StepPlan
 from engine.types import Sequence, SpeculationMode, SpeculationParams
 from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests.respell import shuffled
@@ -70,6 +72,29 @@ def test_after_preemption(alone: list[list[tuple[int, ...]]]) -> None:
     scheduler._preempt = lambda sequence: (lost.append(sequence), preempt(sequence))
     assert together(llm, LAWS[1], "model")[0] == alone[1]
     assert lost
+
+
+def test_in_chunks_as_an_erratic_clock_would_have_them(alone: list[list[tuple[int, ...]]]) -> None:
+    """Time decides how much of a prompt a step reads (`max_step_ms`), and never what comes of it."""
+    llm = LLM(embedded_target(), embedded_draft(), **SMALL, prefix_cache=False, max_step_ms=20.0)
+    chance, now, sizes = Random(5), 0.0, set[int]()
+    plan = llm.engine._scheduler.plan
+
+    def clock() -> float:
+        nonlocal now
+        now += chance.choice((0.0, 0.0005, 0.004, 0.02))
+        return now
+
+    def watched() -> StepPlan:
+        planned = plan()
+        sizes.update(len(work.span) for work in planned.works)
+        return planned
+
+    llm.engine._clock, llm.engine._scheduler.plan = clock, watched
+    for law, want in zip(LAWS, alone, strict=True):
+        for proposer in ("none", "model"):
+            assert together(llm, law, proposer)[0] == want
+    assert len(sizes) > 8
 
 
 def test_a_draft_of_another_vocabulary_and_another_type(alone: list[list[tuple[int, ...]]], tmp_path: Path) -> None:

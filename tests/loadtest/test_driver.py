@@ -9,6 +9,7 @@ import client
 from client import Options
 from loadtest.arrivals import Arrivals
 from loadtest.driver import Run
+from loadtest.overload import full_rate
 from loadtest.samples import Outcome, Summary
 from loadtest.workload import Ask
 from tests.server.conftest import serving, until
@@ -40,6 +41,15 @@ async def test_an_open_loop_does_not_wait_for_answers():
     assert summary.tokens == TOKENS * len(moments)
     # Nothing came before the gate was opened, and that counts from the moment a request was meant to be sent.
     assert all(s.time_to_first_token > 1.0 - s.intended - 0.1 for s in run.samples)
+
+
+async def test_a_closed_loop_lasts_until_a_rate_can_be_told_from_it():
+    engine = FakeEngine(batch=2, step_seconds=0.005)
+    async with serving(engine) as server, connect(server) as connection:
+        run = Run(connection)
+        await run.closed_loop(2, 0.0, asks(), Random(1), least=5)
+    assert 5 <= len(run.samples) <= 6, "each of two callers ends with the call after which there are enough"
+    assert full_rate(run.samples) > 0
 
 
 async def test_every_end_has_its_outcome():

@@ -16,13 +16,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tokenizers import Tokenizer
 
 from engine.stats import Forward, StepStats
-from loadtest import plots, report
+from loadtest import plots, report, swarm
 from loadtest.arrivals import Arrivals
+from loadtest.curve import Curve
 from loadtest.metrics import Metrics
+from loadtest.overload import full_rate
 from loadtest.phases import Account, Phase
 from loadtest.process import Usage
 from loadtest.samples import Objective, Outcome, Sample, Summary, levels
 from loadtest.workload import LONG_PROMPT, MAX_TOKENS, WORKLOADS, corpus
+from server.config import ServerConfig
 from server.metrics import Metrics as ServerMetrics
 
 
@@ -85,6 +88,41 @@ def test_sums_add_up_and_latencies_are_of_those_who_were_served():
     assert (summary.acceptance_rate, summary.acceptance_length) == (0.5, 3.0)
 
 
+def test_capacity_is_what_ended_while_all_callers_were_there():
+    ends = [
+        10.0,
+        10.0,
+        19.0,
+        20.0,
+        26.0,
+        30.0,
+        41.0,
+    ]  # the last was sent at 30; nothing before 10 counts, nor is 41 among it
+    samples = [sample(sent=30.0 if end == 41.0 else 0.0, ended=end) for end in ends]
+    assert full_rate(samples) == pytest.approx(4 / 20)
+
+
+def test_capacity_that_nobody_saw_is_no_number():
+    with pytest.raises(RuntimeError, match=r"capacity cannot be measured: .*'refused': 2"):
+        full_rate([s for s in SAMPLES if s.outcome is Outcome.REFUSED])
+
+
+def test_as_many_users_as_the_machine_can_bear():
+    assert swarm.bearable(64, 20.4) == swarm.MOST_USERS
+    assert swarm.bearable(64, 4.0) == 84
+    assert swarm.bearable(64, 0.5) == 15, "or one call would take longer than anybody waits"
+    assert swarm.bearable(64, 0.01) == 1
+    assert (swarm.coming(64, 20.0), swarm.coming(64, 4.0)) == (swarm.COMING, 16.0)
+    assert ServerConfig.model_fields["max_queue_seconds"].default >= 2 * swarm.WAITING
+
+
+def test_goodput_where_nobody_is_served_well_is_no_number_and_no_crash():
+    found = Curve(0.1, (phase("slow", 1.0, None, objective=Objective(0.0, 0.0)),))
+    assert math.isnan(found.kept)
+    assert not any("goodput" in problem for problem in found.problems(timed=False))
+    assert any("goodput" in problem for problem in found.problems())
+
+
 def test_levels_lie_between_neighbours_and_of_nothing_there_are_none():
     assert levels([10.0, 0.0, math.nan]) == pytest.approx({"p50": 5.0, "p90": 9.0, "p99": 9.9})
     assert all(map(math.isnan, levels([]).values()))
@@ -114,12 +152,12 @@ def test_the_servers_account_is_what_was_added_between_two_readings():
     assert {bound: count for bound, count in account.batch_sizes.items() if count} == {2.0: 1.0, 4.0: 1.0}
 
 
-def phase(name, rate, concurrency):
+def phase(name, rate, concurrency, objective=Objective()):  # noqa: B008 - frozen
     metrics = ServerMetrics(CollectorRegistry())
     before = read(metrics)
     step(metrics, 3)
     account = Account.between(before, read(metrics))
-    summary = Summary.of(SAMPLES, 2.0)
+    summary = Summary.of(SAMPLES, 2.0, objective)
     usages = (Usage(100, 10), Usage(200, 10))
     return Phase(name=name, rate=rate, concurrency=concurrency, summary=summary, account=account, usages=usages)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.stats import StepStats
+from engine.stats import Forward, StepStats
 from engine.types import Request, SamplingParams
 from pilotfish.v1 import generation_pb2 as pb
 from server.driver import PATIENCE_SECONDS
@@ -27,9 +27,14 @@ def served_for(estimates, seconds):
     estimates.end(Timeline(arrived=0.0, started=1.0, ended=1.0 + seconds))
 
 
-def step(seconds, *, prompt=0, generated=0, running=1):
+def step(seconds, *, prompt=0, generated=0, running=1, decoding=None):
+    decoding = running if decoding is None else decoding
     return StepStats(
-        phase_seconds={"forward": seconds}, prompt_tokens=prompt, generated_tokens=generated, running=running
+        forwards=(Forward("verify", decoding, decoding),),
+        phase_seconds={"forward": seconds},
+        prompt_tokens=prompt,
+        generated_tokens=generated,
+        running=running,
     )
 
 
@@ -48,7 +53,7 @@ def test_what_is_not_known_takes_no_time():
     estimates = Estimates()
     assert estimates.wait(100, 4) == 0.0
     assert work(estimates, asked(10_000, min_tokens=1000)) == 0.0
-    assert estimates.retry(0, 4) == 1.0
+    assert estimates.outlook(0, [1.0] * 4).retry == 1.0
     assert estimates.turn(100, [5.0]) == 0.0
 
 
@@ -58,11 +63,12 @@ def test_places_become_free_at_the_rate_at_which_requests_end():
         served_for(estimates, 8.0)
     assert estimates.wait(0, 3) == pytest.approx(2.0)
     assert estimates.wait(4, 3) == pytest.approx(10.0)
-    assert estimates.retry(0, 3) == pytest.approx(2.0)
-    assert estimates.retry(4, 3) == pytest.approx(10.0), "others wait, and come first"
+    assert estimates.outlook(0, [1.0] * 3).retry == pytest.approx(2.0)
+    assert estimates.outlook(-3, [1.0] * 3).retry == pytest.approx(2.0), "who is refused though places are free"
+    assert estimates.outlook(4, [1.0] * 3).retry == pytest.approx(10.0), "others wait, and come first"
     for _ in range(100):
         served_for(estimates, 8000.0)
-    assert estimates.retry(0, 0) == 30.0
+    assert estimates.outlook(0, []).retry == 30.0
 
 
 def test_a_place_is_free_when_what_runs_has_brought_what_is_left_of_it():
@@ -75,6 +81,8 @@ def test_a_place_is_free_when_what_runs_has_brought_what_is_left_of_it():
     for waiting, tokens in enumerate((0, 10, 30, 20 + 0, 20 + 10)):
         assert estimates.turn(waiting, left) == pytest.approx(2.0 * tokens)
     assert estimates.outlook(2, left).wait == pytest.approx(60.0)
+    served_for(estimates, 1.0)  # which alone would have it come again after a second
+    assert estimates.outlook(1, left).retry == pytest.approx(20.0), "told the wait for which it is refused"
 
 
 def test_the_pace_is_that_of_about_as_many():
@@ -84,6 +92,14 @@ def test_the_pace_is_that_of_about_as_many():
     estimates.observe(step(5.0, generated=40, running=40))
     assert estimates.turn(0, [10.0]) == pytest.approx(10.0)
     assert estimates.turn(0, [10.0] * 50) == pytest.approx(50.0)
+
+
+def test_who_reads_a_prompt_beside_others_does_not_make_them_slow():
+    estimates = Estimates()
+    estimates.end_output(10, 10)
+    for _ in range(100):
+        estimates.observe(step(1.0, prompt=500, generated=2, running=64, decoding=2))
+    assert estimates.turn(0, [10.0, 10.0]) == pytest.approx(10.0)
 
 
 def test_work_is_reading_and_the_tokens_that_are_sure():

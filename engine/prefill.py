@@ -1,0 +1,62 @@
+"""How many tokens of prompts a step may read without taking longer than a bound. Knows numbers only.
+
+    seconds of a step = seconds of decoding, by how many decode + seconds per token of prompts * tokens of prompts
+
+The first is known from steps that read nothing, the second from what the others took beyond it. Where decoding is not
+what it was, the second is wrong by just as much as makes the next step of that size right all the same.
+"""
+
+from __future__ import annotations
+
+import math
+
+_AIM = 0.9  # of the bound: the context grows with every chunk, and no two steps take the same
+_ALONE = 4.0  # times the bound is what a step may take that nobody else waits for: larger chunks cost less per token
+_NEW = 0.5  # weight of the newest step
+_MOST = 4.0  # times what was expected counts as that: one stall is no new machine
+_LEAST = 1e-9  # seconds per token
+_FEW = 2  # tokens that a step may read and still tell what decoding takes: where that alone is too long, none read more
+
+
+class Prefill:
+    """Fed by steps. `seconds`: the bound, but for steps whose decoding alone takes more than half of it.
+
+    Such a step may take twice as long as its decoding: prompts are to be read on any machine.
+    """
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self._seconds = _AIM * seconds
+        self._decoding: dict[int, float] = {}  # seconds of decoding, by how many decode, doubling
+        self._per_token: float | None = None  # seconds for a token of a prompt
+
+    def tokens(self, decoding: int, *, alone: bool) -> float:
+        """How many fit in a step in which so many decode, at least one; `alone`: it serves a single sequence.
+
+        225 ms to be filled, decoding takes 45, each token 2: 90 tokens. Decoding takes 200: another 200, 100 tokens.
+        """
+        if self._per_token is None:
+            return math.inf  # nobody is slowed down on a guess
+        taken = self._of(decoding)
+        seconds = _ALONE * self._seconds if alone else self._seconds
+        return max(1.0, max(seconds - taken, taken) / self._per_token)
+
+    def learn(self, decoding: int, tokens: int, seconds: float) -> None:
+        """A step in which so many decoded and so many tokens of prompts were read took so long."""
+        if seconds <= 0:  # a clock that stood still
+            return
+        size, taken = decoding.bit_length(), self._of(decoding)
+        if tokens <= _FEW:
+            self._decoding[size] = _mean(self._decoding.get(size), seconds)
+        if tokens:
+            each = max(0.0, seconds - taken) / tokens
+            self._per_token = max(_mean(self._per_token, each) if self._per_token else seconds / tokens, _LEAST)
+
+    def _of(self, decoding: int) -> float:
+        """Seconds of decoding, as far as known: of the number nearest to it. A pass without it costs that of one."""
+        if not self._decoding:
+            return 0.0
+        return self._decoding[min(self._decoding, key=lambda size: abs(size - decoding.bit_length()))]
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else old + _NEW * (min(new, _MOST * old) - old)
