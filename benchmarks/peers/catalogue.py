@@ -78,8 +78,10 @@ PEERS = (
     Peer("llama.cpp q4_0", "llama", "q4_0", speculates=True),
     Peer("ik_llama.cpp q8_0", "ik_llama", "q8_0", speculates=True, how="repack"),
     Peer("ik_llama.cpp q4_0", "ik_llama", "q4_0", speculates=True, how="repack"),
+    Peer("vllm int8", "vllm", "int8"),
+    Peer("vllm int8 + draft", "vllm", "int8", speculates=True, plain=False, drafts=4),
     Peer("vllm bf16", "vllm", "bf16"),
-    Peer("vllm bf16 + draft", "vllm", "bf16", speculates=True, plain=False, drafts=4),
+    Peer("vllm f32", "vllm", "f32"),
     Peer("transformers bf16", "transformers", "bf16", how="generate"),
     Peer("transformers bf16 + draft", "transformers", "bf16", speculates=True, plain=False, most=1, how="generate"),
     Peer("transformers bf16 batch", "transformers", "bf16", how="generate_batch"),
@@ -125,8 +127,15 @@ def _llama(peer: Peer, setting: Setting) -> dict[str, Any]:
 
 
 def _vllm(peer: Peer, setting: Setting) -> dict[str, Any]:
+    models = _both(peer, setting.pair)
+    if peer.weights == "int8":
+        models = [model.with_name(f"{model.name}-vllm-int8") for model in models]
+        for source, out in zip(_both(peer, setting.pair), models, strict=True):
+            if not (out / "config.json").exists():
+                _convert(setting, "vllm", "export", str(source), str(out))
+    dtype = {"bf16": "bfloat16", "f32": "float32", "int8": None}[peer.weights]
     sizes = {"batch": setting.batch, "length": setting.length, "cache": _CACHE}
-    return {**_named(_both(peer, setting.pair)), **sizes, "drafts": peer.drafts}
+    return {**_named(models), **sizes, "drafts": peer.drafts, "dtype": dtype}
 
 
 def _transformers(peer: Peer, setting: Setting) -> dict[str, Any]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import subprocess
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from benchmarks import busy
 from benchmarks.peers import vllm
 from benchmarks.peers.llama_loop import Llama
-from benchmarks.synthetic import Rule
+from benchmarks.synthetic import SHAPES, Rule, write
 
 RULE = Rule(64, 3)
 DRAFT = RULE.agreeing(0.5)
@@ -118,13 +121,27 @@ def test_a_file_that_cannot_be_loaded_is_named():
 
 
 def test_vllm_is_told_of_drafts_only_where_there_is_a_draft_model():
-    settings = {"model": "m", "draft": None, "drafts": 0, "batch": 4, "length": 128, "cache": 2}
+    settings = {"model": "m", "draft": None, "drafts": 0, "dtype": "float32", "batch": 4, "length": 128, "cache": 2}
     plain = vllm.arguments(settings)
     assert "speculative_config" not in plain
     assert plain["kv_cache_memory_bytes"] == 2 * 2**30
     told = vllm.arguments(settings | {"draft": "d", "drafts": 3})
     assert told["speculative_config"] == {"method": "draft_model", "model": "d", "num_speculative_tokens": 3}
     assert {name: told[name] for name in plain} == plain
+
+
+def test_an_int8_checkpoint_for_vllm_has_the_same_matrices(tmp_path):
+    write(tmp_path / "model", SHAPES["tinier"], Rule(512), Rule(512).successor)
+    vllm.export(tmp_path / "model", tmp_path / "out")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "out"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"] == vllm.QUANTIZATION
+    rounded = [name for name, tensor in after.items() if tensor.dtype == torch.int8]
+    assert len(rounded) == 7 * SHAPES["tinier"]["num_hidden_layers"]
+    for name in rounded:
+        step = after[f"{name}_scale"]
+        assert ((after[name] * step - before[name].float()).abs() <= step / 2 * 1.001).all()
+    for name in before.keys() - set(rounded):
+        assert torch.equal(before[name], after[name])
 
 
 def test_vllm_starts_anew_once(tmp_path):
