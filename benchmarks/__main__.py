@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.lab import Lab, Options, Section
 from benchmarks.machine import machine
-from benchmarks.sections import frontend, grid, moving, ngram, peers, server, sweep, verify
+from benchmarks.sections import frontend, grid, moving, ngram, peer_prompts, peers, server, sweep, verify
 from benchmarks.synthetic import SHAPES
 
 SECTIONS: tuple[Section, ...] = (
@@ -29,6 +29,7 @@ SECTIONS: tuple[Section, ...] = (
     server.SECTION,
     *frontend.SECTIONS,
     peers.SECTION,
+    *peer_prompts.SECTIONS,
 )
 
 
@@ -65,7 +66,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=d.tokens, help="of output")
     parser.add_argument("--kv-memory", type=float, default=d.kv_memory, help="GiB for keys and values, per engine")
     parser.add_argument("--peers", nargs="*", help="names, or parts of names, of programs; none at all: ours alone")
-    parser.add_argument("--peers-python", default=d.peers_python, help="a Python that has the peers installed")
+    parser.add_argument(
+        "--peers-python",
+        nargs="+",
+        default=d.peers_python,
+        metavar="PATH",
+        help="a Python that has the peers installed; MODULE=PATH for one that has another",
+    )
+    parser.add_argument("--neighbours", type=int, nargs="+", default=d.neighbours, help="busy processes beside peers")
     for name, of in (("batches", int), ("rates", float), ("contexts", int), ("drafts", int), ("streams", int)):
         parser.add_argument(f"--{name}", type=of, nargs="+", help="default: what the section asks for")
     return parser

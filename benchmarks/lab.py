@@ -56,7 +56,8 @@ class Options:
     kv_memory: float = 6.0
     streams: tuple[int, ...] | None = None
     peers: tuple[str, ...] | None = None
-    peers_python: str = sys.executable
+    peers_python: tuple[str, ...] = ()
+    neighbours: tuple[int, ...] = (0,)
 
 
 @dataclass

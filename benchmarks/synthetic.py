@@ -48,7 +48,7 @@ SHAPES = {
     "tinier": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
                "num_key_value_heads": 4, "vocab_size": 512},
 }  # fmt: skip
-POSITIONS = 2048
+POSITIONS = 16_384
 LOOP = 24  # tokens
 _END = "<end>"
 _SPREAD = 0.02  # of weights; llama's own

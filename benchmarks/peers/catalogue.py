@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from benchmarks.peers.remote import NotMeasured, Remote
 from benchmarks.synthetic import Pair, int8_of
 
 OURS = "pilotfish int8"
-_CACHE = 4  # GB of K/V for OpenVINO
+_CACHE = 4  # GB of K/V for those who want to be told
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,18 @@ class Setting:
     """What all programs are told."""
 
     pair: Pair
-    python: str  # that has the peers installed
+    pythons: Mapping[str, str]  # that have the peers installed, by module; the one under "" is for the rest
     threads: int
     batch: int  # most sequences at once
     length: int  # most tokens of a sequence
     logs: Path
+
+    def python(self, module: str) -> str:
+        """The Python of this module."""
+        # transformers is a dependency of ours: it runs where we run.
+        if module in ("ours", "transformers"):
+            return sys.executable
+        return self.pythons.get(module, self.pythons[""])
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Peer:
     auto: bool = False  # chooses the number of drafts by itself
     most: int = 64  # sequences; one at a time is all that some take
     is_ours: bool = False
+    drafts: int = 0  # the one number that it takes, where that is told at the start
     how: str = ""
 
     def start(self, setting: Setting) -> Remote:
@@ -49,10 +58,9 @@ class Peer:
             NotMeasured: it is not installed, or cannot take the model.
         """
         settings = _SETTINGS[self.module](self, setting)
-        # transformers is a dependency of ours: it runs where we run.
-        python = sys.executable if self.module in ("ours", "transformers") else setting.python
         log = setting.logs / f"{self.name.replace(' ', '-')}.log"
-        return Remote(python, f"benchmarks.peers.{self.module}", settings | {"threads": setting.threads}, log)
+        python, module = setting.python(self.module), f"benchmarks.peers.{self.module}"
+        return Remote(python, module, settings | {"threads": setting.threads}, log)
 
 
 # Ours first. What can be had from one process is: OpenVINO's pipeline either speculates or does not.
@@ -61,12 +69,19 @@ PEERS = (
     Peer(f"{OURS} AUTO", "ours", "int8", plain=False, auto=True, is_ours=True),
     Peer(f"{OURS}, draft int4", "ours", "int8", "int4", speculates=True, plain=False, is_ours=True),
     Peer("pilotfish int4", "ours", "int4", speculates=True, is_ours=True),
+    Peer("pilotfish bf16", "ours", "native", speculates=True, is_ours=True),
     Peer("openvino int8", "openvino", "int8"),
     Peer("openvino int8 + draft", "openvino", "int8", speculates=True, plain=False),
     Peer("openvino int4", "openvino", "int4"),
     Peer("openvino int4 + draft", "openvino", "int4", speculates=True, plain=False),
     Peer("llama.cpp q8_0", "llama", "q8_0", speculates=True),
     Peer("llama.cpp q4_0", "llama", "q4_0", speculates=True),
+    Peer("ik_llama.cpp q8_0", "ik_llama", "q8_0", speculates=True, how="repack"),
+    Peer("ik_llama.cpp q4_0", "ik_llama", "q4_0", speculates=True, how="repack"),
+    Peer("vllm int8", "vllm", "int8"),
+    Peer("vllm int8 + draft", "vllm", "int8", speculates=True, plain=False, drafts=4),
+    Peer("vllm bf16", "vllm", "bf16"),
+    Peer("vllm f32", "vllm", "f32"),
     Peer("transformers bf16", "transformers", "bf16", how="generate"),
     Peer("transformers bf16 + draft", "transformers", "bf16", speculates=True, plain=False, most=1, how="generate"),
     Peer("transformers bf16 batch", "transformers", "bf16", how="generate_batch"),
@@ -108,14 +123,48 @@ def _llama(peer: Peer, setting: Setting) -> dict[str, Any]:
             _convert(setting, "llama", "export", str(source), str(whole))
             _convert(setting, "llama", "quantize", str(whole), str(out), peer.weights)
             whole.unlink()
-    return {**_named(models), "batch": setting.batch, "length": setting.length}
+    return {**_named(models), "batch": setting.batch, "length": setting.length, "how": peer.how}
+
+
+def _vllm(peer: Peer, setting: Setting) -> dict[str, Any]:
+    models = _both(peer, setting.pair)
+    if peer.weights == "int8":
+        models = [model.with_name(f"{model.name}-vllm-int8") for model in models]
+        for source, out in zip(_both(peer, setting.pair), models, strict=True):
+            if not (out / "config.json").exists():
+                _convert(setting, "vllm", "export", str(source), str(out))
+    dtype = {"bf16": "bfloat16", "f32": "float32", "int8": None}[peer.weights]
+    sizes = {"batch": setting.batch, "length": setting.length, "cache": _CACHE}
+    return {**_named(models), **sizes, "drafts": peer.drafts, "dtype": dtype}
 
 
 def _transformers(peer: Peer, setting: Setting) -> dict[str, Any]:
     return {**_named(_both(peer, setting.pair)), "batch": setting.batch, "length": setting.length, "how": peer.how}
 
 
-_SETTINGS = {"ours": _ours, "openvino": _openvino, "llama": _llama, "transformers": _transformers}
+_SETTINGS = {
+    "ours": _ours,
+    "openvino": _openvino,
+    "llama": _llama,
+    "ik_llama": _llama,  # the same files
+    "vllm": _vllm,
+    "transformers": _transformers,
+}
+
+
+def pythons(given: Sequence[str]) -> dict[str, str]:
+    """`["a/python", "vllm=b/python"]` -> `{"": "a/python", "vllm": "b/python"}`.
+
+    Raises:
+        ValueError: one is for a module that is not here.
+    """
+    found = {"": sys.executable}
+    for one in given:
+        module, _, python = one.rpartition("=")
+        if module and module not in _SETTINGS:
+            raise ValueError(f"peers_python: {one!r} is for {module!r}; there are {', '.join(_SETTINGS)}")
+        found[module] = python
+    return found
 
 
 def _both(peer: Peer, pair: Pair) -> list[Path]:
@@ -127,7 +176,7 @@ def _named(models: list[Path]) -> dict[str, str | None]:
 
 
 def _convert(setting: Setting, module: str, *arguments: str) -> None:
-    command = [setting.python, "-m", f"benchmarks.peers.{module}", *arguments]
+    command = [setting.python(module), "-m", f"benchmarks.peers.{module}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NotMeasured(f"converting failed: {done.stderr.strip().splitlines()[-1]}")

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from benchmarks.lab import Lab, Row, Section
+from benchmarks.busy import neighbours
+from benchmarks.lab import Lab, Options, Row, Section
 from benchmarks.machine import Memory
-from benchmarks.peers.catalogue import OURS, PEERS, Peer, Setting
+from benchmarks.peers.catalogue import OURS, PEERS, Peer, Setting, pythons
 from benchmarks.peers.remote import NotMeasured, Remote
 from benchmarks.synthetic import int8_of, matrix_bytes
 from benchmarks.timing import AUTO
@@ -26,29 +27,55 @@ _SPARE = 64  # tokens of room beyond prompt and output
 
 
 def measure(lab: Lab) -> list[Row]:
-    """Every program that is here, every batch; those that are not have a row that says why."""
+    """Every program that is here, every batch, beside so many neighbours; who is not here has a row that says why."""
     wanted = lab.options
     batches = wanted.batches or BATCHES
-    length = wanted.prompt + wanted.tokens + _SPARE
-    threads = wanted.threads or cores()
-    logs = wanted.models / "logs"
-    setting = Setting(lab.pair, wanted.peers_python, threads, max(batches), length, logs)
-    chosen = [p for p in PEERS if wanted.peers is None or p.is_ours or any(name in p.name for name in wanted.peers)]
+    setting = setting_of(lab, max(batches), wanted.prompt)
     rows: list[Row] = []
     with ExitStack() as processes:
         running: dict[Peer, Remote] = {}
-        for peer in chosen:
+        for peer in chosen(wanted):
             try:
                 remote = processes.enter_context(peer.start(setting))
                 lab.tell(f"{peer.name}: {remote.ready()}")
                 running[peer] = remote
             except NotMeasured as error:
-                lab.tell(f"{peer.name}: not measured: {error}")
-                rows.append({"name": peer.name, "remark": f"not measured: {error}"})
-        memory = Memory(threads)
+                rows.append(not_measured(lab, peer, error))
+        memory = Memory(setting.threads)
         for batch in batches:
-            rows += _batch(lab, running, batch, memory)
+            for count in wanted.neighbours:
+                with neighbours(count):
+                    rows += [{"neighbours": count} | row for row in _batch(lab, running, batch, memory)]
     return rows
+
+
+def setting_of(lab: Lab, batch: int, prompt: int) -> Setting:
+    """For so many sequences with prompts of at most `prompt` tokens."""
+    wanted = lab.options
+    length = prompt + wanted.tokens + _SPARE
+    threads, logs = wanted.threads or cores(), wanted.models / "logs"
+    return Setting(lab.pair, pythons(wanted.peers_python), threads, batch, length, logs)
+
+
+def chosen(options: Options) -> list[Peer]:
+    """The programs that are named, whole or in part; all of ours where none of ours is."""
+    if options.peers is None:
+        return list(PEERS)
+    named = [peer for peer in PEERS if any(_is_meant(peer, name) for name in options.peers)]
+    has_ours = any(peer.is_ours for peer in named)
+    return [peer for peer in PEERS if peer in named or (peer.is_ours and not has_ours)]
+
+
+def _is_meant(peer: Peer, name: str) -> bool:
+    """A whole name means that program alone."""
+    is_whole = name in {other.name for other in PEERS}
+    return name == peer.name if is_whole else name in peer.name
+
+
+def not_measured(lab: Lab, peer: Peer, error: NotMeasured) -> Row:
+    """Say so, here and on the page."""
+    lab.tell(f"{peer.name}: not measured: {error}")
+    return {"name": peer.name, "remark": f"not measured: {error}"}
 
 
 def _batch(lab: Lab, running: dict[Peer, Remote], batch: int, memory: Memory) -> Iterator[Row]:
@@ -88,13 +115,24 @@ def _worth_while(first: dict[str, Turn], ways: dict[str, Callable[[], Turn]], la
 
 
 def _drafts(lab: Lab, peer: Peer) -> list[int | str]:
+    if peer.drafts:
+        return [peer.drafts]
     fixed = lab.drafts(DRAFTS) if peer.speculates and not peer.auto else []
     return [*([0] if peer.plain else []), *fixed, *([AUTO] if peer.auto else [])]
 
 
 def _turn(lab: Lab, remote: Remote, prompts: Sequence[tuple[int, ...]], k: int | str) -> Turn:
-    turn = remote.run(prompts, lab.options.tokens, k)
-    if turn.tokens != [lab.pair.rule.text(prompt[-1], lab.options.tokens) for prompt in prompts]:
+    return checked_turn(lab, remote, prompts, lab.options.tokens, k)
+
+
+def checked_turn(lab: Lab, remote: Remote, prompts: Sequence[tuple[int, ...]], tokens: int, k: int | str) -> Turn:
+    """One turn.
+
+    Raises:
+        NotMeasured: it cannot do that, or gave another text.
+    """
+    turn = remote.run(prompts, tokens, k)
+    if turn.tokens != [lab.pair.rule.text(prompt[-1], tokens) for prompt in prompts]:
         raise NotMeasured("gave other tokens than the rule that is planted in the weights")
     return turn
 
@@ -108,7 +146,7 @@ def _rows(
 ) -> Iterator[Row]:
     ours = [name for name in turns if labels[name]["is_ours"]]
     best = max(ours, key=lambda name: median_speed(turns[name]))
-    plain = turns[f"{OURS}, K 0"]
+    plain = turns[next(name for name in ours if not labels[name]["k"])]
     for name, mine in turns.items():
         # A step of plain decoding reads every weight once.
         needs = [turn.speed / labels[name]["batch"] * weight_bytes / 1e9 for turn in mine]
@@ -131,7 +169,7 @@ def plot(rows: Sequence[Row], folder: Path) -> Sequence[str]:
     """The best way of each program, with drafts or without, by batch."""
     from benchmarks.plots import Line, draw
 
-    measured = [r for r in rows if r.get("speeds")]
+    measured = [r for r in rows if r.get("speeds") and not r["neighbours"]]
     lines = []
     for name in dict.fromkeys(_program(r) for r in measured):
         best = _best_by_batch([r for r in measured if _program(r) == name])
@@ -156,22 +194,25 @@ def _best_by_batch(rows: Sequence[Row]) -> dict[int, Row]:
 def verdict(rows: Sequence[Row]) -> Sequence[str]:
     """What the aims are about, batch by batch."""
     measured = [r for r in rows if r.get("speeds")]
-    return [line for batch in sorted({r["batch"] for r in measured}) for line in _verdict(measured, batch)]
+    conditions = sorted({(r["batch"], r["neighbours"]) for r in measured})
+    return [line for condition in conditions for line in _verdict(measured, *condition)]
 
 
-def _verdict(rows: Sequence[Row], batch: int) -> Iterator[str]:
-    mine = [r for r in rows if r["batch"] == batch]
+def _verdict(rows: Sequence[Row], batch: int, neighbours: int) -> Iterator[str]:
+    mine = [r for r in rows if (r["batch"], r["neighbours"]) == (batch, neighbours)]
+    where = f"Batch {batch}" + (f" beside {neighbours} busy" if neighbours else "")
     others = [r for r in mine if not r["is_ours"]]
     plain = next(r for r in mine if r["is_ours"] and not r["k"])
-    told = [f"{plain['memory_share']:.0%} of the memory's limit"]
+    speed = f"{plain['tokens_per_second']:.1f} tokens/s"
+    told = [f"{plain['memory_share']:.0%} of the memory's limit"] if plain["memory_share"] else []
     told += [f"{r['plain_over_it']:.2f} times {r['name']}" for r in others if not r["k"] and _kind(r) in EIGHT_BITS]
-    yield f"- Batch {batch}, plain: {plain['tokens_per_second']:.1f} tokens/s, {', '.join(told)}."
+    yield f"- {where}, plain: {', '.join([speed, *told])}."
     best = max((r for r in mine if r["is_ours"]), key=lambda r: r["tokens_per_second"])
     told = [f"{plain['best_over_it']:.2f} times plain"]
     if others:
         first = max(others, key=lambda r: r["tokens_per_second"])
         told.append(f"{first['best_over_it']:.2f} times the best other ({first['name']}, K {first['k']})")
-    yield f"- Batch {batch}, with drafts: {best['tokens_per_second']:.1f} tokens/s (K {best['k']}), {', '.join(told)}."
+    yield f"- {where}, with drafts: {best['tokens_per_second']:.1f} tokens/s (K {best['k']}), {', '.join(told)}."
 
 
 def _kind(row: Row) -> str:
@@ -186,9 +227,12 @@ SECTION = Section(
     "included. Ratios are medians of ratios within a round: our plain decoding over it, and our best way over it. The "
     "draft model agrees with the target at the stated rate for everybody: it is in the weights. transformers' batches "
     "do not say when decoding begins: both speeds are the whole. llama.cpp is driven through its C interface by a loop "
-    "of ours. Memory is read before each round.",
+    "of ours; ik_llama.cpp likewise, with the files of llama.cpp. vLLM is told K at its start. Memory is read before "
+    "each round. Neighbours: processes that compute beside it and never wait, started by the benchmark; they are "
+    "counted among the foreign cores.",
     {
         "batch": "{batch}",
+        "neighbours": "{neighbours}",
         "program": "{name}",
         "K": "{k}",
         "tokens/s": "{tokens_per_second:.1f}",

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 
 from benchmarks.lab import Lab, Row, Section
-from benchmarks.peers.catalogue import PEERS, Peer, Setting
+from benchmarks.peers.catalogue import PEERS, Peer, Setting, pythons
 from benchmarks.peers.remote import Remote
 from benchmarks.synthetic import int8_of
 from benchmarks.timing import AUTO
@@ -37,7 +37,7 @@ def measure(lab: Lab) -> list[Row]:
     ours: dict[int | str, Peer] = {0: plain, AUTO: auto}
     length = lab.options.prompt + lab.options.tokens + _SPARE
     logs = lab.options.models / "logs"
-    setting = Setting(lab.pair, sys.executable, lab.options.threads or cores(), max(batches), length, logs)
+    setting = Setting(lab.pair, pythons(()), lab.options.threads or cores(), max(batches), length, logs)
     with contextlib.ExitStack() as processes:
         offline = {k: processes.enter_context(peer.start(setting)) for k, peer in ours.items()}
         for remote in offline.values():

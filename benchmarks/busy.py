@@ -1,0 +1,26 @@
+"""Neighbours that keep cores busy while something is measured. Knows the standard library alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """So many processes that compute and never wait, for as long as this lasts.
+
+    Raises:
+        ValueError: `count` is negative.
+    """
+    if count < 0:
+        raise ValueError(f"neighbours: {count} is not a number of processes")
+    running = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()

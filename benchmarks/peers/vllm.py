@@ -1,0 +1,142 @@
+"""vLLM on a processor: its engine step by step, plainly or with a draft model of its own.
+
+    python -m benchmarks.peers.vllm export MODEL OUT
+
+makes an int8 checkpoint of one in bfloat16, as compressed-tensors writes them: weights by output channel, activations
+by token while it runs. The head stays as it was: vLLM does not quantise it.
+
+The engine runs in this process, so that its processor time is counted as its own. It is told once how many drafts to
+make; another number would be another engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.worker import Prompts, serve
+from benchmarks.turns import Clock, Turn
+
+_PASS = 512  # most tokens of a pass, as ours
+# What its manual asks for on x86: Intel's OpenMP (from its own dependencies) instead of torch's.
+_PRELOAD = ("libiomp5.so",)
+
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "all": {
+            "targets": ["Linear"],
+            "weights": {**_INT8, "strategy": "channel"},
+            "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head"],
+}
+
+
+def arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """Its engine's, from settings: model, draft (or None), drafts, dtype, batch, length, cache (GB)."""
+    told = {
+        "model": settings["model"],
+        "skip_tokenizer_init": True,
+        "dtype": settings["dtype"],
+        "max_model_len": settings["length"],
+        "max_num_seqs": settings["batch"],
+        "max_num_batched_tokens": _PASS,
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": settings["cache"] * 2**30,
+        "disable_log_stats": True,
+    }
+    if settings.get("draft"):
+        told["speculative_config"] = {
+            "method": "draft_model",
+            "model": settings["draft"],
+            "num_speculative_tokens": settings["drafts"],
+        }
+    return told
+
+
+class VLLM:
+    """Settings: those of `arguments`, and threads."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
+        import vllm
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self.version = f"vllm {vllm.__version__}"
+        # What is not int8 beside int8: without instructions for it bfloat16 has no product but torch's, which is slow.
+        has_bfloat16 = torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001 - as vLLM asks itself
+        dtype = settings["dtype"] or ("bfloat16" if has_bfloat16 else "float32")
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments(settings | {"dtype": dtype})))
+        self._next_id = 0
+
+    def run(self, prompts: Prompts, tokens: int, k: int | str) -> Turn:
+        """See `Program`."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        clock = Clock.of(len(prompts))
+        places = {}
+        for place, prompt in enumerate(prompts):
+            places[str(self._next_id)] = place
+            self._engine.add_request(str(self._next_id), {"prompt_token_ids": list(prompt)}, sampling)
+            self._next_id += 1
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                clock.tokens[places[output.request_id]] = list(output.outputs[0].token_ids)
+            clock.tick()
+        return clock.turn()
+
+
+def export(model: Path, out: Path) -> None:
+    """Write a checkpoint with weights in int8."""
+    from safetensors.torch import load_file, save_file
+
+    weights = {}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        if name.endswith("proj.weight"):
+            scale = tensor.float().abs().amax(1, keepdim=True) / 127
+            weights[name] = (tensor.float() / scale).round().char()
+            weights[f"{name}_scale"] = scale
+        else:
+            weights[name] = tensor
+    shutil.copytree(model, out, ignore=shutil.ignore_patterns("*.safetensors", "config.json"), dirs_exist_ok=True)
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    config["quantization_config"] = QUANTIZATION
+    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")  # last: it says that all is there
+
+
+def environment(threads: int, prefix: Path, had: dict[str, str]) -> dict[str, str]:
+    """What has to be set before Python starts: threads that nobody binds to cores, and libraries loaded first."""
+    found = [str(path) for name in _PRELOAD if (path := prefix / "lib" / name).exists()]
+    before = [path for path in had.get("LD_PRELOAD", "").split(":") if path]
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        "LD_PRELOAD": ":".join(dict.fromkeys([*found, *before])),
+    }
+
+
+def main() -> None:
+    """Start anew with the environment that vLLM wants, and serve."""
+    if sys.argv[1] == "export":
+        export(Path(sys.argv[2]), Path(sys.argv[3]))
+        return
+    wanted = environment(json.loads(sys.argv[1])["threads"], Path(sys.prefix), dict(os.environ))
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.peers.vllm", *sys.argv[1:]], os.environ | wanted)  # noqa: S606 - itself
+    serve(VLLM)
+
+
+if __name__ == "__main__":
+    main()
