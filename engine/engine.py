@@ -59,8 +59,7 @@ class Engine(Standing):
     ) -> None:
         super().__init__(config, limits, Intake(config, limits, proposers.names), proposers, scheduler, clock)
         self._rounds: Rounds = rounds or NoRounds()
-        self.dtype = dtype  # of the target's activations and K/V
-        self._passes = Passes(target, proposers)
+        self._passes, self.dtype = Passes(target, proposers), dtype  # the type of the target's activations and K/V
         self.control, self.round_control = scheduler.control, scheduler.round_control
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
 

@@ -120,8 +120,8 @@ def compare(client: Client, prompt: str) -> Runs:
     runs: Runs = {way: [] for way in WAYS}
     for number in range(ROUNDS):
         for way in list(WAYS)[:: -1 if number % 2 else 1]:
-            salt = token_hex(8)
-            runs[way].append(client.generate(prompt, max_tokens=MAX_TOKENS, cache_salt=salt, **WAYS[way]))
+            options: Options = {**WAYS[way], "max_tokens": MAX_TOKENS, "cache_salt": token_hex(8)}
+            runs[way].append(client.generate(prompt, **options))
     return runs
 
 
