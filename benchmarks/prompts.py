@@ -18,10 +18,11 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import count
+from itertools import count, takewhile
+from math import inf
 from pathlib import Path
 from unittest.mock import patch
 
@@ -126,6 +127,12 @@ def temperature_of(number: int) -> float:
     return TEMPERATURES[number % len(TEMPERATURES)]
 
 
+def within(options: argparse.Namespace, numbers: Iterable[int]) -> Iterator[int]:
+    """Those that begin in time."""
+    end = time.monotonic() + options.seconds
+    yield from takewhile(lambda _: time.monotonic() < end, track(list(numbers), "texts"))
+
+
 def measure(options: argparse.Namespace) -> list[Text]:
     """Texts one after another; every engine is warm, and AUTO learns on from text to text."""
     pair = Pair(options)
@@ -133,7 +140,7 @@ def measure(options: argparse.Namespace) -> list[Text]:
     prompts = pair.prompts(numbers.stop)
     seconds = pair.config.warm_up_seconds
     engines = {name: pair.engine(seconds if name == AUTO else 0.0) for name in ("0", *options.fixed, AUTO)}
-    return [pair.text(engines, n, prompts[n]) for n in track(numbers, "texts")]
+    return [pair.text(engines, n, prompts[n]) for n in within(options, numbers)]
 
 
 def measure_fresh(options: argparse.Namespace) -> list[Text]:
@@ -143,7 +150,7 @@ def measure_fresh(options: argparse.Namespace) -> list[Text]:
     prompts = pair.prompts(numbers.stop)
     seconds = pair.config.warm_up_seconds
     fixed = {name: pair.engine(0.0) for name in ("0", *options.fixed)}
-    for n in track(numbers, "starts"):
+    for n in within(options, numbers):
         with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, PILOTFISH_CACHE=folder):
             fresh = {name: pair.engine(seconds, remembers=True) for name in (AUTO, AGAIN)}
         texts.append(pair.text(fixed | fresh, n, prompts[n]))
@@ -190,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--fresh", action="store_true", help="a fresh engine for each text; --tokens 96 is usual")
     parser.add_argument("--skip", type=int, default=0, help="leave out so many of the list's first")
     parser.add_argument("--tokens", type=int, default=112)
+    parser.add_argument("--seconds", type=float, default=inf, help="begin no text after so many seconds")
     parser.add_argument("--fixed", nargs="+", default=["4", "8"], help="numbers of drafts; 4 is always among them")
     parser.add_argument("--most", type=int, help="most drafts of AUTO; default the engine's")
     parser.add_argument("--out", type=Path, help="what was measured, as JSON")

@@ -110,7 +110,7 @@ async def test_http_tells_health_models_and_metrics(server):
             "draft_model": None,
             "device": "cpu",
             "speculation": "auto",
-            "num_draft_tokens": 4,
+            "num_draft_tokens": 8,
             "acceptance_rate": 1.0,  # as the fake has it
             "acceptance_length": 3.0,
             "spec_gain": 1.25,
