@@ -125,7 +125,7 @@ def load(
     shares: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PreTrainedModel:
-    """One model, its weights as asked, or rounded as the checkpoint has them; or a share. `progress` hears of bytes read.
+    """One model, its weights as asked, or rounded as the checkpoint has them; or a share. `progress` hears of bytes.
 
     Raises:
         ModelError: it cannot be loaded, or rounded ones are wanted where they cannot run.
