@@ -18,6 +18,7 @@ import torch
 
 from engine.control import Control
 from engine.native.compiled import _fingerprint, _folders
+from engine.threads import most_threads
 
 if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
     from engine.config import EngineConfig
@@ -74,7 +75,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _name(config: EngineConfig) -> str:
     """Of the file: it depends on all that costs and acceptance depend on."""
-    parts = [repr(config), _fingerprint(), str(torch.get_num_threads()), torch.__version__]
+    parts = [repr(config), _fingerprint(), str(most_threads()), torch.__version__]
     for model in (config.target, config.draft, config.medusa, config.eagle):
         folder = Path(model or "")
         if model and folder.is_dir():  # a model of the hub is known by its name and revision

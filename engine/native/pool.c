@@ -23,9 +23,7 @@
 #include <stdatomic.h>
 #include <time.h>
 
-#ifndef SPIN
 #define SPIN 50e-6 /* seconds: longer than the gap between two stages, shorter than a scheduler's slice by far */
-#endif
 #define CACHE_LINE 64
 
 typedef struct {
