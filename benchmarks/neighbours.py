@@ -57,7 +57,7 @@ class Subject:
         """Random weights of these shapes."""
         pair = Pair.make(folder, target, draft, 0.8)
         settings = {"target": str(int8_of(pair.target)), "draft": str(int8_of(pair.draft)), "dtype": "bfloat16"}
-        return cls(EngineConfig.model_validate(settings | {"kv_memory": 2.0}), pair.rule.prompts(16, 64, seed=0))
+        return cls(EngineConfig.model_validate(settings | {"kv_memory": 0.5}), pair.rule.prompts(16, 64, seed=0))
 
     def engines(self, names: Sequence[str]) -> dict[str, Engine]:
         """One for each name over the same weights: what each learns of costs is its own."""
