@@ -6,12 +6,14 @@ One arena per model, allocated once. A sequence's position p lies in arena row
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.mapped import in_large_pages
+_ALIGNED = 64  # bytes, as torch's own tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,8 @@ class KVArena:
         # Spare rows lie behind the last page and belong to nobody: padding may write there.
         shape = (layout.layers, 2, num_pages * page_size + spare_rows, layout.kv_heads, layout.head_dim)
         # Zeroed once: rows beyond `kv_len` may be read under a mask, and a stray NaN would survive the mask.
-        storage = torch.empty(shape, dtype=layout.dtype, device=device)
-        in_large_pages(storage)
-        storage.zero_()
+        is_cpu = device.type == "cpu"
+        storage = _zeros(shape, layout.dtype) if is_cpu else torch.zeros(shape, dtype=layout.dtype, device=device)
         self.layout, self.num_pages, self.page_size = layout, num_pages, page_size
         self.k: tuple[Tensor, ...] = tuple(layer[0] for layer in storage)
         self.v: tuple[Tensor, ...] = tuple(layer[1] for layer in storage)
@@ -49,3 +50,11 @@ class KVArena:
         """Store `key` and `value` `[tokens, kv_heads, head_dim]` in place at `rows` `[tokens]`."""
         self.k[layer].index_copy_(0, rows, key)
         self.v[layer].index_copy_(0, rows, value)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """`torch.zeros`, but the system hands out each page of zeros when it is first touched: no start waits for all."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(size + _ALIGNED, np.uint8))
+    start = -memory.data_ptr() % _ALIGNED
+    return memory[start : start + size].view(dtype).view(shape)
