@@ -62,13 +62,13 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pytest.skip("needs an x86 processor and a C compiler")
     made = tmp_path_factory.mktemp("x86") / "native.so"
     if needs in FLAGS:
-        command = ["gcc", f"-march={request.param}"]
+        command = ["gcc", "-O1", f"-march={request.param}"]
     elif request.param in EMULATED and "avx2" in FLAGS and SIMDE.exists():
         told = [f"-D__{name}__" for name in EMULATED[request.param]]
-        command = ["gcc", "-march=haswell", f"-I{Path(__file__).parent / 'emulated'}", *told]
+        command = ["gcc", "-O0", "-march=haswell", f"-I{Path(__file__).parent / 'emulated'}", *told]
     else:
         pytest.skip(f"needs a processor with {needs}, or one with AVX2 and SIMDe (tests/apt.txt)")
-    flags = ["-O2", "-std=gnu11", "-Wno-psabi", "-shared", "-fPIC", "-pthread"]
+    flags = ["-std=gnu11", "-Wno-psabi", "-shared", "-fPIC", "-pthread"]
     subprocess.run([*command, *flags, "-o", made, *NATIVE.glob("*.c"), "-lm"], check=True)
     other = ctypes.CDLL(str(made))
     other.pilotfish_integer_path.restype = ctypes.c_char_p
@@ -148,7 +148,7 @@ def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     says, cpu = ARM[request.param]
     made = tmp_path_factory.mktemp("arm") / "products"
     sources = [Path(__file__).parent / "native_main.c", *NATIVE.glob("*.c")]
-    command = [CROSS, "-O2", f"-march={request.param}", "-std=gnu11", "-static", "-pthread", f"-I{NATIVE}", "-o", made]
+    command = [CROSS, "-O1", f"-march={request.param}", "-std=gnu11", "-static", "-pthread", f"-I{NATIVE}", "-o", made]
     subprocess.run([*map(str, (*command, *sources)), "-lm"], check=True)
     told = subprocess.run([QEMU, "-cpu", cpu, made, "path"], capture_output=True, text=True, check=True).stdout
     assert told == f"16 {says}\n"
