@@ -19,7 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "max_choices": 4096, "draft": None, "revision": None, "draft_revision": None, "device": "auto",
     "dtype": "auto", "weights": "native", "draft_weights": None, "fuse": True, "medusa": None,
     "medusa_revision": None, "eagle": None, "eagle_revision": None, "self_layers": None, "proposer": None,
-    "num_draft_tokens": 4, "speculation": SpeculationMode.AUTO, "verification": Verification.COUPLED,
+    "num_draft_tokens": 8, "speculation": SpeculationMode.AUTO, "verification": Verification.COUPLED,
     "max_model_len": None, "max_batch_size": 64, "max_batch_tokens": 512, "max_step_ms": 250.0, "kv_memory": None,
     "page_size": None, "prefix_cache": True, "attention": "auto", "loop": "auto", "reproducible": False,
     "warm_up_seconds": 2.0, "threads": None, "tensor_parallel_size": 1,

@@ -28,7 +28,7 @@ Find = Callable[[Sequence, int], tuple[int, ...] | None]
 SHARE = 0.015  # of the time of plain steps, which may be lost to drafts of which no gain is expected
 
 _MARGIN = 0.03  # what a gain must exceed, since costs are known from noisy steps
-_SAVED, _DEBT = 8.0, 4.0  # plain steps' worth of the budget that is saved up; and that is paid back
+_SAVED, _DEBT = 4.0, 4.0  # plain steps' worth of the budget that is saved up; and that is paid back
 _HOPE = 0.8  # quantile of a sequence's rates at which drafts would have to pay, or they are not tried
 _HOLD = 4  # steps for which a trial goes on, whatever it costs: what the draft model had to read first is used
 _REST = 8  # steps without drafts after which it is asked again whether they would pay

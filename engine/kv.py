@@ -55,6 +55,6 @@ class KVArena:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """`torch.zeros`, but the system hands out each page of zeros when it is first touched: no start waits for all."""
     size = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(size + _ALIGNED, np.uint8))
-    start = -memory.data_ptr() % _ALIGNED
-    return memory[start : start + size].view(dtype).view(shape)
+    memory = np.zeros(size + _ALIGNED, np.uint8)
+    start = -memory.ctypes.data % _ALIGNED
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)

@@ -28,10 +28,7 @@ NUM_QUANTITIES = _FIRST_RAMP + len(_WIDTHS)
 _KEEP = 0.99  # of what was known along a measurement's direction: half is forgotten in 69 measurements
 _LEAST, _MOST = 0.3, 2.0  # a measurement beyond these multiples of what was expected counts as one of them
 _IMPROVE_EVERY, _YOUNG = 2, 64  # measurements
-_RIDGE, _SMOOTH = (
-    0.01,
-    0.3,
-)  # of a measurement's: how much it weighs that a price is 0, and that of a row its neighbour's
+_RIDGE, _SMOOTH = 0.01, 0.3  # of a measurement's weight: that a price is 0, and that of a row its neighbour's
 
 
 def quantities(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from engine.batch import Feed, RaggedBatch
 from engine.checkpoint import (
     check_complete,
     check_weights,
+    check_whole,
     end_tokens_of,
     named_type,
     positions,
@@ -95,6 +97,8 @@ def load_model(
     logging.disable_progress_bar()  # it would write into the log of a server
     config = read_config(name, revision)
     check_weights(name)
+    for path in sorted(Path(name).glob("*.safetensors")):
+        check_whole(path)
     stays_mapped = device.type == "cpu" and dtype in ("auto", named_type(config))
     with told_as_model_error(name), nullcontext() if stays_mapped else _tensors_told():
         prepare(config)

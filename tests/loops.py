@@ -49,7 +49,7 @@ def engine_of(family: str = "llama", pages: int = 40, pair=None, **options) -> E
     usual = {
         "target": family, "draft": "near", "loop": "rounds", "attention": "reference", "speculation": "fixed",
         "max_model_len": LONGEST, "page_size": page_size, "kv_memory": gib(pages, pair, page_size),
-        "max_batch_size": 6, "max_batch_tokens": 32, "warm_up_seconds": 0,
+        "max_batch_size": 6, "max_batch_tokens": 32, "num_draft_tokens": 4, "warm_up_seconds": 0,
     }  # fmt: skip
     return assemble(bare_options(**usual | options), *pair)
 

@@ -13,7 +13,7 @@ A_PASS, A_ROW = 0.01, 0.001
 
 def table(acceptance=0.0, **fields):
     prices = [0.0] * NUM_QUANTITIES
-    prices[1], prices[6:] = A_PASS, [A_ROW] * (NUM_QUANTITIES - 6)
+    prices[0], prices[6:] = A_PASS, [A_ROW] * (NUM_QUANTITIES - 6)
     return CostTable(tuple(prices), (0.0, 0.0, 0.0), acceptance, **fields)
 
 

@@ -289,6 +289,7 @@ async def test_sigterm_under_load_cuts_no_stream_and_a_second_one_does():
         async with client.AsyncClient(f"127.0.0.1:{server.grpc_port}", retry=None) as connection:
             short = [connection.stream(prompt, max_tokens=200, ignore_eos=True) for prompt in PROMPTS]
             request = pb.GenerateStreamRequest(prompt="a", stopping=pb.StoppingParams(max_tokens=900, ignore_eos=True))
+            request.speculation.mode = pb.SPECULATION_MODE_OFF  # it must outlast the others
             long = connection._inference.GenerateStream(request)
             assert (await long.read()).delta.token_ids
             begun = await asyncio.gather(*map(anext, short))  # what has not come yet would be refused

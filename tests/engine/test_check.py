@@ -42,7 +42,7 @@ def test_the_embedded_pair_works() -> None:
     assert line(report, "target", "K/V") == "10240 bytes per token"
     assert line(report, "target", "end tokens") == "0 <|endoftext|>"
     assert line(report, "pair", "vocabulary") == "the same"
-    assert line(report, "pair", "proposer") == "model, up to 4 drafts (auto)"
+    assert line(report, "pair", "proposer") == "model, up to 8 drafts (auto)"
     assert line(report, "load", "probe").startswith("passed")
     assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
 
@@ -117,7 +117,7 @@ def test_weights_are_not_read_unless_asked(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"no weights at all")
     assert doctor(folder).works
     [problem] = doctor(folder, load=True).problems
-    assert "cannot load model" in problem
+    assert "model.safetensors is cut short" in problem
 
 
 def test_it_says_why_the_context_ends(phi3: Path, tmp_path: Path) -> None:

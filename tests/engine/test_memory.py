@@ -35,14 +35,14 @@ def test_a_card_gives_what_is_free_but_for_passes() -> None:
     assert at_120 - at_60 == pytest.approx(57, abs=0.1)
     assert 100 < at_120 < 120 * 0.95 - pass_bytes(small, LLAMA_8B) / GIB
     assert kv_gib(large, CUDA, LLAMA_8B, free(120)) < at_120
-    drawn = 128 * 5 * 128256 * 8  # the noise of one draw for 128 sequences and 4 drafts each
+    drawn = 128 * 9 * 128256 * 8  # the noise of one draw for 128 sequences and 8 drafts each
     assert pass_bytes(large, LLAMA_8B) > 3 * drawn
 
 
 def test_what_long_contexts_share_out_is_counted() -> None:
     """Parts of attention before they are merged: 8 sequences of 4 drafts see 131072 keys, in a model of 32 heads."""
     short, long = (
-        EngineConfig(target="t", max_batch_size=8, max_batch_tokens=40, max_model_len=length)
+        EngineConfig(target="t", max_batch_size=8, max_batch_tokens=40, max_model_len=length, num_draft_tokens=4)
         for length in (256, 131072)
     )
     model = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, max_position_embeddings=131072)

@@ -28,7 +28,9 @@ PARAMS = [
 
 def run(draft: Path, **config: object) -> tuple[list[tuple[int, ...]], float]:
     """Tokens, and the share of drafts accepted."""
-    llm = LLM(embedded_target(), draft=draft, dtype="float32", threads=1, max_batch_size=8, **config)
+    llm = LLM(
+        embedded_target(), draft=draft, dtype="float32", num_draft_tokens=4, threads=1, max_batch_size=8, **config
+    )
     prompts = [llm.codec.encode(text)[-n:] for text, n in zip(corpus.held_out_prompts(3), (150, 7, 60), strict=True)]
     done = llm.generate(prompts, PARAMS)
     drafted = sum(completion.stats.drafted for completion in done)

@@ -105,7 +105,7 @@ def engine_of(case: Case, pair: list[PreTrainedModel], ops: Ops, attention: str)
     config = bare_options(
         "target", draft="draft", loop="rounds", attention=attention, speculation="fixed", max_model_len=case.longest,
         page_size=PAGE, kv_memory=gib(pages, pair, PAGE), max_batch_size=PLACES, max_batch_tokens=1200,
-        num_draft_tokens=MOST_DRAFTS, warm_up_seconds=0, dtype=str(case.dtype).removeprefix("torch."),
+        num_draft_tokens=MOST_DRAFTS, warm_up_seconds=0, max_step_ms=1e9, dtype=str(case.dtype).removeprefix("torch."),
     )  # fmt: skip
     return assemble(config, *pair, ops=ops)
 
