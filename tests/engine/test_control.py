@@ -46,8 +46,8 @@ def cells(batch: int) -> list[tuple[int, float, int]]:
     return [(batch, acceptance, context) for acceptance in (0, 0.3, 0.6, 0.9) for context in (64, 1024)]
 
 
-# Where it falls short, and the floor there. Half of an output is over before the draft model has read everybody's prompt
-# (32 times 1,024 tokens), and AUTO begins to read where it should not: 0.93 to 0.96 of plain, by what was measured first.
+# Where it falls short, and the floor there: half of an output is over before the draft model has read 32 prompts of
+# 1,024 tokens, and AUTO begins to read where it should not; 0.93 to 0.96 of plain, two seeds.
 SHORT = {("GPU: flat", 32, 0.6, 1024): 0.92}
 GRID = [(costs, batch) for costs in COSTS for batch in (1, 4, 32)]
 
