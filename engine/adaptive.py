@@ -72,7 +72,7 @@ class AdaptiveK:
         self._finders = finders  # by proposer: the drafts that the text holds, or None where a model would draft
         self._found: dict[Sequence, tuple[int, tuple[int, ...]]] = {}  # drafts from the text, and at which length
         self._budget = _Budget()
-        self._num_steps = self._since_plain = 0
+        self._num_steps = self._since_plain = self._rows = 0  # rows: what the latest step had room for
         self._expected = 1.5  # gain of the latest step with drafts
         self._resting: tuple[int, Sequence | None, int] = (0, None, 0)  # how many, the newest, and until which step
 
@@ -80,7 +80,7 @@ class AdaptiveK:
 
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
         """AUTO gets what pays, FIXED what it asked for; now and then a step without drafts, or a trial."""
-        self.is_exploring = False
+        self.is_exploring, self._rows = False, budget
         if self._is_resting(sequences):
             return [0] * len(sequences)
         free = [
@@ -178,9 +178,12 @@ class AdaptiveK:
             kept[mine] = self.acceptance.kept(members, Source(group.name, is_found), depth, hope=hope)
         contexts = np.array([len(s.tokens) for s in sequences], float)
         rooms = np.array([min(s.max_len - len(s.tokens), _HORIZON) for s in sequences], float)
-        rounds, unseen = np.maximum(rooms / 2, 1) if spread else np.ones(len(sequences)), np.zeros(len(sequences))
+        unseen = np.zeros(len(sequences))
         if group.name in self._draft_kv_users:
             unseen = np.array([max(0, len(s.tokens) - 2 - s.draft.kv_len) for s in sequences], float)
+        # What goes by while the draft model reads for all of them, if it gets half of a step's room.
+        rooms = rooms - 2 * unseen.sum() / max(self._rows, 1)
+        rounds = np.maximum(rooms / 2, 1) if spread else np.ones(len(sequences))
         prices = self._drafting[group.name]
         seconds = drafting_seconds(prices, kept, contexts, unseen, rounds, group.is_found)
         return Offer(group.limits, kept, seconds, prices.a_call, contexts)

@@ -46,9 +46,6 @@ def cells(batch: int) -> list[tuple[int, float, int]]:
     return [(batch, acceptance, context) for acceptance in (0, 0.3, 0.6, 0.9) for context in (64, 1024)]
 
 
-# Where it falls short, and the floor there: half of an output is over before the draft model has read 32 prompts of
-# 1,024 tokens, and AUTO begins to read where it should not; 0.93 to 0.96 of plain, two seeds.
-SHORT = {("GPU: flat", 32, 0.6, 1024): 0.92}
 GRID = [(costs, batch) for costs in COSTS for batch in (1, 4, 32)]
 
 
@@ -58,7 +55,7 @@ def test_never_slower_than_plain(costs: str, batch: int) -> None:
     for cell in cells(batch):
         first, then = settled(costs, *cell)
         assert first.against_plain >= 0.95, cell
-        assert then.against_plain >= SHORT.get((costs, *cell), 0.97), cell
+        assert then.against_plain >= 0.97, cell
 
 
 @pytest.mark.parametrize(("costs", "batch"), GRID)
