@@ -12,16 +12,14 @@ meanwhile, neighbours among them; `ratio` is the default over the best fixed num
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.busy import neighbours
 from benchmarks.machine import machine
 from benchmarks.synthetic import Pair, int8_of
 from benchmarks.timing import AUTO, run_turn, way
@@ -66,19 +64,6 @@ class Subject:
         assert config.draft is not None
         draft = load(config, config.draft, None, config.weights, device)
         return {name: assemble(config, target, draft) for name in names}
-
-
-@contextmanager
-def neighbours(count: int) -> Iterator[None]:
-    """So many busy processes meanwhile."""
-    busy = [shutil.which("yes") or sys.executable, *([] if shutil.which("yes") else ["-c", "while True: pass"])]
-    running = [subprocess.Popen(busy, stdout=subprocess.DEVNULL) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.control import Control
-from engine.native.compiled import _fingerprint, _folders
+from engine.native.compiled import cache_folders, fingerprint
 from engine.threads import most_threads
 
 if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
@@ -33,7 +33,7 @@ MOST_FILES = 32  # in a folder; those used longest ago go
 def recall(config: EngineConfig, controls: dict[str, Control]) -> bool:
     """Let every control begin with what an earlier process knew; False where there is nothing to begin with."""
     name = _name(config)
-    for folder in _folders():
+    for folder in cache_folders():
         try:
             state = _read(folder / name)
             for key, control in controls.items():
@@ -52,7 +52,7 @@ def keep(config: EngineConfig, controls: dict[str, Control]) -> None:
     """Write what the controls know, whole or not at all. That there is nowhere to write costs the next start alone."""
     state = {"version": VERSION} | {key: control.state() for key, control in controls.items()}
     try:
-        folder = next(_folders(writable=True))
+        folder = next(cache_folders(writable=True))
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix="learned-", delete=False) as file:
             json.dump(state, file, allow_nan=False)
         Path(file.name).replace(folder / _name(config))
@@ -75,7 +75,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _name(config: EngineConfig) -> str:
     """Of the file: it depends on all that costs and acceptance depend on."""
-    parts = [repr(config), _fingerprint(), str(most_threads()), torch.__version__]
+    parts = [repr(config), fingerprint(), str(most_threads()), torch.__version__]
     for model in (config.target, config.draft, config.medusa, config.eagle):
         folder = Path(model or "")
         if model and folder.is_dir():  # a model of the hub is known by its name and revision

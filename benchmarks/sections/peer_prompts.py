@@ -11,7 +11,7 @@ from benchmarks.busy import neighbours
 from benchmarks.lab import Lab, Row, Section
 from benchmarks.peers.catalogue import Peer, Setting
 from benchmarks.peers.remote import NotMeasured, Remote
-from benchmarks.sections.peers import checked_turn, chosen, not_measured, setting_of
+from benchmarks.sections.peers import checked_turn, chosen, not_measured, setting_of, started
 from benchmarks.turns import Turn, foreign
 
 LENGTHS = (512, 2048, 8192)
@@ -24,15 +24,7 @@ def measure_prompts(lab: Lab) -> list[Row]:
     setting = setting_of(lab, 1, max(lengths))
     rows: list[Row] = []
     with ExitStack() as processes:
-        running: dict[Peer, Remote] = {}
-        for peer in _plain(lab):
-            try:
-                remote = processes.enter_context(peer.start(setting))
-                lab.tell(f"{peer.name}: {remote.ready()}")
-                _first(lab, remote, _SHORT)
-                running[peer] = remote
-            except NotMeasured as error:
-                rows.append(not_measured(lab, peer, error))
+        running = started(lab, processes, _plain(lab), setting, rows, lambda remote: _first(lab, remote, _SHORT))
         for length in lengths:
             for count in lab.options.neighbours:
                 with neighbours(count):

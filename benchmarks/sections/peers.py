@@ -33,14 +33,7 @@ def measure(lab: Lab) -> list[Row]:
     setting = setting_of(lab, max(batches), wanted.prompt)
     rows: list[Row] = []
     with ExitStack() as processes:
-        running: dict[Peer, Remote] = {}
-        for peer in chosen(wanted):
-            try:
-                remote = processes.enter_context(peer.start(setting))
-                lab.tell(f"{peer.name}: {remote.ready()}")
-                running[peer] = remote
-            except NotMeasured as error:
-                rows.append(not_measured(lab, peer, error))
+        running = started(lab, processes, chosen(wanted), setting, rows)
         memory = Memory(setting.threads)
         for batch in batches:
             for count in wanted.neighbours:
@@ -70,6 +63,27 @@ def _is_meant(peer: Peer, name: str) -> bool:
     """A whole name means that program alone."""
     is_whole = name in {other.name for other in PEERS}
     return name == peer.name if is_whole else name in peer.name
+
+
+def started(
+    lab: Lab,
+    processes: ExitStack,
+    peers: Sequence[Peer],
+    setting: Setting,
+    rows: list[Row],
+    warm_up: Callable[[Remote], object] = lambda _: None,
+) -> dict[Peer, Remote]:
+    """Those programs that run, until `processes` ends; who does not start or warm up gets a row that says why."""
+    running: dict[Peer, Remote] = {}
+    for peer in peers:
+        try:
+            remote = processes.enter_context(peer.start(setting))
+            lab.tell(f"{peer.name}: {remote.ready()}")
+            warm_up(remote)
+            running[peer] = remote
+        except NotMeasured as error:
+            rows.append(not_measured(lab, peer, error))
+    return running
 
 
 def not_measured(lab: Lab, peer: Peer, error: NotMeasured) -> Row:

@@ -79,11 +79,11 @@ def _compiled() -> Path:
         OSError: no compiler, or nowhere to write.
         subprocess.SubprocessError: the compiler does not like the sources, or takes for ever.
     """
-    name = f"native-{_fingerprint()}.so"
-    for folder in _folders():
+    name = f"native-{fingerprint()}.so"
+    for folder in cache_folders():
         if (folder / name).exists():
             return folder / name
-    folder = next(_folders(writable=True))
+    folder = next(cache_folders(writable=True))
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", ""), *COMPILERS))), None)
     if compiler is None:
         raise FileNotFoundError("no C compiler")
@@ -98,7 +98,7 @@ def _compile(compiler: str, made: Path) -> None:
     subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=True)  # noqa: S603  # our own words
 
 
-def _fingerprint() -> str:
+def fingerprint() -> str:
     """Of all that the result depends on; a home folder may be shared by unlike machines."""
     info = Path("/proc/cpuinfo")
     flags = next((line for line in _lines(info) if line.startswith(("flags", "Features"))), "")
@@ -111,7 +111,7 @@ def _lines(path: Path) -> list[str]:
     return path.read_text("utf-8").splitlines() if path.exists() else []
 
 
-def _folders(*, writable: bool = False) -> Iterator[Path]:
+def cache_folders(*, writable: bool = False) -> Iterator[Path]:
     """Where the library may lie, the preferred one first. Never one that somebody else could write into."""
     home = os.environ.get("PILOTFISH_CACHE") or os.environ.get("XDG_CACHE_HOME")
     own = Path(home) if home else Path.home() / ".cache"

@@ -117,5 +117,5 @@ def test_nowhere_to_write_costs_nothing(monkeypatch):
         raise FileNotFoundError("nowhere")
         yield
 
-    monkeypatch.setattr(learned, "_folders", nowhere)
+    monkeypatch.setattr(learned, "cache_folders", nowhere)
     learned.keep(CONFIG, controls())

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.attention import native, reference, sdpa
 from engine.batch import Feed, RaggedBatch
 from engine.native import library, rows
-from engine.native.compiled import _compiled, _folders, loaded
+from engine.native.compiled import _compiled, cache_folders, loaded
 from engine.threads import exactly
 
 needs_kernel = pytest.mark.skipif(library() is None, reason="no C compiler here")
@@ -152,9 +152,9 @@ def test_without_a_compiler_torch_serves(fresh, broken, monkeypatch, caplog) -> 
 
 def test_nothing_is_loaded_from_where_others_can_write(fresh: Path) -> None:
     ours = fresh / "pilotfish"
-    assert next(_folders()) == ours
+    assert next(cache_folders()) == ours
     ours.chmod(0o777)
-    assert ours not in list(_folders())
+    assert ours not in list(cache_folders())
 
 
 # What lies between matmuls
