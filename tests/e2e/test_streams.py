@@ -104,20 +104,24 @@ async def test_64_streams_each_equal_to_its_own_single_run() -> None:
 
 @pytest.mark.timeout(600)
 async def test_cancelling_half_of_100_streams_frees_their_pages_and_leaves_the_rest_alone() -> None:
-    async with serving(load=ServedModel.load, max_batch_size=100, **SETTINGS) as server:
+    async with serving(load=ServedModel.load, **SETTINGS | {"max_batch_size": 100, "max_model_len": 2048}) as server:
         app, driver = server.app, server.app.driver
         engine = driver.model.engine
         watch = Watch(driver)
         async with AsyncClient(f"127.0.0.1:{app.grpc_port}") as client:
             everyone = cases(100, app, longest_output=60, seed=1)
             for case in everyone[:50]:
-                case.options |= {"max_tokens": 200, "ignore_eos": True}  # long enough to be running still
+                case.options |= {"max_tokens": 1600, "ignore_eos": True}  # far from its end on any machine
             rng = random.Random(2)
             running = [asyncio.create_task(case.run(client)) for case in everyone]
-            for case, task in list(zip(everyone, running, strict=True))[:50]:
-                await until(lambda case=case: len(case.tokens) >= 1, 60)
-                await asyncio.sleep(rng.uniform(0, 0.02))
+
+            async def hang_up(case: Case, task: asyncio.Task[None], after: float) -> None:
+                await until(lambda: case.tokens, 120)
+                await asyncio.sleep(after)
                 task.cancel()
+
+            victims = zip(everyone[:50], running, strict=False)
+            await asyncio.gather(*(hang_up(case, task, rng.uniform(0, 0.02)) for case, task in victims))
             results = await asyncio.gather(*running, return_exceptions=True)
             cancelled = [case for case in everyone if case.finished is None]
             assert cancelled == everyone[:50]
