@@ -114,14 +114,24 @@ def take_turns(
     rounds: int,
     tell: Callable[[str], None] = lambda _: None,
     before: Callable[[], None] = lambda: None,
+    ends: type[Exception] | tuple[()] = (),
 ) -> dict[str, list[Turn]]:
-    """Every way in every round, forwards and backwards by turns; `before` is called before each round."""
+    """Every way in every round, forwards and backwards by turns; `before` is called before each round.
+
+    A way that raises `ends` is left out from then on, its earlier turns too.
+    """
     turns: dict[str, list[Turn]] = {name: [] for name in ways}
     for number in range(rounds):
         before()
-        for name in list(ways)[:: -1 if number % 2 else 1]:
-            turns[name].append(ways[name]())
-            tell(f"round {number + 1}, {name}: {turns[name][-1].speed:.1f} tokens/s")
+        for name in list(turns)[:: -1 if number % 2 else 1]:
+            try:
+                turn = ways[name]()
+            except ends as error:
+                del turns[name]
+                tell(f"round {number + 1}, {name}: {error}")
+                continue
+            turns[name].append(turn)
+            tell(f"round {number + 1}, {name}: {turn.speed:.1f} tokens/s")
     return turns
 
 

@@ -226,7 +226,8 @@ def assemble(
     runners = drafters.runners(make_arena, partial(_attention, config, row_wise=row_wise))
     attend = next((own.attend for own in runners.values()), None)  # what fits a draft model fits a head
     attend = attend or attention.choose(config.attention, target.device, row_wise=row_wise)
-    by_name = drafters.proposers(runners, make_arena, attend, config.max_batch_tokens) | dict(extra_proposers)
+    prefill = Prefill(config.max_step_ms / 1000, config.max_batch_tokens)
+    by_name = drafters.proposers(runners, make_arena, attend, prefill) | dict(extra_proposers)
     by_name |= {name: wrap(by_name[name]) for name, wrap in wrappers.items()}
     if config.proposer is not None and config.proposer not in by_name:
         raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(by_name)}")
@@ -242,14 +243,13 @@ def assemble(
         proposers.draft_kv_sharers,
         AdaptiveK(proposers.draft_kv_users, proposers.finders),
         Late(AdaptiveK(proposers.draft_kv_users)),
-        Prefill(config.max_step_ms / 1000),
+        prefill,
     )
     borders = [longrope_border(model.config) for model in (target, draft or target)]
     limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)
     rides = frozenset(("model", "auto")) - {*extra_proposers, *wrappers} if draft is not None and vocab is None else ()
-    mine = runners.get("model") if rides else None
+    mine, dtype = runners.get("model") if rides else None, str(target.dtype).removeprefix("torch.")
     rounds = rounds_for(config, runner, mine, limits.max_model_len, frozenset(rides), ops)
-    dtype = str(target.dtype).removeprefix("torch.")
     if all(map(runs_in_c, (target, *drafters.models.values()))):
         leave_to_pool()
     return Engine(config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype)

@@ -12,6 +12,7 @@ from engine.attention import Attend
 from engine.checkpoint import shape_of
 from engine.errors import ModelError
 from engine.kv import KVArena, KVLayout
+from engine.prefill import Prefill
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, SuffixProposer
 from engine.proposers.eagle import EagleProposer
 from engine.proposers.eagle_head import EagleHead, EagleRunner, load_eagle
@@ -80,7 +81,7 @@ class Drafters:
         return {name: ModelRunner(m, make_arena(self.layouts[name]), attends[name]) for name, m in self.models.items()}
 
     def proposers(
-        self, runners: Mapping[str, ModelRunner], make_arena: MakeArena, attend: Attend, max_batch_tokens: int
+        self, runners: Mapping[str, ModelRunner], make_arena: MakeArena, attend: Attend, prefill: Prefill
     ) -> dict[str, Proposer]:
         """One proposer per name that a request may ask for; the target has run by now.
 
@@ -91,15 +92,15 @@ class Drafters:
         for name, own in runners.items():
             vocab = self.vocab if name == "model" else None
             runner: Runner = own if vocab is None else MappedRunner(own, vocab, own.device)
-            by_name[name] = ModelProposer(runner, max_batch_tokens)
+            by_name[name] = ModelProposer(runner, prefill)
         if self.tap is not None:
-            by_name |= self._heads(self.tap, make_arena, attend, max_batch_tokens)
+            by_name |= self._heads(self.tap, make_arena, attend, prefill)
         drafter = next((by_name[name] for name in ("model", "eagle", "medusa") if name in by_name), None)
         if drafter is not None:
             by_name["auto"] = FirstOf(SuffixProposer(), drafter)
         return by_name
 
-    def _heads(self, tap: Tap, make_arena: MakeArena, attend: Attend, max_batch_tokens: int) -> dict[str, Proposer]:
+    def _heads(self, tap: Tap, make_arena: MakeArena, attend: Attend, prefill: Prefill) -> dict[str, Proposer]:
         """Those that read the target's hidden states, through one tap."""
         output, by_name = self.target.get_output_embeddings(), dict[str, Proposer]()
         if tap.hidden is None:
@@ -108,7 +109,7 @@ class Drafters:
             by_name["medusa"] = MedusaProposer(self.medusa, output, tap)
         if self.eagle is not None:
             runner = EagleRunner(self.eagle, output, make_arena(self.layouts["eagle"]), attend)
-            by_name["eagle"] = EagleProposer(runner, tap, max_batch_tokens)
+            by_name["eagle"] = EagleProposer(runner, tap, prefill)
         return by_name
 
 

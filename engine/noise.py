@@ -2,6 +2,7 @@
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3) in int64
 tensor arithmetic, so that CPU and CUDA make the same bits. A word is an unsigned 32-bit number held in int64.
+On a CPU our C makes the same words where there is a compiler (`native/noise.c`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
+
+from engine.native import noise as native
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -54,6 +57,8 @@ def gumbel(seed: Tensor, position: Tensor, stream: Tensor, num_tokens: int) -> T
 
     `seed`, `position`, `stream` are int64 `[rows]`. A token's noise does not depend on `num_tokens`.
     """
+    if native.draws(seed):
+        return _gumbel(native.uniform(seed, position, stream, (num_tokens + 1) // 2))[:, :num_tokens]
     pairs = torch.arange((num_tokens + 1) // 2, device=seed.device)
     at_once = max(1, _NUMBERS_AT_ONCE // num_tokens) if seed.device.type == "cpu" else max(1, len(seed))
     rows = [slice(i, i + at_once) for i in range(0, len(seed), at_once)]
@@ -63,15 +68,17 @@ def gumbel(seed: Tensor, position: Tensor, stream: Tensor, num_tokens: int) -> T
 
 def gumbel_at(seed: Tensor, position: Tensor, stream: Tensor, tokens: Tensor) -> Tensor:
     """The same noise for the given `tokens` `[rows, S]` only: float64 `[rows, S]`."""
+    if native.draws(seed):
+        return _gumbel(native.uniform_at(seed, position, stream, tokens))
     words = _token_words(seed[:, None], position[:, None], stream[:, None], tokens // 2)
     odd = tokens % 2 == 1
-    return _gumbel(torch.where(odd, words[2], words[0]), torch.where(odd, words[3], words[1]))
+    return _gumbel(_open_unit(torch.where(odd, words[2], words[0]), torch.where(odd, words[3], words[1])))
 
 
 def _gumbel_pairs(seed: Tensor, position: Tensor, stream: Tensor, pairs: Tensor) -> Tensor:
     """One Philox call feeds two neighbouring tokens: [rows, 1] x [P] -> [rows, 2 P]."""
     w0, w1, w2, w3 = _token_words(seed, position, stream, pairs)
-    return torch.stack([_gumbel(w0, w1), _gumbel(w2, w3)], -1).flatten(1)
+    return _gumbel(torch.stack([_open_unit(w0, w1), _open_unit(w2, w3)], -1).flatten(1))
 
 
 def _token_words(seed: Tensor, position: Tensor, stream: Tensor, pair: Tensor) -> Words:
@@ -89,7 +96,7 @@ def _open_unit(high: Tensor, low: Tensor) -> Tensor:
     return (bits.double() + 0.5) * 2.0**-52
 
 
-def _gumbel(high: Tensor, low: Tensor) -> Tensor:
+def _gumbel(uniform: Tensor) -> Tensor:
     # -log(-log(u)). The winner of an argmax has u near 1, where 52 bits keep its exponential -log(u) fine.
     # It stays float64: in float32 two tokens would tie now and then, and a tie hangs on the order of the tokens.
-    return -torch.log(-torch.log(_open_unit(high, low)))
+    return torch.log_(torch.log(uniform).neg_()).neg_()

@@ -83,8 +83,8 @@ class BlockPool:
     def _best_free(self, previous: int | None) -> int:
         if previous is not None and previous + 1 in self._free:
             return previous + 1
-        starts = (page for page in range(0, self.num_pages, self._run) if page in self._free)
-        return next(starts, min(self._free))
+        start = next((page for page in range(0, self.num_pages, self._run) if page in self._free), None)
+        return min(self._free) if start is None else start
 
     def _put_away(self, page: int) -> None:
         if page in self._entries:

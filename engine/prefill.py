@@ -21,24 +21,32 @@ _FEW = 2  # tokens that a step may read and still tell what decoding takes: wher
 class Prefill:
     """Fed by steps. `seconds`: the bound, but for steps whose decoding alone takes more than half of it.
 
-    Such a step may take twice as long as its decoding: prompts are to be read on any machine.
+    Such a step may take twice as long as its decoding: prompts are to be read on any machine. `most`: tokens of a pass.
     """
 
-    def __init__(self, seconds: float = math.inf) -> None:
-        self._seconds = _AIM * seconds
+    def __init__(self, seconds: float = math.inf, most: float = math.inf) -> None:
+        self._seconds, self._most = _AIM * seconds, most
         self._decoding: dict[int, float] = {}  # seconds of decoding, by how many decode, doubling
         self._per_token: float | None = None  # seconds for a token of a prompt
+        self._fitting = math.inf  # what `tokens` said last
 
     def tokens(self, decoding: int, *, alone: bool) -> float:
         """How many fit in a step in which so many decode, at least one; `alone`: it serves a single sequence.
 
         225 ms to be filled, decoding takes 45, each token 2: 90 tokens. Decoding takes 200: another 200, 100 tokens.
         """
-        if self._per_token is None:
-            return math.inf  # nobody is slowed down on a guess
-        taken = self._of(decoding)
-        seconds = _ALONE * self._seconds if alone else self._seconds
-        return max(1.0, max(seconds - taken, taken) / self._per_token)
+        if self._per_token is not None:  # nobody is slowed down on a guess
+            taken = self._of(decoding)
+            seconds = _ALONE * self._seconds if alone else self._seconds
+            self._fitting = max(1.0, max(seconds - taken, taken) / self._per_token)
+        return self._fitting
+
+    def tokens_of_draft(self, num_sequences: int) -> int:
+        """How many one pass of a draft model is fed: of what was written before as many as the target may read.
+
+        They take less than the target's, so that the bound holds. Two of each sequence are what drafting needs anyway.
+        """
+        return int(min(self._most, self._fitting + 2 * num_sequences))
 
     def learn(self, decoding: int, tokens: int, seconds: float) -> None:
         """A step in which so many decoded and so many tokens of prompts were read took so long."""

@@ -119,7 +119,7 @@ class Machine:
         self.schedule.admit()
         plan = self.schedule.plan()
         steady = [w for w in plan.works if len(w.span) == 1 and w.reaches_end]
-        others = [w for w in plan.works if w not in steady]
+        others = [w for w in plan.works if len(w.span) > 1 or not w.reaches_end]
         drafted, passes, draft_seconds = self._propose(steady)
         accepted = [self._kept(w, k) for w, k in zip(steady, drafted, strict=True)]
         rows = sum(drafted) + len(steady) + sum(len(w.span) for w in others)

@@ -89,10 +89,11 @@ def fake_engine(
 
     unhurried = {"max_step_ms": 1e9}  # how fast this machine is decides in no test how much a step reads
     settings = EngineConfig(target="table", draft="table" if draft_law else None, **unhurried | config)
+    prefill = Prefill(settings.max_step_ms / 1000, settings.max_batch_tokens)
     by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer(sizes=(2, 1))}
     if draft_law is not None:
         draft = TableModel(draft_law, vocab_size, num_pages, page_size)
-        by_name["model"] = ModelProposer(draft, settings.max_batch_tokens)
+        by_name["model"] = ModelProposer(draft, prefill)
     chosen = Proposers({**by_name, **(proposers or {})}, vocab_size)
     pools = [BlockPool(num_pages, page_size, prefix_cache=settings.prefix_cache) for _ in range(2)]
     scheduler = Scheduler(
@@ -103,7 +104,7 @@ def fake_engine(
         chosen.draft_kv_users,
         chosen.draft_kv_sharers,
         control,
-        prefill=Prefill(settings.max_step_ms / 1000),
+        prefill=prefill,
     )
     limits = Limits(vocab_size, min(max_model_len, num_pages * page_size), eos)
     target = TableModel(law, vocab_size, num_pages, page_size)

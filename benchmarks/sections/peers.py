@@ -114,9 +114,10 @@ def _batch(lab: Lab, running: dict[Peer, Remote], batch: int, memory: Memory) ->
     def read_memory() -> None:
         bandwidths.append(memory.bandwidth())
 
-    turns = take_turns(left, lab.options.rounds, partial(_tell, lab, batch), read_memory)
+    turns = take_turns(left, lab.options.rounds, partial(_tell, lab, batch), read_memory, NotMeasured)
     for name in first.keys() - turns.keys():
-        yield labels[name] | {"tokens_per_second": first[name].speed, "remark": "first turns alone: far behind"}
+        why = "ended in a later turn" if name in left else "far behind"
+        yield labels[name] | {"tokens_per_second": first[name].speed, "remark": f"first turns alone: {why}"}
     yield from _rows(turns, labels, matrix_bytes(int8_of(lab.pair.target)), bandwidths)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Feed
+from engine.prefill import Prefill
 from engine.proposers.base import Passed, Proposal
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
 from engine.proposers.eagle_head import EagleRunner
@@ -34,8 +35,8 @@ class EagleProposer:
     uses_draft_kv = True
     shares_draft_kv = False  # row r is no position r where features were never seen
 
-    def __init__(self, runner: EagleRunner, tap: Tap, max_batch_tokens: int) -> None:
-        self._runner, self._tap, self._max_batch_tokens = runner, tap, max_batch_tokens
+    def __init__(self, runner: EagleRunner, tap: Tap, prefill: Prefill) -> None:
+        self._runner, self._tap, self._prefill = runner, tap, prefill
         self._unfed: WeakKeyDictionary[Sequence, Features] = WeakKeyDictionary()
 
     def observe(self, passed: Seq[Passed]) -> None:
@@ -62,9 +63,9 @@ class EagleProposer:
 
     def _catch_up(self, chains: list[Chain], forwards: list[Forward]) -> tuple[list[Chain], Tensor]:
         """Feed the target's features; those that are fed to their end get their first draft."""
-        budget, fed = self._max_batch_tokens, list[tuple[Chain, Feed, list[Tensor]]]()
-        for chain in chains:
-            rows = self._ready(chain.sequence)
+        budget = self._prefill.tokens_of_draft(len(chains))
+        fed, ready = list[tuple[Chain, Feed, list[Tensor]]](), [(c, self._ready(c.sequence)) for c in chains]
+        for chain, rows in sorted(ready, key=lambda one: len(one[1])):
             feed = self._feed(chain.sequence, len(rows), budget)
             if feed.tokens:
                 fed.append((chain, feed, rows[: len(feed.tokens)]))

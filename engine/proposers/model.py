@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from engine.batch import Feed
+from engine.prefill import Prefill
 from engine.proposers.base import Proposal
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
 from engine.runner import Runner
@@ -18,31 +19,36 @@ class ModelProposer:
     uses_draft_kv = True
     shares_draft_kv = True
 
-    def __init__(self, runner: Runner, max_batch_tokens: int) -> None:
-        self._runner, self._max_batch_tokens = runner, max_batch_tokens
+    def __init__(self, runner: Runner, prefill: Prefill) -> None:
+        self._runner, self._prefill = runner, prefill
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Draft; a sequence whose catch-up exceeds the token budget is fed a part of it and gets no drafts yet."""
         chains = chains_of(sequences, k_each)
         forwards: list[Forward] = []
-        active = [chain for chain in chains if chain.k]
+        # Who lacks little comes first, so that a long prompt takes nobody's drafts away.
+        active = sorted((chain for chain in chains if chain.k), key=_num_unseen)
         while active:
             active = self._extend(active, forwards)
         return proposal_of(chains, forwards)
 
     def _extend(self, chains: list[Chain], forwards: list[Forward]) -> list[Chain]:
         """One draft pass: every chain that is fed to its end grows by a token. Returns those that want more."""
-        budget, feeds = self._max_batch_tokens, []
+        budget, feeds = self._prefill.tokens_of_draft(len(chains)), list[Feed]()
         for chain in chains:
             feeds.append(_feed(chain, budget))
             budget -= len(feeds[-1].tokens)
         logits = self._runner.forward([feed for feed in feeds if feed.tokens])
-        forwards.append(Forward("draft", sum(bool(f.tokens) for f in feeds), self._max_batch_tokens - budget))
+        forwards.append(Forward("draft", sum(bool(f.tokens) for f in feeds), sum(len(f.tokens) for f in feeds)))
         for chain, feed in zip(chains, feeds, strict=True):
             chain.sequence.draft.advance(feed.kv_len)
         grown = [chain for chain, feed in zip(chains, feeds, strict=True) if feed.num_logits]
         draw(grown, logits)
         return [chain for chain in grown if chain.is_unfinished]
+
+
+def _num_unseen(chain: Chain) -> int:
+    return len(chain.sequence.tokens) - chain.sequence.draft.kv_len
 
 
 def _feed(chain: Chain, budget: int) -> Feed:

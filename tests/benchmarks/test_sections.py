@@ -13,7 +13,7 @@ from benchmarks.report import part, table
 from benchmarks.sections import frontend
 from benchmarks.sections.sweep import expected_gain
 from benchmarks.timing import abreast
-from benchmarks.turns import interleave, promising, ratios, worth_while
+from benchmarks.turns import interleave, promising, ratios, take_turns, worth_while
 from tests.benchmarks.turns import turn
 
 OFFLINE = ["verify", "sweep", "grid", "moving", "ngram"]
@@ -89,6 +89,19 @@ def test_ways_take_turns_forwards_and_backwards():
     assert called == ["a", "b", "a", "b", "b", "a"]
     assert [len(mine) for mine in turns.values()] == [2, 2]
     assert ratios(turns["a"], turns["b"]) == [pytest.approx(5)] * 2
+
+
+def test_a_way_that_ends_is_left_out_and_the_others_go_on():
+    fails, told = iter([False, True]), []
+
+    def ending():
+        if next(fails):
+            raise TimeoutError("it is gone")
+        return turn(1)
+
+    turns = take_turns({"a": lambda: turn(10), "b": ending}, 3, told.append, ends=TimeoutError)
+    assert {name: len(mine) for name, mine in turns.items()} == {"a": 3}
+    assert "round 2, b: it is gone" in told
 
 
 def test_a_way_that_seems_slow_has_a_second_try():

@@ -46,6 +46,25 @@ def test_a_tokens_noise_is_its_own(seed: int, position: int, vocab: int, stream:
     assert torch.equal(noise.gumbel(*company, vocab)[4:5], whole)
 
 
+@settings(deadline=None)
+@given(
+    seeds=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5),
+    position=st.integers(0, 2**40),
+    vocab=st.integers(1, 300),
+    stream=st.sampled_from(list(Stream)),
+    tokens=st.lists(st.integers(0, 2**32), min_size=1, max_size=9),
+)
+def test_our_c_makes_the_bits_of_torch(seeds: list[int], position: int, vocab: int, stream: Stream, tokens: list[int]):
+    """Where there is a compiler; else torch's are all there are."""
+    rows = _rows(seeds, [position + 3 * i for i in range(len(seeds))], stream)
+    some = torch.tensor([tokens] * len(seeds))
+    made = noise.gumbel(*rows, vocab), noise.gumbel_at(*rows, some)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(noise.native, "draws", lambda _: False)
+        by_torch = noise.gumbel(*rows, vocab), noise.gumbel_at(*rows, some)
+    assert all(map(torch.equal, made, by_torch))
+
+
 def test_standard_gumbel() -> None:
     drawn = noise.gumbel(*_rows(list(range(100)), [7] * 100), 1000).flatten()
     assert torch.isfinite(drawn).all()

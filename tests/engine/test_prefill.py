@@ -137,33 +137,41 @@ class Costs:
         return self.now
 
 
-def serve(bound_ms: float, prompts: dict[str, int], machine: Machine) -> tuple[fakes.Outputs, list[StepStats]]:
+def serve(
+    bound_ms: float, prompts: dict[str, int], machine: Machine, draft: Machine | None = None
+) -> tuple[fakes.Outputs, list[StepStats]]:
     """One request decodes, then the others come; all tokens, and every step."""
     clock = Costs(machine)
     law = fakes.hashed_law(20, salt=3)
     engine = fakes.fake_engine(
         law,
+        draft_law=law if draft else None,
         vocab_size=20,
         num_pages=200,
         max_model_len=600,
         clock=clock,
         max_step_ms=bound_ms,
         max_batch_tokens=128,
-        num_draft_tokens=0,
+        num_draft_tokens=2 if draft else 0,
     )
-    target = engine._passes._target
-    forward = target.forward
 
-    def timed(feeds):
-        decoding = sum(len(feed.tokens) == 1 for feed in feeds)
-        clock.now += machine.seconds(decoding, sum(len(feed.tokens) for feed in feeds) - decoding)
-        return forward(feeds)
+    def take_time(model, costs):
+        forward = model.forward
 
-    target.forward = timed
+        def timed(feeds):
+            decoding = sum(len(feed.tokens) == 1 for feed in feeds)
+            clock.now += costs.seconds(decoding, sum(len(feed.tokens) for feed in feeds) - decoding)
+            return forward(feeds)
+
+        model.forward = timed
+
+    take_time(engine._passes._target, machine)
+    if draft:
+        take_time(engine._proposers._by_name["model"]._runner, draft)
     outputs, steps = fakes.Outputs(), []
     for name, length in prompts.items():
-        tokens = tuple((7 * i + length) % 20 for i in range(length))
-        engine.add(Request(request_id=name, token_ids=tokens, sampling=SamplingParams(max_tokens=60)))
+        tokens, most = tuple((7 * i + length) % 20 for i in range(length)), 300 if draft and length < 300 else 60
+        engine.add(Request(request_id=name, token_ids=tokens, sampling=SamplingParams(max_tokens=most)))
         for _ in range(8):
             step = engine.step()
             outputs.take(step.events)
@@ -184,6 +192,21 @@ def test_who_decodes_waits_no_longer_than_the_bound_and_tokens_are_the_same():
     assert longest[1] <= 0.25
     assert kept.tokens == free.tokens
     assert kept.finished.keys() == free.finished.keys() == prompts.keys()
+
+
+def test_a_draft_model_that_catches_up_keeps_the_bound_and_takes_nobodys_drafts():
+    """A prompt that the target has read is news to it; whoever decodes goes on with drafts meanwhile."""
+    machine, draft = Machine(sequence=0.01, token=0.01), Machine(sequence=0.005, token=0.005)
+    prompts = {"first": 20, "long": 500}
+    free, unbounded = serve(1e6, prompts, machine, draft)
+    kept, bounded = serve(250.0, prompts, machine, draft)
+    assert max(s.phase_seconds["propose"] for s in unbounded) > 0.6
+    beside = [s for s in bounded if s.running > 1]
+    assert max(sum(s.phase_seconds.values()) for s in beside) <= 0.25
+    catching_up = [s for s in beside if any(f.kind == "draft" and f.tokens > 6 for f in s.forwards)]
+    assert len(catching_up) > 10
+    assert all(s.drafted >= 1 for s in catching_up)
+    assert kept.tokens == free.tokens
 
 
 def test_a_rehearsal_is_neither_bounded_nor_learned_from():

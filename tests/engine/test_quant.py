@@ -111,7 +111,7 @@ def loss(weights: str, dtype: str) -> float:
         model = load_model(str(embedded_target()), None, getattr(torch, dtype), CPU)
     model.set_attn_implementation("sdpa")
     tokenizer = Tokenizer.from_file(str(embedded_target() / "tokenizer.json"))
-    return held_out_loss(model, tokenizer, corpus.find(), windows=60)
+    return held_out_loss(model, tokenizer, corpus.find(), windows=6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

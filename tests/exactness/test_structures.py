@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cache
 
 import jsonschema
@@ -24,8 +25,8 @@ def asked(seed: int) -> tuple[str, SamplingParams]:
     return "import json\n\nprint(json.dumps(value)) # -> "[seed % 20 :], sampling
 
 
-def generate(llm: LLM, proposer: str) -> list[Completion]:
-    prompts, params = zip(*map(asked, range(100)), strict=True)
+def generate(llm: LLM, proposer: str, seeds: Iterable[int] = range(100)) -> list[Completion]:
+    prompts, params = zip(*map(asked, seeds), strict=True)
     return llm.generate(list(prompts), list(params), speculation=asking(proposer, 4))
 
 
@@ -41,9 +42,14 @@ def test_100_random_schemas_give_100_valid_documents() -> None:
         jsonschema.validate(json.loads(done.text), schema)
 
 
-@pytest.mark.parametrize("proposer", [name for name in PROPOSERS if name not in ("none", "right", "wrong")])
-def test_100_random_schemas_are_the_same_with_drafts(proposer: str) -> None:
-    got = generate(embedded_pair().llm(proposer, **OPTIONS), proposer)
-    for ours, theirs in zip(got, plain(), strict=True):
-        assert_same(ours, theirs)
+DRAFTING = [name for name in PROPOSERS if name not in ("none", "right", "wrong")]
+
+
+@pytest.mark.parametrize("proposer", DRAFTING)
+def test_random_schemas_are_the_same_with_drafts(proposer: str) -> None:
+    """A third of them for each proposer, other ones for the next: greedy and sampled in each."""
+    seeds = range(DRAFTING.index(proposer) % 3, 100, 3)
+    got = generate(embedded_pair().llm(proposer, **OPTIONS), proposer, seeds)
+    for ours, seed in zip(got, seeds, strict=True):
+        assert_same(ours, plain()[seed])
     assert sum(done.stats.accepted for done in got) > 0, "no draft was kept, so nothing was shown"
