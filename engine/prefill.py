@@ -9,6 +9,7 @@ what it was, the second is wrong by just as much as makes the next step of that 
 from __future__ import annotations
 
 import math
+import sys
 
 _AIM = 0.9  # of the bound: the context grows with every chunk, and no two steps take the same
 _ALONE = 4.0  # times the bound is what a step may take that nobody else waits for: larger chunks cost less per token
@@ -24,7 +25,7 @@ class Prefill:
     Such a step may take twice as long as its decoding: prompts are to be read on any machine. `most`: tokens of a pass.
     """
 
-    def __init__(self, seconds: float = math.inf, most: float = math.inf) -> None:
+    def __init__(self, seconds: float = math.inf, most: int = sys.maxsize) -> None:
         self._seconds, self._most = _AIM * seconds, most
         self._decoding: dict[int, float] = {}  # seconds of decoding, by how many decode, doubling
         self._per_token: float | None = None  # seconds for a token of a prompt

@@ -26,8 +26,8 @@ def _function(name: str) -> Callable[..., None]:
 
 
 def draws(seed: Tensor) -> bool:
-    """Whether C makes the numbers of rows whose seeds lie here."""
-    return seed.is_cpu and library() is not None
+    """Whether C makes the numbers of rows whose seeds lie here; of tensors that are traced there is only the shape."""
+    return type(seed) is Tensor and seed.is_cpu and library() is not None
 
 
 def uniform(seed: Tensor, position: Tensor, stream: Tensor, pairs: int) -> Tensor:
