@@ -45,7 +45,8 @@ class Prefill:
     def tokens_of_draft(self, num_sequences: int) -> int:
         """How many one pass of a draft model is fed: of what was written before as many as the target may read.
 
-        They take less than the target's, so that the bound holds. Two of each sequence are what drafting needs anyway.
+        A token takes a draft model less time than the target, so the bound holds. Two per sequence are what drafting
+        needs anyway.
         """
         return int(min(self._most, self._fitting + 2 * num_sequences))
 

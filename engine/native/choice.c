@@ -7,8 +7,8 @@
 
 #include "pool.h"
 
-#define WINDOW 0.1 /* seconds of passes that are measured together: some ten slices of a scheduler's time */
-#define GAIN 1.1   /* a number must be this much faster than another to take its place */
+#define WINDOW 0.1  /* seconds of passes that are measured together: some ten slices of a scheduler's time */
+#define GAIN 1.1    /* a number must be this much faster than another to take its place */
 #define PRICE 100.0 /* a trial that lost a second is the last one for so many */
 
 /* The next number to try, or `home` if there is none. A step that failed is followed by the next larger one, since it may

@@ -13,7 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -52,6 +52,14 @@ def loaded() -> ctypes.CDLL | str:
             why = f"not available ({str(getattr(error, 'stderr', None) or error).strip()[-400:]})"
     log.info("native code: %s; torch's operations serve instead", why)
     return why
+
+
+@cache
+def function(name: str, arguments: tuple[type, ...]) -> Callable[..., None]:
+    """`pilotfish_name` of the compiled sources, which must be there; it takes these arguments and returns nothing."""
+    found = getattr(library(), f"pilotfish_{name}")
+    found.argtypes, found.restype = arguments, None
+    return found  # type: ignore[no-any-return]
 
 
 def threads_in_use() -> int:

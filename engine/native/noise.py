@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from engine.native.compiled import library
+from engine.native.compiled import function, library
 
 _I64, _PTR = ctypes.c_int64, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -18,11 +17,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 }
 
 
-@cache
 def _function(name: str) -> Callable[..., None]:
-    found = getattr(library(), f"pilotfish_{name}")
-    found.argtypes, found.restype = _SIGNATURES[name], None
-    return found  # type: ignore[no-any-return]
+    return function(name, _SIGNATURES[name])
 
 
 def draws(seed: Tensor) -> bool:

@@ -9,7 +9,6 @@ import ctypes
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import accumulate
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from engine.mapped import in_large_pages
 from engine.native.attention import BITS
-from engine.native.compiled import library
+from engine.native.compiled import function, library
 from engine.threads import most_threads
 
 GROUP = 64  # inputs that share a scale, in 4 bits
@@ -31,11 +30,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 }
 
 
-@cache
 def _function(name: str) -> Callable[..., None]:
-    found = getattr(library(), f"pilotfish_{name}")
-    found.argtypes, found.restype = _SIGNATURES[name], None
-    return found  # type: ignore[no-any-return]
+    return function(name, _SIGNATURES[name])
 
 
 def rounds(weight: Tensor) -> bool:

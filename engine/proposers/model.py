@@ -26,7 +26,7 @@ class ModelProposer:
         """Draft; a sequence whose catch-up exceeds the token budget is fed a part of it and gets no drafts yet."""
         chains = chains_of(sequences, k_each)
         forwards: list[Forward] = []
-        # Who lacks little comes first, so that a long prompt takes nobody's drafts away.
+        # Sequences that lack little come first: one with a long prompt to read takes no drafts away from the others.
         active = sorted((chain for chain in chains if chain.k), key=_num_unseen)
         while active:
             active = self._extend(active, forwards)
