@@ -17,8 +17,9 @@ from engine.int8 import OFFSET, Int8Linear, Packed
 from engine.native import PackedMatrix, multiplies, round4, rounds
 
 GROUP = 64  # inputs
-# Where squares of errors are least for normal numbers, 64 of them scaled by their largest (Lloyd 1982), in 127ths.
-LEVELS = (-127, -99, -78, -60, -45, -32, -19, -6, 6, 19, 32, 45, 60, 78, 99, 127)
+# Where squares of errors are least for normal numbers, 64 of them scaled by their largest (Lloyd 1982), in 32nds: then
+# four products with a row's bytes fit in 16 bits (`dot_levels` in native/registers.h).
+LEVELS = (-32, -24, -19, -15, -11, -8, -5, -2, 2, 5, 8, 11, 15, 19, 24, 32)
 _CHUNK = 512  # rows of a matrix that are rounded at once
 
 
@@ -42,7 +43,7 @@ def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _round(weight: Tensor) -> tuple[Tensor, Tensor]:
     groups = weight.unflatten(1, (-1, GROUP))
     levels = torch.tensor(LEVELS, dtype=torch.float32)
-    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / LEVELS[-1]
     index = torch.bucketize(groups / scale, (levels[1:] + levels[:-1]) / 2)
     chosen = levels[index]
     # The scale that suits the chosen levels best, by least squares.

@@ -36,7 +36,7 @@ from engine.swap import ROUTERS, bytes_after_swap
 
 # In `quantization_config`, so that whoever does not know it refuses the weights.
 _METHODS: dict[str, Rounded] = {f"pilotfish-{weights}": weights for weights in get_args(Rounded)}
-_VERSION = 1
+_VERSIONS: dict[Rounded, int] = {"int8": 1, "int4": 2}
 # No name that others would take for a float weight's.
 _SCALE = "weight_scale"
 _KINDS = {"weight_int4": Int4Linear, "weight_int8": Int8Linear}
@@ -107,12 +107,12 @@ def quantised_as(config: PreTrainedConfig) -> Rounded | None:
     weights = _METHODS.get(str(found.get("quant_method")))
     if weights and found != _mark(weights):
         version = found.get("version")
-        raise ModelError(f"{weights} weights of version {version}; this Pilotfish reads {_VERSION}: quantize again")
+        raise ModelError(f"{weights} weights of version {version}; this Pilotfish reads {_VERSIONS[weights]}: quantize again")
     return weights
 
 
 def _mark(weights: Rounded) -> dict[str, Any]:
-    return {"quant_method": f"pilotfish-{weights}", "version": _VERSION}
+    return {"quant_method": f"pilotfish-{weights}", "version": _VERSIONS[weights]}
 
 
 def load_quantised(name: str, revision: str | None, dtype: torch.dtype, weights: Rounded = "int8") -> PreTrainedModel:

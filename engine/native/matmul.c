@@ -27,7 +27,7 @@
  * every step. */
 INLINE void block(const char *x, int64_t steps, const char *panel, const char *next, int lines, void *sums,
                   const int rows, const int bits) {
-  const int64_t fed = bits == 8 ? FED8 : bits == 16 ? FED16 : 4, stride = steps * fed;
+  const int64_t fed = bits == 16 ? FED16 : 4, stride = steps * fed;
   ints sum[BLOCK][VECTORS];
   EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) sum[r][v] = (ints){0};
   for (int64_t s = 0; s < steps; s++, panel += STEP, x += fed) {
@@ -57,24 +57,22 @@ INLINE void block(const char *x, int64_t steps, const char *panel, const char *n
 /* The same in 4 bits, of `in` inputs; `sums` come out as floats. */
 INLINE void block4(const Matrix *m, const char *x, const char *panel, const char *next, int lines, const float *offset,
                    void *sums, const int rows) {
-  const int64_t stride = m->in / 4 * FED8;
+  const int64_t stride = m->in;
   const chars table = table_of(m->levels);
   floats total[BLOCK4][VECTORS];
   EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) {
     memcpy(&total[r][v], offset + v * (WIDTH / 4), WIDTH);
-    total[r][v] = ROWS_ARE_SIGNED ? (floats){0} : -total[r][v];
+    total[r][v] = SIGNED_ROWS(4) ? (floats){0} : -total[r][v];
   }
   for (int64_t first = 0; first < m->in; first += GROUP) {
     ints sum[BLOCK4][VECTORS];
     EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) sum[r][v] = (ints){0};
-    for (int64_t i = first; i < first + GROUP; i += 8, panel += STEP, x += 2 * FED8) {
+    for (int64_t i = first; i < first + GROUP; i += 8, panel += STEP, x += 8) {
       for (int l = 0; l < lines; l++, next += LINE) __builtin_prefetch(next, 0, 2);
       EACH(int v = 0; v < VECTORS; v++) {
         chars both = *(const chars *)(panel + v * WIDTH);
-        Four low = four_of(entries(table, both & 15));
-        EACH(int r = 0; r < rows; r++) sum[r][v] = dot(sum[r][v], low, x + r * stride);
-        Four high = four_of(entries(table, (chars)((ushorts)both >> 4) & 15));
-        EACH(int r = 0; r < rows; r++) sum[r][v] = dot(sum[r][v], high, x + r * stride + FED8);
+        chars low = entries(table, both & 15), high = entries(table, (chars)((ushorts)both >> 4) & 15);
+        EACH(int r = 0; r < rows; r++) sum[r][v] = dot_levels(sum[r][v], low, high, x + r * stride);
       }
     }
     EACH(int v = 0; v < VECTORS; v++) {
@@ -124,24 +122,26 @@ static Block4 *const BLOCKS4[BLOCK4] = {block4_1, block4_2, block4_3};
 static Block4 *const BLOCKS4[BLOCK4] = {block4_1, block4_2};
 #endif
 
-static int fed_per_step(const Matrix *m) { return m->bits <= 8 ? FED8 : m->bits == 16 ? FED16 : 4; }
+static int fed_per_step(const Matrix *m) { return m->bits == 16 ? FED16 : 4; }
 
 static int64_t steps_of(const Matrix *m) { return m->in / (m->bits <= 8 ? 4 : 32 / m->bits); }
 
 int64_t fed_bytes(const Matrix *m) { return steps_of(m) * fed_per_step(m); }
 
-int fed_as_is(const Matrix *m) { return fed_per_step(m) == 4; }
+static int fed_signed(const Matrix *m) { return (m->bits == 8 && SIGNED_ROWS(8)) || (m->bits == 4 && SIGNED_ROWS(4)); }
+
+int fed_as_is(const Matrix *m) { return fed_per_step(m) == 4 && !fed_signed(m); }
 
 void feed(const Matrix *m, const void *row, void *to) {
   int64_t steps = steps_of(m);
   const uint32_t *from = row;
   uint32_t *two = to;
-  if (fed_as_is(m)) {
+  if (fed_signed(m)) {
+    for (int64_t s = 0; s < steps; s++) two[s] = from[s] ^ 0x80808080;
+  } else if (fed_as_is(m)) {
     if (to != row) memcpy(to, row, (size_t)fed_bytes(m));
-  } else if (m->bits == 16) {
-    for (int64_t s = 0; s < steps; s++) two[2 * s] = from[s] << 16, two[2 * s + 1] = from[s] & 0xffff0000;
   } else {
-    for (int64_t s = 0; s < steps; s++) two[2 * s] = from[s] & 0xff00ff, two[2 * s + 1] = from[s] >> 8 & 0xff00ff;
+    for (int64_t s = 0; s < steps; s++) two[2 * s] = from[s] << 16, two[2 * s + 1] = from[s] & 0xffff0000;
   }
 }
 
@@ -152,7 +152,7 @@ INLINE void finish(const Matrix *m, const Product *p, const vec *sums, int64_t r
     vec y = sums[i / LANES];
     if (m->bits == 8) {
       ivec whole = (ivec)y;
-      if (!ROWS_ARE_SIGNED) whole -= *(const ivec_unaligned *)((const int32_t *)m->offset + first + i);
+      if (!SIGNED_ROWS(8)) whole -= *(const ivec_unaligned *)((const int32_t *)m->offset + first + i);
       y = __builtin_convertvector(whole, vec) * *(const vec_unaligned *)(m->scale + first + i) * p->step[row];
     }
     if (m->bits == 4) y = y * p->step[row];

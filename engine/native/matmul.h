@@ -21,7 +21,7 @@ typedef struct {
                         * uint8 around 128: int32_t, or float and already times what steps are worth */
   const float *bias;     /* [out rounded up] or NULL */
   int64_t in, out, bits; /* 4, 8, 16 or 32, of a weight */
-  int8_t levels[16];     /* of 4 bits */
+  int8_t levels[16];     /* of 4 bits, each -32 to 32 */
 } Matrix;
 
 /* The rows that it multiplies, and where the products go. */

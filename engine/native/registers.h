@@ -1,10 +1,11 @@
 /* One vector register of this processor, and the few instructions of it that the compiler's own vectors do not name:
  * products of weights with rows, and a table's entries. AVX-512, AVX2, SSE and NEON; any other in plain vectors.
  *
- * Integers of 8 bits meet in one of two ways. Where an instruction sums four products (VNNI, NEON's dot product) it
- * takes weights and rows as they are. Elsewhere weights are parted into the even and the odd ones of four and widened to
- * 16 bits, for which two instructions sum two products each; then rows are fed in that form (`feed` in matmul.h). No
- * sum of products is ever rounded or cut off, so the ways give the same integers. */
+ * Integers of 8 bits meet in one of three ways. Where an instruction sums four products (VNNI, NEON's dot product) it
+ * takes weights and rows as they are. Where one sums two products of an unsigned and a signed byte in 16 bits (SSSE3,
+ * AVX2, AVX-512 without VNNI) weights hand their signs to the rows, so that no sum overflows. Elsewhere both are widened
+ * to 16 bits. No sum of products is ever rounded or cut off, so all ways give the same integers.
+ */
 
 #ifndef PILOTFISH_REGISTERS_H
 #define PILOTFISH_REGISTERS_H
@@ -60,46 +61,34 @@ INLINE floats fma_floats(floats sum, floats w, floats x) {
 #endif
 }
 
+/* Four inputs of a row in every place: 1 to 255 around 128, or without it (`SIGNED_ROWS`). */
+INLINE ints four_inputs(const char *x) { return every(four_bytes(x)); }
+
 #if defined(__AVX512VNNI__) || (WIDTH == 32 && defined(__AVXVNNI__)) || defined(__ARM_NEON)
 
-#define FED8 4 /* bytes of a row for four inputs of 8 bits */
 typedef chars Four; /* four weights in each 32 bits */
 
 INLINE Four four_of(chars weights) { return weights; }
 
 INLINE ints dot(ints sum, Four w, const char *x) {
-  ints row = every(four_bytes(x));
 #if WIDTH == 64
-  return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)row, (__m512i)w);
+  return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)four_inputs(x), (__m512i)w);
 #elif WIDTH == 32
-  return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)row, (__m256i)w);
+  return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)four_inputs(x), (__m256i)w);
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
-  return (ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)row, (int8x16_t)w);
-#else
-  /* There are products of signed bytes alone: rows without their 128, which comes back in the sum of the weights. */
-  int8x16_t plain = (int8x16_t)(row ^ every((int32_t)0x80808080));
-#if defined(__ARM_FEATURE_DOTPROD)
-  return (ints)vdotq_s32((int32x4_t)sum, (int8x16_t)w, plain);
+  return (ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)four_inputs(x), (int8x16_t)w);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (ints)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)four_inputs(x));
 #else
   /* A sum of two products of -127 to 127 fits in 16 bits. */
-  int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)w), vget_low_s8(plain));
-  int16x8_t high = vmull_s8(vget_high_s8((int8x16_t)w), vget_high_s8(plain));
+  int8x16_t row = (int8x16_t)four_inputs(x);
+  int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)w), vget_low_s8(row));
+  int16x8_t high = vmull_s8(vget_high_s8((int8x16_t)w), vget_high_s8(row));
   return (ints)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
-#endif
 #endif
 }
 
 #else
-
-#define FED8 8
-typedef struct {
-  shorts even, odd;
-} Four;
-
-INLINE Four four_of(chars weights) {
-  shorts pairs = (shorts)weights;
-  return (Four){(shorts)((ushorts)pairs << 8) >> 8, pairs >> 8};
-}
 
 /* The sums of two products of 16 bits each. */
 INLINE ints pairs(shorts a, shorts b) {
@@ -115,12 +104,81 @@ INLINE ints pairs(shorts a, shorts b) {
 #endif
 }
 
+#if WIDTH == 64 || WIDTH == 32 || defined(__SSSE3__)
+
+#define TWO_PRODUCTS 1
+typedef struct {
+  chars size;
+#if WIDTH == 64
+  uint64_t is_negative;
+#else
+  chars sign;
+#endif
+} Four;
+
+INLINE Four four_of(chars w) {
+#if WIDTH == 64
+  return (Four){(chars)_mm512_abs_epi8((__m512i)w), _mm512_movepi8_mask((__m512i)w)};
+#elif WIDTH == 32
+  return (Four){(chars)_mm256_abs_epi8((__m256i)w), w};
+#else
+  return (Four){(chars)_mm_abs_epi8((__m128i)w), w};
+#endif
+}
+
+/* The sums of two products of 8 bits each, cut off at 16 bits. */
+INLINE shorts byte_pairs(ints without_sign, ints with_sign) {
+#if WIDTH == 64
+  return (shorts)_mm512_maddubs_epi16((__m512i)without_sign, (__m512i)with_sign);
+#elif WIDTH == 32
+  return (shorts)_mm256_maddubs_epi16((__m256i)without_sign, (__m256i)with_sign);
+#else
+  return (shorts)_mm_maddubs_epi16((__m128i)without_sign, (__m128i)with_sign);
+#endif
+}
+
+/* Two products of -127 to 127 are at most 32,258. */
 INLINE ints dot(ints sum, Four w, const char *x) {
-  sum += pairs(w.even, (shorts)every(four_bytes(x)));
-  return sum + pairs(w.odd, (shorts)every(four_bytes(x + 4)));
+  ints row = four_inputs(x);
+#if WIDTH == 64
+  row = (ints)_mm512_mask_sub_epi8((__m512i)row, w.is_negative, _mm512_setzero_si512(), (__m512i)row);
+#elif WIDTH == 32
+  row = (ints)_mm256_sign_epi8((__m256i)row, (__m256i)w.sign);
+#else
+  row = (ints)_mm_sign_epi8((__m128i)row, (__m128i)w.sign);
+#endif
+  return sum + pairs(byte_pairs((ints)w.size, row), (shorts){0} + 1);
+}
+
+#else
+
+typedef struct {
+  shorts even, odd;
+} Four;
+
+INLINE Four four_of(chars weights) {
+  shorts two = (shorts)weights;
+  return (Four){(shorts)((ushorts)two << 8) >> 8, two >> 8};
+}
+
+INLINE ints dot(ints sum, Four w, const char *x) {
+  int32_t row = four_bytes(x);
+  sum += pairs(w.even, (shorts)every(row & 0xff00ff));
+  return sum + pairs(w.odd, (shorts)every(row >> 8 & 0xff00ff));
 }
 
 #endif
+#endif
+
+/* Eight inputs of a row times levels of -32 to 32: four products of 255 and 32 are at most 32,640. */
+INLINE ints dot_levels(ints sum, chars low, chars high, const char *x) {
+#if defined(TWO_PRODUCTS)
+  shorts four = byte_pairs(four_inputs(x), (ints)low) + byte_pairs(four_inputs(x + 4), (ints)high);
+  return sum + pairs(four, (shorts){0} + 1);
+#else
+  return dot(dot(sum, four_of(low), x), four_of(high), x + 4);
+#endif
+}
 
 #if defined(__AVX512VNNI__)
 #define INTEGER_PATH "AVX-512 VNNI"
@@ -142,11 +200,13 @@ INLINE ints dot(ints sum, Four w, const char *x) {
 #define INTEGER_PATH "plain C"
 #endif
 
-/* Whether `dot` takes rows without their 128. */
+/* Whether rows are fed to weights of 8 or 4 bits without their 128. */
 #if defined(__ARM_NEON) && !defined(__ARM_FEATURE_MATMUL_INT8)
-#define ROWS_ARE_SIGNED 1
+#define SIGNED_ROWS(bits) 1
+#elif defined(TWO_PRODUCTS)
+#define SIGNED_ROWS(bits) ((bits) == 8)
 #else
-#define ROWS_ARE_SIGNED 0
+#define SIGNED_ROWS(bits) 0
 #endif
 
 /* Two weights of bfloat16 in each 32 bits. */

@@ -106,7 +106,7 @@ INLINE float round4(const void *row, const float *levels, const float *middles, 
   float x[GROUP], scaled[GROUP], level[GROUP];
   int32_t index[GROUP];
   widen_some(row, 0, GROUP, x, bits);
-  float scale = peak_of(largest(0, x, GROUP)) / 127.0f;
+  float scale = peak_of(largest(0, x, GROUP)) / levels[LEVELS - 1];
   for (int i = 0; i < GROUP; i++) scaled[i] = x[i] / scale;
   for (int i = 0; i < GROUP; i += 8) nearest(scaled + i, levels, middles, index + i, level + i);
   for (int i = 0; i < GROUP / 2; i++) to[i] = (uint8_t)(index[2 * i] | index[2 * i + 1] << 4);

@@ -105,6 +105,7 @@ def test_products(path: str, rows: int) -> None:
     got = PackedMatrix.of(weight, scale).multiply(x, step, torch.float32)
     assert torch.equal(got, Portable().multiply(x, weight, scale).mul_(step)), path
     halves, worth = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8), numbers(outputs, 3).abs()
+    halves[0], halves[1] = 255, 0  # the outermost levels
     got = PackedMatrix.of_levels(halves, worth, None, LEVELS).multiply(x, step, torch.float32)
     assert torch.allclose(got, wanted_int4(halves, worth, x, step), rtol=1e-4, atol=1e-1)
     for dtype in (torch.float32, torch.bfloat16):
@@ -181,6 +182,7 @@ def test_products_on_arm(arm: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     got = multiplied_by(arm, PackedMatrix.of(weight, scale), x, step)
     assert torch.equal(got, Portable().multiply(x, weight, scale).mul_(step))
     halves, worth = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8), numbers(outputs, 2).abs()
+    halves[0], halves[1] = 255, 0  # the outermost levels
     packed = PackedMatrix.of_levels(halves, worth, None, LEVELS)
     together = multiplied_by(arm, packed, x, step)
     assert torch.allclose(together, wanted_int4(halves, worth, x, step), rtol=1e-4, atol=1e-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -30,15 +31,23 @@ def represented(levels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (levels_of(levels).float().unflatten(1, (-1, GROUP)) * scale[..., None]).flatten(1)
 
 
-def test_levels_are_where_squares_of_errors_are_least() -> None:
-    """Each is the mean of the numbers that go to it, but the outermost, which are what groups are scaled by."""
-    groups = numbers(20_000, GROUP)
-    scaled = (groups / groups.abs().amax(1, keepdim=True) * 127).flatten()
-    levels = torch.tensor(LEVELS, dtype=torch.float32)
-    nearest = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2)
-    for i in range(1, len(LEVELS) - 1):
-        assert abs(float(scaled[nearest == i].mean()) - LEVELS[i]) < 1.5
-    assert (LEVELS[0], LEVELS[-1]) == (-127, 127)
+def off_by(levels: tuple[int, ...]) -> float:
+    """The mean square of what rounding normal numbers to `levels` loses, where each group has the best scale for them."""
+    groups, at = numbers(20_000, GROUP), torch.tensor(levels, dtype=torch.float32)
+    scaled = groups / groups.abs().amax(1, keepdim=True) * at[-1]
+    chosen = at[torch.bucketize(scaled, (at[1:] + at[:-1]) / 2)]
+    scale = (groups * chosen).sum(1, keepdim=True) / chosen.square().sum(1, keepdim=True)
+    return float((groups - chosen * scale).square().mean())
+
+
+def test_no_level_is_better_a_step_away() -> None:
+    upper = LEVELS[8:]
+    assert tuple(-level for level in reversed(upper)) == LEVELS[:8]
+    least = off_by(LEVELS)
+    assert least**0.5 < 0.091
+    for i, step in itertools.product(range(7), (-1, 1)):
+        moved = (*upper[:i], upper[i] + step, *upper[i + 1 :])
+        assert off_by((*(-level for level in reversed(moved)), *moved)) > least * 0.999, moved
 
 
 def test_rounding_keeps_what_it_can() -> None:
