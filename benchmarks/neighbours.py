@@ -15,55 +15,29 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from benchmarks.busy import neighbours
 from benchmarks.machine import machine
-from benchmarks.synthetic import Pair, int8_of
+from benchmarks.subject import Subject
 from benchmarks.timing import AUTO, run_turn, way
 from benchmarks.turns import Turn, median_speed, ratios
 from engine.build import assemble, load, pick_device
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.text import Codec
 from engine.threads import cores, exactly, leave_to_pool, use_threads
-from models import corpus, embedded_draft, embedded_target
 
 DEFAULT = "default"
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A pair and texts to continue."""
-
-    config: EngineConfig
-    prompts: Sequence[tuple[int, ...]]
-
-    @classmethod
-    def embedded(cls, dtype: str) -> Subject:
-        """The pair of the repository on modules that it has not seen."""
-        codec = Codec.load(str(embedded_target()))
-        assert codec is not None
-        prompts = [tuple(codec.encode(text)) for text in corpus.held_out_prompts(16)]
-        settings = {"target": str(embedded_target()), "draft": str(embedded_draft()), "dtype": dtype}
-        return cls(EngineConfig.model_validate(settings), prompts)
-
-    @classmethod
-    def synthetic(cls, folder: Path, target: str, draft: str) -> Subject:
-        """Random weights of these shapes."""
-        pair = Pair.make(folder, target, draft, 0.8)
-        settings = {"target": str(int8_of(pair.target)), "draft": str(int8_of(pair.draft)), "dtype": "bfloat16"}
-        return cls(EngineConfig.model_validate(settings | {"kv_memory": 0.5}), pair.rule.prompts(16, 64, seed=0))
-
-    def engines(self, names: Sequence[str]) -> dict[str, Engine]:
-        """One for each name over the same weights: what each learns of costs is its own."""
-        config, device = self.config, pick_device("cpu")
-        target = load(config, config.target, None, config.weights, device)
-        assert config.draft is not None
-        draft = load(config, config.draft, None, config.weights, device)
-        return {name: assemble(config, target, draft) for name in names}
+def load_engines(config: EngineConfig, names: Sequence[str]) -> dict[str, Engine]:
+    """One for each name over the same weights: what each learns of costs is its own."""
+    device = pick_device("cpu")
+    target = load(config, config.target, None, config.weights, device)
+    assert config.draft is not None
+    draft = load(config, config.draft, None, config.weights, device)
+    return {name: assemble(config, target, draft) for name in names}
 
 
 @contextmanager
@@ -115,9 +89,11 @@ def main() -> None:
     options = parser.parse_args()
     threads = use_threads(options.most)
     if options.pair == "embedded":
-        subject = Subject.embedded(options.dtype)
+        subject = Subject.embedded(16)
+        config = subject.config(dtype=options.dtype)
     else:
-        subject = Subject.synthetic(options.models, options.pair, "160m")
+        subject = Subject.synthetic(options.models, options.pair, "160m", 0.8, 16)
+        config = subject.config(kv_memory=0.5)
     numbers = [str(n) for n in options.fixed]
     told = machine()
     size = f"{options.rounds} rounds of {options.turns} turns of {options.tokens} tokens, tokens/s"
@@ -133,7 +109,7 @@ def main() -> None:
     print("|" + "---|" * (7 + len(numbers)))
     for k in options.drafts:
         for batch in options.batches:
-            engines = subject.engines([DEFAULT, *numbers])
+            engines = load_engines(config, [DEFAULT, *numbers])
             found = measure(engines, subject.prompts[:batch], k if k == AUTO else int(k), options)
             for count, turns in found.items():
                 best = max(numbers, key=lambda name: median_speed(turns[name]))

@@ -1,12 +1,13 @@
-"""AUTO against plain decoding and fixed numbers of drafts, text by text: real prompts, one stream, the embedded pair.
+"""AUTO against plain decoding and fixed numbers of drafts, text by text: real prompts and one stream.
 
     python -m benchmarks.prompts                          48 texts; --skip, --prompts and --join measure in slices
     python -m benchmarks.prompts --fresh --prompts 10     each the first request of an engine just started, which knows
                                                           nothing (auto) or what one before it learned (auto again)
+    python -m benchmarks.prompts --fresh --agreement 0.6  the same of 1.1B and 160M, random weights in int8
 
-Every text is a function of held-out modules, greedy and at temperature 0.6 by turns. All ways decode it at the same
-time, a step of whoever has used least, each on an engine of its own and none with a prompt in its cache; seconds are
-those of the processor. Exactness is checked on the way: all ways must give the same tokens.
+A text of the embedded pair is a function of held-out modules. Texts are greedy and at temperature 0.6 by turns. All
+ways decode a text at the same time, a step of whoever has used least, each on an engine of its own and none with a
+prompt in its cache; seconds are those of the processor. All ways must give the same tokens, or the run ends.
 """
 
 from __future__ import annotations
@@ -29,15 +30,14 @@ from unittest.mock import patch
 from rich.progress import track
 
 from benchmarks.machine import machine
+from benchmarks.subject import Subject
 from benchmarks.timing import AUTO, Batch, abreast, way
 from engine.build import assemble, load, pick_device
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.text import Codec
 from engine.threads import use_threads
 from engine.types import SamplingParams
 from engine.warm import make_ready
-from models import corpus, embedded_draft, embedded_target
 
 TEMPERATURES = (0.0, 0.6)
 AGAIN = "auto again"
@@ -65,16 +65,23 @@ class Text:
 
 @dataclass(frozen=True)
 class Pair:
-    """The embedded pair, loaded once, and the prompts."""
+    """A pair, loaded once, and its prompts."""
 
     options: argparse.Namespace
 
     @cached_property
+    def subject(self) -> Subject:
+        """The embedded pair, or one whose draft is right as often as was asked for."""
+        count, rate = self.options.skip + self.options.prompts, self.options.agreement
+        if rate is None:
+            return Subject.embedded(count)
+        return Subject.synthetic(self.options.models, "1.1b", "160m", rate, count)
+
+    @cached_property
     def config(self) -> EngineConfig:
         """As the server has it, but one thread and as many drafts as were asked for."""
-        settings = {"target": str(embedded_target()), "draft": str(embedded_draft()), "kv_memory": 0.25, "threads": 1}
-        most = self.options.most
-        return EngineConfig.model_validate(settings | ({} if most is None else {"num_draft_tokens": most}))
+        most = {} if self.options.most is None else {"num_draft_tokens": self.options.most}
+        return self.subject.config(kv_memory=0.25, threads=1, **most)
 
     @cached_property
     def models(self) -> tuple[object, object]:
@@ -91,12 +98,6 @@ class Pair:
         engine = assemble(self.config, *self.models)  # type: ignore[arg-type]
         make_ready(engine, seconds, remembers=remembers)
         return engine
-
-    def prompts(self, number: int) -> list[tuple[int, ...]]:
-        """Heads of held-out functions."""
-        codec = Codec.load(self.config.target)
-        assert codec is not None, "the embedded target has a tokenizer"
-        return [tuple(codec.encode(text)) for text in corpus.held_out_prompts(number)]
 
     def batch(self, engine: Engine, name: str, number: int, prompt: tuple[int, ...]) -> Batch:
         """One request, before its first step. A salt of its own: no way finds anything in a cache."""
@@ -137,23 +138,21 @@ def measure(options: argparse.Namespace) -> list[Text]:
     """Texts one after another; every engine is warm, and AUTO learns on from text to text."""
     pair = Pair(options)
     numbers = range(options.skip, options.skip + options.prompts)
-    prompts = pair.prompts(numbers.stop)
     seconds = pair.config.warm_up_seconds
     engines = {name: pair.engine(seconds if name == AUTO else 0.0) for name in ("0", *options.fixed, AUTO)}
-    return [pair.text(engines, n, prompts[n]) for n in within(options, numbers)]
+    return [pair.text(engines, n, pair.subject.prompts[n]) for n in within(options, numbers)]
 
 
 def measure_fresh(options: argparse.Namespace) -> list[Text]:
     """Each text is the first request of two engines: one that begins with nothing, one with what that one learned."""
     pair, texts = Pair(options), list[Text]()
     numbers = range(options.skip, options.skip + options.prompts)
-    prompts = pair.prompts(numbers.stop)
     seconds = pair.config.warm_up_seconds
     fixed = {name: pair.engine(0.0) for name in ("0", *options.fixed)}
     for n in within(options, numbers):
         with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, PILOTFISH_CACHE=folder):
             fresh = {name: pair.engine(seconds, remembers=True) for name in (AUTO, AGAIN)}
-        texts.append(pair.text(fixed | fresh, n, prompts[n]))
+        texts.append(pair.text(fixed | fresh, n, pair.subject.prompts[n]))
     return texts
 
 
@@ -199,6 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=112)
     parser.add_argument("--seconds", type=float, default=inf, help="begin no text after so many seconds")
     parser.add_argument("--fixed", nargs="+", default=["4", "8"], help="numbers of drafts; 4 is always among them")
+    parser.add_argument("--agreement", type=float, help="a pair of 1.1B and 160M in int8, its draft right so often")
+    parser.add_argument("--models", type=Path, default=Path("build/benchmarks"), help="where such pairs are kept")
     parser.add_argument("--most", type=int, help="most drafts of AUTO; default the engine's")
     parser.add_argument("--out", type=Path, help="what was measured, as JSON")
     parser.add_argument("--join", type=Path, nargs="+", default=[], help="add texts of earlier slices to the report")

@@ -107,7 +107,9 @@ def quantised_as(config: PreTrainedConfig) -> Rounded | None:
     weights = _METHODS.get(str(found.get("quant_method")))
     if weights and found != _mark(weights):
         version = found.get("version")
-        raise ModelError(f"{weights} weights of version {version}; this Pilotfish reads {_VERSIONS[weights]}: quantize again")
+        raise ModelError(
+            f"{weights} weights of version {version}; this Pilotfish reads {_VERSIONS[weights]}: quantize again"
+        )
     return weights
 
 

@@ -214,8 +214,9 @@ static void attend_piece(const void *stage, int64_t piece, int worker) {
 }
 
 void attention_together(const Args *a, const Job *jobs, int count, Work *w, int bits) {
-  /* Several in a row, so that the first keys of the next can be asked for; one at a time if that left a thread idle. */
-  Stage stage = {a, jobs, w, count, count >= 16 * CHUNK ? CHUNK : 1, bits};
+  /* Several in a row, so that the first keys of the next can be asked for, but two pieces for each thread. */
+  int threads = pool_threads(), most = count / (threads > 1 ? 2 * threads : 2), chunk = most > CHUNK ? CHUNK : most;
+  Stage stage = {a, jobs, w, count, chunk > 1 ? chunk : 1, bits};
   pool_run(attend_piece, &stage, (count + stage.chunk - 1) / stage.chunk);
 }
 

@@ -80,7 +80,8 @@ INLINE void block4(const Matrix *m, const char *x, const char *panel, const char
       EACH(int r = 0; r < rows; r++)
         total[r][v] = fma_floats(total[r][v], worth, __builtin_convertvector(sum[r][v], floats));
     }
-    panel += PANEL * 4;
+    for (int l = 0; l < lines; l++, next += LINE) __builtin_prefetch(next, 0, 2);
+    panel += STEP; /* the scales */
   }
   EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) ((floats *)sums)[r * VECTORS + v] = total[r][v];
 }

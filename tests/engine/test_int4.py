@@ -32,7 +32,7 @@ def represented(levels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def off_by(levels: tuple[int, ...]) -> float:
-    """The mean square of what rounding normal numbers to `levels` loses, where each group has the best scale for them."""
+    """The mean square of what rounding normal numbers to `levels` loses; each group has its best scale."""
     groups, at = numbers(20_000, GROUP), torch.tensor(levels, dtype=torch.float32)
     scaled = groups / groups.abs().amax(1, keepdim=True) * at[-1]
     chosen = at[torch.bucketize(scaled, (at[1:] + at[:-1]) / 2)]
