@@ -43,28 +43,24 @@ class _Prior:
     """Of one source: what its sequences are like, and how each depth differs from the rate."""
 
     def __init__(self) -> None:
-        self.common = ANYTHING.copy()
-        self.hits, self.expected = np.zeros(MAX_NUM_DRAFT), np.zeros(MAX_NUM_DRAFT)
+        self.know(ANYTHING.copy(), np.zeros(MAX_NUM_DRAFT), np.zeros(MAX_NUM_DRAFT))
 
-    @property
-    def weights(self) -> Floats:
-        """How likely each rate is for a sequence of which nothing is known."""
-        found: Floats = (1 - _UNLIKE) * self.common + _UNLIKE * ANYTHING
-        return found
-
-    @property
-    def at_depths(self) -> Floats:
-        """The chance that a draft is kept whose predecessors are, `[rate, depth]`."""
-        factors = (self.hits + _DEPTH_TRIALS) / (self.expected + _DEPTH_TRIALS)
-        return np.minimum(RATES[:, None] * factors, 0.995)
+    def know(self, common: Floats, hits: Floats, expected: Floats) -> None:
+        """What its sequences are like; by depth, hits and what was expected of the rates. Asked for in every step."""
+        self.common, self.hits, self.expected = common, hits, expected
+        # How likely each rate is for a sequence of which nothing is known.
+        self.weights: Floats = (1 - _UNLIKE) * common + _UNLIKE * ANYTHING
+        # The chances that a draft is kept whose predecessors are, and that it is with all of them: [rate, depth].
+        factors = (hits + _DEPTH_TRIALS) / (expected + _DEPTH_TRIALS)
+        self.at_depths: Floats = np.minimum(RATES[:, None] * factors, 0.995)
+        self.down_to: Floats = self.at_depths.cumprod(1)
 
     def learn(self, posterior: Floats, hit: Bools, tried: Bools, expected: Floats) -> None:
         """A round: the posteriors `[sequences, rate]`; by depth, hits, trials and the chances that those had."""
         share = min(0.2, _COMMON_RATE * len(posterior))
-        self.common += share * (posterior.mean(0) - self.common)
+        common = self.common + share * (posterior.mean(0) - self.common)
         keep = np.where(tried.any(0), 0.99, 1.0)
-        self.hits = self.hits * keep + hit.sum(0)
-        self.expected = self.expected * keep + (expected * tried).sum(0)
+        self.know(common, self.hits * keep + hit.sum(0), self.expected * keep + (expected * tried).sum(0))
 
 
 class Acceptance:
@@ -80,7 +76,7 @@ class Acceptance:
         With `hope`, that of the rate which is this quantile if each sequence is taken for one unlike any before.
         """
         evidence, prior = self._log_likelihoods(sequences, source), self._priors[source]
-        powers = np.cumprod(prior.at_depths[:, :depth], 1)
+        powers = prior.down_to[:, :depth]
         if hope is None:
             found: Floats = _posterior(prior.weights, evidence) @ powers
             return found
@@ -93,7 +89,7 @@ class Acceptance:
         rates = prior.at_depths
         hit = accepted[:, None] > _DEPTHS
         tried = np.minimum(accepted + 1, drafted)[:, None] > _DEPTHS
-        kept = _posterior(prior.weights, evidence) @ np.cumprod(rates, 1)
+        kept = _posterior(prior.weights, evidence) @ prior.down_to
         expected = kept / np.hstack([np.ones((len(kept), 1)), kept[:, :-1]])
         evidence = _KEEP * evidence + hit @ np.log(rates).T + (tried & ~hit) @ np.log1p(-rates).T
         for sequence, own in zip(sequences, evidence, strict=True):
@@ -115,9 +111,9 @@ class Acceptance:
     def restore(self, state: Seq[Mapping[str, Any]]) -> None:
         """Begin with the priors of a `state`."""
         for one in state:
+            hits, expected = (floats(one[name], _DEPTHS.shape) for name in ("hits", "expected"))
             prior = self._priors[Source(str(one["proposer"]), bool(one["is_found"]))]
-            prior.common = floats(one["common"], RATES.shape)
-            prior.hits, prior.expected = (floats(one[name], _DEPTHS.shape) for name in ("hits", "expected"))
+            prior.know(floats(one["common"], RATES.shape), hits, expected)
 
     def _log_likelihoods(self, sequences: Seq[Sequence], source: Source) -> Floats:
         nothing = np.zeros(len(RATES))

@@ -145,8 +145,8 @@ class AdaptiveK:
         """One draft each for some, as many as the budget pays for, if they could pay at all."""
         held = self._budget.held
         these = np.array([s in held for s in group.sequences]) & (group.limits > 0)
-        offer = self._offer(group, spread=False)
         if these.any():
+            offer = self._offer(group, spread=False)
             for sequence in group.sequences:
                 held[sequence] = held.get(sequence, 0) - 1
             self._budget.held = {s: left for s, left in held.items() if left > 0}
@@ -155,7 +155,9 @@ class AdaptiveK:
             return None
         hopeful = self._offer(group, hope=_HOPE).best(load, self.target, budget)
         these = hopeful.num_draft > 0
-        count = int(these.sum()) if hopeful.gain > 1 + _MARGIN else 0
+        if hopeful.gain <= 1 + _MARGIN:
+            return None
+        offer, count = self._offer(group, spread=False), int(these.sum())
         while count:
             choice = offer.shallow(these, count).all_of(load, self.target, budget)
             if choice.loss <= self._budget.seconds:

@@ -151,12 +151,12 @@ def drafting_seconds(
     so many `rounds`.
     """
     thinking = ~is_found
-    width = np.arange(int(thinking.sum()) + 1.0)
-    passes = np.where(width > 0, prices.a_pass + prices.rows(width), 0.0) + width * prices.a_sequence
     ranks = np.argsort(np.argsort(-chances[thinking], 0, "stable"), 0, "stable")
     per_token, _ = prices.context
     seconds = np.zeros_like(chances)
-    seconds[thinking] = np.diff(passes)[ranks] + (per_token * contexts[thinking])[:, None]
-    catch_up = prices.rows(1 + unseen) - prices.rows(np.ones(1))
-    seconds[:, 0] += prices.an_asked_one + np.where(thinking, catch_up / rounds, 0.0)
+    seconds[thinking] = prices.joining(len(ranks))[ranks] + (per_token * contexts[thinking])[:, None]
+    seconds[:, 0] += prices.an_asked_one
+    if unseen.any():
+        catch_up = prices.rows(1 + unseen) - prices.rows(np.ones(1))
+        seconds[thinking, 0] += (catch_up / rounds)[thinking]
     return seconds

@@ -55,6 +55,7 @@ class Prices:
         self.most_rows = 0.0  # of any pass, up to the next knot
         self._values = np.zeros(NUM_QUANTITIES)
         self._curve = np.zeros(len(KNOTS))
+        self._joining = np.zeros(0)  # as far as it was asked for
         # Normal equations of the fit.
         self._information = _belief()
         self._moments = np.zeros(NUM_QUANTITIES)
@@ -86,6 +87,14 @@ class Prices:
         """Seconds for so many rows of a pass, beside the pass itself; beyond what is known, in proportion."""
         known = np.minimum(count, self.most_rows)
         return np.interp(known, KNOTS, self._curve) * (count / np.maximum(known, 1e-9))
+
+    def joining(self, count: int) -> Floats:
+        """Seconds that the first, the second, ... of `count` sequences adds to a pass that feeds a row of each."""
+        if len(self._joining) < count:
+            width = np.arange(count + 1.0)
+            self._joining = np.diff(self.rows(width)) + self.a_sequence
+            self._joining[0] += self.a_pass
+        return self._joining[:count]
 
     @property
     def a_call(self) -> float:
@@ -126,6 +135,7 @@ class Prices:
         self._information += np.outer(work, work) * scale**2
         self._moments += work * (seconds * scale**2)
         self.count += 1
+        self._joining = np.zeros(0)
         ramps = np.flatnonzero(work[_FIRST_RAMP:])
         self.most_rows = max(self.most_rows, float(KNOTS[ramps[-1] + 1]) if ramps.size else 0.0)
         if self.count < _YOUNG or self.count % _IMPROVE_EVERY == 0:

@@ -69,6 +69,7 @@ PEERS = (
     Peer(f"{OURS} AUTO", "ours", "int8", plain=False, auto=True, is_ours=True),
     Peer(f"{OURS}, draft int4", "ours", "int8", "int4", speculates=True, plain=False, is_ours=True),
     Peer("pilotfish int4", "ours", "int4", speculates=True, is_ours=True),
+    Peer("pilotfish int4 AUTO", "ours", "int4", plain=False, auto=True, is_ours=True),
     Peer("pilotfish bf16", "ours", "native", speculates=True, is_ours=True),
     Peer("openvino int8", "openvino", "int8"),
     Peer("openvino int8 + draft", "openvino", "int8", speculates=True, plain=False),
