@@ -99,7 +99,7 @@ def quantised_as(config: PreTrainedConfig) -> Rounded | None:
     """How the weights that `save_quantised` wrote are rounded, None for others' checkpoints.
 
     Raises:
-        ModelError: a later version wrote them.
+        ModelError: another version wrote them.
     """
     found = getattr(config, "quantization_config", None)
     if not isinstance(found, dict):
