@@ -20,10 +20,10 @@ from pathlib import Path
 
 from benchmarks.busy import neighbours
 from benchmarks.machine import machine
-from benchmarks.subject import Subject
+from benchmarks.subject import Subject, load_pair
 from benchmarks.timing import AUTO, run_turn, way
 from benchmarks.turns import Turn, median_speed, ratios
-from engine.build import assemble, load, pick_device
+from engine.build import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.threads import cores, exactly, leave_to_pool, use_threads
@@ -33,11 +33,8 @@ DEFAULT = "default"
 
 def load_engines(config: EngineConfig, names: Sequence[str]) -> dict[str, Engine]:
     """One for each name over the same weights: what each learns of costs is its own."""
-    device = pick_device("cpu")
-    target = load(config, config.target, None, config.weights, device)
-    assert config.draft is not None
-    draft = load(config, config.draft, None, config.weights, device)
-    return {name: assemble(config, target, draft) for name in names}
+    pair = load_pair(config)
+    return {name: assemble(config, *pair) for name in names}
 
 
 @contextmanager
@@ -90,10 +87,10 @@ def main() -> None:
     threads = use_threads(options.most)
     if options.pair == "embedded":
         subject = Subject.embedded(16)
-        config = subject.config(dtype=options.dtype)
+        config = subject.config(dtype=options.dtype, device="cpu")
     else:
         subject = Subject.synthetic(options.models, options.pair, "160m", 0.8, 16)
-        config = subject.config(kv_memory=0.5)
+        config = subject.config(kv_memory=0.5, device="cpu")
     numbers = [str(n) for n in options.fixed]
     told = machine()
     size = f"{options.rounds} rounds of {options.turns} turns of {options.tokens} tokens, tokens/s"

@@ -25,19 +25,23 @@ from functools import cached_property
 from itertools import count, takewhile
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 from rich.progress import track
 
 from benchmarks.machine import machine
-from benchmarks.subject import Subject
+from benchmarks.subject import Subject, load_pair
 from benchmarks.timing import AUTO, Batch, abreast, way
-from engine.build import assemble, load, pick_device
+from engine.build import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.threads import use_threads
 from engine.types import SamplingParams
 from engine.warm import make_ready
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TEMPERATURES = (0.0, 0.6)
 AGAIN = "auto again"
@@ -84,18 +88,14 @@ class Pair:
         return self.subject.config(kv_memory=0.25, threads=1, **most)
 
     @cached_property
-    def models(self) -> tuple[object, object]:
+    def models(self) -> tuple[PreTrainedModel, PreTrainedModel]:
         """Target and draft."""
-        config = self.config
         use_threads(1)
-        device = pick_device(config.device)
-        names = (config.target, str(config.draft))
-        target, draft = (load(config, name, None, config.weights, device) for name in names)
-        return target, draft
+        return load_pair(self.config)
 
     def engine(self, seconds: float, *, remembers: bool = False) -> Engine:
         """One that is ready; so many seconds of practice."""
-        engine = assemble(self.config, *self.models)  # type: ignore[arg-type]
+        engine = assemble(self.config, *self.models)
         make_ready(engine, seconds, remembers=remembers)
         return engine
 

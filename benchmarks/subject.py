@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.synthetic import Pair, int8_of
+from engine.build import load, pick_device
 from engine.config import EngineConfig
 from engine.text import Codec
 from models import corpus, embedded_draft, embedded_target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -38,3 +42,11 @@ class Subject:
     def config(self, **settings: Any) -> EngineConfig:
         """With these settings beside."""
         return EngineConfig.model_validate(self.settings | settings)
+
+
+def load_pair(config: EngineConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Target and draft, for as many engines as are wanted over the same weights."""
+    assert config.draft is not None, "a pair has a draft"
+    device = pick_device(config.device)
+    target, draft = (load(config, name, None, config.weights, device) for name in (config.target, config.draft))
+    return target, draft

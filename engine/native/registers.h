@@ -90,14 +90,22 @@ INLINE ints dot(ints sum, Four w, const char *x) {
 
 #else
 
+/* The instruction of this name for a whole register, and what such instructions take. */
+#if WIDTH == 64
+#define WHOLE(name) _mm512_##name
+typedef __m512i whole;
+#elif WIDTH == 32
+#define WHOLE(name) _mm256_##name
+typedef __m256i whole;
+#elif defined(__SSE2__)
+#define WHOLE(name) _mm_##name
+typedef __m128i whole;
+#endif
+
 /* The sums of two products of 16 bits each. */
 INLINE ints pairs(shorts a, shorts b) {
-#if WIDTH == 64
-  return (ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif WIDTH == 32
-  return (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-  return (ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#if defined(WHOLE)
+  return (ints)WHOLE(madd_epi16)((whole)a, (whole)b);
 #else
   ints low = ((ints)a << 16 >> 16) * ((ints)b << 16 >> 16);
   return low + ((ints)a >> 16) * ((ints)b >> 16);
@@ -117,35 +125,26 @@ typedef struct {
 } Four;
 
 INLINE Four four_of(chars w) {
+  chars size = (chars)WHOLE(abs_epi8)((whole)w);
 #if WIDTH == 64
-  return (Four){(chars)_mm512_abs_epi8((__m512i)w), _mm512_movepi8_mask((__m512i)w)};
-#elif WIDTH == 32
-  return (Four){(chars)_mm256_abs_epi8((__m256i)w), w};
+  return (Four){size, _mm512_movepi8_mask((whole)w)};
 #else
-  return (Four){(chars)_mm_abs_epi8((__m128i)w), w};
+  return (Four){size, w};
 #endif
 }
 
 /* The sums of two products of 8 bits each, cut off at 16 bits. */
 INLINE shorts byte_pairs(ints without_sign, ints with_sign) {
-#if WIDTH == 64
-  return (shorts)_mm512_maddubs_epi16((__m512i)without_sign, (__m512i)with_sign);
-#elif WIDTH == 32
-  return (shorts)_mm256_maddubs_epi16((__m256i)without_sign, (__m256i)with_sign);
-#else
-  return (shorts)_mm_maddubs_epi16((__m128i)without_sign, (__m128i)with_sign);
-#endif
+  return (shorts)WHOLE(maddubs_epi16)((whole)without_sign, (whole)with_sign);
 }
 
 /* Two products of -127 to 127 are at most 32,258. */
 INLINE ints dot(ints sum, Four w, const char *x) {
   ints row = four_inputs(x);
 #if WIDTH == 64
-  row = (ints)_mm512_mask_sub_epi8((__m512i)row, w.is_negative, _mm512_setzero_si512(), (__m512i)row);
-#elif WIDTH == 32
-  row = (ints)_mm256_sign_epi8((__m256i)row, (__m256i)w.sign);
+  row = (ints)_mm512_mask_sub_epi8((whole)row, w.is_negative, _mm512_setzero_si512(), (whole)row);
 #else
-  row = (ints)_mm_sign_epi8((__m128i)row, (__m128i)w.sign);
+  row = (ints)WHOLE(sign_epi8)((whole)row, (whole)w.sign);
 #endif
   return sum + pairs(byte_pairs((ints)w.size, row), (shorts){0} + 1);
 }
