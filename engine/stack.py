@@ -21,6 +21,7 @@ from engine.native import PackedMatrix, rows_for
 from engine.native.layers import LayerParts, Layers
 from engine.pack import packed_of
 from engine.runner import kv_layout
+from engine.straight import straighten
 from engine.trial import agree, random_rows
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def stack(model: PreTrainedModel) -> bool:
             if _agrees(together, model):
                 model.set_submodule(name, together)
                 log.info("%d layers run in one call", len(layers))
+                straighten(model, together)
                 return True
     return False
 
