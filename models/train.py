@@ -118,8 +118,7 @@ def distillation_loss(teacher: LlamaForCausalLM) -> Loss:
 
 
 def _logits(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.float()
 
 
@@ -162,7 +161,8 @@ class Trainer:
         for optimiser, lr in zip(self.optimisers, (self.recipe.matrix_lr, self.recipe.other_lr), strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = lr * self.recipe.lr_scale(step)
-        loss = loss_of(self.model, windows)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(self.model, windows)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimiser in self.optimisers:
