@@ -41,13 +41,14 @@ class _Budget:
     """Seconds that trials may lose. It grows with time, and the loss of every step with drafts is charged to it."""
 
     seconds: float = 0.0
+    wanted: float = 0.0  # what the cheapest trial would take that there was not enough for
     held: dict[Sequence, int] = field(default_factory=dict)  # for how many steps more each is tried
 
     def charge(self, loss: float, plain: float) -> None:
         """A step of AUTO and what it lost against plain steps. A gain pays debts and saves up nothing."""
         after = self.seconds - loss
         after = after if loss > 0 else max(self.seconds, min(0.0, after))
-        self.seconds = min(max(after, -_DEBT * plain) + SHARE * plain, _SAVED * plain)
+        self.seconds = min(max(after, -_DEBT * plain) + SHARE * plain, max(_SAVED * plain, self.wanted))
 
 
 class _Group(NamedTuple):
@@ -147,8 +148,8 @@ class AdaptiveK:
         these = np.array([s in held for s in group.sequences]) & (group.limits > 0)
         if these.any():
             offer = self._offer(group, spread=False)
-            for sequence in group.sequences:
-                held[sequence] = held.get(sequence, 0) - 1
+            for sequence in group.sequences:  # reading a prompt is no trial yet
+                held[sequence] = held.get(sequence, 0) - (self._unseen(group.name, sequence) == 0)
             self._budget.held = {s: left for s, left in held.items() if left > 0}
             return self._tried(offer.shallow(these, int(these.sum())).all_of(load, self.target, budget))
         if self._budget.seconds <= 0:
@@ -158,11 +159,13 @@ class AdaptiveK:
         if hopeful.gain <= 1 + _MARGIN:
             return None
         offer, count = self._offer(group, spread=False), int(these.sum())
+        self._budget.wanted = 0.0
         while count:
             choice = offer.shallow(these, count).all_of(load, self.target, budget)
             if choice.loss <= self._budget.seconds:
                 self._budget.held = {s: _HOLD for s, k in zip(group.sequences, choice.num_draft, strict=True) if k}
                 return self._tried(choice)
+            self._budget.wanted = choice.loss
             count //= 2
         return None
 
@@ -180,15 +183,17 @@ class AdaptiveK:
             kept[mine] = self.acceptance.kept(members, Source(group.name, is_found), depth, hope=hope)
         contexts = np.array([len(s.tokens) for s in sequences], float)
         rooms = np.array([min(s.max_len - len(s.tokens), _HORIZON) for s in sequences], float)
-        unseen = np.zeros(len(sequences))
-        if group.name in self._draft_kv_users:
-            unseen = np.array([max(0, len(s.tokens) - 2 - s.draft.kv_len) for s in sequences], float)
+        unseen = np.array([self._unseen(group.name, s) for s in sequences], float)
         # What goes by while the draft model reads for all of them, if it gets half of a step's room.
         rooms = rooms - 2 * unseen.sum() / max(self._rows, 1)
         rounds = np.maximum(rooms / 2, 1) if spread else np.ones(len(sequences))
         prices = self._drafting[group.name]
         seconds = drafting_seconds(prices, kept, contexts, unseen, rounds, group.is_found)
         return Offer(group.limits, kept, seconds, prices.a_call, contexts)
+
+    def _unseen(self, name: str, sequence: Sequence) -> int:
+        """Tokens that a draft model has to be fed before it can draft, beside the two that it is always fed."""
+        return max(0, len(sequence.tokens) - 2 - sequence.draft.kv_len) if name in self._draft_kv_users else 0
 
     # ---------------------------------------------------------------------------------------------------- learning
 

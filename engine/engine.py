@@ -18,7 +18,7 @@ from engine.errors import DuplicateRequest
 from engine.intake import Intake, Limits, trial
 from engine.judge import Outcome
 from engine.mail import NoRounds, Progress, Rounds, untold
-from engine.measure import decoding_and_reading, measure, round_of, with_rounds
+from engine.measure import measure, round_of, teach, with_rounds
 from engine.passes import Decided, Passes
 from engine.prefill import Prefill
 from engine.processors import follow
@@ -91,7 +91,7 @@ class Engine(Standing):
             self._try(decided.doubt)
         if decided.is_whole:
             self.control.learn(round_of(plan, decided.proposal, decided.outcomes, watch.seconds))
-            self._scheduler.prefill.learn(*decoding_and_reading(plan), sum(watch.seconds.values()))
+            teach(self._scheduler.prefill, plan, decided.proposal, watch.seconds)
             for fed, event in zip(decided.fed, events, strict=True):
                 if event.finished is not None:  # it has just learned of one that is over
                     self.control.forget(fed.sequence)

@@ -13,6 +13,7 @@ from engine.control import Round
 from engine.judge import Fed, Outcome
 from engine.mail import Landed
 from engine.native import threads_in_use
+from engine.prefill import Prefill
 from engine.proposers import Proposal
 from engine.scheduler import Scheduler, StepPlan, Work
 from engine.stats import Forward, StepStats
@@ -44,10 +45,14 @@ def round_of(plan: StepPlan, proposal: Proposal, outcomes: Seq[Outcome], phase_s
     )
 
 
-def decoding_and_reading(plan: StepPlan) -> tuple[int, int]:
-    """How many sequences decode, wherever they do, and how many tokens of others' prompts are read."""
+def teach(prefill: Prefill, plan: StepPlan, proposal: Proposal, phase_seconds: Mapping[str, float]) -> None:
+    """What a step took, to whoever says how much of prompts the next one may read."""
     chunks = [len(w.span) for w in plan.works if not _feeds_newest_only(w)]
-    return len(plan.works) - len(chunks) + len(plan.rides), sum(chunks)
+    decoding = len(plan.works) - len(chunks) + len(plan.rides)  # wherever they do
+    seconds = sum(phase_seconds.values())
+    for first in proposal.forwards[:1]:
+        seconds -= prefill.learn_draft(first.sequences, first.tokens, phase_seconds["propose"])
+    prefill.learn(decoding, sum(chunks), seconds)
 
 
 def measure(

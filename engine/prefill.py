@@ -17,6 +17,7 @@ _NEW = 0.5  # weight of the newest step
 _MOST = 4.0  # times what was expected counts as that: one stall is no new machine
 _LEAST = 1e-9  # seconds per token
 _FEW = 2  # tokens that a step may read and still tell what decoding takes: where that alone is too long, none read more
+_READING = 16  # tokens per sequence: a pass of a draft model that is fed more catches up with a prompt
 
 
 class Prefill:
@@ -29,7 +30,9 @@ class Prefill:
         self._seconds, self._most = _AIM * seconds, most
         self._decoding: dict[int, float] = {}  # seconds of decoding, by how many decode, doubling
         self._per_token: float | None = None  # seconds for a token of a prompt
+        self._per_draft_token: float | None = None  # the same of a draft model
         self._fitting = math.inf  # what `tokens` said last
+        self._left = math.inf  # seconds that the step under way has for reading
 
     def tokens(self, decoding: int, *, alone: bool) -> float:
         """How many fit in a step in which so many decode, at least one; `alone`: it serves a single sequence.
@@ -39,16 +42,25 @@ class Prefill:
         if self._per_token is not None:  # nobody is slowed down on a guess
             taken = self._of(decoding)
             seconds = _ALONE * self._seconds if alone else self._seconds
-            self._fitting = max(1.0, max(seconds - taken, taken) / self._per_token)
+            self._left = max(seconds - taken, taken)
+            self._fitting = max(1.0, self._left / self._per_token)
         return self._fitting
 
-    def tokens_of_draft(self, num_sequences: int) -> int:
-        """How many one pass of a draft model is fed: of what was written before as many as the target may read.
+    def spend(self, tokens: int) -> None:
+        """The target reads so many in the step that `tokens` was asked for."""
+        if self._per_token is not None:
+            self._left -= tokens * self._per_token
 
-        A token takes a draft model less time than the target, so the bound holds. Two per sequence are what drafting
-        needs anyway.
+    def tokens_of_draft(self, num_sequences: int) -> int:
+        """How many one pass of a draft model is fed: of what was written before as many as fit in what is left.
+
+        At least as many as the target may read: they take a draft model less time, so the bound holds nearly. Two per
+        sequence are what drafting needs anyway.
         """
-        return int(min(self._most, self._fitting + 2 * num_sequences))
+        fitting = self._fitting
+        if self._per_draft_token is not None:
+            fitting = max(fitting, self._left / self._per_draft_token)
+        return int(min(self._most, fitting + 2 * num_sequences))
 
     def learn(self, decoding: int, tokens: int, seconds: float) -> None:
         """A step in which so many decoded and so many tokens of prompts were read took so long."""
@@ -60,6 +72,13 @@ class Prefill:
         if tokens:
             each = max(0.0, seconds - taken) / tokens
             self._per_token = max(_mean(self._per_token, each) if self._per_token else seconds / tokens, _LEAST)
+
+    def learn_draft(self, num_sequences: int, tokens: int, seconds: float) -> float:
+        """The first pass of a draft model fed so many tokens, and drafting took so long: what of it was reading."""
+        if tokens <= _READING * num_sequences or seconds <= 0:
+            return 0.0
+        self._per_draft_token = max(_mean(self._per_draft_token, seconds / tokens), _LEAST)
+        return seconds * (1 - 2 * num_sequences / tokens)
 
     def _of(self, decoding: int) -> float:
         """Seconds of decoding, as far as known: of the number nearest to it. A pass without it costs that of one."""

@@ -200,6 +200,7 @@ class Scheduler:
         fitting = self.prefill.tokens(len(both), alone=len(self.running) == 1)
         chunks = list(self._chunks(int(min(budget, fitting))))
         prompt_rows = sum(len(work.span) for work in chunks)
+        self.prefill.spend(prompt_rows)
         lookups, hits, self._prefix_lookups, self._prefix_hits = self._prefix_lookups, self._prefix_hits, 0, 0
         works = (*self._with_drafts(steady, budget - prompt_rows, prompt_rows), *chunks)
         rides = tuple(self._riding([work for work in both if work.sequence.rides]))

@@ -28,6 +28,8 @@ def _cells(lab: Lab, batch: int, context: int) -> Iterator[Row]:
     prompts = lab.prompts(batch, context)
     engines = lab.engines(batch, context, DRAFTS)
     salt = "cached" if context > CACHED else None
+    if salt is not None:  # AUTO's draft model has read them as well, whatever AUTO would choose
+        lab.turn(engines[AUTO], prompts, min(DRAFTS), 0.0, salt)
     for rate in lab.options.rates or RATES:
         for _ in range(SETTLING):
             lab.turn(engines[AUTO], prompts, AUTO, rate, salt)

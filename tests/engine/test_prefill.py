@@ -124,6 +124,21 @@ def test_a_clock_that_stands_still_teaches_nothing():
     assert prefill.tokens(1, alone=False) == math.inf
 
 
+def test_a_draft_model_reads_as_much_as_its_own_speed_allows_in_what_the_target_leaves():
+    prefill = learned(Prefill(BOUND), Machine(sequence=0.02, token=0.01), 1)
+    fitting = int(prefill.tokens(1, alone=False))
+    assert prefill.tokens_of_draft(1) == fitting + 2, "at first it is taken to be as slow as the target"
+    prefill.learn_draft(1, 100, 0.1)
+    assert prefill.tokens_of_draft(1) == int((AIM - 0.02) / 0.001 + 2)
+    prefill.spend(fitting // 2)
+    assert prefill.tokens_of_draft(1) == pytest.approx((AIM - 0.02) / 0.002, rel=0.1)
+    prefill.spend(fitting)
+    assert prefill.tokens_of_draft(1) == fitting + 2
+    prefill.tokens(1, alone=False)
+    prefill.learn_draft(4, 40, 5.0)  # what drafting needs anyway
+    assert prefill.tokens_of_draft(1) == int((AIM - 0.02) / 0.001 + 2)
+
+
 # ------------------------------------------------------------------------------------------- in an engine
 
 
