@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from engine.bits import hold_bits
 from engine.checkpoint import read_config, weights_size
 from engine.choices import Weights
 from engine.control import Late
-from engine.drafters import Drafters
+from engine.drafters import Drafters, match_vocabularies
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.fp8 import to_fp8
@@ -40,14 +40,13 @@ from engine.quant import load_quantised
 from engine.ranks import Ranks
 from engine.rope import longrope_border
 from engine.rounds import Ops
-from engine.runner import ModelRunner, Runner, Tap, end_tokens, known_positions, kv_layout, load_model, vocab_size
+from engine.runner import ModelRunner, Runner, Tap, end_tokens, known_positions, kv_layout, load_model
 from engine.scheduler import Scheduler
 from engine.shards import ShardedRunner, check_shares, follow, share_of
 from engine.stack import stack
-from engine.text import Codec
 from engine.threads import cores, leave_to_pool, use_threads
 from engine.tiles import TILE, TiledRunner
-from engine.vocab import VocabMap, Vocabulary
+from engine.vocab import VocabMap
 from engine.w4 import to_w4
 
 if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
@@ -165,27 +164,6 @@ def _load(
     if held.weights == "int4" and device.type == "cuda":
         to_w4(model)
     return model
-
-
-def match_vocabularies(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> VocabMap | None:
-    """How the draft's tokens are called by the target; None where they are the same.
-
-    Raises:
-        ModelError: they differ, and a tokenizer is missing or too few tokens are shared.
-    """
-    assert config.draft is not None
-    ours = read_vocabulary(config.target, config.revision, vocab_size(target), target.config, end_tokens(target))
-    theirs = read_vocabulary(config.draft, config.draft_revision, vocab_size(draft), draft.config, end_tokens(draft))
-    return VocabMap.between(ours, theirs)
-
-
-def read_vocabulary(
-    name: str, revision: str | None, width: int, config: PreTrainedConfig, ends: Iterable[int]
-) -> Vocabulary:
-    """The tokens of a checkpoint."""
-    codec = Codec.load(name, revision)
-    begin = getattr(config.get_text_config(), "bos_token_id", None)
-    return Vocabulary.of(name, width, None if codec is None else codec.tokenizer, begin, ends)
 
 
 def assemble(

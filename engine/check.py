@@ -21,9 +21,10 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from engine import checkpoint, warm
-from engine.build import max_model_len, pages_within, pick_device, read_vocabulary
+from engine.build import max_model_len, pages_within, pick_device
 from engine.choices import Weights
 from engine.config import EngineConfig
+from engine.drafters import read_vocabulary
 from engine.errors import ModelError
 from engine.int8 import kernel_name
 from engine.kv import KVLayout

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention import Attend
 from engine.checkpoint import shape_of
@@ -19,8 +19,9 @@ from engine.proposers.eagle_head import EagleHead, EagleRunner, load_eagle
 from engine.proposers.early_exit import first_layers
 from engine.proposers.first_of import FirstOf
 from engine.proposers.medusa import MedusaHeads, MedusaProposer, load_medusa
-from engine.runner import ModelRunner, Runner, Tap, kv_layout, vocab_size
-from engine.vocab import MappedRunner, VocabMap
+from engine.runner import ModelRunner, Runner, Tap, end_tokens, kv_layout, vocab_size
+from engine.text import TOKENIZER_FILE, Codec, find_file
+from engine.vocab import MappedRunner, VocabMap, Vocabulary
 
 if TYPE_CHECKING:  # it is asked for values alone: a GPU machine without pydantic has others (benchmarks/bare.py)
     from engine.config import EngineConfig
@@ -119,3 +120,32 @@ def _check_vocabulary(config: EngineConfig, target: PreTrainedModel, draft: PreT
             f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}: "
             "a draft of another vocabulary needs a map"
         )
+
+
+def match_vocabularies(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> VocabMap | None:
+    """How the draft's tokens are called by the target; None where they are the same.
+
+    Raises:
+        ModelError: they differ, and a tokenizer is missing or too few tokens are shared.
+    """
+    assert config.draft is not None
+    names = (config.target, config.revision), (config.draft, config.draft_revision)
+    files = [find_file(name, TOKENIZER_FILE, revision) for name, revision in names]
+    models, widths = (target, draft), (vocab_size(target), vocab_size(draft))
+    if files[0] and files[1] and files[0].read_bytes() == files[1].read_bytes() and widths[0] == widths[1]:
+        return None  # as most pairs; reading what each token means takes a second
+    return VocabMap.between(
+        *(
+            read_vocabulary(*name, width, model.config, end_tokens(model))
+            for name, width, model in zip(names, widths, models, strict=True)
+        )
+    )
+
+
+def read_vocabulary(
+    name: str, revision: str | None, width: int, config: PreTrainedConfig, ends: Iterable[int]
+) -> Vocabulary:
+    """The tokens of a checkpoint."""
+    codec = Codec.load(name, revision)
+    begin = getattr(config.get_text_config(), "bos_token_id", None)
+    return Vocabulary.of(name, width, None if codec is None else codec.tokenizer, begin, ends)

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, initialization
 from transformers.pytorch_utils import Conv1D
 
 from engine import fp8, w4
@@ -148,7 +148,7 @@ class _NoStorage(TorchFunctionMode):
 
 def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A model with our attention whose large parameters are on the meta device: to be filled."""
-    with _NoStorage():
+    with _NoStorage(), initialization.no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )

@@ -9,8 +9,8 @@ from benchmarks.peers.worker import Prompts, serve
 from benchmarks.timing import run_turn, way
 from benchmarks.turns import Turn
 from engine.build import build_engine
-from engine.calibrate import calibrate
 from engine.config import EngineConfig
+from engine.warm import make_ready
 from server.version import version
 
 
@@ -20,8 +20,7 @@ class Pilotfish:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.version = f"pilotfish {version()}"
         self._engine = build_engine(EngineConfig.model_validate(settings))
-        self._engine.warm_up()
-        calibrate(self._engine, self._engine.config.warm_up_seconds)
+        make_ready(self._engine, self._engine.config.warm_up_seconds, remembers=True)  # as a server
 
     def run(self, prompts: Prompts, tokens: int, k: int | str) -> Turn:
         """See `Program`."""

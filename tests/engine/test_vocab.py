@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from engine import drafters
 from engine.batch import Feed
+from engine.config import EngineConfig
+from engine.drafters import match_vocabularies
 from engine.errors import ModelError
 from engine.vocab import MappedRunner, VocabMap, Vocabulary
-from tests import fakes
+from tests import fakes, zoo
 
 TEXT = ["the cat sat on the mat, the hat that the cat had", "naïve café and the façade", "def add(a, b):\n    return a"]
 
@@ -120,6 +124,26 @@ def test_one_vocabulary_padded_to_two_widths(ours: int, theirs: int) -> None:
 
 def test_equal_vocabularies_need_no_map() -> None:
     assert VocabMap.between(of_bytes(), of_bytes(name="draft")) is None
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_two_files_that_are_the_same_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differs: bool
+) -> None:
+    model, folders = zoo.reference("llama"), [tmp_path / name for name in ("target", "draft")]
+    for folder in folders:
+        folder.mkdir()
+        byte_level([*TEXT, "differently"] if differs and folder.name == "draft" else TEXT).save(
+            f"{folder}/tokenizer.json"
+        )
+    monkeypatch.setattr(drafters, "read_vocabulary", _read)
+    config = EngineConfig(target=str(folders[0]), draft=str(folders[1]))
+    with pytest.raises(AssertionError, match="read") if differs else nullcontext():
+        assert match_vocabularies(config, model, model) is None
+
+
+def _read(*_: object) -> Vocabulary:
+    raise AssertionError("read")
 
 
 def test_too_few_shared_tokens_are_refused_with_counts() -> None:

@@ -29,7 +29,14 @@ PARAMS = [
 def run(draft: Path, **config: object) -> tuple[list[tuple[int, ...]], float]:
     """Tokens, and the share of drafts accepted."""
     llm = LLM(
-        embedded_target(), draft=draft, dtype="float32", num_draft_tokens=4, threads=1, max_batch_size=8, **config
+        embedded_target(),
+        draft=draft,
+        dtype="float32",
+        num_draft_tokens=4,
+        threads=1,
+        max_batch_size=8,
+        max_step_ms=1e6,
+        **config,
     )
     prompts = [llm.codec.encode(text)[-n:] for text, n in zip(corpus.held_out_prompts(3), (150, 7, 60), strict=True)]
     done = llm.generate(prompts, PARAMS)
