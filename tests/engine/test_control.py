@@ -43,7 +43,9 @@ def settled(costs: str, batch: int, acceptance: float, context: int) -> tuple[Bo
 
 
 def cells(batch: int) -> list[tuple[int, float, int]]:
-    return [(batch, acceptance, context) for acceptance in (0, 0.3, 0.6, 0.9) for context in (64, 1024)]
+    """Long contexts for the least batch and the largest."""
+    contexts = (64,) if batch == 4 else (64, 1024)
+    return [(batch, acceptance, context) for acceptance in (0, 0.3, 0.6, 0.9) for context in contexts]
 
 
 GRID = [(costs, batch) for costs in COSTS for batch in (1, 4, 32)]
