@@ -18,7 +18,7 @@ async def test_a_rolling_restart_loses_nothing():
         engines = [FakeEngine(step_seconds=0.003) for _ in range(2)]
         servers = [await stack.enter_async_context(serving(engine)) for engine in engines]
         addresses = [f"127.0.0.1:{server.app.grpc_port}" for server in servers]
-        connection = await stack.enter_async_context(client.AsyncClient(addresses, retry=Retry(first_pause=0.02)))
+        connection = await stack.enter_async_context(client.AsyncClient(addresses, retry=Retry(attempts=5)))
         wanted, done, stopping = engines[0].expected(TOKENS), [], asyncio.Event()
 
         async def work():
