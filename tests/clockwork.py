@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from engine.adaptive import AdaptiveK
-from engine.calibrate import SHAPES, Shape
+from engine.calibrate import SHAPES
 from engine.control import Control, Round
 from engine.pages import BlockPool
 from engine.scheduler import Scheduler, Work
@@ -146,9 +145,9 @@ class Machine:
         self.control.learn(done)
         self._watch(steady)
 
-    def warm_up(self, shapes: Seq[Shape] = SHAPES, acceptance: float = 0.6) -> None:
-        """What the server does before it takes requests, with text of its own, or the shapes that it has time for."""
-        for shape in shapes:
+    def warm_up(self) -> None:
+        """What the server does before it takes requests, with text of its own, of which six drafts in ten are kept."""
+        for shape in SHAPES:
             lengths, ks = [shape.prompt] * shape.batch, [shape.num_draft] * shape.batch
             sequences = [self._sequence() for _ in lengths]
             context, rows = float(sum(lengths)), shape.batch * (1 + shape.num_draft)
@@ -159,7 +158,7 @@ class Machine:
                 drafting = sum(self.costs.draft(shape.batch, n, context, context) for n in tokens)
                 target = self._target(shape.batch, rows, context, shape.prompt * rows)
                 passes = [(shape.batch, n) for n in tokens]
-                kept = [min(self._coin(acceptance), shape.num_draft) for _ in sequences]
+                kept = [min(self._coin(0.6), shape.num_draft) for _ in sequences]
                 done = [self._measured(seconds) for seconds in (drafting, target)]
                 self.control.learn(Round(sequences, lengths, ks, ks, kept, passes, *done, has_prompts=False))
             for sequence in sequences:

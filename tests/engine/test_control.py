@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from engine.acceptance import Acceptance, Source
 from engine.adaptive import SHARE, AdaptiveK
-from engine.calibrate import SHAPES
 from engine.control import FixedK, Round
 from engine.gain import Gain
 from engine.goodput import Load, Offer, drafting_seconds
@@ -113,21 +112,6 @@ SLOW_READER = Costs(
     lambda n, rows, context, attended: 0.038 + 0.009 * rows + 2e-7 * context + 1e-6 * attended,
     lambda n, rows, context, attended: 0.008 + 0.001 * rows + 2e-8 * attended,
 )
-
-
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
-def test_a_slow_servers_first_text_is_nearly_as_fast_as_with_the_best_fixed_number(acceptance: float) -> None:
-    """A large model has time for two shapes of practice. The mean over servers; reading a prompt is paid by all."""
-    books = Books()
-    for seed in range(16):
-        machine = Machine(SLOW_READER, batch=1, acceptance=acceptance, prompt=64, output=96, seed=seed)
-        machine.warm_up(SHAPES[:2], acceptance)
-        machine.step()
-        (first,) = machine.schedule.running
-        while first in machine.schedule.running:
-            machine.step()
-        books = books.plus(machine.books)
-    assert books.against_best >= 0.9
 
 
 def test_a_trial_that_costs_many_steps_is_saved_up_for() -> None:
