@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _PAGE, _START, _ROWS = 8, 4, 3  # of the trial
 
 
-class Layers(Protocol):
+class LayerStack(Protocol):
     """All layers of a model at once, where they can (`stack.Stack`)."""
 
     def serves(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> bool:
@@ -37,21 +37,19 @@ class Layers(Protocol):
         ...
 
 
-def straighten(model: PreTrainedModel, layers: Layers) -> bool:
-    """Let a model whose layers run in one call do so without what is around them; says whether it does.
+def straighten(model: PreTrainedModel, layers: LayerStack) -> None:
+    """Let a model whose layers run in one call do so without what is around them.
 
-    It does if a trial gives the same bits: a model that scales, caps or adds something on the way gives others.
+    It does so if a trial gives the same bits: a model that scales, caps or adds something on the way gives others.
     """
     trunk = model.get_decoder()
     around = (getattr(trunk, "norm", None), getattr(trunk, "rotary_emb", None))
     if getattr(trunk, "layers", None) is not layers or not all(isinstance(part, nn.Module) for part in around):
-        return False
+        return
     straight = StraightPass(model)
-    if not _same_bits(straight, model):
-        return False
-    cast("Any", model).forward = straight
-    log.info("passes go straight through the layers")
-    return True
+    if _same_bits(straight, model):
+        cast("Any", model).forward = straight
+        log.info("passes go straight through the layers")
 
 
 class StraightPass:
@@ -91,7 +89,7 @@ class StraightPass:
 @torch.inference_mode()
 def _same_bits(straight: StraightPass, model: PreTrainedModel) -> bool:
     """Whether a trial, begun in the midst of a text, gives the same bits both ways."""
-    vocab = model.config.get_text_config().vocab_size
+    vocab = model.config.get_text_config().vocab_size  # of what it is fed; its logits may be wider
     tokens = torch.randint(vocab, (_ROWS,), generator=torch.Generator().manual_seed(0)).tolist()
     batch = RaggedBatch.of([Feed(tokens, _START, [0], _ROWS)], _PAGE, model.device)
     arena = KVArena(kv_layout(model.config, model.dtype), 1, _PAGE, model.device)

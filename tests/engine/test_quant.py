@@ -103,7 +103,6 @@ def test_missing_weights_are_told(tmp_path: Path) -> None:
 
 
 @lru_cache
-@lru_cache
 def loss(weights: str, dtype: str) -> float:
     """Nats per token on code that the model never saw."""
     if weights == "int8":
