@@ -74,7 +74,7 @@ class Variant:
 
 def _bytes_of(module: nn.Module) -> int:
     if isinstance(module, Int4Linear):
-        return module.in_features * module.out_features * 9 // 16
+        return module.in_features * module.out_features * 17 // 32
     if isinstance(module, Int8Linear):
         return module.in_features * module.out_features
     if isinstance(module, PackedLinear):

@@ -1,6 +1,6 @@
 """Matrices of 4 bits times rows of int8 (W4A8): half the bytes of int8, for one or a few rows at a time.
 
-Every 64 inputs of an output share a scale, and each weight is one of 16 levels. What they multiply is rounded as in
+Every 64 inputs of an output share a scale (a bfloat16: 4.25 bits a weight), and each weight is one of 16 levels. What they multiply is rounded as in
 `engine.int8`, and the products of a group are summed as integers; only the groups' sums are floats, added in the order
 of the inputs. So a row's bits are its own here as well.
 """
@@ -29,7 +29,8 @@ def fits(weight: Tensor) -> bool:
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Floats `[out, in]` -> levels uint8 `[out, in / 2]`, two in a byte, the first one low; scale `[out, in / 64]`.
+    """Floats `[out, in]` -> levels uint8 `[out, in / 2]`, two in a byte, the first one low; bfloat16 scale
+    `[out, in / 64]`.
 
     In C or in torch the bits are the same. A scale is not finite where a number of its group is not.
     """
@@ -47,7 +48,7 @@ def _round(weight: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.bucketize(groups / scale, (levels[1:] + levels[:-1]) / 2)
     chosen = levels[index]
     # The scale that suits the chosen levels best, by least squares.
-    scale = _sum(groups * chosen) / _sum(chosen * chosen)
+    scale = (_sum(groups * chosen) / _sum(chosen * chosen)).bfloat16()
     pairs = index.flatten(1).to(torch.uint8).unflatten(1, (-1, 2))
     return pairs[..., 0] | pairs[..., 1] << 4, scale
 
@@ -71,7 +72,7 @@ class Portable:
 
     def __init__(self, packed: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = len(packed), 2 * packed.shape[1]
-        self._packed, self._scale, self._bias = packed, scale, bias
+        self._packed, self._scale, self._bias = packed, scale.float(), bias
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Portable:
         return self
@@ -92,7 +93,7 @@ class Portable:
 
 
 class Int4Linear(Int8Linear):
-    """`Int8Linear` with weights of 4 bits: `weight_int8` holds two in a byte, `scale` is `[out, in / 64]`."""
+    """`Int8Linear` with weights of 4 bits: `weight_int8` holds two in a byte, `scale` is bfloat16 `[out, in / 64]`."""
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
         super().__init__(weight, scale, bias, dtype)

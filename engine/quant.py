@@ -36,7 +36,7 @@ from engine.swap import ROUTERS, bytes_after_swap
 
 # In `quantization_config`, so that whoever does not know it refuses the weights.
 _METHODS: dict[str, Rounded] = {f"pilotfish-{weights}": weights for weights in get_args(Rounded)}
-_VERSIONS: dict[Rounded, int] = {"int8": 1, "int4": 2}
+_VERSIONS: dict[Rounded, int] = {"int8": 1, "int4": 3}
 # No name that others would take for a float weight's.
 _SCALE = "weight_scale"
 _KINDS = {"weight_int4": Int4Linear, "weight_int8": Int8Linear}
@@ -90,8 +90,8 @@ def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights, *
     held: int = sum(p.numel() for p in others.values()) * dtype.itemsize
     head = model.get_output_embeddings()
     in_groups = [m for m in matmuls if weights == "int4" and m is not head and fits(matrix(m))]
-    # A scale takes 4 bytes: one for each output, or for each group of inputs of each.
-    grouped = sum(matrix(m).numel() // 2 + 4 * matrix(m).numel() // GROUP for m in in_groups)
+    # Scales: 2 bytes for each group of inputs of an output in 4 bits, else 4 for each output.
+    grouped = sum(matrix(m).numel() // 2 + 2 * matrix(m).numel() // GROUP for m in in_groups)
     return held + grouped + sum(matrix(m).numel() + 4 * matrix(m).shape[0] for m in matmuls if m not in in_groups)
 
 
@@ -187,8 +187,9 @@ def _check_shape(key: str, made: Int8Linear, module: nn.Linear | Conv1D) -> None
     if has != wants:
         raise ModelError(f"{key} holds a matrix of {has}; the config says {wants}")
     scales = wants[:1] if type(made) is Int8Linear else [wants[0], wants[1] // GROUP]
-    if list(made.scale.shape) != scales:
-        raise ModelError(f"the scales of {key} are of shape {list(made.scale.shape)}; expected {scales}")
+    dtype = torch.float32 if type(made) is Int8Linear else torch.bfloat16
+    if list(made.scale.shape) != scales or made.scale.dtype != dtype:
+        raise ModelError(f"the scales of {key} are {made.scale.dtype} {list(made.scale.shape)}; expected {dtype} {scales}")
 
 
 def _read(name: str, revision: str | None) -> dict[str, Tensor]:

@@ -50,9 +50,11 @@ INLINE void block(const char *x, int64_t steps, const char *panel, const char *n
   EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) ((ints *)sums)[r * VECTORS + v] = sum[r][v];
 }
 
-#define GROUP 64                                          /* inputs that share a scale in 4 bits */
-#define GROUP_BYTES (GROUP / 8 * STEP + PANEL * 4)
+#define GROUP 64 /* inputs that share a scale in 4 bits */
 #define BLOCK4 (BLOCK < 3 ? BLOCK : 3) /* rows: there are sums of a group and sums of all */
+
+/* The steps of a panel in 4 bits: the weights' own, and one with the scales of every two groups. */
+INLINE int64_t steps4(int64_t in) { return in / 8 + (in / GROUP + 1) / 2; }
 
 /* The same in 4 bits, of `in` inputs; `sums` come out as floats. */
 INLINE void block4(const Matrix *m, const char *x, const char *panel, const char *next, int lines, const float *offset,
@@ -64,8 +66,14 @@ INLINE void block4(const Matrix *m, const char *x, const char *panel, const char
     memcpy(&total[r][v], offset + v * (WIDTH / 4), WIDTH);
     total[r][v] = SIGNED_ROWS(4) ? (floats){0} : -total[r][v];
   }
+  const char *scales = panel;
   for (int64_t first = 0; first < m->in; first += GROUP) {
     ints sum[BLOCK4][VECTORS];
+    const int shift = first & GROUP ? 0 : 16; /* to the upper half of a float, as which a bfloat16 is read */
+    if (shift) {
+      for (int l = 0; l < lines; l++, next += LINE) __builtin_prefetch(next, 0, 2);
+      scales = panel, panel += STEP;
+    }
     EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) sum[r][v] = (ints){0};
     for (int64_t i = first; i < first + GROUP; i += 8, panel += STEP, x += 8) {
       for (int l = 0; l < lines; l++, next += LINE) __builtin_prefetch(next, 0, 2);
@@ -76,12 +84,10 @@ INLINE void block4(const Matrix *m, const char *x, const char *panel, const char
       }
     }
     EACH(int v = 0; v < VECTORS; v++) {
-      floats worth = *(const floats *)(panel + v * WIDTH);
+      floats worth = (floats)(*(const ints *)(scales + v * WIDTH) << shift & (int32_t)0xffff0000);
       EACH(int r = 0; r < rows; r++)
         total[r][v] = fma_floats(total[r][v], worth, __builtin_convertvector(sum[r][v], floats));
     }
-    for (int l = 0; l < lines; l++, next += LINE) __builtin_prefetch(next, 0, 2);
-    panel += STEP; /* the scales */
   }
   EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) ((floats *)sums)[r * VECTORS + v] = total[r][v];
 }
@@ -175,7 +181,7 @@ INLINE void meet(const Matrix *m, const Product *p, int64_t row, int64_t count, 
 int64_t matmul_panels(const Matrix *m) { return (m->out + PANEL - 1) / PANEL; }
 
 void multiply_panels(const Matrix *m, const Product *p, int64_t first, int64_t last) {
-  int64_t size = m->bits == 4 ? m->in / GROUP * GROUP_BYTES : m->in * m->bits / 8 * PANEL;
+  int64_t size = m->bits == 4 ? steps4(m->in) * STEP : m->in * m->bits / 8 * PANEL;
   int64_t most = m->bits == 4 ? BLOCK4 : BLOCK, parts = (p->rows + most - 1) / most;
   int lines = parts == 1 ? LINES : parts <= 3 ? (LINES + 1) / 2 : 1;
   for (int64_t panel = first; panel < last; panel++) {

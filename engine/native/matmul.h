@@ -11,9 +11,10 @@
  * a register holds the next G inputs of a quarter of the outputs, and a panel is read from its beginning to its end.
  * Outputs that are not there are zeros.
  *
- * In 4 bits a panel is a run of groups of 64 inputs. A group is [64 inputs / 8, PANEL, 4] bytes and then PANEL floats,
- * what a step of each output is worth in it. Of the byte j in step s the low half is input 8 s + j, the high one
- * 8 s + 4 + j; a half names one of 16 levels. */
+ * In 4 bits a panel is a run of pairs of groups of 64 inputs, the last one maybe half a pair. A pair is [PANEL, 2]
+ * bfloat16, what a step of each output is worth in the first and in the second group, and then [128 inputs / 8, PANEL, 4]
+ * bytes. Of the byte j in step s the low half is input 8 s + j, the high one 8 s + 4 + j; a half names one of 16
+ * levels. */
 typedef struct {
   const void *panels;
   const float *scale;  /* int8: [out rounded up], what a step of the weights is worth. 4 bits: NULL */

@@ -4,7 +4,7 @@
 #include "vectors.h"
 
 #define TILE 64 /* words of a row that are moved at once: the part of a panel that they go to stays in the first cache */
-#define STEPS 8 /* words of a group in 4 bits; one more word is its scale */
+#define STEPS 8 /* words of a group in 4 bits; one more word has the scales of two groups */
 
 typedef uint32_t eight __attribute__((vector_size(32)));
 typedef uint32_t eight_unaligned __attribute__((vector_size(32), aligned(4)));
@@ -78,17 +78,19 @@ INLINE uint32_t apart(uint32_t x) {
   return (x | x << 4) & 0x0f0f0f0f;
 }
 
-/* In 4 bits: rows are [inputs / 2] bytes, the first of two inputs low; `scale` is [count, groups]. */
-void pilotfish_panels4(const char *rows, const float *scale, int64_t count, int64_t groups, int64_t width, int64_t first,
+/* In 4 bits: rows are [inputs / 2] bytes, the first of two inputs low; `scale` is bfloat16 [count, groups]. */
+void pilotfish_panels4(const char *rows, const bf16 *scale, int64_t count, int64_t groups, int64_t width, int64_t first,
                        const int8_t *levels, uint32_t *panels, float *offset) {
   int16_t pair[256];
   for (int i = 0; i < 256; i++) pair[i] = (int16_t)(levels[i & 15] + levels[i >> 4]);
   for (int64_t row = 0, stop; row < count; row = stop) {
     stop = less(count, row + width - (first + row) % width);
-    uint32_t *panel = panels + (first + row) / width * width * groups * (STEPS + 1);
+    uint32_t *panel = panels + (first + row) / width * width * (groups * STEPS + (groups + 1) / 2);
     double total[stop - row];
     for (int64_t r = row; r < stop; r++) total[r - row] = 0;
-    for (int64_t g = 0; g < groups; g++, panel += width * (STEPS + 1)) {
+    for (int64_t g = 0; g < groups; g++, panel += width * STEPS) {
+      uint32_t *scales = g % 2 ? panel - width * (STEPS + 1) : panel;
+      if (g % 2 == 0) panel += width;
       for (int64_t r = row; r < stop; r++) {
         uint32_t few[STEPS], *to = panel + (first + r) % width;
         int sum = 0;
@@ -97,8 +99,10 @@ void pilotfish_panels4(const char *rows, const float *scale, int64_t count, int6
           to[i * width] = apart(few[i] & 0xffff) | apart(few[i] >> 16) << 4;
           for (int b = 0; b < 32; b += 8) sum += pair[few[i] >> b & 255];
         }
-        memcpy(to + STEPS * width, scale + r * groups + g, 4);
-        total[r - row] += (double)scale[r * groups + g] * sum;
+        bf16 worth = scale[r * groups + g];
+        uint32_t *both = scales + (first + r) % width;
+        *both = g % 2 ? *both | (uint32_t)worth << 16 : worth;
+        total[r - row] += (double)wide(worth) * sum;
       }
     }
     for (int64_t r = row; r < stop; r++) offset[first + r] = (float)(128 * total[r - row]);

@@ -101,8 +101,9 @@ INLINE void nearest(const float *scaled, const float *levels, const float *middl
   memcpy(level, &chosen, sizeof chosen);
 }
 
-/* The scale is first what the group's largest number asks for, then what suits the chosen levels best. */
-INLINE float round4(const void *row, const float *levels, const float *middles, uint8_t *to, const int bits) {
+/* The scale is first what the group's largest number asks for, then what suits the chosen levels best,
+ * as a bfloat16. */
+INLINE bf16 round4(const void *row, const float *levels, const float *middles, uint8_t *to, const int bits) {
   float x[GROUP], scaled[GROUP], level[GROUP];
   int32_t index[GROUP];
   widen_some(row, 0, GROUP, x, bits);
@@ -111,11 +112,11 @@ INLINE float round4(const void *row, const float *levels, const float *middles, 
   for (int i = 0; i < GROUP; i += 8) nearest(scaled + i, levels, middles, index + i, level + i);
   for (int i = 0; i < GROUP / 2; i++) to[i] = (uint8_t)(index[2 * i] | index[2 * i + 1] << 4);
   for (int i = 0; i < GROUP; i++) x[i] *= level[i], level[i] *= level[i];
-  return sum_by_halves(x) / sum_by_halves(level);
+  return narrow((vec){0} + sum_by_halves(x) / sum_by_halves(level))[0];
 }
 
 void pilotfish_round4(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, const float *levels, uint8_t *out,
-                      float *scale) {
+                      bf16 *scale) {
   float middles[LEVELS]; /* below each level */
   for (int l = 1; l < LEVELS; l++) middles[l] = (levels[l - 1] + levels[l]) / 2;
   for (int64_t r = 0; r < rows; r++)

@@ -56,9 +56,11 @@ def round8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round4(weight: Tensor, levels: Seq[int]) -> tuple[Tensor, Tensor]:
-    """`[out, in]` -> uint8 `[out, in / 2]`, two of 16 `levels` in a byte, the first one low; scale `[out, in / 64]`."""
+    """`[out, in]` -> uint8 `[out, in / 2]`, two of 16 `levels` in a byte, the first one low; bfloat16 scale
+    `[out, in / 64]`.
+    """
     (outputs, inputs), call = weight.shape, _function("round4")
-    out, scale = _empty(outputs, inputs // 2, dtype=torch.uint8), torch.empty(outputs, inputs // GROUP)
+    out, scale = _empty(outputs, inputs // 2, dtype=torch.uint8), torch.empty(outputs, inputs // GROUP, dtype=torch.bfloat16)
     table = torch.tensor(levels, dtype=torch.float32)
 
     def work(first: int, last: int) -> None:
@@ -93,12 +95,14 @@ def panels_of(parts: Seq[Tensor], width: int) -> tuple[Tensor, Tensor | None]:
 
 
 def panels_of_levels(parts: Seq[Tensor], scale: Tensor, levels: Seq[int], width: int) -> tuple[Tensor, Tensor]:
-    """Bytes and scales as from `round4` -> bytes `[out / width, groups, 8 * width * 4 + width * 4]`, see matmul.h.
+    """Bytes and scales as from `round4` -> bytes `[out / width, words, width * 4]`, see matmul.h.
 
     With them, float32 `[out]`, rounded up to whole panels: what rows around 128 add to the sums.
     """
+    assert scale.dtype == torch.bfloat16, "C reads these"
     outputs, groups = scale.shape
-    panels = _empty(-(-outputs // width), groups, 36 * width, dtype=torch.uint8)
+    words = 8 * groups + (groups + 1) // 2
+    panels = _empty(-(-outputs // width), words, 4 * width, dtype=torch.uint8)
     panels[outputs // width :].zero_()  # outputs that are not there
     offset, table, scale = torch.zeros(len(panels) * width), torch.tensor(levels, dtype=torch.int8), scale.contiguous()
     to, call = (table.data_ptr(), panels.data_ptr(), offset.data_ptr()), _function("panels4")

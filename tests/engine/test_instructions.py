@@ -104,7 +104,7 @@ def test_products(path: str, rows: int) -> None:
     scale, step = numbers(outputs).abs() + 1e-3, numbers(rows, 1).abs() + 1e-3
     got = PackedMatrix.of(weight, scale).multiply(x, step, torch.float32)
     assert torch.equal(got, Portable().multiply(x, weight, scale).mul_(step)), path
-    halves, worth = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8), numbers(outputs, 3).abs()
+    halves, worth = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8), numbers(outputs, 3).abs().bfloat16()
     halves[0], halves[1] = 255, 0  # the outermost levels
     got = PackedMatrix.of_levels(halves, worth, None, LEVELS).multiply(x, step, torch.float32)
     assert torch.allclose(got, wanted_int4(halves, worth, x, step), rtol=1e-4, atol=1e-1)
@@ -121,7 +121,7 @@ def test_a_row_is_the_same_alone_and_among_others(path: str, dtype: torch.dtype)
     x = numbers(m, inputs).to(dtype) if step is None else unsigned(int8s(m, inputs, seed=1))
     if dtype == torch.uint8:
         levels = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
-        packed = PackedMatrix.of_levels(levels, numbers(outputs, 2).abs(), None, LEVELS)
+        packed = PackedMatrix.of_levels(levels, numbers(outputs, 2).abs().bfloat16(), None, LEVELS)
     elif dtype == torch.int8:
         packed = PackedMatrix.of(int8s(outputs, inputs, seed=0), numbers(outputs).abs())
     else:
@@ -181,7 +181,7 @@ def test_products_on_arm(arm: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     scale, step = numbers(outputs).abs() + 1e-3, numbers(rows, 1).abs() + 1e-3
     got = multiplied_by(arm, PackedMatrix.of(weight, scale), x, step)
     assert torch.equal(got, Portable().multiply(x, weight, scale).mul_(step))
-    halves, worth = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8), numbers(outputs, 2).abs()
+    halves, worth = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8), numbers(outputs, 2).abs().bfloat16()
     halves[0], halves[1] = 255, 0  # the outermost levels
     packed = PackedMatrix.of_levels(halves, worth, None, LEVELS)
     together = multiplied_by(arm, packed, x, step)

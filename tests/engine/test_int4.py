@@ -57,7 +57,7 @@ def test_rounding_keeps_what_it_can() -> None:
     off = (represented(levels, scale) - weight).square().mean(1).sqrt() / weight.square().mean(1).sqrt()
     assert 0.05 < float(off.max()) < 0.11, "four bits of a normal number"
     exact = torch.tensor(LEVELS, dtype=torch.float32).repeat(GROUP // 16)[None] * 0.37
-    assert torch.allclose(represented(*round_weight(exact)), exact)
+    assert torch.allclose(represented(*round_weight(exact)), exact, rtol=2**-8), "but for the scale's rounding"
 
 
 def test_a_group_of_zeros_stays_zero() -> None:
@@ -133,6 +133,6 @@ def test_bytes_are_counted_as_they_are() -> None:
     plain = load_model(embedded_target(), None, torch.float32, CPU)
     linear = Int4Linear.of(numbers(128, 2 * GROUP), None)
     assert linear.weight_int8 is not None
-    assert linear.weight_int8.nbytes + linear.scale.nbytes == 128 * 2 * GROUP * 9 // 16
+    assert linear.weight_int8.nbytes + linear.scale.nbytes == 128 * 2 * GROUP * 17 // 32
     int4, int8, native = (weight_bytes(plain, torch.float32, weights) for weights in ("int4", "int8", "native"))
     assert int4 < int8 < native

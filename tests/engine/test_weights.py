@@ -89,15 +89,19 @@ def panels_by_torch(weight: Tensor, width: int) -> Tensor:
 
 
 def panels_of_levels_by_torch(packed: Tensor, scale: Tensor, width: int) -> Tensor:
-    """Bytes `[out / width, groups, 8 * width * 4 + width * 4]`."""
+    """Bytes `[out / width, words, width, 4]`: of every two groups the scales, and then eight words each."""
     outputs, groups = scale.shape
-    panels = torch.zeros(-(-outputs // width), groups, 36 * width, dtype=torch.uint8)
+    pairs = -(-groups // 2)
+    panels = torch.zeros(-(-outputs // width), 17 * pairs, width, 4, dtype=torch.uint8)
     for to, levels, scales in zip(panels, packed.split(width), scale.split(width), strict=True):
         both = torch.stack([levels & 15, levels >> 4], -1).view(-1, groups, 8, 2, 4)  # output, group, step, half, byte
         joined = both[..., 0, :] | both[..., 1, :] << 4
-        to[:, : 32 * width].view(groups, 8, width, 4)[:, :, : len(levels)] = joined.permute(1, 2, 0, 3)
-        to[:, 32 * width :].view(torch.float32)[:, : len(levels)] = scales.t()
-    return panels
+        pair = to.view(pairs, 17, width, 4)[:, :, : len(levels)]
+        for group, words in enumerate(joined.permute(1, 2, 0, 3)):
+            first = 1 + 8 * (group % 2)
+            pair[group // 2, first : first + 8] = words
+            pair[group // 2, 0].view(torch.bfloat16)[:, group % 2] = scales[:, group]
+    return panels[:, : 8 * groups + pairs].flatten(2)
 
 
 def parts_of(matrix: Tensor, cuts: list[int]) -> list[Tensor]:
