@@ -20,6 +20,7 @@ from engine.errors import ModelError
 from engine.types import FinishReason
 from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from server.admission import Admission
+from server.child import Child
 from server.config import ServerConfig
 from server.control_service import ControlService
 from server.driver import Driver
@@ -62,6 +63,7 @@ class App:
         on_ready: Callable[[App], None] = lambda _: None,
         tracing: Tracing | None = None,  # default: as the config says
         program: Program | None = None,  # of the engine's own process, if it has one
+        child: Child | None = None,  # where that runs already
     ) -> None:
         self.config, self.lifecycle = config, Lifecycle()
         self.metrics = Metrics(CollectorRegistry())
@@ -70,7 +72,7 @@ class App:
         self.grpc_port = self.http_port = 0
         self._on_ready = on_ready
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
-        self.host = self._make_host(load, program or Program())
+        self.host = self._make_host(load, program or Program(), child)
         self._grammars = GrammarPool()
         self._callers = Callers.load(config.token_file)
         quotas = Quotas(config.max_requests_per_token, config.requests_per_second, time.monotonic)
@@ -79,10 +81,10 @@ class App:
         self._admission = Admission(self._require_driver, self.metrics, self._grammars, quotas, tracing)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
 
-    def _make_host(self, load: Load | None, program: Program) -> Host:
+    def _make_host(self, load: Load | None, program: Program, child: Child | None) -> Host:
         config = self.config
         if load is None and config.engine_process:
-            return RemoteEngine(config.engine(), program, config.hang_seconds, config.log_format)
+            return RemoteEngine(config.engine(), program, config.hang_seconds, config.log_format, child)
         return LocalHost(load or ServedModel.load, config.engine(), self._compute, config.hang_seconds)
 
     async def run(self) -> int:

@@ -1,15 +1,9 @@
-"""A child process and our end of a pair of sockets to it. Knows messages, and nothing of what they are about."""
+"""Our end of the sockets to the engine's process. Knows messages, and nothing of what they are about."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -76,23 +70,3 @@ class Channel(asyncio.Protocol):
         if self._watching is not None:
             self._watching.cancel()
         self._transport.abort()
-
-
-def spawn(source: str, theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """A Python that finds the same modules as this one, and looks nowhere else."""
-    path = os.pathsep.join(filter(None, sys.path))
-    return subprocess.Popen(  # noqa: S603  # our own program
-        [sys.executable, "-P", "-c", source, str(theirs.fileno())],
-        env=os.environ | {"PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-    )
-
-
-def said(status: int) -> str:
-    """An exit status in words: 3 -> exit status 3, -9 -> SIGKILL."""
-    if status >= 0:
-        return f"exit status {status}"
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-status).name
-    return f"signal {-status}"

@@ -153,6 +153,11 @@ def show_version(_arguments: list[str]) -> int:
 
 
 def _serve(config: ServerConfig) -> int:
+    from server.child import ENGINE, Child
+
+    # First: it imports torch and its models, for longer than the rest here takes.
+    child = Child.start(ENGINE) if config.engine_process else None
+
     import uvloop
 
     from server import logs
@@ -165,7 +170,7 @@ def _serve(config: ServerConfig) -> int:
 
     logs.configure(config.log_format)
     try:
-        app = App(config, on_ready=be_ready)
+        app = App(config, on_ready=be_ready, child=child)
     except (ValueError, OSError) as error:  # a file of tokens that is none
         print(f"pilotfish serve: {error}", file=sys.stderr)
         return 1

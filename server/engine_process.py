@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from engine.config import EngineConfig
@@ -284,15 +285,21 @@ def serve(link: Link, load: Load) -> None:
     EngineServer(link, engine, model.compile_grammar, start.beat_seconds).run()
 
 
-def main(load: Load = ServedModel.load) -> None:
-    """The process: its only argument is the number of an open socket. Never returns."""
+def main(load: Load = ServedModel.load, ahead: str = "") -> None:
+    """The process: its only argument is the number of an open socket. Never returns.
+
+    `ahead` is a module to import before anything is asked for: the doors may still be busy with their own.
+    """
     # Both come from terminals and service managers that mean everybody; the doors decide when all is over.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     code = 1
     try:
-        serve(Link(socket.socket(fileno=int(sys.argv[1])), _RECEIVE_BYTES), load)
+        link = Link(socket.socket(fileno=int(sys.argv[1])), _RECEIVE_BYTES)
+        if ahead:
+            import_module(ahead)
+        serve(link, load)
     except DoorsGone:
         code = 0
     except wire.WireError as error:

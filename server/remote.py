@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import subprocess
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +17,8 @@ from engine.errors import ModelError
 from engine.intake import Intake, Limits
 from engine.types import FinishReason, Request
 from server import wire
-from server.channel import Channel, said, spawn
+from server.channel import Channel
+from server.child import ENGINE, Child, said
 from server.config import LogFormat
 from server.host import Brought
 from server.model import EngineView, Progress, ServedModel
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 MOST_BEAT_SECONDS = 1.0  # the engine says at least so often that it lives
 _BEATS_PER_HANG = 4
-_PROGRAM = "from server.engine_process import main; main()"
 
 Around = Callable[[EngineView, EngineConfig, str], ServedModel]
 
@@ -37,7 +35,7 @@ Around = Callable[[EngineView, EngineConfig, str], ServedModel]
 class Program:
     """What runs in the engine's process (Python source; its last argument is a socket), and what belongs around it."""
 
-    source: str = _PROGRAM
+    source: str = ENGINE
     around: Around = ServedModel.around
 
 
@@ -57,12 +55,14 @@ class RemoteEngine:
     is_hung = False  # whatever hangs there can be killed
 
     def __init__(
-        self, config: EngineConfig, program: Program, hang_seconds: float, log_format: LogFormat = "text"
-    ) -> None:
+        self, config: EngineConfig, program: Program, hang_seconds: float, log_format: LogFormat = "text",
+        child: Child | None = None,
+    ) -> None:  # fmt: skip
+        """`child` runs `program` already; without one it is started when the engine is."""
         self.config = config
         self._program, self._hang_seconds, self._log_format = program, hang_seconds, log_format
         self._limit = wire.most_bytes(config)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child = child
         self._channel: Channel | None = None
         self._order = self._ticket = 0
         self._wake = asyncio.Event()
@@ -87,22 +87,21 @@ class RemoteEngine:
         """Kill the process and wait until it is gone."""
         if self._channel is not None:
             self._channel.close()
-        if self._process is not None:
-            self._process.kill()
-            status = await asyncio.to_thread(self._process.wait)
-            logger.info("the engine's process %d has ended: %s", self._process.pid, said(status))
-        self._process = self._channel = None
+        if self._child is not None:
+            process = self._child.process
+            process.kill()
+            status = await asyncio.to_thread(process.wait)
+            logger.info("the engine's process %d has ended: %s", process.pid, said(status))
+        self._child = self._channel = None
 
     async def _spawn(self, progress: Progress) -> None:
         self._live, self._tickets, self._outputs, self._loss, self._progress = {}, {}, deque(), None, progress
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # whoever waits may be gone
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = spawn(self._program.source, theirs)
+        child = self._child = self._child or Child.start(self._program.source)
         beat = min(MOST_BEAT_SECONDS, self._hang_seconds / _BEATS_PER_HANG)
         make = lambda: Channel(self._limit, self._take, self._lose)  # noqa: E731
-        _, self._channel = await asyncio.get_running_loop().create_unix_connection(make, sock=ours)
+        _, self._channel = await asyncio.get_running_loop().create_unix_connection(make, sock=child.socket)
         self._send(wire.Start(self.config.model_dump_json(), self._log_format, beat))
         self._facts = facts = await self._ready
         limits = Limits(facts.vocab_size, facts.max_model_len, facts.eos_token_ids)
@@ -115,8 +114,8 @@ class RemoteEngine:
             self._loss = error
             if not self._ready.done():
                 self._ready.set_exception(error)
-            if self._process is not None:
-                self._process.kill()
+            if self._child is not None:
+                self._child.process.kill()
             self._wake.set()
 
     # ----------------------------------------------------------------------------------------------- what it tells

@@ -40,7 +40,7 @@ async def apart(**config):
     async with serving(program=Program(fake_child.PROGRAM, around), engine_process=True, **config) as server:
         server.host = server.app.host
         yield server
-    assert server.host._process is None
+    assert server.host._child is None
 
 
 def open_files() -> int:
@@ -175,7 +175,7 @@ async def test_whatever_befalls_it_streams_end_and_it_begins_again(accident):
 
 async def test_while_it_is_away_callers_hear_of_it_over_both_doors():
     async with apart() as server:
-        victim = server.host._process
+        victim = server.host._child.process
         call = server.inference.GenerateStream(slow())
         await begun([call])
         os.kill(victim.pid, signal.SIGKILL)
@@ -200,7 +200,7 @@ async def test_it_dies_when_idle_again_and_again_and_leaves_no_descriptor():
     async with apart() as server:
         for times in (1, 2, 3):
             assert await answers(server)
-            os.kill(server.host._process.pid, signal.SIGKILL)
+            os.kill(server.host._child.process.pid, signal.SIGKILL)
             await restarted(server, times)
             await until(lambda: open_files() <= (files or open_files()))  # noqa: B023  # awaited before files moves on
             files = open_files()
@@ -209,7 +209,7 @@ async def test_it_dies_when_idle_again_and_again_and_leaves_no_descriptor():
 
 async def test_a_stopped_process_is_silent_and_so_hung():
     async with apart(hang_seconds=0.5) as server:
-        os.kill(server.host._process.pid, signal.SIGSTOP)
+        os.kill(server.host._child.process.pid, signal.SIGSTOP)
         await restarted(server)
         assert await answers(server)
 
@@ -226,7 +226,7 @@ async def test_silence_that_is_none_kills_nobody():
 async def test_too_many_crashes_end_the_server_with_an_exit_code():
     async with apart(max_engine_crashes=1) as server:
         for times in (1, 2):
-            os.kill(server.host._process.pid, signal.SIGKILL)
+            os.kill(server.host._child.process.pid, signal.SIGKILL)
             if times == 1:
                 await restarted(server)
         async with asyncio.timeout(30):
@@ -255,8 +255,8 @@ def refuse() -> None:
 async def test_a_stop_while_it_loads_leaves_no_process():
     source = "import sys, time; time.sleep(1000)"
     async with serving(program=Program(source, around), engine_process=True, ready=False) as server:
-        await until(lambda: server.app.host._process is not None)
-        process = server.app.host._process
+        await until(lambda: server.app.host._child is not None)
+        process = server.app.host._child.process
         server.app.stop()
         assert await server.running == 0
         assert process.returncode == -signal.SIGKILL
@@ -286,7 +286,7 @@ async def test_a_crash_while_draining_ends_the_drain():
         await begun([call])
         server.app.stop()
         await until(lambda: server.app.lifecycle.state is State.DRAINING)
-        os.kill(server.host._process.pid, signal.SIGKILL)
+        os.kill(server.host._child.process.pid, signal.SIGKILL)
         assert await lost(call) == "ENGINE_DEAD"
         assert await server.running == 1
 
@@ -294,7 +294,7 @@ async def test_a_crash_while_draining_ends_the_drain():
 async def test_signals_to_everybody_leave_the_engine_to_the_doors():
     async with apart() as server:
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(server.host._process.pid, number)
+            os.kill(server.host._child.process.pid, number)
         assert await answers(server)
 
 

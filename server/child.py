@@ -1,0 +1,44 @@
+"""A child process and a pair of sockets to it. Light: it is started before anything else is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+
+ENGINE = "from server.engine_process import main; main(ahead='engine.warm')"  # what the engine's process runs
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process that was started, and our end of the sockets to it."""
+
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+
+    @classmethod
+    def start(cls, source: str) -> Child:
+        """A Python that finds the same modules as this one, and looks nowhere else; its last argument is its socket."""
+        path = os.pathsep.join(filter(None, sys.path))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(  # noqa: S603  # our own program
+                [sys.executable, "-P", "-c", source, str(theirs.fileno())],
+                env=os.environ | {"PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        return cls(process, ours)
+
+
+def said(status: int) -> str:
+    """An exit status in words: 3 -> exit status 3, -9 -> SIGKILL."""
+    if status >= 0:
+        return f"exit status {status}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-status).name
+    return f"signal {-status}"
