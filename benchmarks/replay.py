@@ -99,6 +99,7 @@ class ReplayModels:
         engine = assemble(
             config, self._target, self._draft, wrappers={NAME: lambda inner: ReplayProposer(inner, script, width)}
         )
-        engine.warm_up()
+        with engine.rehearsing():  # as in a server: what first times take is the price of nothing
+            engine.warm_up()
         calibrate(engine, config.warm_up_seconds)
         return engine

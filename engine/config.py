@@ -85,7 +85,7 @@ class EngineConfig(Bounds):
         False, description="The same bits whatever else is in the batch; slower, with coupled verification only."
     )
     warm_up_seconds: float = Field(
-        2.0, ge=0, description="Time to measure at load what steps cost, so that AUTO starts well; 0 measures nothing."
+        4.0, ge=0, description="Time to measure at load what steps cost, so that AUTO starts well; 0 measures nothing."
     )
     threads: int | None = Field(
         None,
