@@ -1,8 +1,8 @@
 """Matrices of 4 bits times rows of int8 (W4A8): half the bytes of int8, for one or a few rows at a time.
 
-Every 64 inputs of an output share a scale (a bfloat16: 4.25 bits a weight), and each weight is one of 16 levels. What they multiply is rounded as in
-`engine.int8`, and the products of a group are summed as integers; only the groups' sums are floats, added in the order
-of the inputs. So a row's bits are its own here as well.
+Every 64 inputs of an output share a scale (a bfloat16: 4.25 bits a weight), and each weight is one of 16 levels. What
+they multiply is rounded as in `engine.int8`, and the products of a group are summed as integers; only the groups' sums
+are floats, added in the order of the inputs. So a row's bits are its own here as well.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ def fits(weight: Tensor) -> bool:
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Floats `[out, in]` -> levels uint8 `[out, in / 2]`, two in a byte, the first one low; bfloat16 scale
-    `[out, in / 64]`.
+    """Floats `[out, in]` -> levels uint8 `[out, in / 2]`, two in a byte; scale bfloat16 `[out, in / 64]`.
 
     In C or in torch the bits are the same. A scale is not finite where a number of its group is not.
     """

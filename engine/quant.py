@@ -189,7 +189,9 @@ def _check_shape(key: str, made: Int8Linear, module: nn.Linear | Conv1D) -> None
     scales = wants[:1] if type(made) is Int8Linear else [wants[0], wants[1] // GROUP]
     dtype = torch.float32 if type(made) is Int8Linear else torch.bfloat16
     if list(made.scale.shape) != scales or made.scale.dtype != dtype:
-        raise ModelError(f"the scales of {key} are {made.scale.dtype} {list(made.scale.shape)}; expected {dtype} {scales}")
+        raise ModelError(
+            f"the scales of {key} are {made.scale.dtype} {list(made.scale.shape)}; expected {dtype} {scales}"
+        )
 
 
 def _read(name: str, revision: str | None) -> dict[str, Tensor]:

@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 
 _SHORT, _MIDDLE, _LONG = 16, 300, 5000  # tokens: attention over one split of the keys, over two, over two sizes of them
 _STEPS = 2
-_REPETITION = 0.125  # of the time for practice, where an earlier process left what it learned: the machine may be slower
+_REPETITION = (
+    0.125  # of the time for practice, where an earlier process left what it learned: the machine may be slower
+)
 _GREEDY = SamplingParams()
 _CUT = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=0)
 _WHOLE = SamplingParams(temperature=1.0, seed=0)

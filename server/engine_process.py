@@ -6,7 +6,6 @@ it reads what was ordered meanwhile. When the doors' process ends, so does this 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import select
@@ -26,6 +25,7 @@ from engine.grammar import Grammar
 from engine.stats import StepStats
 from engine.types import Finished, FinishReason, Request, Speculation, SpeculationStats, TokenEvent
 from server import logs, wire
+from server.child import die_with_parent
 from server.garbage import freeze_loaded
 from server.model import CompileGrammar, Load, ServedModel
 
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 MAX_LEAD = 2  # outputs that may wait to be taken up: the next step need not wait for the doors, cancellations for few
 COMPILE_THREADS = 2
 _RECEIVE_BYTES = 1 << 16
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class DoorsGone(EOFError):
@@ -293,7 +292,7 @@ def main(load: Load = ServedModel.load, ahead: str = "") -> None:
     # Both come from terminals and service managers that mean everybody; the doors decide when all is over.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _die_with_parent()
+    die_with_parent()
     code = 1
     try:
         link = Link(socket.socket(fileno=int(sys.argv[1])), _RECEIVE_BYTES)
@@ -318,9 +317,3 @@ def _first(link: Link) -> wire.Start:
             if not isinstance(message, wire.Start):
                 raise wire.WireError(f"a {type(message).__name__} before the start")
             return message
-
-
-def _die_with_parent() -> None:
-    """Even in the middle of a step that does not end. Only Linux can; elsewhere the end of the socket is noticed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

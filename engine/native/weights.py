@@ -56,11 +56,15 @@ def round8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round4(weight: Tensor, levels: Seq[int]) -> tuple[Tensor, Tensor]:
-    """`[out, in]` -> uint8 `[out, in / 2]`, two of 16 `levels` in a byte, the first one low; bfloat16 scale
-    `[out, in / 64]`.
+    """`[out, in]` -> uint8 `[out, in / 2]`, two of 16 `levels` in a byte, the first one low.
+
+    With it bfloat16 `[out, in / 64]`: what a step of a level is worth in each group of inputs.
     """
     (outputs, inputs), call = weight.shape, _function("round4")
-    out, scale = _empty(outputs, inputs // 2, dtype=torch.uint8), torch.empty(outputs, inputs // GROUP, dtype=torch.bfloat16)
+    out, scale = (
+        _empty(outputs, inputs // 2, dtype=torch.uint8),
+        torch.empty(outputs, inputs // GROUP, dtype=torch.bfloat16),
+    )
     table = torch.tensor(levels, dtype=torch.float32)
 
     def work(first: int, last: int) -> None:
