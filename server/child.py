@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Self
 
 ENGINE = "from server.engine_process import main; main(ahead='engine.warm')"  # what the engine's process runs
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -35,6 +36,15 @@ class Child:
                 pass_fds=[theirs.fileno()],
             )
         return cls(process, ours)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left of it, however far it came."""
+        self.process.kill()
+        self.process.wait()
+        self.socket.close()
 
 
 def said(status: int) -> str:

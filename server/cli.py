@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from server.version import version
 
 if TYPE_CHECKING:
     from server.app import App
+    from server.child import Child
     from server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -156,8 +158,11 @@ def _serve(config: ServerConfig) -> int:
     from server.child import ENGINE, Child
 
     # First: it imports torch and its models, for longer than the rest here takes.
-    child = Child.start(ENGINE) if config.engine_process else None
+    with Child.start(ENGINE) if config.engine_process else nullcontext() as child:
+        return _run(config, child)
 
+
+def _run(config: ServerConfig, child: Child | None) -> int:
     import uvloop
 
     from server import logs
