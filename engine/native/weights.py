@@ -61,10 +61,8 @@ def round4(weight: Tensor, levels: Seq[int]) -> tuple[Tensor, Tensor]:
     With it bfloat16 `[out, in / 64]`: what a step of a level is worth in each group of inputs.
     """
     (outputs, inputs), call = weight.shape, _function("round4")
-    out, scale = (
-        _empty(outputs, inputs // 2, dtype=torch.uint8),
-        torch.empty(outputs, inputs // GROUP, dtype=torch.bfloat16),
-    )
+    out = _empty(outputs, inputs // 2, dtype=torch.uint8)
+    scale = torch.empty(outputs, inputs // GROUP, dtype=torch.bfloat16)
     table = torch.tensor(levels, dtype=torch.float32)
 
     def work(first: int, last: int) -> None:

@@ -104,10 +104,8 @@ def test_products(path: str, rows: int) -> None:
     scale, step = numbers(outputs).abs() + 1e-3, numbers(rows, 1).abs() + 1e-3
     got = PackedMatrix.of(weight, scale).multiply(x, step, torch.float32)
     assert torch.equal(got, Portable().multiply(x, weight, scale).mul_(step)), path
-    halves, worth = (
-        torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8),
-        numbers(outputs, 3).abs().bfloat16(),
-    )
+    halves = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    worth = numbers(outputs, 3).abs().bfloat16()
     halves[0], halves[1] = 255, 0  # the outermost levels
     got = PackedMatrix.of_levels(halves, worth, None, LEVELS).multiply(x, step, torch.float32)
     assert torch.allclose(got, wanted_int4(halves, worth, x, step), rtol=1e-4, atol=1e-1)
@@ -184,10 +182,8 @@ def test_products_on_arm(arm: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     scale, step = numbers(outputs).abs() + 1e-3, numbers(rows, 1).abs() + 1e-3
     got = multiplied_by(arm, PackedMatrix.of(weight, scale), x, step)
     assert torch.equal(got, Portable().multiply(x, weight, scale).mul_(step))
-    halves, worth = (
-        torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8),
-        numbers(outputs, 2).abs().bfloat16(),
-    )
+    halves = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    worth = numbers(outputs, 2).abs().bfloat16()
     halves[0], halves[1] = 255, 0  # the outermost levels
     packed = PackedMatrix.of_levels(halves, worth, None, LEVELS)
     together = multiplied_by(arm, packed, x, step)
