@@ -9,7 +9,7 @@ from engine.errors import Violation
 from engine.types import MAX_NUM_DRAFT, MAX_SEED, Guided, Request, SamplingParams
 
 if TYPE_CHECKING:  # asked for values alone: without pydantic there are others
-    from engine.bounds import Bounds
+    from engine.config import Bounds
 
 MAX_SALT_LENGTH = 256  # characters
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")

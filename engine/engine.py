@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from engine.control import FixedK
+from engine import learned
+from engine.control import Control, FixedK
 from engine.errors import DuplicateRequest
 from engine.intake import Intake, Limits, trial
 from engine.judge import Outcome
@@ -25,7 +26,6 @@ from engine.processors import follow
 from engine.proposers import Proposers
 from engine.runner import Runner
 from engine.scheduler import Scheduler, StepPlan
-from engine.standing import Standing
 from engine.stats import Clock, StepStats, Stopwatch
 from engine.types import Finished, FinishReason, Request, Sequence, TokenEvent
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
+
+_KEEP_EVERY = 60.0  # seconds, in which what is learned may be lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class StepOutput:
     stats: StepStats
 
 
-class Engine(Standing):
+class Engine:
     """A target model, its proposers, and the sequences that they serve."""
 
     def __init__(
@@ -57,10 +59,12 @@ class Engine(Standing):
         rounds: Rounds | None = None,  # None: every sequence decodes in plain steps
         dtype: str = "float32",
     ) -> None:
-        super().__init__(config, limits, Intake(config, limits, proposers.names), proposers, scheduler, clock)
+        self.config, self.limits, self._clock = config, limits, clock
+        self._intake, self._proposers, self._scheduler = Intake(config, limits, proposers.names), proposers, scheduler
         self._rounds: Rounds = rounds or NoRounds()
         self._passes, self.dtype = Passes(target, proposers), dtype  # the type of the target's activations and K/V
         self.control, self.round_control = scheduler.control, scheduler.round_control
+        self._keeps_at: float | None = None  # when what was learned is kept again, if it is
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
 
     # ------------------------------------------------------------------------------------------------ the step
@@ -305,6 +309,19 @@ class Engine(Standing):
         self.control.begin()
         self.round_control.begin()
 
+    def recall(self) -> bool:
+        """Begin with what an earlier process learned of this pair on this machine; False if there is nothing."""
+        return learned.recall(self.config, self._controls)
+
+    def keep_learned(self) -> None:
+        """Leave what control knows to a later process, now and whenever this one rests a while later."""
+        learned.keep(self.config, self._controls)
+        self._keeps_at = self._clock() + _KEEP_EVERY
+
+    @property
+    def _controls(self) -> dict[str, Control]:
+        return {"plain": self._scheduler.control, "rounds": self._scheduler.round_control}
+
     def check_invariants(self) -> None:
         """I1 and I5 on every sequence and page, and that nobody is lost between the two."""
         self._scheduler.check_invariants()
@@ -312,6 +329,73 @@ class Engine(Standing):
         live = {(name, index) for name, outputs in self._live.items() for index in outputs}
         assert scheduled == live, "a live sequence is not scheduled, or a dead one is"
         assert self.has_work or self.free_pages == self.total_pages, "idle, and pages are held"
+
+    # ------------------------------------------------------------------------------------------- limits and load
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the target's logits; every token id is below it."""
+        return self.limits.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.limits.max_model_len
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The model's own end-of-text tokens."""
+        return self.limits.eos_token_ids
+
+    @property
+    def default_proposer(self) -> str:
+        """Who drafts for a request that names nobody."""
+        return self._intake.default_proposer
+
+    @property
+    def proposer_names(self) -> tuple[str, ...]:
+        """What a request may ask for as `speculation.proposer`."""
+        return self._proposers.names
+
+    @property
+    def spec_gain(self) -> float:
+        """Tokens per second of the last steps over what plain decoding would have made, as far as known."""
+        return self._scheduler.gain
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that take part in steps."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold no pages: new, or preempted."""
+        return self._scheduler.num_waiting
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a request added now would start with the next step, as far as can be told."""
+        return self._scheduler.has_room
+
+    @property
+    def spare_pages(self) -> int:
+        """Free pages of the target's arena that no waiting sequence will take; below 0 where there are too few."""
+        return self._scheduler.num_spare
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page of the target's arena."""
+        return self._scheduler.target_pool.page_size
+
+    @property
+    def total_pages(self) -> int:
+        """Pages of the target's arena."""
+        return self._scheduler.target_pool.num_pages
+
+    @property
+    def free_pages(self) -> int:
+        """Pages of the target's arena that no sequence holds."""
+        return self._scheduler.target_pool.num_free
 
 
 def _length_before_stop(sequence: Sequence, fresh: tuple[int, ...]) -> int:

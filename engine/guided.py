@@ -24,13 +24,12 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
-from engine.bounds import Bounds
 from engine.checks import structure_field, structure_texts, structure_violations
+from engine.config import Bounds
 from engine.errors import GrammarFault, InvalidRequest, ModelError, Violation
-from engine.grammar import Grammar
 from engine.matcher import CompiledGrammar, Vocabulary, first_line
 from engine.text import Codec
-from engine.types import Guided
+from engine.types import Grammar, Guided
 
 MAX_WHITESPACE = 64  # a small model that begins to write spaces must come back
 # The library forbids `\u0061` for a declared property `a`, but takes it for another property's name: a document could

@@ -20,12 +20,12 @@ from engine import warm
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
-from engine.grammar import Grammar
 from engine.guided import GrammarCompiler
 from engine.text import Codec, OutputText
 from engine.types import (
     Finished,
     FinishReason,
+    Grammar,
     Guided,
     Request,
     SamplingParams,

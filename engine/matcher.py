@@ -63,7 +63,7 @@ class Vocabulary:
 
 
 class CompiledGrammar:
-    """A structure that compiled; `source` is in the library's own notation. See `engine.grammar.Grammar`."""
+    """A structure that compiled; `source` is in the library's own notation. See `engine.types.Grammar`."""
 
     def __init__(self, vocabulary: Vocabulary, source: str) -> None:
         self.vocabulary = vocabulary
@@ -89,7 +89,7 @@ class CompiledGrammar:
 
 
 class MatcherState:
-    """One output's way through a structure. See `engine.grammar.GrammarState`.
+    """One output's way through a structure. See `engine.types.GrammarState`.
 
     End tokens are kept here, not in the library, which takes none once nothing else can follow. One of them ends the
     output where the structure may end and is never text, even if its id has some.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
 
-from engine.grammar import Grammar, GrammarState
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_SEED = 2**64 - 1
 DEFAULT_MAX_TOKENS = 128
@@ -127,6 +130,34 @@ class Speculation:
     num_draft_tokens: int
     proposer: str
     verification: Verification
+
+
+class GrammarState(Protocol):
+    """Where one output stands in its structure. After any `advance` it can go back: drafts are tried and taken back.
+
+    A fault of the structure (its limits, a state with no way on) raises GrammarFault; the state is then of no more
+    use, and a new one takes its place. An output ends where it cannot go on without what failed, and no other does.
+    """
+
+    def fill(self, mask: Tensor) -> None:
+        """Write which tokens may come next into `mask`, bool `[vocab]` on the CPU; end tokens where it may end."""
+        ...
+
+    def advance(self, tokens: Seq[int]) -> int:
+        """Take the longest leading part of `tokens` that fits; how many that are."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last `num_tokens` that were taken."""
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled structure, shared by all requests that ask for it."""
+
+    def start(self) -> GrammarState:
+        """The state before the first generated token."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

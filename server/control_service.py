@@ -19,7 +19,6 @@ from server import answers, convert
 from server.config import ServerConfig
 from server.driver import Driver
 from server.errors import Forbidden, NotFound
-from server.guard import caller_of
 from server.lifecycle import Lifecycle, State
 from server.model import ServedModel
 from server.security import Callers
@@ -83,7 +82,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         """End what is asked; what ends by itself meanwhile counts too."""
-        driver, caller = self._driver(), caller_of(self._callers, context.invocation_metadata())
+        driver, caller = self._driver(), self._callers.of_metadata(context.invocation_metadata())
         if request.all and not caller.is_operator:
             raise Forbidden("all is true; only an operator may end everybody's requests")
         streams = driver.live() if request.all else ()

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.grammar import Grammar
 from engine.stats import StepStats
-from engine.types import Finished, FinishReason, Request, Speculation, SpeculationStats, TokenEvent
+from engine.types import Finished, FinishReason, Grammar, Request, Speculation, SpeculationStats, TokenEvent
 from server import logs, wire
 from server.child import die_with_parent
 from server.garbage import freeze_loaded

@@ -7,8 +7,7 @@ import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from engine.grammar import Grammar
-from engine.types import Guided
+from engine.types import Grammar, Guided
 from server.errors import DeadlinePassed, QueueFull
 from server.model import CompileGrammar
 

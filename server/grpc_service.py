@@ -18,7 +18,6 @@ from pilotfish.v1 import generation_pb2_grpc
 from server import convert
 from server.admission import Admission, Call, Origin
 from server.errors import Aborted
-from server.guard import caller_of
 from server.metrics import Metrics
 from server.security import Callers
 from server.stalls import stall_limit
@@ -57,7 +56,7 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
     async def _admit(self, message: convert.AnyGenerateRequest, context: Context) -> Call:
         """Nothing is sent before this returns, metadata neither: so a refused call can be retried."""
         metadata = context.invocation_metadata() or ()
-        caller, headers = caller_of(self._callers, metadata), {k: v for k, v in metadata if isinstance(v, str)}
+        caller, headers = self._callers.of_metadata(metadata), {k: v for k, v in metadata if isinstance(v, str)}
         call = await self._admission.admit(message, Origin(caller, lambda: _remaining(context), headers))
         # The type stubs want a subclass of theirs; any callable will do.
         context.add_done_callback(lambda _: call.release(late=_remaining(context) <= 0))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from server.config import ServerConfig
 from server.driver import Driver
 from server.exposition import Exposition
-from server.guard import HttpGuard
+from server.http_guard import HttpGuard
 from server.http_limits import HttpProtocol, RequestLimits
 from server.lifecycle import Lifecycle, State
 from server.playground import add_playground

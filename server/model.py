@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.grammar import Grammar
 from engine.text import Codec
-from engine.types import Guided, Request
+from engine.types import Grammar, Guided, Request
 from models import embedded_draft, embedded_target
 from server.chat import ChatTemplate
 

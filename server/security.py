@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,17 @@ class Callers:
         if not found:
             raise ValueError(f"{path} has no token: everybody would be refused")
         return cls(found)
+
+    def of_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller:
+        """The caller that the `authorization` entry of a call's metadata or headers names.
+
+        Raises:
+            Unauthenticated: there is more than one such entry, or its token is missing or unknown.
+        """
+        given = [value for key, value in metadata or () if key == "authorization"]
+        if len(given) > 1:
+            raise Unauthenticated("authorization is there more than once")
+        return self.identify(str(given[0]) if given else None)
 
     def identify(self, authorization: str | None) -> Caller:
         """Whose token an `authorization` of the form `Bearer TOKEN` has; Unauthenticated if nobody's."""

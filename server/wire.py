@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from engine.bounds import Bounds
+from engine.config import Bounds
 from engine.errors import PilotfishError
 from engine.stats import StepStats
 from engine.types import Finished, FinishReason, Request, TokenEvent, TokenLogprob

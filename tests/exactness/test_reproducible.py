@@ -21,9 +21,8 @@ import torch
 
 from engine import sampling
 from engine.batch import Feed
-from engine.bounds import Bounds
 from engine.build import assemble, build_engine
-from engine.config import EngineConfig
+from engine.config import Bounds, EngineConfig
 from engine.engine import Engine
 from engine.logprobs import token_logprobs
 from engine.noise import Stream

@@ -10,13 +10,13 @@ from typing import NamedTuple
 from engine.checks import violations
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest, InvalidRequest, Unsupported
-from engine.grammar import GrammarState
 from engine.stats import Forward, StepStats
 from engine.text import Codec
 from engine.types import (
     Candidate,
     Finished,
     FinishReason,
+    GrammarState,
     Request,
     Speculation,
     SpeculationStats,

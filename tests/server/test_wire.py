@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.bounds import Bounds
+from engine.config import Bounds
 from engine.stats import Forward, StepStats
 from engine.types import (
     Candidate,
