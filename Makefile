@@ -31,7 +31,8 @@ test: install ## Run all tests, a file at a time in each of WORKERS processes
 # What a GPU machine may have: the lowest releases, and nothing for serving. Another Python that has them saves making one.
 LOWEST_VENV := .venv-lowest
 LOWEST_PYTHON ?= $(LOWEST_VENV)/bin/python
-LOWEST_TESTS := tests/kernels tests/cuda tests/no_gpu $(patsubst %,tests/engine/test_%.py,rounds fuse fuse_cuda fp8 attention batch kv pages noise sampling)
+LOWEST_TESTS := tests/kernels tests/cuda tests/no_gpu $(addprefix tests/engine/,test_attention.py kv sampling \
+	device_loop/test_round.py $(patsubst %,model/test_%.py,fuse fuse_cuda fp8))
 
 $(LOWEST_VENV)/.installed: tests/lowest.txt
 	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
@@ -120,7 +121,7 @@ chaos: install ## Cancels, killed clients, stalled readers, deadlines and faults
 	$(BIN)/python -m loadtest chaos --out build/loadtest/chaos $(ARGS)
 
 simulate: install ## Predict a server under load from what its steps cost, and check that against one
-	$(BIN)/python -m benchmarks.simulate check $(ARGS)
+	$(BIN)/python -m benchmarks.capacity.simulate check $(ARGS)
 
 clean: ## Remove .venv, caches and build outputs; never the models' training state
 	rm -rf $(VENV) $(LOWEST_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

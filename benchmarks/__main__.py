@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
-from benchmarks.lab import Lab, Options, Section
-from benchmarks.machine import machine
+from benchmarks.harness import report
+from benchmarks.harness.lab import Lab, Options, Section
+from benchmarks.harness.machine import machine
+from benchmarks.harness.synthetic import SHAPES
 from benchmarks.sections import frontend, grid, moving, ngram, peer_prompts, peers, server, sweep, verify
-from benchmarks.synthetic import SHAPES
 
 SECTIONS: tuple[Section, ...] = (
     verify.SECTION,

@@ -21,12 +21,12 @@ from pathlib import Path
 
 from rich.progress import track
 
-from benchmarks.machine import machine
-from engine.build import build_engine
-from engine.calibrate import calibrate
+from benchmarks.harness.machine import machine
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.text import Codec
+from engine.startup.build import build_engine
+from engine.startup.calibrate import calibrate
+from engine.text.codec import Codec
 from engine.types import Request, SamplingParams, SpeculationMode, SpeculationParams
 from models import corpus, embedded_draft, embedded_target
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from benchmarks.machine import machine
+from benchmarks.harness.machine import machine
 from engine import LLM, Completion, SamplingParams
 from models import corpus, embedded_draft, embedded_target
 

@@ -18,15 +18,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from benchmarks.busy import neighbours
-from benchmarks.machine import machine
-from benchmarks.subject import Subject, load_pair
-from benchmarks.timing import AUTO, run_turn, way
-from benchmarks.turns import Turn, median_speed, ratios
-from engine.build import assemble
+from benchmarks.harness.busy import neighbours
+from benchmarks.harness.machine import machine
+from benchmarks.harness.subject import Subject, load_pair
+from benchmarks.harness.timing import AUTO, run_turn, way
+from benchmarks.harness.turns import Turn, median_speed, ratios
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.threads import cores, exactly, leave_to_pool, use_threads
+from engine.machine.threads import cores, exactly, leave_to_pool, use_threads
+from engine.startup.build import assemble
 
 DEFAULT = "default"
 

@@ -20,17 +20,17 @@ from time import perf_counter
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from benchmarks.machine import Memory
+from benchmarks.harness.machine import Memory
+from benchmarks.harness.synthetic import SHAPES
 from benchmarks.steps import random_model
-from benchmarks.synthetic import SHAPES
-from engine.build import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.fuse import fuse
-from engine.int8 import kernel_name
-from engine.pack import pack
-from engine.stack import stack
-from engine.threads import use_threads
+from engine.machine.threads import use_threads
+from engine.model.fusion.fuse import fuse
+from engine.model.fusion.stack import stack
+from engine.model.linear.int8 import kernel_name
+from engine.model.linear.packed import pack
+from engine.startup.build import assemble
 from engine.types import FinishReason, Request, SamplingParams
 
 NEVER = 1e9  # milliseconds

@@ -30,16 +30,16 @@ from unittest.mock import patch
 
 from rich.progress import track
 
-from benchmarks.machine import machine
-from benchmarks.subject import Subject, load_pair
-from benchmarks.timing import AUTO, Batch, abreast, way
-from engine.build import assemble
+from benchmarks.harness.machine import machine
+from benchmarks.harness.subject import Subject, load_pair
+from benchmarks.harness.timing import AUTO, Batch, abreast, way
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.threads import use_threads
+from engine.machine.threads import use_threads
+from engine.startup.build import assemble
+from engine.startup.warm import make_ready
 from engine.types import SamplingParams
-from engine.warm import make_ready
-from server.garbage import freeze_loaded
+from server.worker.garbage import freeze_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from rich.progress import track
 
-from benchmarks.machine import machine
-from engine.build import build_engine
+from benchmarks.harness.machine import machine
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.text import Codec
+from engine.startup.build import build_engine
+from engine.text.codec import Codec
 from engine.types import Finished, Request, SamplingParams
 from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 

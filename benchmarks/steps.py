@@ -20,21 +20,21 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from benchmarks.machine import Memory
-from benchmarks.synthetic import SHAPES
+from benchmarks.harness.machine import Memory
+from benchmarks.harness.synthetic import SHAPES
 from engine.attention import choose
 from engine.attention.registry import AttentionName
-from engine.batch import Feed
 from engine.choices import Rounded
-from engine.fuse import fuse
-from engine.int4 import Int4Linear
-from engine.int8 import Int8Linear, kernel_name
-from engine.kv import KVArena
-from engine.pack import PackedLinear, pack, runs_in_c
-from engine.quant import quantise, skeleton
-from engine.runner import ModelRunner, kv_layout
-from engine.stack import stack
-from engine.threads import leave_to_pool, use_threads
+from engine.kv.arena import KVArena
+from engine.kv.batch import Feed
+from engine.machine.threads import leave_to_pool, use_threads
+from engine.model.fusion.fuse import fuse
+from engine.model.fusion.stack import stack
+from engine.model.linear.int4 import Int4Linear
+from engine.model.linear.int8 import Int8Linear, kernel_name
+from engine.model.linear.packed import PackedLinear, pack, runs_in_c
+from engine.model.quantize import quantise, skeleton
+from engine.model.runner import ModelRunner, kv_layout
 
 CONTEXT = 128
 

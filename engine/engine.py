@@ -13,20 +13,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from engine import learned
-from engine.control import Control, FixedK
+from engine.control import learned
+from engine.control.controller import Control, FixedK
+from engine.control.prefill_budget import Prefill
+from engine.device_loop.mail import NoRounds, Progress, Rounds, untold
 from engine.errors import DuplicateRequest
-from engine.intake import Intake, Limits, trial
-from engine.judge import Outcome
-from engine.mail import NoRounds, Progress, Rounds, untold
-from engine.measure import measure, round_of, teach, with_rounds
-from engine.passes import Decided, Passes
-from engine.prefill import Prefill
-from engine.processors import follow
+from engine.model.runner import Runner
 from engine.proposers import Proposers
-from engine.runner import Runner
+from engine.request.intake import Intake, Limits, trial
+from engine.sampling.processors import follow
+from engine.sampling.verification import Outcome
 from engine.scheduler import Scheduler, StepPlan
 from engine.stats import Clock, StepStats, Stopwatch
+from engine.step_stats import measure, round_of, teach, with_rounds
+from engine.target_pass import Decided, Passes
 from engine.types import Finished, FinishReason, Request, Sequence, TokenEvent
 
 if TYPE_CHECKING:

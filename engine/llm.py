@@ -16,12 +16,12 @@ from numbers import Integral
 from os import PathLike, fspath
 from typing import Any, cast
 
-from engine import warm
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
-from engine.guided import GrammarCompiler
-from engine.text import Codec, OutputText
+from engine.startup import warm
+from engine.text.codec import Codec, OutputText
+from engine.text.guided import GrammarCompiler
 from engine.types import (
     Finished,
     FinishReason,

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
-from engine.control import Control, FixedK, levelled
-from engine.gain import Gain
-from engine.pages import BlockPool
-from engine.prefill import Prefill
+from engine.control.controller import Control, FixedK, levelled
+from engine.control.prefill_budget import Prefill
+from engine.control.speedup import Gain
+from engine.kv.pages import BlockPool
 from engine.types import Sequence
 
 

@@ -19,12 +19,13 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from loadtest import plots, report, swarm
-from loadtest.chaos import OPTIONS, PROGRAM, chaos, chaos_lines
-from loadtest.curve import SHARES, curve
-from loadtest.overload import full_rate, overload
+from loadtest import plots, report
+from loadtest.experiments.chaos import OPTIONS, PROGRAM, chaos, chaos_lines
+from loadtest.experiments.curve import SHARES, curve
+from loadtest.experiments.overload import full_rate, overload
 from loadtest.phases import Phase, Site
 from loadtest.process import SCREEN, ServerProcess
+from loadtest.swarm import processes
 from loadtest.workload import WORKLOADS
 
 AT_A_SCREEN = ("curve", "overload")  # experiments whose callers call a first token within a second good
@@ -116,15 +117,15 @@ def _chaos(server: ServerProcess, options: argparse.Namespace, told: dict[str, s
 
 def _locust(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
     seconds = options.seconds or 60.0
-    wanted = swarm.Swarm(options.users or 0, seconds, options.workers, options.scenario)
+    wanted = processes.Swarm(options.users or 0, seconds, options.workers, options.scenario)
     if not wanted.users:
         places, rate = asyncio.run(_capacity(server, options.scenario, seconds / 10))
-        wanted = replace(wanted, users=swarm.bearable(places, rate), coming=swarm.coming(places, rate))
+        wanted = replace(wanted, users=processes.bearable(places, rate), coming=processes.coming(places, rate))
     _tell(f"{wanted.users} users for {wanted.seconds:g} s, {wanted.scenario}")
     rows = wanted.run(server, options.out)
     (options.out / "results.json").write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n", "utf-8")
-    failed = swarm.failures(rows)
-    return swarm.lines(rows), [f"{failed} calls failed"] if failed else []
+    failed = processes.failures(rows)
+    return processes.lines(rows), [f"{failed} calls failed"] if failed else []
 
 
 async def _capacity(server: ServerProcess, scenario: str, seconds: float) -> tuple[int, float]:

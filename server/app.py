@@ -19,29 +19,29 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from engine.errors import ModelError
 from engine.types import FinishReason
 from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
-from server.admission import Admission
-from server.child import Child
+from server.admission.admission import Admission
+from server.admission.grammars import GrammarPool
+from server.admission.security import Callers, Quotas
 from server.config import ServerConfig
-from server.control_service import ControlService
 from server.driver import Driver
 from server.errors import Unavailable
-from server.exposition import Exposition
-from server.grammars import GrammarPool
-from server.grpc_server import listen, make_server
-from server.grpc_service import InferenceService
-from server.health import Health, add_health
-from server.host import Host, LocalHost
-from server.http_api import add_generation
-from server.http_gateway import HttpServer, gateway
-from server.lag import watch_lag
+from server.grpc.control import ControlService
+from server.grpc.health import Health, add_health
+from server.grpc.inference import InferenceService
+from server.grpc.server import listen, make_server
+from server.http.gateway import HttpServer, gateway
+from server.http.routes import add_generation
 from server.lifecycle import Lifecycle, State
-from server.metrics import Metrics
 from server.model import Load, ServedModel, model_name
 from server.queue import AdmissionQueue
-from server.remote import Program, RemoteEngine
-from server.security import Callers, Quotas
-from server.supervisor import Crashes, Supervisor, first_of
-from server.tracing import NoTracing, OpenTelemetry, Tracing
+from server.telemetry.exposition import Exposition
+from server.telemetry.lag import watch_lag
+from server.telemetry.metrics import Metrics
+from server.telemetry.tracing import NoTracing, OpenTelemetry, Tracing
+from server.worker.child import Child
+from server.worker.host import Host, LocalHost
+from server.worker.remote import Program, RemoteEngine
+from server.worker.supervisor import Crashes, Supervisor, first_of
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import InvalidRequest, ModelError
-from engine.text import find_file
+from engine.text.codec import find_file
 
 MAX_TURNS = 200_000  # of all loops and macros together
 MAX_TEXT = 4 << 20  # characters of a rendered conversation, and of what one operator makes

@@ -15,8 +15,8 @@ from server.version import version
 
 if TYPE_CHECKING:
     from server.app import App
-    from server.child import Child
     from server.config import ServerConfig
+    from server.worker.child import Child
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def serve(arguments: list[str]) -> int:
     from pydantic import ValidationError
 
     from engine.errors import ModelError
-    from engine.place import Place
+    from engine.machine.rank import Place
     from server.config import ServerConfig
 
     try:
@@ -87,7 +87,7 @@ def check(arguments: list[str]) -> int:
     """Look at machine and models; 0 if they work, 1 with the reasons if not."""
     from pydantic import ValidationError
 
-    from server.check import Check
+    from server.commands.check import Check
 
     try:
         wanted = Check.of(arguments)
@@ -104,7 +104,7 @@ def bench(arguments: list[str]) -> int:
     from pydantic import ValidationError
 
     from engine.errors import ModelError
-    from server.bench import Bench
+    from server.commands.bench import Bench
 
     try:
         print(Bench.of(arguments).run(lambda stage: print(stage, file=sys.stderr)))
@@ -116,7 +116,7 @@ def bench(arguments: list[str]) -> int:
 
 def health(arguments: list[str]) -> int:
     """Ask a server, without loading anything."""
-    from server.probe import ask
+    from server.commands.health import ask
 
     try:
         answer, serves = ask(arguments)
@@ -137,7 +137,7 @@ def quantize(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
 
     from engine.errors import ModelError
-    from engine.quant import save_quantised
+    from engine.model.quantize import save_quantised
 
     try:
         save_quantised(options.model, options.revision, options.out, options.weights)
@@ -155,7 +155,7 @@ def show_version(_arguments: list[str]) -> int:
 
 
 def _serve(config: ServerConfig) -> int:
-    from server.child import ENGINE, Child
+    from server.worker.child import ENGINE, Child
 
     # First: it imports torch and its models, for longer than the rest here takes.
     with Child.start(ENGINE) if config.engine_process else nullcontext() as child:
@@ -165,9 +165,9 @@ def _serve(config: ServerConfig) -> int:
 def _run(config: ServerConfig, child: Child | None) -> int:
     import uvloop
 
-    from server import logs
     from server.app import App
-    from server.garbage import freeze_loaded
+    from server.telemetry import logs
+    from server.worker.garbage import freeze_loaded
 
     def be_ready(app: App) -> None:
         freeze_loaded()
@@ -194,9 +194,9 @@ def _follow(config: ServerConfig) -> int:
     """Hold a share of the target for the server of rank 0, without doors, until that has ended."""
     import signal
 
-    from engine.build import load_share
     from engine.errors import ModelError, RankLost
-    from server import logs
+    from engine.startup.build import load_share
+    from server.telemetry import logs
 
     logs.configure(config.log_format)
     try:

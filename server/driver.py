@@ -17,13 +17,13 @@ from engine.stats import Clock
 from engine.types import FinishReason, Request, TokenEvent
 from server.errors import Aborted, DeadlinePassed, EngineHung, RequestFailed, Unavailable
 from server.estimates import Estimates
-from server.host import Brought, Host
 from server.lifecycle import Lifecycle
-from server.metrics import Metrics
 from server.model import ServedModel
 from server.queue import AdmissionQueue, Outlook
-from server.streams import OutputStream
-from server.supervisor import Supervisor
+from server.streams.stream import OutputStream
+from server.telemetry.metrics import Metrics
+from server.worker.host import Brought, Host
+from server.worker.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What the server itself can refuse or lose, beside `engine.errors`; `server/status.py` says it in gRPC's words."""
+"""Errors of the server itself, beside `engine.errors`; `server/admission/status.py` maps both to gRPC statuses."""
 
 from __future__ import annotations
 

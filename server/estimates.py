@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from engine.stats import StepStats
 from engine.types import Request
-from server.outputs import Timeline
 from server.queue import Outlook
+from server.streams.output import Timeline
 
 _NEW = 0.1  # weight of the newest value in a mean of the last ten or so
 _KEEP = 0.995  # per step: the best rate fades, so that a machine that became slower is believed in the end

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.text import Codec
+from engine.text.codec import Codec
 from engine.types import Grammar, Guided, Request
 from models import embedded_draft, embedded_target
 from server.chat import ChatTemplate
@@ -72,15 +72,15 @@ class ServedModel:
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress) -> ServedModel:
         """Load and warm up. Takes seconds to minutes: call it on the compute thread."""
-        from engine.build import pick_device
-        from engine.warm import load
+        from engine.startup.build import pick_device
+        from engine.startup.warm import load
 
         return cls.around(load(config, progress), config, str(pick_device(config.device)))
 
     @classmethod
     def around(cls, engine: EngineView, config: EngineConfig, device: str) -> ServedModel:
         """What belongs to an engine that is loaded, here or elsewhere: tokenizer, structures, chat template."""
-        from engine.guided import GrammarCompiler
+        from engine.text.guided import GrammarCompiler
 
         codec = Codec.load(config.target, config.revision)
         compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids, config)

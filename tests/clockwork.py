@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.adaptive import AdaptiveK
-from engine.calibrate import SHAPES
-from engine.control import Control, Round
-from engine.pages import BlockPool
+from engine.control.adaptive import AdaptiveK
+from engine.control.controller import Control, Round
+from engine.kv.pages import BlockPool
 from engine.scheduler import Scheduler, Work
+from engine.startup.calibrate import SHAPES
 from engine.types import Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
 
 MOST = 8

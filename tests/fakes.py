@@ -10,13 +10,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from engine.batch import Feed
-from engine.control import Control
+from engine.control.controller import Control
+from engine.control.prefill_budget import Prefill
 from engine.engine import Engine
-from engine.intake import Limits
-from engine.pages import BlockPool
-from engine.prefill import Prefill
+from engine.kv.batch import Feed
+from engine.kv.pages import BlockPool
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
+from engine.request.intake import Limits
 from engine.scheduler import Scheduler
 from engine.stats import Clock, StepStats
 from engine.types import Finished, Request, TokenLogprob

@@ -7,17 +7,17 @@ import random
 from collections.abc import Sequence as Seq
 from functools import cache, lru_cache
 
-from benchmarks.bare import options as bare_options
-from engine import draws
+from benchmarks.harness.bare import options as bare_options
 from engine.attention import paged
-from engine.build import assemble
-from engine.control import FixedK
+from engine.control.controller import FixedK
+from engine.device_loop import draws
+from engine.device_loop.loop import RoundLoop
+from engine.device_loop.round import Fed, Ops
 from engine.engine import Engine
 from engine.kernels import reference
-from engine.kv import KVArena
-from engine.round_loop import RoundLoop
-from engine.rounds import Fed, Ops
-from engine.runner import kv_layout
+from engine.kv.arena import KVArena
+from engine.model.runner import kv_layout
+from engine.startup.build import assemble
 from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationParams
 from tests import fakes, zoo
 

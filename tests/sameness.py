@@ -20,15 +20,15 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.build import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.llm import LLM, Completion
+from engine.model.runner import kv_layout, load_model
 from engine.proposers.scripted import ScriptedProposer
-from engine.runner import kv_layout, load_model
-from engine.text import Codec
+from engine.proposers.vocab import VocabMap
+from engine.startup.build import assemble
+from engine.text.codec import Codec
 from engine.types import SamplingParams, Sequence, SpeculationMode, SpeculationParams, TokenLogprob
-from engine.vocab import VocabMap
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests import heads, zoo
 

@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from engine.attention.registry import ATTENTION_NAME
-from engine.fuse import fuse
-from engine.pack import pack
-from engine.runner import prepare
-from engine.stack import stack
+from engine.model.fusion.fuse import fuse
+from engine.model.fusion.stack import stack
+from engine.model.linear.packed import pack
+from engine.model.runner import prepare
 
 VOCAB = 97
 END = 2

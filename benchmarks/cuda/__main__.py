@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from benchmarks.cuda.parts import COMMANDS
+from benchmarks.cuda.catalogue import COMMANDS
 from benchmarks.cuda.report import Folder
 from benchmarks.cuda.running import run_all
 from benchmarks.cuda.setting import Setting

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.cuda.report import Section
 from benchmarks.cuda.setting import Setting
-from benchmarks.machine import commit, processor, versions
+from benchmarks.harness.machine import commit, processor, versions
 
 _CALLS = 20  # of a graph that is timed, so that launches cost nothing
 _CPU_CACHE = 2**14  # bytes: for a dry run, so that small arenas rotate as well

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from benchmarks.bare import options
 from benchmarks.cuda.arenas import PAGE
 from benchmarks.cuda.card import Card, wait
 from benchmarks.cuda.shapes import SHAPES
-from engine import noise
+from benchmarks.harness.bare import options
 from engine.attention.registry import ATTENTION_NAME
-from engine.build import assemble
+from engine.device_loop.round import Ops
+from engine.device_loop.shapes import places_for
 from engine.engine import Engine
-from engine.fuse_cuda import fuse_for_cuda
 from engine.kernels.args import Committed, Tracks
-from engine.loops import ops_on
-from engine.noise import Stream
-from engine.rounds import Ops
-from engine.runner import kv_layout, prepare
-from engine.shapes import places_for
+from engine.model.fusion.fuse_cuda import fuse_for_cuda
+from engine.model.runner import kv_layout, prepare
+from engine.sampling import noise
+from engine.sampling.noise import Stream
+from engine.startup.build import assemble
+from engine.startup.loop import ops_on
 from engine.stats import StepStats
 from engine.types import FinishReason, Request, SamplingParams, SpeculationMode, SpeculationParams
 

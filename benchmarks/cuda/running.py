@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from threading import Thread
 from time import monotonic
 
-from benchmarks.cuda.parts import START, Part
+from benchmarks.cuda.catalogue import START, Part
 from benchmarks.cuda.report import Folder, Section
 from benchmarks.cuda.setting import Setting
 

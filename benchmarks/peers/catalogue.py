@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.synthetic import Pair, int8_of
 from benchmarks.peers.remote import NotMeasured, Remote
-from benchmarks.synthetic import Pair, int8_of
 
 OURS = "pilotfish int8"
 _CACHE = 4  # GB of K/V for those who want to be told

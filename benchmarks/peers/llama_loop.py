@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.harness.turns import Clock, Turn
 from benchmarks.peers.worker import Prompts
-from benchmarks.turns import Clock, Turn
 
 _PASS = 512  # most tokens of a pass, as ours
 

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.turns import Clock, Turn
 from benchmarks.peers.worker import Prompts, serve
-from benchmarks.turns import Clock, Turn
 
 _END = 2  # it wants an end token to ignore
 

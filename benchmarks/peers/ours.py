@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.harness.timing import run_turn, way
+from benchmarks.harness.turns import Turn
 from benchmarks.peers.worker import Prompts, serve
-from benchmarks.timing import run_turn, way
-from benchmarks.turns import Turn
-from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.warm import make_ready
+from engine.startup.build import build_engine
+from engine.startup.warm import make_ready
 from server.version import version
 
 

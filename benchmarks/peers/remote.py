@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.meter import Usage
-from benchmarks.turns import Turn
+from benchmarks.harness.meter import Usage
+from benchmarks.harness.turns import Turn
 
 _ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.harness.turns import Clock, Turn
 from benchmarks.peers.worker import Prompts, serve
-from benchmarks.turns import Clock, Turn
 
 _PAGE, _PASS = 32, 512  # tokens, as ours
 

@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.turns import Clock, Turn
 from benchmarks.peers.worker import Prompts, serve
-from benchmarks.turns import Clock, Turn
 
 _PASS = 512  # most tokens of a pass, as ours
 # What its manual asks for on x86: Intel's OpenMP (from its own dependencies) instead of torch's.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
-from benchmarks.turns import Turn
+from benchmarks.harness.turns import Turn
 
 Prompts = Sequence[Sequence[int]]
 

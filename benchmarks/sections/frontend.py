@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from benchmarks.doors.callers import DOORS, Streamed, stream
-from benchmarks.doors.parts import PARTS
-from benchmarks.doors.process import Server, Used, serving
-from benchmarks.lab import Lab, Row, Section
+from benchmarks.frontend.callers import DOORS, Streamed, stream
+from benchmarks.frontend.parts import PARTS
+from benchmarks.frontend.process import Server, Used, serving
+from benchmarks.harness.lab import Lab, Row, Section
 
 STREAMS = (1, 16, 64, 256)
 TOKENS = 12_000  # of all streams of one turn together
@@ -137,7 +137,8 @@ SECTIONS = (
         "Where the time of a token goes",
         measure_parts,
         f"{max(STREAMS)} streams, a step each {1000 * PAUSE:.0f} ms, so that the server keeps up and each token is a "
-        "message of its own. Shares are of a server whose functions note when they run (`benchmarks/doors/parts.py`), "
+        "message of its own. Shares are of a server whose functions note when they run "
+        "(`benchmarks/frontend/parts.py`), "
         "which costs about a quarter more; microseconds are these shares of the processor time of one that is left "
         "alone.",
         {

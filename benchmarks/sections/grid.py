@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from benchmarks.lab import Lab, Row, Section, row_of
-from benchmarks.timing import AUTO
+from benchmarks.harness.lab import Lab, Row, Section, row_of
+from benchmarks.harness.timing import AUTO
 
 BATCHES = (1, 4, 16, 32)
 RATES = (0.0, 0.3, 0.6, 0.9)

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.lab import Lab, Row, Section
-from benchmarks.timing import AUTO
-from benchmarks.turns import Turn, foreign
+from benchmarks.harness.lab import Lab, Row, Section
+from benchmarks.harness.timing import AUTO
+from benchmarks.harness.turns import Turn, foreign
 from engine.engine import Engine
 
 # Each change is of one kind or of several: more and fewer requests, better and worse drafts.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from benchmarks.lab import Lab, Row, Section, row_of
-from benchmarks.timing import AUTO, run_turn, way
-from benchmarks.turns import Turn, interleave
-from engine.build import build_engine
-from engine.calibrate import calibrate
+from benchmarks.harness.lab import Lab, Row, Section, row_of
+from benchmarks.harness.timing import AUTO, run_turn, way
+from benchmarks.harness.turns import Turn, interleave
 from engine.engine import Engine
+from engine.startup.build import build_engine
+from engine.startup.calibrate import calibrate
 
 BATCHES = (1, 4)
 DRAFTS = (4, 8, 16)

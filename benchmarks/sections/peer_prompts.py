@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
-from benchmarks.busy import neighbours
-from benchmarks.lab import Lab, Row, Section
+from benchmarks.harness.busy import neighbours
+from benchmarks.harness.lab import Lab, Row, Section
+from benchmarks.harness.turns import Turn, foreign
 from benchmarks.peers.catalogue import Peer, Setting
 from benchmarks.peers.remote import NotMeasured, Remote
 from benchmarks.sections.peers import checked_turn, chosen, not_measured, setting_of, started
-from benchmarks.turns import Turn, foreign
 
 LENGTHS = (512, 2048, 8192)
 _SHORT = 16  # tokens of the prompt that a program reads first: it warms up

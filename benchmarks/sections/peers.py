@@ -8,15 +8,15 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from benchmarks.busy import neighbours
-from benchmarks.lab import Lab, Options, Row, Section
-from benchmarks.machine import Memory
+from benchmarks.harness.busy import neighbours
+from benchmarks.harness.lab import Lab, Options, Row, Section
+from benchmarks.harness.machine import Memory
+from benchmarks.harness.synthetic import int8_of, matrix_bytes
+from benchmarks.harness.timing import AUTO
+from benchmarks.harness.turns import Turn, foreign, median_speed, promising, ratios, take_turns, worth_while
 from benchmarks.peers.catalogue import OURS, PEERS, Peer, Setting, pythons
 from benchmarks.peers.remote import NotMeasured, Remote
-from benchmarks.synthetic import int8_of, matrix_bytes
-from benchmarks.timing import AUTO
-from benchmarks.turns import Turn, foreign, median_speed, promising, ratios, take_turns, worth_while
-from engine.threads import cores
+from engine.machine.threads import cores
 
 BATCHES = (1, 4, 8, 16)
 DRAFTS = (2, 4, 6)
@@ -182,7 +182,7 @@ def _rows(
 
 def plot(rows: Sequence[Row], folder: Path) -> Sequence[str]:
     """The best way of each program, with drafts or without, by batch."""
-    from benchmarks.plots import Line, draw
+    from benchmarks.harness.plots import Line, draw
 
     measured = [r for r in rows if r.get("speeds") and not r["neighbours"]]
     lines = []

@@ -12,16 +12,16 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 
-from benchmarks.lab import Lab, Row, Section
+from benchmarks.harness.lab import Lab, Row, Section
+from benchmarks.harness.synthetic import int8_of
+from benchmarks.harness.timing import AUTO
+from benchmarks.harness.turns import Clock, Turn, foreign, interleave, median_speed
 from benchmarks.peers.catalogue import PEERS, Peer, Setting, pythons
 from benchmarks.peers.remote import Remote
-from benchmarks.synthetic import int8_of
-from benchmarks.timing import AUTO
-from benchmarks.turns import Clock, Turn, foreign, interleave, median_speed
 from client import AsyncClient
 from client.options import Options
 from client.results import Delta
-from engine.threads import cores
+from engine.machine.threads import cores
 
 BATCHES = (16,)
 AIM = 0.05

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.lab import Lab, Row, Section, row_of
-from benchmarks.timing import AUTO
-from benchmarks.turns import Turn
+from benchmarks.harness.lab import Lab, Row, Section, row_of
+from benchmarks.harness.timing import AUTO
+from benchmarks.harness.turns import Turn
 
 BATCHES = (1, 4)
 RATES = (0.3, 0.6, 0.8, 0.9)
@@ -58,7 +58,7 @@ def plot(rows: Sequence[Row], folder: Path) -> Sequence[str]:
 
 
 def _by_k(rows: Sequence[Row], batch: int, folder: Path) -> str:
-    from benchmarks.plots import Line, draw
+    from benchmarks.harness.plots import Line, draw
 
     lines = []
     for rate in sorted({r["rate"] for r in rows}):
@@ -79,7 +79,7 @@ def _by_k(rows: Sequence[Row], batch: int, folder: Path) -> str:
 
 def _by_rate(rows: Sequence[Row], batch: int, folder: Path) -> str:
     """Points are measured; curves follow from the costs of drafting and verifying K that were measured."""
-    from benchmarks.plots import Line, draw
+    from benchmarks.harness.plots import Line, draw
 
     lines = []
     for k in [k for k in ("1", "2", "4", "8") if any(r["k"] == k for r in rows)]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.lab import Lab, Row, Section
-from benchmarks.turns import foreign, interleave
+from benchmarks.harness.lab import Lab, Row, Section
+from benchmarks.harness.turns import foreign, interleave
 
 BATCHES = (1, 4, 8, 16)
 DRAFTS = (1, 2, 3, 4, 5, 6, 7)
@@ -47,7 +47,7 @@ def _tell(lab: Lab, batch: int, text: str) -> None:
 
 def plot(rows: Sequence[Row], folder: Path) -> Sequence[str]:
     """Milliseconds of a step against K."""
-    from benchmarks.plots import Line, draw
+    from benchmarks.harness.plots import Line, draw
 
     lines = [
         Line(f"batch {batch}", [r["k"] for r in rows if r["batch"] == batch],

@@ -1,4 +1,4 @@
-"""PromQL over the families of `server/metrics.py`, of the instances that a dashboard has chosen. Knows no Grafana."""
+"""PromQL over the metrics of `server/telemetry/metrics.py`, for the instances that a dashboard selects."""
 
 from __future__ import annotations
 

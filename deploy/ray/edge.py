@@ -1,9 +1,9 @@
 """Our methods on Ray's gRPC proxy: callers meet the same statuses as at a server of our own, and never a stack trace.
 
 Ray calls `add_inference` and `add_control` in each proxy process and gives them its server, which sends every call to
-a replica. Around each method this adds what `server/boundary.py` does elsewhere: bytes that are no message are refused,
-an envelope's status becomes the call's, the deadline goes along as metadata, and what Ray itself says when a replica is
-gone or all are busy is said in our words.
+a replica. Around each method this adds what `server/grpc/boundary.py` does elsewhere: bytes that are no message are
+refused, an envelope's status becomes the call's, the deadline is passed on as metadata, and Ray's own errors (a
+replica is gone, all are busy) become the statuses that our server would answer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from google.protobuf.message import DecodeError
 from deploy.ray.envelope import Status, opened
 from engine.errors import InvalidRequest, PilotfishError
 from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
-from server.boundary import refuse
+from server.admission.status import refusal
 from server.errors import QueueFull, Unavailable
-from server.status import refusal
+from server.grpc.boundary import refuse
 
 REMAINING = "pilotfish-remaining-seconds"  # metadata for the replica; callers' own is dropped
 RETRY_SECONDS = 1.0

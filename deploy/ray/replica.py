@@ -16,19 +16,19 @@ from prometheus_client import CollectorRegistry
 from deploy.ray.edge import REMAINING
 from deploy.ray.envelope import Envelope
 from engine.errors import PilotfishError, Unsupported
-from server.admission import Admission, Call, Origin
+from server.admission.admission import Admission, Call, Origin
+from server.admission.grammars import GrammarPool
+from server.admission.security import Callers, Quotas
 from server.config import ServerConfig
-from server.control_service import ControlService
 from server.driver import Driver
-from server.grammars import GrammarPool
-from server.host import LocalHost
+from server.grpc.control import ControlService
 from server.lifecycle import Lifecycle, State
-from server.metrics import Metrics
 from server.model import ServedModel
 from server.queue import AdmissionQueue
-from server.security import Callers, Quotas
-from server.supervisor import Crashes, Supervisor
-from server.tracing import NoTracing
+from server.telemetry.metrics import Metrics
+from server.telemetry.tracing import NoTracing
+from server.worker.host import LocalHost
+from server.worker.supervisor import Crashes, Supervisor
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.reference import arena_rows
-from engine.batch import RaggedBatch
+from engine.kv.batch import RaggedBatch
 
 BLOCK = 64
 ROWS = 4  # a verified sequence has K + 1, a decoding one 1: more would mostly be padding

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.attention import sdpa
-from engine.batch import RaggedBatch
+from engine.kv.batch import RaggedBatch
+from engine.machine.threads import pool_threads
 from engine.native import library
 from engine.native.attention import BITS, AttentionArgs, attention_args, where_rows_lie
-from engine.threads import pool_threads
 
 _LANES = 16  # what a head's size must be a multiple of
 

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.batch import RaggedBatch
 from engine.kernels import reference
 from engine.kernels.paging import Paging
+from engine.kv.batch import RaggedBatch
 
 
 def attend(

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.batch import RaggedBatch
+from engine.kv.batch import RaggedBatch
 
 
 def attend(

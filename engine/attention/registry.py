@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from engine.attention import fixed, native, paged, reference, rows, sdpa
-from engine.batch import RaggedBatch
 from engine.errors import ModelError
 from engine.kernels import faults, has_triton, is_interpreted
-from engine.kv import KVArena
+from engine.kv.arena import KVArena
+from engine.kv.batch import RaggedBatch
 from engine.native import library
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.reference import arena_rows
-from engine.batch import RaggedBatch
+from engine.kv.batch import RaggedBatch
 
 
 def attend(

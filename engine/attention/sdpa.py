@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention import reference
-from engine.batch import RaggedBatch
+from engine.kv.batch import RaggedBatch
 
 
 def attend(

@@ -1,4 +1,4 @@
-"""From logits to tokens: argmax of a row's law plus Gumbel noise, with the bits of noise of `engine.noise`.
+"""From logits to tokens: argmax of a row's law plus Gumbel noise, with the bits of noise of `engine.sampling.noise`.
 
 A logit of -inf masks its token. Greedy, whole and cut laws stand side by side in one batch, told apart on the device by
 their parameters; where a law is cut, `cuts` finds its end. Ten launches with cuts, three without.
@@ -18,7 +18,7 @@ _BLOCK = 2048  # tokens that one program looks at
 
 
 def choose(logits: Tensor, laws: Laws, *, cuts: bool = True) -> Drawn:
-    """One token per row of `logits` `[R, vocab]`, the tokens of `engine.sampling.choose`.
+    """One token per row of `logits` `[R, vocab]`, the tokens of `engine.sampling.distribution.choose`.
 
     `cuts` says whether any row may have a top-k, top-p or min-p; where none has, most kernels are saved. Nothing but
     the vocabulary, the type of the logits and whether their rows are aligned makes Triton compile anew.
@@ -78,7 +78,7 @@ def _peaks_kernel(logits_ptr, peaks_ptr, at_ptr, bins_ptr, stride, vocab, blocks
 
 @triton.jit
 def _gumbel(high, low):
-    """As `engine.noise._gumbel`, to the last bit but for how two libraries round a logarithm."""
+    """As `engine.sampling.noise._gumbel`, to the last bit but for how two libraries round a logarithm."""
     bits = (high.to(tl.int64) << 20) | (low >> 12).to(tl.int64)
     return -tl.log(-tl.log((bits.to(tl.float64) + 0.5) * 2.220446049250313e-16))
 

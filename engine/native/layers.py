@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.machine.threads import pool_threads
 from engine.native.attention import BITS, AttentionArgs
 from engine.native.compiled import library
 from engine.native.matmul import Matrix, PackedMatrix
-from engine.threads import pool_threads
 
 _PTR, _F32, _I64 = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
 

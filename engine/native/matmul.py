@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.machine.threads import pool_threads
 from engine.native.compiled import library
 from engine.native.weights import GROUP, panels_of, panels_of_levels
-from engine.threads import pool_threads
 
 _BITS = {torch.uint8: 4, torch.int8: 8, torch.bfloat16: 16, torch.float32: 32}  # uint8: two weights in a byte
 ALIGNED = 16  # inputs: a whole number of vectors

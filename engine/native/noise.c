@@ -1,4 +1,4 @@
-/* Philox4x32-10 (Salmon et al. 2011, section 3.3): the words of `engine/noise.py`, in registers from the first of the
+/* Philox4x32-10 (Salmon et al. 2011, section 3.3): the words of `engine/sampling/noise.py`, in registers from the first of the
  * ten rounds to the last, where torch writes tensors of 64-bit words to memory seven times a round. Plain loops, which
  * compilers turn into vectors. */
 

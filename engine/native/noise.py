@@ -1,4 +1,4 @@
-"""Numbers of Philox in C (`noise.c`): those of `engine/noise.py`, one call for all rows. CPU."""
+"""Numbers of Philox in C (`noise.c`): those of `engine/sampling/noise.py`, one call for all rows. CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-/* Float weights to 8 and 4 bits, a row at a time: the bits that torch gives in `engine/int8.py` and `engine/int4.py`.
+/* Float weights to 8 and 4 bits, a row at a time: the bits that torch gives in `engine/model/linear/int8.py` and `engine/model/linear/int4.py`.
  * Plain loops, which compilers turn into vectors of whatever width the processor has. */
 
 /* A product is rounded before it is added to, as in torch. */

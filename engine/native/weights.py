@@ -14,10 +14,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.mapped import in_large_pages
+from engine.machine.mapped import in_large_pages
+from engine.machine.threads import most_threads
 from engine.native.attention import BITS
 from engine.native.compiled import function, library
-from engine.threads import most_threads
 
 GROUP = 64  # inputs that share a scale, in 4 bits
 _SLICE = 2**20  # bytes of what is read

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from engine.batch import Feed
+from engine.kv.batch import Feed
 from engine.stats import Forward
 from engine.types import Sequence
 

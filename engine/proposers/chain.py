@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine import sampling
-from engine.noise import Stream
-from engine.processors import process
 from engine.proposers.base import Proposal
-from engine.row import Row
-from engine.sampling import RowParams
+from engine.sampling import distribution
+from engine.sampling.distribution import RowParams
+from engine.sampling.noise import Stream
+from engine.sampling.processors import process
+from engine.sampling.row import Row
 from engine.stats import Forward
 from engine.types import Sequence, Verification
 
@@ -58,8 +58,8 @@ def draw(chains: Seq[Chain], logits: Tensor) -> None:
         return
     rows = [chain.row for chain in chains]
     logits, params = process(logits, rows), RowParams.of(rows, logits.shape[1], logits.device)
-    drawn = sampling.choose(logits, params).tolist()
-    probs = sampling.probabilities(logits, params) if any(chain.is_judged_by_law for chain in chains) else None
+    drawn = distribution.choose(logits, params).tolist()
+    probs = distribution.probabilities(logits, params) if any(chain.is_judged_by_law for chain in chains) else None
     for i, chain in enumerate(chains):
         chain.tokens.append(drawn[i])
         if probs is not None and chain.is_judged_by_law:

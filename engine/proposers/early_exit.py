@@ -11,9 +11,9 @@ from itertools import chain
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.checkpoint import shape_of
 from engine.errors import ModelError
-from engine.fuse_cuda import link
+from engine.model.checkpoint import shape_of
+from engine.model.fusion.fuse_cuda import link
 
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from engine.batch import Feed
-from engine.prefill import Prefill
+from engine.control.prefill_budget import Prefill
+from engine.kv.batch import Feed
+from engine.model.runner import Runner
 from engine.proposers.base import Proposal
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
-from engine.runner import Runner
 from engine.stats import Forward
 from engine.types import Sequence
 

@@ -10,9 +10,9 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from engine.batch import Feed
-from engine.processors import fitting
+from engine.kv.batch import Feed
 from engine.proposers.base import Finder, Observer, Passed, Proposal, Proposer
+from engine.sampling.processors import fitting
 from engine.stats import Forward
 from engine.types import Sequence
 

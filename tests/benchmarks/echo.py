@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
+from benchmarks.harness.turns import Clock
 from benchmarks.peers.worker import serve
-from benchmarks.turns import Clock
 
 
 class Echo:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cuda.parts import Part
+from benchmarks.cuda.catalogue import Part
 from benchmarks.cuda.report import Folder, Section
 from benchmarks.cuda.running import run_all
 from benchmarks.cuda.setting import Setting

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bare import DEFAULTS
+from benchmarks.harness.bare import DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 BARE = """
@@ -77,7 +77,7 @@ def test_first_light_starts():
     told = in_a_bare_environment(
         """
         from benchmarks.cuda import __main__
-        from benchmarks.cuda.parts import COMMANDS
+        from benchmarks.cuda.catalogue import COMMANDS
         for part in [part for parts in COMMANDS.values() for part in parts]:
             part.load()
         import tempfile

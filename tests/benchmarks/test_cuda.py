@@ -9,13 +9,14 @@ import torch
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache
 
-from benchmarks.cuda import checks, decoding, engines, peers
+from benchmarks.cuda import engines
 from benchmarks.cuda.arenas import PAGE, Arenas
 from benchmarks.cuda.card import Card
+from benchmarks.cuda.parts import checks, decoding, peers
 from benchmarks.cuda.report import Folder, Section
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import Heads
-from engine.repertoire import Repertoire
+from engine.device_loop.repertoire import Repertoire
 
 CPU = Card(torch.device("cpu"), "", 1.0, 1.0, 2**14)
 H100_CACHE = 50 << 20  # bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cuda.parts import COMMANDS, START, WHOLE, table
+from benchmarks.cuda.catalogue import COMMANDS, START, WHOLE, table
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES, MOST_BYTES = 8, 16 << 20  # that come back from a lent machine

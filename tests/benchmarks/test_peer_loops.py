@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks import busy
+from benchmarks.harness import busy
+from benchmarks.harness.synthetic import SHAPES, Rule, write
 from benchmarks.peers import vllm
 from benchmarks.peers.llama_loop import Llama
-from benchmarks.synthetic import SHAPES, Rule, write
 
 RULE = Rule(64, 3)
 DRAFT = RULE.agreeing(0.5)

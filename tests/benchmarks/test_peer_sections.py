@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.lab import Options
-from benchmarks.meter import Usage
+from benchmarks.harness.lab import Options
+from benchmarks.harness.meter import Usage
+from benchmarks.harness.report import table
+from benchmarks.harness.synthetic import Rule
+from benchmarks.harness.turns import Turn
 from benchmarks.peers.catalogue import OURS, PEERS, Setting, pythons
 from benchmarks.peers.remote import NotMeasured
-from benchmarks.report import table
 from benchmarks.sections import peer_prompts, peers
-from benchmarks.synthetic import Rule
-from benchmarks.turns import Turn
 
 RULE = Rule(600, 1)
 

@@ -7,13 +7,13 @@ import json
 import pytest
 
 from benchmarks.__main__ import SECTIONS, main
-from benchmarks.doors.callers import DOORS
-from benchmarks.doors.parts import PARTS
-from benchmarks.report import part, table
+from benchmarks.frontend.callers import DOORS
+from benchmarks.frontend.parts import PARTS
+from benchmarks.harness.report import part, table
+from benchmarks.harness.timing import abreast
+from benchmarks.harness.turns import interleave, promising, ratios, take_turns, worth_while
 from benchmarks.sections import frontend
 from benchmarks.sections.sweep import expected_gain
-from benchmarks.timing import abreast
-from benchmarks.turns import interleave, promising, ratios, take_turns, worth_while
 from tests.benchmarks.turns import turn
 
 OFFLINE = ["verify", "sweep", "grid", "moving", "ngram"]

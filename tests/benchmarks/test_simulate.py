@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.costs import CostTable, Observed
-from benchmarks.simulate import Asked, at_random, better_of_two, forecast, in_turn
-from engine.prices import NUM_QUANTITIES
+from benchmarks.capacity.costs import CostTable, Observed
+from benchmarks.capacity.simulate import Asked, at_random, better_of_two, forecast, in_turn
+from engine.control.cost_model import NUM_QUANTITIES
 
 A_PASS, A_ROW = 0.01, 0.001
 

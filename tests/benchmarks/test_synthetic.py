@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from safetensors.torch import load_file
 
-from benchmarks.replay import NAME, ReplayModels, Script
-from benchmarks.synthetic import LOOP, Pair, Rule, agreement, int8_of, matrix_bytes
-from benchmarks.timing import AUTO, run_turn, way
-from engine.build import build_engine
+from benchmarks.harness.replay import NAME, ReplayModels, Script
+from benchmarks.harness.synthetic import LOOP, Pair, Rule, agreement, int8_of, matrix_bytes
+from benchmarks.harness.timing import AUTO, run_turn, way
 from engine.config import EngineConfig
-from engine.text import Codec
+from engine.startup.build import build_engine
+from engine.text.codec import Codec
 
 TOKENS, BATCH = 48, 4
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.meter import Usage
-from benchmarks.turns import Turn
+from benchmarks.harness.meter import Usage
+from benchmarks.harness.turns import Turn
 
 
 def turn(speed: float) -> Turn:

@@ -12,7 +12,7 @@ from playwright.async_api import expect
 
 from server.model import ServedModel
 from tests.browser.chromium import NARROW, browsing, executable, visiting
-from tests.engine.test_text import CODEC
+from tests.engine.text.test_codec import CODEC
 from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_life import metric

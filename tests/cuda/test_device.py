@@ -10,10 +10,10 @@ from itertools import cycle
 import pytest
 import torch
 
-from benchmarks.bare import options as bare_options
+from benchmarks.harness.bare import options as bare_options
 from engine.attention.registry import choose
-from engine.control import FixedK
-from engine.memory import kv_gib
+from engine.control.controller import FixedK
+from engine.startup.memory import kv_gib
 from engine.types import FinishReason
 from tests import fakes, zoo
 from tests.interpreting import DEVICE
@@ -21,8 +21,8 @@ from tests.loops import LONGEST, AnyK, asking, engine_of, models, plainly, reque
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine.fuse_cuda import fuse_for_cuda
 from engine.kernels import attention, reference, rows
+from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from tests.kernels.test_attention import alone, problem
 
 pytestmark = pytest.mark.cuda
@@ -207,9 +207,9 @@ def test_stand_ins(family):
 
 
 def logits_of(model):
-    from engine.batch import Feed
-    from engine.kv import KVArena
-    from engine.runner import ModelRunner, kv_layout
+    from engine.kv.arena import KVArena
+    from engine.kv.batch import Feed
+    from engine.model.runner import ModelRunner, kv_layout
 
     arena = KVArena(kv_layout(model.config, model.dtype), 3, 64, model.device)
     runner = ModelRunner(model, arena, choose("auto", model.device))

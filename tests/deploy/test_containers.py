@@ -13,7 +13,7 @@ from compose_spec import PyOptions, parse_duration
 
 from server.app import LAST_MESSAGES_SECONDS
 from server.config import ServerConfig
-from server.http_gateway import LAST_RESPONSES_SECONDS
+from server.http.gateway import LAST_RESPONSES_SECONDS
 from tests.deploy.dockerfile import DOCKERFILE, stages
 from tests.deploy.prometheus import DEPLOY, FOLDER
 

@@ -22,8 +22,8 @@ from pydantic import ValidationError
 
 from server.app import LAST_MESSAGES_SECONDS
 from server.config import ServerConfig
-from server.health import LIVENESS
-from server.http_gateway import LAST_RESPONSES_SECONDS
+from server.grpc.health import LIVENESS
+from server.http.gateway import LAST_RESPONSES_SECONDS
 from tests.deploy.dockerfile import stages
 from tests.deploy.prometheus import DEPLOY, PROMTOOL, needs_prometheus
 from tests.deploy.test_containers import services as compose_services

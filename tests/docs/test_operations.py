@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 from prometheus_client import CollectorRegistry
 
-from server.metrics import Metrics
+from server.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text("utf-8")

@@ -16,14 +16,16 @@ import httpx
 import pytest
 
 import client
-from engine import passes
-from engine.matcher import MatcherState
-from engine.text import Codec
+from engine import target_pass
+from engine.text.codec import Codec
+from engine.text.matcher import MatcherState
 from models import embedded_draft, embedded_target
 from pilotfish.v1 import generation_pb2 as pb
-from server import answers, engine_process, streams
+from server.admission import answers
 from server.model import ServedModel
-from server.remote import Program
+from server.streams import stream
+from server.worker import engine_process
+from server.worker.remote import Program
 from tests.e2e.test_bad_inputs import http_client
 from tests.server.conftest import serving, until
 from tests.server.test_life import metric, read_to_end
@@ -57,29 +59,29 @@ def in_tokenizer(engine, patch):
 
 
 def in_target(engine, patch):
-    run = passes.Passes._pass
+    run = target_pass.Passes._pass
 
     def faulty(self, plan, proposal, watch):
         if any(is_poison(s, in_target) for s in plan.sequences):
             raise RuntimeError(SECRET)
         return run(self, plan, proposal, watch)
 
-    patch.setattr(passes.Passes, "_pass", faulty)
+    patch.setattr(target_pass.Passes, "_pass", faulty)
 
 
 def in_sampler(engine, patch):
-    judge = passes.judge
+    judge = target_pass.judge
 
     def faulty(fed, logits):
         if any(is_poison(f.sequence, in_sampler) for f in fed):
             raise RuntimeError(SECRET)
         return judge(fed, logits)
 
-    patch.setattr(passes, "judge", faulty)
+    patch.setattr(target_pass, "judge", faulty)
 
 
 def not_a_number(engine, patch):
-    judge = passes.judge
+    judge = target_pass.judge
 
     def faulty(fed, logits):
         first = 0
@@ -89,7 +91,7 @@ def not_a_number(engine, patch):
             first += f.num_rows
         return judge(fed, logits)
 
-    patch.setattr(passes, "judge", faulty)
+    patch.setattr(target_pass, "judge", faulty)
 
 
 def in_grammar(engine, patch):
@@ -104,14 +106,14 @@ def in_grammar(engine, patch):
 
 
 def in_detokenizer(engine, patch):
-    push = streams.OutputStream.push
+    push = stream.OutputStream.push
 
     def faulty(self, event):
         if self.request_id == in_detokenizer.__name__:
             raise RuntimeError(SECRET)
         return push(self, event)
 
-    patch.setattr(streams.OutputStream, "push", faulty)
+    patch.setattr(stream.OutputStream, "push", faulty)
 
 
 def in_serializer(engine, patch):

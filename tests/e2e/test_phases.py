@@ -13,12 +13,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from engine import passes
+from engine import target_pass
 from models import embedded_draft, embedded_target
 from pilotfish.v1 import generation_pb2 as pb
-from server import engine_process
 from server.model import ServedModel
-from server.remote import Program
+from server.worker import engine_process
+from server.worker.remote import Program
 from tests.server.conftest import serving, until
 from tests.server.test_life import read_to_end
 
@@ -54,14 +54,14 @@ def is_victim(sequence) -> bool:
 
 
 def while_prefilling(engine, stop, patch):
-    run = passes.Passes._pass
+    run = target_pass.Passes._pass
 
     def held(self, plan, proposal, watch):
         if any(is_victim(w.sequence) and not w.reaches_end for w in plan.works):
             stop()
         return run(self, plan, proposal, watch)
 
-    patch.setattr(passes.Passes, "_pass", held)
+    patch.setattr(target_pass.Passes, "_pass", held)
 
 
 def while_drafting(engine, stop, patch):
@@ -77,14 +77,14 @@ def while_drafting(engine, stop, patch):
 
 
 def while_verifying(engine, stop, patch):
-    judge = passes.judge
+    judge = target_pass.judge
 
     def held(fed, logits):
         if any(is_victim(f.sequence) and f.drafts for f in fed):
             stop()
         return judge(fed, logits)
 
-    patch.setattr(passes, "judge", held)
+    patch.setattr(target_pass, "judge", held)
 
 
 def while_riding(engine, stop, patch):

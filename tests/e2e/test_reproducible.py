@@ -12,9 +12,9 @@ import torch
 
 from client import AsyncClient, Completion
 from client.errors import Unsupported
-from engine.checkpoint import read_config
 from engine.engine import Engine, StepOutput
-from engine.runner import kv_layout
+from engine.model.checkpoint import read_config
+from engine.model.runner import kv_layout
 from engine.stats import StepStats
 from engine.types import Sequence
 from models import corpus

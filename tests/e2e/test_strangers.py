@@ -15,7 +15,7 @@ from engine.types import Guided
 from models import corpus, embedded_draft, embedded_target
 from server.model import ServedModel
 from tests.e2e.test_streams import sample
-from tests.engine.test_guided import COSTLY_LATER, HOSTILE
+from tests.engine.text.test_guided import COSTLY_LATER, HOSTILE
 from tests.server.conftest import serving
 
 SETTINGS = {"target": str(embedded_target()), "draft": str(embedded_draft()), "threads": 1, "max_model_len": 608}

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import choose, fixed, native, paged, reference, registry, rows, sdpa
-from engine.batch import Feed, RaggedBatch
 from engine.errors import ModelError
+from engine.kv.batch import Feed, RaggedBatch
 
 
 def _problem(seed: int, lens: list[tuple[int, int]], page: int, kv_heads: int, group: int, dim: int, longest: int = 64):

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from engine.adaptive import AdaptiveK
+from engine.control.adaptive import AdaptiveK
 from engine.errors import DuplicateRequest, InvalidRequest, Unsupported
 from engine.proposers.scripted import ScriptedProposer
 from engine.proposers.select import GIVE_UP_AFTER

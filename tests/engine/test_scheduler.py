@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.pages import BlockPool
+from engine.kv.pages import BlockPool
 from engine.scheduler import Scheduler
 from engine.types import Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.control import FixedK
+from engine.control.controller import FixedK
 from tests import sameness
 
 ADAPTIVE = {"tests.exactness.test_options"}  # names the mode in every request; one of its conditions is AUTO
@@ -18,7 +18,7 @@ def as_many_drafts_as_may_be(request: pytest.FixtureRequest) -> Iterator[None]:
     """Control takes drafts away where they do not pay, and on tiny models they do not: nothing would be tested."""
     with pytest.MonkeyPatch.context() as patch:
         if request.module.__name__ not in ADAPTIVE:
-            patch.setattr("engine.build.AdaptiveK", lambda *_: FixedK())
+            patch.setattr("engine.startup.build.AdaptiveK", lambda *_: FixedK())
         yield
 
 

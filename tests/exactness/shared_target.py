@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.llm import LLM, Completion
-from engine.place import Place
+from engine.machine.rank import Place
 from engine.types import SamplingParams, SpeculationMode, SpeculationParams
 from tests import zoo
 

@@ -7,13 +7,13 @@ from functools import lru_cache
 import pytest
 import torch
 
-from engine.build import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.model.runner import load_model
 from engine.proposers import Proposal, Proposer
 from engine.proposers.scripted import ScriptedProposer
-from engine.runner import load_model
-from engine.text import Codec
+from engine.startup.build import assemble
+from engine.text.codec import Codec
 from engine.types import Request, SamplingParams, Sequence, SpeculationParams
 from models import corpus, embedded_draft, embedded_target
 from tests import fakes, zoo

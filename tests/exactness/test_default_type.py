@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
-from engine.checkpoint import read_config
+from engine.model.checkpoint import read_config
+from engine.model.runner import kv_layout
 from engine.native import multiplies
-from engine.runner import kv_layout
 from engine.scheduler import StepPlan
 from engine.types import Sequence, SpeculationMode, SpeculationParams
 from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig
 
-from engine.build import assemble, build_engine
 from engine.config import EngineConfig
+from engine.startup.build import assemble, build_engine
 from engine.types import Request, SamplingParams
 from tests import fakes, zoo
 from tests.families import NEW_TOKENS, Saved, generate, save

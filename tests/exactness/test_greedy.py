@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.build import assemble, build_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.model.runner import kv_layout
 from engine.proposers.scripted import ScriptedProposer
-from engine.runner import kv_layout
+from engine.startup.build import assemble, build_engine
 from engine.types import Request, SamplingParams, Sequence, SpeculationParams
 from models import corpus, embedded_draft, embedded_target
 from tests import fakes, zoo

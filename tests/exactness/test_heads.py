@@ -11,11 +11,11 @@ import pytest
 import torch
 from scipy import stats
 
-from engine.build import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.model.runner import kv_layout
 from engine.proposers.early_exit import first_layers
-from engine.runner import kv_layout
+from engine.startup.build import assemble
 from engine.types import Request, SamplingParams, SpeculationParams, Verification
 from tests import fakes, heads, zoo
 

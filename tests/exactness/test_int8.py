@@ -11,12 +11,12 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.attention import choose
-from engine.batch import Feed
-from engine.fuse import fuse
-from engine.kv import KVArena
-from engine.quant import quantise
-from engine.runner import ModelRunner, kv_layout
-from engine.threads import exactly
+from engine.kv.arena import KVArena
+from engine.kv.batch import Feed
+from engine.machine.threads import exactly
+from engine.model.fusion.fuse import fuse
+from engine.model.quantize import quantise
+from engine.model.runner import ModelRunner, kv_layout
 from engine.types import SpeculationMode, SpeculationParams
 from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests import zoo

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import Phi3Config, PreTrainedModel
 
-from engine import rope
-from engine.batch import Feed, RaggedBatch
-from engine.build import assemble
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.runner import kv_layout
+from engine.kv.batch import Feed, RaggedBatch
+from engine.model import rope
+from engine.model.runner import kv_layout
+from engine.startup.build import assemble
 from engine.types import KVCursor, Request, SamplingParams
 from tests import fakes, zoo
 

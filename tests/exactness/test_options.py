@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.control import FixedK, within
+from engine.control.controller import FixedK, within
 from engine.engine import Engine
 from engine.llm import LLM, Completion
 from engine.types import Guided, Request, SamplingParams, Sequence, SpeculationMode

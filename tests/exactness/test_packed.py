@@ -10,14 +10,14 @@ import torch
 
 from engine import LLM, SamplingParams
 from engine.attention import choose
-from engine.batch import Feed
-from engine.fuse import fuse
-from engine.kv import KVArena
+from engine.kv.arena import KVArena
+from engine.kv.batch import Feed
+from engine.machine.threads import exactly
+from engine.model.fusion.fuse import fuse
+from engine.model.fusion.stack import stack
+from engine.model.linear.packed import keeps_rows_apart, pack
+from engine.model.runner import ModelRunner, kv_layout
 from engine.native import multiplies
-from engine.pack import keeps_rows_apart, pack
-from engine.runner import ModelRunner, kv_layout
-from engine.stack import stack
-from engine.threads import exactly
 from engine.types import SpeculationMode, SpeculationParams
 from models import corpus, embedded_draft, embedded_target
 from tests import zoo

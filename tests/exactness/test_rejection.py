@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from engine.noise import gumbel
+from engine.sampling.noise import gumbel
 from engine.types import Request, SamplingParams, Verification
 from engine.verify import NO_DRAFT, coupled, rejection, residual
 from tests import fakes
-from tests.engine.test_sampling import definition
+from tests.engine.sampling.test_distribution import definition
 
 GRID = 20  # probabilities are multiples of 1 / GRID, so that midpoints of GRID**2 cells enumerate `accept` exactly
 

@@ -19,20 +19,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import sampling
-from engine.batch import Feed
-from engine.build import assemble, build_engine
 from engine.config import Bounds, EngineConfig
 from engine.engine import Engine
-from engine.logprobs import token_logprobs
-from engine.noise import Stream
-from engine.processors import process
+from engine.kv.batch import Feed
+from engine.machine.threads import exactly
+from engine.model.runner import kv_layout
 from engine.proposers.scripted import ScriptedProposer
-from engine.row import Row
-from engine.runner import kv_layout
-from engine.sampling import RowParams
-from engine.text import Codec
-from engine.threads import exactly
+from engine.sampling import distribution
+from engine.sampling.distribution import RowParams
+from engine.sampling.logprobs import token_logprobs
+from engine.sampling.noise import Stream
+from engine.sampling.processors import process
+from engine.sampling.row import Row
+from engine.startup.build import assemble, build_engine
+from engine.text.codec import Codec
 from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationParams, TokenLogprob
 from models import corpus, embedded_draft, embedded_target
 from tests import fakes, heads, zoo
@@ -295,10 +295,10 @@ def test_the_sampler_gives_a_row_the_same_bits_alone() -> None:
 
 def _sampled(logits: torch.Tensor, rows: list[Row]) -> tuple[torch.Tensor, ...]:
     params, processed = RowParams.of(rows, logits.shape[1], logits.device), process(logits, rows)
-    tokens = sampling.choose(processed, params)
+    tokens = distribution.choose(processed, params)
     logprobs = token_logprobs(logits, tokens.tolist(), Bounds().max_logprobs)
     numbers = [[of.logprob, *(candidate.logprob for candidate in of.top)] for of in logprobs]
-    return processed, tokens, torch.tensor(numbers, dtype=torch.float64), sampling.probabilities(processed, params)
+    return processed, tokens, torch.tensor(numbers, dtype=torch.float64), distribution.probabilities(processed, params)
 
 
 # -------------------------------------------------------------------------------------------------- the embedded pair

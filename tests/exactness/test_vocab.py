@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from engine import LLM, SamplingParams
-from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.errors import ModelError
+from engine.startup.build import build_engine
 from models import corpus, embedded_draft, embedded_target
 from tests import zoo
-from tests.engine.test_vocab import TEXT, byte_level, sentence_piece
+from tests.engine.proposers.test_vocab import TEXT, byte_level, sentence_piece
 from tests.respell import shuffled
 
 PARAMS = [

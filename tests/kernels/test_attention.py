@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.attention import choose, paged
-from engine.batch import Feed, RaggedBatch
 from engine.kernels import attention, paging, plan, reference
 from engine.kernels.paging import Paging, plan_sizes, scratch_bytes, split_of, tile_of
 from engine.kernels.tuning import Tuning, default_for, key_of
+from engine.kv.batch import Feed, RaggedBatch
 from tests.interpreting import DEVICE
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3}

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from engine import draws, sampling
+from engine.device_loop import draws
 from engine.kernels import cuts
 from engine.kernels import sampling as kernels
 from engine.kernels.args import Laws
-from engine.noise import Stream
-from engine.sampling import TINY, RowParams
+from engine.sampling import distribution
+from engine.sampling.distribution import TINY, RowParams
+from engine.sampling.noise import Stream
 from engine.types import SamplingParams
-from tests.engine.test_sampling import row
+from tests.engine.sampling.test_distribution import row
 from tests.interpreting import DEVICE
 from tests.kernels.test_attention import LOOKING
 
@@ -81,7 +82,7 @@ def test_the_same_tokens_as_on_the_cpu(seed, wanted, vocab, kind):
     params, laws = laws_of([row(p, position, s) for p, s, position in wanted], vocab)
     with mock.patch.object(kernels, "_BLOCK", 128), mock.patch.object(cuts, "BLOCK", 256):
         got = choose(logits, laws)
-    assert torch.equal(got, sampling.choose(logits, params))
+    assert torch.equal(got, distribution.choose(logits, params))
     if not any(p.top_k or p.top_p < 1 or p.min_p for p, _, _ in wanted):
         assert torch.equal(choose(logits, laws, cuts=False), got)
 
@@ -125,7 +126,7 @@ def test_laws_end_where_they_end_on_the_cpu(seed, wanted, vocab, kind):
         got = kept_by_the_kernels(logits, laws, 128)
     scores = (logits - logits.amax(-1, keepdim=True)) / params.temperature[:, None]
     ranked, tokens = scores.sort(dim=-1, descending=True, stable=True)
-    want = torch.zeros_like(got).scatter_(1, tokens, sampling.kept(ranked, params))
+    want = torch.zeros_like(got).scatter_(1, tokens, distribution.kept(ranked, params))
     assert torch.equal(got, want)
 
 
@@ -135,7 +136,7 @@ def test_streams(stream):
     rows = [row(wanted, 5, seed)._replace(stream=stream) for seed in range(20)]
     params, laws = laws_of(rows, 90)
     logits = torch.zeros(20, 90)
-    assert torch.equal(choose(logits, laws, cuts=False), sampling.choose(logits, params))
+    assert torch.equal(choose(logits, laws, cuts=False), distribution.choose(logits, params))
 
 
 @pytest.mark.parametrize("value", [-math.inf, math.nan, math.inf])

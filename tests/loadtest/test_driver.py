@@ -9,7 +9,7 @@ import client
 from client import Options
 from loadtest.arrivals import Arrivals
 from loadtest.driver import Run
-from loadtest.overload import full_rate
+from loadtest.experiments.overload import full_rate
 from loadtest.samples import Outcome, Summary
 from loadtest.workload import Ask
 from tests.server.conftest import serving, until

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from loadtest.__main__ import main
-from loadtest.shapes import share_of_users
+from loadtest.swarm.shapes import share_of_users
 
 
 def test_users_come_as_the_scenario_says():

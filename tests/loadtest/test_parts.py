@@ -16,17 +16,18 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tokenizers import Tokenizer
 
 from engine.stats import Forward, StepStats
-from loadtest import plots, report, swarm
+from loadtest import plots, report
 from loadtest.arrivals import Arrivals
-from loadtest.curve import Curve
+from loadtest.experiments.curve import Curve
+from loadtest.experiments.overload import full_rate
 from loadtest.metrics import Metrics
-from loadtest.overload import full_rate
 from loadtest.phases import Account, Phase
 from loadtest.process import Usage
 from loadtest.samples import Objective, Outcome, Sample, Summary, levels
+from loadtest.swarm import processes
 from loadtest.workload import LONG_PROMPT, MAX_TOKENS, WORKLOADS, corpus
 from server.config import ServerConfig
-from server.metrics import Metrics as ServerMetrics
+from server.telemetry.metrics import Metrics as ServerMetrics
 
 
 @pytest.mark.parametrize("variation", [0.0, 0.5, 1.0, 2.0])
@@ -108,12 +109,12 @@ def test_capacity_that_nobody_saw_is_no_number():
 
 
 def test_as_many_users_as_the_machine_can_bear():
-    assert swarm.bearable(64, 20.4) == swarm.MOST_USERS
-    assert swarm.bearable(64, 4.0) == 84
-    assert swarm.bearable(64, 0.5) == 15, "or one call would take longer than anybody waits"
-    assert swarm.bearable(64, 0.01) == 1
-    assert (swarm.coming(64, 20.0), swarm.coming(64, 4.0)) == (swarm.COMING, 16.0)
-    assert ServerConfig.model_fields["max_queue_seconds"].default >= 2 * swarm.WAITING
+    assert processes.bearable(64, 20.4) == processes.MOST_USERS
+    assert processes.bearable(64, 4.0) == 84
+    assert processes.bearable(64, 0.5) == 15, "or one call would take longer than anybody waits"
+    assert processes.bearable(64, 0.01) == 1
+    assert (processes.coming(64, 20.0), processes.coming(64, 4.0)) == (processes.COMING, 16.0)
+    assert ServerConfig.model_fields["max_queue_seconds"].default >= 2 * processes.WAITING
 
 
 def test_goodput_where_nobody_is_served_well_is_no_number_and_no_crash():

@@ -22,17 +22,17 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from benchmarks.bare import options as bare_options
+from benchmarks.harness.bare import options as bare_options
 from engine.attention import paged, registry
-from engine.build import assemble
+from engine.device_loop.round import Ops
+from engine.device_loop.shapes import in_order_of_worth
+from engine.device_loop.slots import IDLE
 from engine.engine import Engine
-from engine.fuse_cuda import fuse_for_cuda
-from engine.resident import IDLE
-from engine.rounds import Ops
-from engine.shapes import in_order_of_worth
+from engine.model.fusion.fuse_cuda import fuse_for_cuda
+from engine.model.linear.w4 import W4Linear
+from engine.startup.build import assemble
+from engine.startup.warm import make_ready
 from engine.types import FinishReason, Request, SamplingParams, SpeculationParams
-from engine.w4 import W4Linear
-from engine.warm import make_ready
 from tests import fakes, zoo
 from tests.loops import LAWS, PLAIN, AnyK, gib
 from tests.no_gpu import meaning

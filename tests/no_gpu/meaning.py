@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import draws, kernels
+from engine import kernels
 from engine.attention import reference as by_sequence
-from engine.batch import RaggedBatch
+from engine.device_loop import draws
 from engine.kernels import reference
 from engine.kernels.paging import Paging
+from engine.kv.batch import RaggedBatch
 
 _PLAIN = {"args", "paging", "reference"}  # modules without kernels
 

@@ -19,15 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, LlamaConfig, PreTrainedModel
 
 from engine.attention.registry import Ragged
-from engine.batch import Feed, RaggedBatch
-from engine.fp8 import Fp8Linear, to_fp8
-from engine.fuse_cuda import fuse_for_cuda, round_ahead
-from engine.kernel_layers import Ops
 from engine.kernels import reference, rows, w4
 from engine.kernels.args import GROUP, WORDS
-from engine.kv import KVArena
-from engine.runner import kv_layout
-from engine.w4 import W4Linear, to_w4
+from engine.kv.arena import KVArena
+from engine.kv.batch import Feed, RaggedBatch
+from engine.model.fusion.fuse_cuda import fuse_for_cuda, round_ahead
+from engine.model.fusion.kernel_layers import Ops
+from engine.model.linear.fp8 import Fp8Linear, to_fp8
+from engine.model.linear.w4 import W4Linear, to_w4
+from engine.model.runner import kv_layout
 from tests import zoo
 from tests.no_gpu.stand_in import StandIn
 

@@ -20,12 +20,12 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from triton.runtime.interpreter import GridExecutor
 
+from engine.device_loop.loop import RoundLoop
+from engine.device_loop.mail import Mail
+from engine.device_loop.repertoire import as_it_is
 from engine.engine import Engine
-from engine.fuse_cuda import fuse_for_cuda
 from engine.kernels import reference, rows
-from engine.mail import Mail
-from engine.repertoire import as_it_is
-from engine.round_loop import RoundLoop
+from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from tests import zoo
 from tests.loops import engine_of, request
 
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and it is asked instead"),
 ]
 # What the host may read in a plain step; a round's mail is read from pinned memory.
-READS = {"judge.py:_decide", "sampling.py:_support"}
+READS = {"verification.py:_decide", "sampling.py:_support"}
 
 
 class Event:
@@ -74,7 +74,7 @@ class Watch(TorchDispatchMode):
 
 
 def _who() -> str:
-    """The nearest function of ours: judge.py:_decide."""
+    """The nearest function of ours: verification.py:_decide."""
     frame = sys._getframe(1)
     while frame is not None and "/engine/" not in frame.f_code.co_filename:
         frame = frame.f_back
@@ -119,9 +119,9 @@ def serve(family: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Watch, Watch]:
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(Mail, "read", one_token_each)
-    monkeypatch.setattr("engine.build.probe", lambda *_: None)  # it compares numbers
-    monkeypatch.setattr("engine.loops.Room.for_rounds", lambda *_: None)
-    monkeypatch.setattr("engine.loops.Graphs", lambda _: as_it_is)
+    monkeypatch.setattr("engine.startup.build.probe", lambda *_: None)  # it compares numbers
+    monkeypatch.setattr("engine.startup.loop.graph_budget", lambda *_: None)
+    monkeypatch.setattr("engine.startup.loop.Graphs", lambda _: as_it_is)
     pair = [zoo.ours(zoo.reference(family)), zoo.near(zoo.reference(family))]
     for model in pair:
         fuse_for_cuda(model, reference)
@@ -153,13 +153,13 @@ def test_an_engine_runs_on_a_cards_tensors_alone(served) -> None:
     launching, watch = served
     assert not launching.reads
     assert watch.reads.keys() <= READS
-    assert watch.reads["judge.py:_decide"], "nothing was seen"
+    assert watch.reads["verification.py:_decide"], "nothing was seen"
 
 
 def test_launching_a_round_waits_for_no_upload(served) -> None:
     """What goes up lies in pinned memory and is not waited for; a number of Python's that is assigned does neither."""
     launching, watch = served
-    assert not launching.waits.keys() - {"rounds.py:__init__"}, "beside those of a round that is run for the first time"
+    assert not launching.waits.keys() - {"round.py:__init__"}, "beside those of a round that is run for the first time"
     assert watch.waits, "nothing was seen: a plain step's laws go up the slow way"
 
 

@@ -13,7 +13,7 @@ from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
 from server.app import App
 from server.config import ServerConfig
 from server.lifecycle import State
-from tests.engine.test_text import CODEC
+from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine, served
 
 

@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.checks import violations
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest, InvalidRequest, Unsupported
+from engine.request.validation import violations
 from engine.stats import Forward, StepStats
-from engine.text import Codec
+from engine.text.codec import Codec
 from engine.types import (
     Candidate,
     Finished,
@@ -24,7 +24,7 @@ from engine.types import (
     TokenLogprob,
 )
 from server.model import ServedModel
-from tests.engine.test_text import CODEC, VOCAB_SIZE
+from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
 
 EOS = 0
 TEXT = "the quick brown fox says €5 and jumps over the lazy dog again and again. "

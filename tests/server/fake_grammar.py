@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from engine.errors import InvalidRequest
 from engine.types import Guided
-from tests.engine.test_text import CODEC
+from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import EOS
 
 

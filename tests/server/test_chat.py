@@ -11,10 +11,10 @@ from tokenizers import AddedToken, Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import InvalidRequest, ModelError
-from engine.text import Codec
+from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
 from server.chat import MAX_MESSAGES, ChatTemplate, Message
-from tests.engine.test_text import byte_level
+from tests.engine.text.test_codec import byte_level
 from tests.server.conftest import serving
 from tests.server.test_generate import refused, request
 

@@ -103,7 +103,7 @@ def test_serve_says_what_is_wrong_with_its_options(capsys) -> None:
 
 
 def test_a_port_that_is_taken_is_said_plainly(capsys, monkeypatch) -> None:
-    monkeypatch.setattr("server.logs.configure", lambda _: None)  # leave pytest's own handlers alone
+    monkeypatch.setattr("server.telemetry.logs.configure", lambda _: None)  # leave pytest's own handlers alone
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert cli.main(["serve", "nothing", "--grpc-port", port, "--http-port", "0"]) == 1

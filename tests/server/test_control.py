@@ -17,10 +17,10 @@ from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from server import cli
 from server.app import SERVICES
-from server.logs import JsonFormatter
-from server.metrics import Metrics
 from server.model import model_name
-from tests.engine.test_text import CODEC, VOCAB_SIZE
+from server.telemetry.logs import JsonFormatter
+from server.telemetry.metrics import Metrics
+from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
 from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import request

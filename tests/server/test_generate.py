@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from engine.errors import InvalidRequest
 from pilotfish.v1 import generation_pb2 as pb
-from tests.engine.test_text import CODEC
+from tests.engine.text.test_codec import CODEC
 from tests.server.conftest import serving, until
 from tests.server.fake_engine import TEXT, FakeEngine
 
@@ -292,16 +292,16 @@ async def test_a_poisoned_request_fails_alone(server):
 
 
 async def test_a_fault_of_the_text_layer_fails_one_request(server, monkeypatch):
-    from server import streams
+    from server.streams import stream
 
-    original = streams.OutputStream.push
+    original = stream.OutputStream.push
 
     def push(self, event):
         if self.request_id == "bad":
             raise RuntimeError("no text")
         return original(self, event)
 
-    monkeypatch.setattr(streams.OutputStream, "push", push)
+    monkeypatch.setattr(stream.OutputStream, "push", push)
     error = await refused(server, request_id="bad")
     assert error.code() == grpc.StatusCode.INTERNAL
     assert "RuntimeError" not in error.details()

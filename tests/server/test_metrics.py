@@ -14,11 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.types import FinishReason, Request
 from pilotfish.v1 import generation_pb2 as pb
-from server.exposition import VLLM_NAMES, Exposition
-from server.lag import watch_lag
-from server.metrics import Metrics
-from server.outputs import Timeline
 from server.queue import AdmissionQueue
+from server.streams.output import Timeline
+from server.telemetry.exposition import VLLM_NAMES, Exposition
+from server.telemetry.lag import watch_lag
+from server.telemetry.metrics import Metrics
 from tests.server.conftest import serving, until
 from tests.server.test_generate import request
 

@@ -10,8 +10,8 @@ import pytest
 
 from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
-from server.grammars import MAX_PENDING
-from tests.engine.test_text import CODEC
+from server.admission.grammars import MAX_PENDING
+from tests.engine.text.test_codec import CODEC
 from tests.server.conftest import serving, until
 from tests.server.fake_engine import EOS, SHIFT, TEXT, FakeEngine, logprob_of
 from tests.server.fake_grammar import FakeCompiler

@@ -15,8 +15,8 @@ from engine.types import Request, SamplingParams
 from pilotfish.v1 import generation_pb2 as pb
 from server.driver import PATIENCE_SECONDS
 from server.estimates import Estimates, least_tokens
-from server.outputs import Timeline
 from server.queue import AdmissionQueue
+from server.streams.output import Timeline
 from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, request

@@ -11,8 +11,8 @@ from google.rpc import error_details_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngine
+from tests.server.http.test_gateway import talking
 from tests.server.test_generate import collect, detail, request
-from tests.server.test_http import talking
 from tests.server.test_life import metric
 
 MANY, ROOM = 400, 16

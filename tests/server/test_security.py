@@ -16,9 +16,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pilotfish.v1 import control_pb2, generation_pb2_grpc
 from pilotfish.v1 import generation_pb2 as pb
 from server import cli
+from server.admission.security import ANYBODY, Caller, Callers, Quotas
 from server.config import ServerConfig
 from server.errors import QuotaExceeded, Unauthenticated
-from server.security import ANYBODY, Caller, Callers, Quotas
 from tests.server import certificates
 from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine
@@ -323,7 +323,7 @@ def test_options_that_would_protect_nothing_are_refused(options):
 
 
 def test_a_missing_file_of_tokens_is_said_plainly(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("server.logs.configure", lambda _: None)  # leave pytest's own handlers alone
+    monkeypatch.setattr("server.telemetry.logs.configure", lambda _: None)  # leave pytest's own handlers alone
     assert cli.main(["serve", "nothing", "--token-file", str(tmp_path / "none")]) == 1
     assert str(tmp_path / "none") in capsys.readouterr().err
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from server.stalls import stall_limit
+from server.admission.stalls import stall_limit
 
 LIMIT = 0.1
 
@@ -62,7 +62,7 @@ async def test_errors_and_cancellation_pass_and_leave_no_timer():
 
 
 def test_what_was_loaded_is_left_out_of_collections_until_the_end():
-    code = "from server.garbage import freeze_loaded; import gc; freeze_loaded(); print(gc.get_freeze_count())"
+    code = "from server.worker.garbage import freeze_loaded; import gc; freeze_loaded(); print(gc.get_freeze_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) > 1000
     assert done.stderr == ""

@@ -7,7 +7,7 @@ import pytest
 
 from pilotfish.v1 import generation_pb2 as pb
 from server import cli
-from server.tracing import EXTRA, OpenTelemetry
+from server.telemetry.tracing import EXTRA, OpenTelemetry
 from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, request
@@ -101,7 +101,7 @@ async def test_refused_cancelled_and_failed_requests_have_an_end_too(tracer):
 
 
 def test_a_missing_extra_is_said_plainly(capsys, monkeypatch):
-    monkeypatch.setattr("server.logs.configure", lambda _: None)  # leave pytest's own handlers alone
+    monkeypatch.setattr("server.telemetry.logs.configure", lambda _: None)  # leave pytest's own handlers alone
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
     assert cli.main(["serve", "nothing", "--tracing"]) == 1
     assert EXTRA in capsys.readouterr().err

@@ -1,0 +1,179 @@
+"""A server without a model and without time: the engine's own step, scheduler, control and queue, on a cost table.
+
+What a pass costs is looked up, what a draft brings is drawn, and the clock is a number. Everything that decides is
+the code that serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, cast
+
+from benchmarks.capacity.costs import CostTable
+from engine.config import EngineConfig
+from engine.control.adaptive import AdaptiveK
+from engine.engine import Engine
+from engine.kv.pages import BlockPool
+from engine.proposers import Proposal, Proposers
+from engine.proposers.none import NoProposer
+from engine.request.intake import Limits
+from engine.sampling.verification import Fed, Outcome
+from engine.scheduler import Scheduler, StepPlan
+from engine.stats import Stopwatch
+from engine.target_pass import Decided
+from engine.types import Request, SamplingParams, Sequence
+from server.errors import QueueFull
+from server.estimates import Estimates
+from server.queue import AdmissionQueue
+from server.streams.output import Timeline
+
+PAGE, MAX_LEN, VOCAB = 32, 1024, 2
+TOKEN = 1
+
+
+@dataclass(slots=True)
+class VirtualClock:
+    """Seconds that pass when somebody says so."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        """Now."""
+        return self.now
+
+
+class _Drafts:
+    """Guesses that cost what the table says; whether they are right is drawn when they are judged."""
+
+    uses_draft_kv = shares_draft_kv = False
+
+    def __init__(self, costs: CostTable, clock: VirtualClock) -> None:
+        self._costs, self._clock = costs, clock
+
+    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+        """As many as were asked for."""
+        self._clock.now += self._costs.draft_seconds(len(sequences), sum(k_each))
+        return Proposal.certain([(TOKEN,) * k for k in k_each])
+
+
+class _Passes:
+    """Stands where the target's passes do."""
+
+    def __init__(self, costs: CostTable, clock: VirtualClock, random: Random) -> None:
+        self._costs, self._clock, self._random = costs, clock, random
+
+    def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Decided:
+        """Feed everybody, for the time that it takes."""
+        with watch.phase("forward"):
+            rows = sum(len(work.span) for work in plan.works) + sum(map(len, proposal.tokens))
+            contexts = sum(len(work.sequence.tokens) for work in plan.works)
+            self._clock.now += self._costs.target_seconds(len(plan.works), rows, contexts)
+            fed = []
+            for work, drafts in zip(plan.works, proposal.tokens, strict=True):
+                work.sequence.target.advance(work.span.stop + len(drafts))
+                if work.reaches_end:
+                    fed.append(Fed(work.sequence, drafts))
+        return Decided(proposal, fed, [self._outcome(len(one.drafts)) for one in fed])
+
+    def _outcome(self, num_draft: int) -> Outcome:
+        accepted = 0
+        while accepted < num_draft and self._random.random() < self._costs.acceptance:
+            accepted += 1
+        return Outcome((TOKEN,) * (accepted + 1), accepted)
+
+
+@dataclass(slots=True)
+class Served:
+    """One request that was taken, in seconds of the virtual clock."""
+
+    arrived: float
+    prompt: int
+    tokens: int  # that it will have
+    timeline: Timeline = field(init=False)
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.timeline = Timeline(self.arrived)
+
+
+class Replica:
+    """One server: arrivals are offered in the order of time, and it steps as long as it has work before them."""
+
+    def __init__(self, costs: CostTable, config: EngineConfig, queue: AdmissionQueue, random: Random) -> None:
+        self.clock, self._costs, self._config = VirtualClock(), costs, config
+        self.queue, self.estimates = queue, Estimates()
+        self.served: list[Served] = []  # that are over
+        self.refused = 0
+        self.busy = 0.0
+        self._live: dict[str, Served] = {}
+        self._number = 0
+        self.engine = _engine(costs, config, self.clock, random)
+
+    @property
+    def load(self) -> int:
+        """Requests that run or wait."""
+        return len(self._live)
+
+    def offer(self, arrived: float, prompt: int, tokens: int) -> bool:
+        """A request that comes now, as the driver takes one; whether it was taken."""
+        self.run_until(arrived)
+        self.clock.now = max(self.clock.now, arrived)
+        self._number += 1
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        name = str(self._number)
+        request = Request(request_id=name, token_ids=(0,) * prompt, sampling=sampling, cache_salt=name)
+        try:
+            self.queue.push(request, prompt + tokens, arrived, self._outlook())
+        except QueueFull:
+            self.refused += 1
+            return False
+        self._live[name] = Served(arrived, prompt, tokens)
+        return True
+
+    def _outlook(self) -> Any:
+        running = [s for s in self._live.values() if s.timeline.started is not None]
+        left = sorted(self.estimates.left(s.done, s.tokens) for s in running)
+        free = self._config.max_batch_size - self.engine.num_running if self.engine.has_room else 0
+        return self.estimates.outlook(len(self.queue) - free, left)
+
+    def run_until(self, moment: float) -> None:
+        """Step until then, or until there is nothing to do."""
+        while self.clock.now < moment and (self.queue or self.engine.has_work):
+            start = self.clock.now
+            self._step()
+            self.busy += self.clock.now - start
+
+    def _step(self) -> None:
+        while self.queue and self.engine.has_room:
+            request = self.queue.pop()
+            self._live[request.request_id].timeline.started = self.clock.now
+            self.engine.add(request)
+        output = self.engine.step()
+        self.clock.now += self._costs.between(len(output.events))
+        self.estimates.observe(output.stats)
+        for event in output.events:
+            self._take(event.request_id, len(event.token_ids), is_over=event.finished is not None)
+
+    def _take(self, name: str, tokens: int, *, is_over: bool) -> None:
+        served, now = self._live[name], self.clock.now
+        served.done += tokens
+        if tokens:
+            served.timeline.first_token = served.timeline.first_token or now
+            served.timeline.last_token = now
+        if is_over:
+            served.timeline.ended = now
+            self.estimates.end(served.timeline)
+            self.estimates.end_output(served.done, served.tokens)
+            self.served.append(self._live.pop(name))
+
+
+def _engine(costs: CostTable, config: EngineConfig, clock: VirtualClock, random: Random) -> Engine:
+    proposers = Proposers({"none": NoProposer(), "ngram": _Drafts(costs, clock)}, VOCAB)
+    pages = config.max_batch_size * -(-MAX_LEN // PAGE)
+    pool = BlockPool(pages, PAGE, prefix_cache=False)
+    scheduler = Scheduler(pool, None, config.max_batch_size, config.max_batch_tokens, control=AdaptiveK())
+    engine = Engine(config, Limits(VOCAB, MAX_LEN), cast("Any", None), proposers, scheduler, clock)
+    engine._passes = cast("Any", _Passes(costs, clock, random))  # noqa: SLF001  # in place of a model
+    return engine

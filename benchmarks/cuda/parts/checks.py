@@ -1,0 +1,314 @@
+"""Each kernel on the device against what it means in plain torch: the largest difference in every type and shape."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.cuda.arenas import PAGE, Arenas
+from benchmarks.cuda.card import Card
+from benchmarks.cuda.parts.kernels import law_of
+from benchmarks.cuda.report import Section
+from benchmarks.cuda.setting import Setting
+from benchmarks.cuda.shapes import SHAPES, Heads
+from engine.device_loop import draws
+from engine.kernels import reference
+from engine.kernels.args import Committed, Fp8Rows, Laws, Tracks
+from engine.kernels.paging import Paging
+from engine.model.linear import fp8
+from engine.model.linear.w4 import W4Linear
+
+ATTENDED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}  # differences that rounding explains
+ROWS = {torch.bfloat16: 4e-2, torch.float16: 4e-3, torch.float32: 2e-5}
+_FP8 = 2e-2  # of the largest number: the result is rounded to bfloat16
+_W4 = 1e-2  # the same
+_NUM_ROWS = 7
+Bend = Literal["silu", "gelu_tanh"]
+_BENDS: tuple[Bend, ...] = ("silu", "gelu_tanh")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One row of a table."""
+
+    kernel: str
+    dtype: str
+    shape: str
+    most: float  # by which it may differ
+    differs: Callable[[], float]
+
+
+class Unsound(Exception):
+    """Unexpected: kernels say something else than what they mean, or fail."""
+
+
+def attention(setting: Setting, section: Section) -> None:
+    """Decoding, verification and prompts; and whether a row's bits are its own."""
+    _run(_attention_checks(setting, Card.measured(setting.device)), section)
+
+
+def others(setting: Setting, section: Section) -> None:
+    """Everything but attention."""
+    card = Card.measured(setting.device)
+    checks = [*_row_checks(setting, card), *_token_checks(setting, card), *_w4_checks(setting, card)]
+    if card.is_cuda:
+        checks += _fp8_checks(setting, card)
+    else:
+        section.needs_a_card("fp8 in rows of a scale each, which torch before 2.13 cannot do on a CPU")
+    _run(checks, section)
+
+
+def _run(checks: Iterable[Check], section: Section) -> None:
+    """All of them, whatever one of them does; then Unsound if any was not as it should be."""
+    section.table("kernel", "type", "shape", "largest difference", "allowed", "")
+    wrong, count = list[str](), 0
+    for check in checks:
+        name = f"{check.kernel} {check.dtype} {check.shape}"
+        try:
+            found = check.differs()
+        except Exception as error:  # noqa: BLE001 - told in its row; the other kernels are tried all the same
+            print(traceback.format_exc(), flush=True)
+            told, is_right = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", False
+        else:
+            told, is_right = f"{found:.2g}", found <= check.most
+            section.number(name, difference=found)
+        count += 1
+        wrong += [] if is_right else [name]
+        section.row(check.kernel, check.dtype, check.shape, told, check.most, "" if is_right else "**wrong**")
+    section.say(f"{count - len(wrong)} of {count} are as they should be.")
+    if wrong:
+        raise Unsound("; ".join(wrong))
+
+
+def _types(card: Card) -> tuple[torch.dtype, ...]:
+    """In order of worth; the interpreter has no bfloat16."""
+    return (torch.bfloat16, torch.float32, torch.float16) if card.is_cuda else (torch.float32,)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _largest(got: Tensor, want: Tensor) -> float:
+    """The largest difference; a number that is none differs without end."""
+    difference = (got.float() - want.float()).abs().nan_to_num(nan=float("inf"))
+    return float(difference.max())
+
+
+def _attention_checks(setting: Setting, card: Card) -> Iterable[Check]:
+    """(rows, position of the first) of each sequence."""
+    batches = {
+        "decoding": ([1, 1, 1], [3000, 17, 700]), "verification": ([5, 5], [3000, 40]),
+        "prompts": ([300, 130], [0, 500]), "all at once": ([5, 1, 70], [900, 9000, 300]),
+    }  # fmt: skip
+    if not card.is_cuda:
+        batches = {"decoding": ([1], [40]), "prompts": ([9, 3], [0, 20])}
+    for dtype in _types(card):
+        for shape in dict.fromkeys((setting.target, setting.draft)):
+            for name, batch in batches.items():
+                differs = partial(_attended, card, Heads.of(shape), batch, dtype)
+                yield Check(f"attention, {name}", _name(dtype), shape, ATTENDED[dtype], differs)
+            if card.is_cuda:  # the interpreter's matmul is the CPU's, whose order of sums hangs on a row's place
+                alone = partial(_bits_alone, card, Heads.of(shape), batches["all at once"], dtype)
+                yield Check("attention, a row alone", _name(dtype), shape, 0.0, alone)
+
+
+def _attended(card: Card, heads: Heads, batch: tuple[list[int], list[int]], dtype: torch.dtype) -> float:
+    from engine.kernels import attention as kernel  # brings Triton
+
+    arenas, scale = Arenas.of(card, heads, *batch, dtype), heads.dim**-0.5
+    k, v = arenas.kv[0]
+    got = kernel.attend(arenas.query, k, v, arenas.paging, scale)
+    return _largest(got, reference.attend(arenas.query.float(), k.float(), v.float(), arenas.paging, scale))
+
+
+def _bits_alone(card: Card, heads: Heads, batch: tuple[list[int], list[int]], dtype: torch.dtype) -> float:
+    """The last row of each sequence, alone and in company, in tiles that promise it."""
+    from engine.kernels import attention as kernel
+
+    arenas, scale = Arenas.of(card, heads, *batch, dtype, fixed=True), heads.dim**-0.5
+    k, v = arenas.kv[0]
+    together, found = kernel.attend(arenas.query, k, v, arenas.paging, scale), [0.0]
+    for first, rows, start, table in arenas.paging.spans.tolist():
+        pages = [arenas.paging.tables[table].tolist()]
+        alone = Paging.of([1], [start + rows - 1], pages, PAGE, heads.group, card.device, fixed=True)
+        row = first + rows - 1
+        found.append(_largest(kernel.attend(arenas.query[row : row + 1], k, v, alone, scale)[0], together[row]))
+    return max(found)
+
+
+def _row_checks(setting: Setting, card: Card) -> Iterable[Check]:
+    for dtype in _types(card):
+        for shape in dict.fromkeys((setting.target, setting.draft)):
+            for normed in (False, True):
+                name = "rotate and write, heads normed" if normed else "rotate and write"
+                differs = partial(_rotated, card, Heads.of(shape), dtype, is_normed=normed)
+                yield Check(name, _name(dtype), shape, ROWS[dtype], differs)
+            for adds in (False, True):
+                differs = partial(_normed, card, SHAPES[shape]["hidden_size"], dtype, adds=adds)
+                yield Check("norm of a sum" if adds else "norm", _name(dtype), shape, ROWS[dtype], differs)
+            for bend in _BENDS:
+                differs = partial(_gated, card, SHAPES[shape]["intermediate_size"], dtype, bend)
+                yield Check(f"gate, {bend}", _name(dtype), shape, ROWS[dtype], differs)
+
+
+def _rotated(card: Card, heads: Heads, dtype: torch.dtype, *, is_normed: bool) -> float:
+    from engine.kernels import rows
+
+    drawn = partial(torch.randn, device=card.device)
+    projected = drawn(_NUM_ROWS, (heads.heads + 2 * heads.kv_heads) * heads.dim, dtype=dtype)
+    angles = drawn(_NUM_ROWS, heads.dim // 2).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    where = torch.randperm(16, device=card.device)[:_NUM_ROWS]
+    arenas = drawn(2, 16, heads.kv_heads, heads.dim, dtype=dtype)
+    norms = (drawn(heads.dim), drawn(heads.dim)) if is_normed else None
+    (k, v), (want_k, want_v) = arenas.clone(), arenas.clone()
+    got = rows.rotate_and_write(projected, cos, sin, where, k, v, norms, 1e-5)
+    want = reference.rotate_and_write(projected, cos, sin, where, want_k, want_v, norms, 1e-5)
+    return max(_relative(got, want), _relative(k, want_k), _largest(v, want_v))
+
+
+def _normed(card: Card, size: int, dtype: torch.dtype, *, adds: bool) -> float:
+    from engine.kernels import rows
+
+    x, residual = torch.randn(2, _NUM_ROWS, size, device=card.device, dtype=dtype)
+    scale = torch.randn(size, device=card.device)
+    got, total = rows.add_norm(x, residual if adds else None, scale, 1e-5)
+    want, want_total = reference.add_norm(x, residual if adds else None, scale, 1e-5)
+    return max(_relative(got, want), _largest(total, want_total))
+
+
+def _gated(card: Card, size: int, dtype: torch.dtype, bend: Bend) -> float:
+    from engine.kernels import rows
+
+    both = 4 * torch.randn(_NUM_ROWS, 2 * size, device=card.device, dtype=dtype)
+    return _relative(rows.gate(both, bend), reference.gate(both, bend))
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    """The largest difference, over the number itself where that is above 1."""
+    return _largest(got.float() / want.float().abs().clamp(min=1), want.float() / want.float().abs().clamp(min=1))
+
+
+def _token_checks(setting: Setting, card: Card) -> Iterable[Check]:
+    """Differences here are rows whose token, or numbers whose value, is another one."""
+    vocab = SHAPES[setting.target]["vocab_size"]
+    for dtype in _types(card):
+        for name, top_k, top_p in (("greedy", 0, 1.0), ("whole", vocab, 1.0), ("top-k 50, top-p 0.9", 50, 0.9)):
+            yield Check(f"draw, {name}", _name(dtype), str(vocab), 0, partial(_drawn, card, vocab, dtype, top_k, top_p))
+    yield Check("commit", "int64", "", 0, partial(_committed, card))
+
+
+def _drawn(card: Card, vocab: int, dtype: torch.dtype, top_k: int, top_p: float) -> float:
+    from engine.kernels import sampling
+
+    rows = 32 if card.is_cuda else 2
+    logits = 3 * torch.randn(rows, vocab, device=card.device, dtype=dtype)
+    laws = law_of(rows, vocab, top_k or vocab, top_p, card.device)
+    laws = laws if top_k else _greedy(laws)
+    cuts = 0 < top_k < vocab
+    got, want = sampling.choose(logits, laws, cuts=cuts), draws.choose(logits, laws, cuts=cuts)
+    return float((got.token != want.token).sum() + (got.sound != want.sound).sum())
+
+
+def _greedy(laws: Laws) -> Laws:
+    return replace(laws, temperature=laws.temperature * 0)
+
+
+def _committed(card: Card) -> float:
+    """Drafts kept in part, an end token, a full slot, logits that are no numbers, and one that stands still."""
+    from engine.kernels import commit
+
+    whole = partial(torch.tensor, device=card.device)
+    drawn = whole([[5, 6, 7], [5, 6, 7], [5, 9, 7], [5, 6, 7], [5, 6, 7]])
+    drafts = whole([[5, 6], [5, 8], [5, 9], [5, 6], [5, 6]])
+    sound, slots = whole([3, 3, 3, 1, 3]), whole([1, 2, 3, 4, 5])
+    tracks = Tracks(
+        tokens=whole([[0] * 12] * 6), length=whole([1, 4, 4, 4, 4, 4]), max_length=whole([1, 12, 5, 12, 12, 12]),
+        ends=whole([[9, -1]] * 6), running=whole([0, 1, 1, 1, 1, 0]),
+    )  # fmt: skip
+    other = Tracks(*(getattr(tracks, field.name).clone() for field in fields(tracks)))
+    got = commit.commit(drawn, drafts, sound, slots, tracks)
+    want = reference.commit(drawn, drafts, sound, slots, other)
+    pairs = [(getattr(got, f.name), getattr(want, f.name)) for f in fields(Committed)]
+    pairs += [(getattr(tracks, f.name), getattr(other, f.name)) for f in fields(Tracks)]
+    return float(sum(int((mine != theirs).sum()) for mine, theirs in pairs))
+
+
+def _fp8_checks(setting: Setting, card: Card) -> Iterable[Check]:
+    for shape in dict.fromkeys((setting.target, setting.draft)):
+        wide, inner = SHAPES[shape]["intermediate_size"], SHAPES[shape]["hidden_size"]
+        for rows in (1, _NUM_ROWS):
+            yield Check(f"fp8, {rows} rows", "e4m3", f"{inner} to {wide}", _FP8, partial(_fp8, card, rows, inner, wide))
+        yield Check("fp8, rows of a norm", "e4m3", str(inner), _FP8, partial(_normed_in_fp8, card, inner))
+        yield Check("fp8, rows of a gate", "e4m3", str(wide), _FP8, partial(_gated_in_fp8, card, wide))
+
+
+def _fp8(card: Card, rows: int, inner: int, outer: int) -> float:
+    """Against the product of the rounded numbers, over the largest of them."""
+    linear = nn.Linear(inner, outer, bias=False, device=card.device, dtype=torch.bfloat16)
+    x = torch.randn(rows, inner, device=card.device, dtype=torch.bfloat16)
+    want = _unrounded(reference.round_rows(x)) @ _unrounded(reference.round_rows(linear.weight.detach())).t()
+    with torch.no_grad():
+        got = fp8.Fp8Linear(linear)(x)
+    return _relative_to_largest(got, want)
+
+
+def _normed_in_fp8(card: Card, size: int) -> float:
+    from engine.kernels import rows
+
+    x, residual = torch.randn(2, _NUM_ROWS, size, device=card.device, dtype=torch.bfloat16)
+    scale = torch.randn(size, device=card.device)
+    got, total = rows.add_norm_round(x, residual, scale, 1e-5)
+    want, want_total = reference.add_norm(x, residual, scale, 1e-5)
+    return max(_coarsely(got, want), _largest(total, want_total))
+
+
+def _gated_in_fp8(card: Card, size: int) -> float:
+    from engine.kernels import rows
+
+    both = 4 * torch.randn(_NUM_ROWS, 2 * size, device=card.device, dtype=torch.bfloat16)
+    return _coarsely(rows.gate_round(both, "silu"), reference.gate(both, "silu"))
+
+
+def _unrounded(rows: Fp8Rows) -> Tensor:
+    return rows.rows.float() * rows.scale
+
+
+def _coarsely(got: Fp8Rows, want: Tensor) -> float:
+    """How far rounded rows are off, of each row's largest, beyond what three bits behind the leading one explain."""
+    largest = want.float().abs().amax(1, keepdim=True)
+    off = (_unrounded(got) - want.float()).abs() - want.float().abs() / 16
+    return float((off / largest).max().clamp(min=0))
+
+
+def _w4_checks(setting: Setting, card: Card) -> Iterable[Check]:
+    """One number of rows for each size of tile."""
+    dtype = torch.bfloat16 if card.is_cuda else torch.float16
+    inner, wide = (SHAPES[setting.target][name] for name in ("hidden_size", "intermediate_size"))
+    inner, wide = (inner, wide) if card.is_cuda else (128, 64)
+    for rows in (1, 5, 40, 100) if card.is_cuda else (3,):
+        differs = partial(_w4, card, rows, inner, wide, dtype)
+        yield Check(f"W4A16, {rows} rows", _name(dtype), f"{inner} to {wide}", _W4, differs)
+
+
+def _w4(card: Card, rows: int, inner: int, outer: int, dtype: torch.dtype) -> float:
+    """Against the dequantised matrix."""
+    from engine.kernels import w4
+
+    linear = W4Linear(nn.Linear(inner, outer, bias=False, device=card.device, dtype=dtype), w4.matmul)
+    x = torch.randn(rows, inner, device=card.device, dtype=dtype)
+    with torch.no_grad():
+        return _relative_to_largest(
+            linear(x), reference.w4_matmul(x.float(), linear.words, linear.scale, None, linear.arrived)
+        )
+
+
+def _relative_to_largest(got: Tensor, want: Tensor) -> float:
+    return _largest(got, want) / float(want.abs().max())

@@ -1,0 +1,209 @@
+"""Whether rounds, plain steps and transformers say the same tokens on this device: small random models, three families.
+
+In float32 rounds with and without drafts are held against plain decoding of each request alone, and greedy ones against
+transformers. In bfloat16 the same is promised under `reproducible` alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+
+from benchmarks.cuda.report import Section
+from benchmarks.cuda.setting import Setting
+from benchmarks.harness.bare import options
+from engine.attention.registry import ATTENTION_NAME
+from engine.engine import Engine
+from engine.model.fusion.fuse_cuda import fuse_for_cuda
+from engine.model.runner import kv_layout, prepare
+from engine.startup.build import assemble
+from engine.types import Request, SamplingParams, SpeculationMode, SpeculationParams
+
+NUM_DRAFT = 3
+_LAWS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.8, top_p=0.9),
+    SamplingParams(temperature=1.3, top_k=20, min_p=0.02),
+    SamplingParams(temperature=1.0),
+)
+_LENGTHS = (1, 5, 17, 33, 2, 40, 9, 26)  # tokens of each prompt
+_LONGEST, _PAGE = 96, 16
+
+
+class Different(Exception):
+    """Unexpected: tokens are not those of plain decoding."""
+
+
+Said = Mapping[str, tuple[int, ...]]  # tokens by request
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """As transformers has it, the same with our attention, and a draft that is often right."""
+
+    reference: PreTrainedModel
+    target: PreTrainedModel
+    draft: PreTrainedModel
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, device: str, dtype: torch.dtype) -> Models:
+        """Random weights, large enough for attention to matter; the same on every machine."""
+        torch.manual_seed(0)
+        reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                if parameter.ndim > 1:
+                    parameter.copy_(torch.randn_like(parameter) * 1.4 * parameter.shape[-1] ** -0.5)
+        made = [reference, _ours(reference, 0.0), _ours(reference, 0.02)]
+        on_device: list[Any] = [model.to(device=device, dtype=dtype) for model in made]
+        if device == "cuda":
+            for model in on_device[1:]:
+                fuse_for_cuda(model)
+        return cls(*on_device)
+
+
+def families() -> dict[str, PreTrainedConfig]:
+    """Grouped heads; norms on q and k; windows, softcaps and norms behind each part."""
+    common: dict[str, Any] = {
+        "vocab_size": 331, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": None,
+        "bos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    return {
+        "llama": LlamaConfig(**common),
+        "qwen3": Qwen3Config(**common),
+        "gemma2": Gemma2Config(**common, sliding_window=9, query_pre_attn_scalar=64),
+    }
+
+
+def compare(setting: Setting, section: Section) -> None:
+    """All families; Different at the end if any token of any of them was."""
+    section.say(f"{setting.requests} requests of {setting.output} tokens, greedy and sampled, with cuts and without.")
+    section.table("family", "type", "what", "against", "requests alike", "drafts kept")
+    wrong = list[str]()
+    for family, config in families().items():
+        for dtype, compared in ((torch.float32, _in_float32), (torch.bfloat16, _reproducible)):
+            models = Models.of(config, setting.device, dtype)
+            for what, against, got, want, kept in compared(models, setting):
+                alike = sum(got[name] == tokens for name, tokens in want.items())
+                name = str(dtype).removeprefix("torch.")
+                section.row(family, name, what, against, f"{alike} of {len(want)}", kept)
+                section.number(f"{family} {name} {what} {against}", alike=alike, of=len(want), kept=kept)
+                wrong += [] if alike == len(want) else [f"{family} {name}, {what} against {against}"]
+    if wrong:
+        raise Different("; ".join(wrong))
+
+
+Line = tuple[str, str, Said, Said, int]  # what, against what, the tokens of both, drafts kept
+
+
+def _in_float32(models: Models, setting: Setting) -> list[Line]:
+    alone = _alone(models, setting, dtype="float32")
+    together, kept = _together(models, setting, NUM_DRAFT, dtype="float32", loop="rounds")
+    without, _ = _together(models, setting, 0, dtype="float32", loop="rounds")
+    return [
+        (f"rounds, {NUM_DRAFT} drafts, in company", "plain steps alone", together, alone, kept),
+        ("rounds without drafts, in company", "plain steps alone", without, alone, 0),
+        ("plain steps alone", "transformers, greedy", alone, _greedy(models.reference, setting), 0),
+    ]
+
+
+def _reproducible(models: Models, setting: Setting) -> list[Line]:
+    """Passes of one shape, so that no company and no draft changes a bit."""
+    how = {"dtype": "bfloat16", "reproducible": True}
+    alone = _alone(models, setting, **how)
+    together, kept = _together(models, setting, NUM_DRAFT, **how)
+    return [(f"reproducible, {NUM_DRAFT} drafts, in company", "plain steps alone", together, alone, kept)]
+
+
+def _alone(models: Models, setting: Setting, **how: Any) -> Said:
+    said: dict[str, tuple[int, ...]] = {}
+    engine = _engine(models, setting, **how, loop="plain", prefix_cache=False)
+    for request in _requests(setting, models.target.config.vocab_size, 0):
+        said |= run(engine, [request])[0]
+    return said
+
+
+def _together(models: Models, setting: Setting, num_draft: int, **how: Any) -> tuple[Said, int]:
+    engine = _engine(models, setting, **how)
+    said = run(engine, _requests(setting, models.target.config.vocab_size, num_draft))
+    assert engine.loop == how.get("loop", engine.loop), (
+        "a round failed, and the rest were plain steps: the log says why"
+    )
+    return said
+
+
+def _engine(models: Models, setting: Setting, **how: Any) -> Engine:
+    """Pages for all, and chunks so small that prompts are fed beside rounds."""
+    pages = len(_LENGTHS) * -(-_LONGEST // _PAGE)
+    both = sum(kv_layout(model.config, model.dtype).bytes_per_token for model in (models.target, models.draft))
+    config = options(
+        "random", draft="near", device=setting.device, proposer="model", num_draft_tokens=NUM_DRAFT,
+        max_batch_size=len(_LENGTHS), max_batch_tokens=32, max_model_len=_LONGEST, page_size=_PAGE,
+        kv_memory=(pages * _PAGE * both + 1) / 2**30, **how,
+    )  # fmt: skip
+    return assemble(config, models.target, models.draft)
+
+
+def _requests(setting: Setting, vocab: int, num_draft: int) -> list[Request]:
+    mode = SpeculationMode.FIXED if num_draft else SpeculationMode.OFF
+    wishes = SpeculationParams(mode=mode, num_draft_tokens=num_draft)
+    laws = [
+        replace(_LAWS[i % len(_LAWS)], max_tokens=setting.output, seed=i, ignore_eos=True)
+        for i in range(setting.requests)
+    ]
+    return [
+        Request(request_id=str(i), token_ids=prompt, sampling=law, speculation=wishes)
+        for i, (prompt, law) in enumerate(zip(_prompts(vocab), laws, strict=False))
+    ]
+
+
+def _prompts(vocab: int) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(1)
+    return [tuple(torch.randint(vocab, (length,), generator=generator).tolist()) for length in _LENGTHS]
+
+
+def run(engine: Engine, requests: Seq[Request]) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Tokens of each request, and how many drafts were kept in all."""
+    said, kept = {request.request_id: tuple[int, ...]() for request in requests}, 0
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for event in engine.step().events:
+            said[event.request_id] += tuple(event.token_ids)
+            kept += event.finished.stats.accepted if event.finished is not None else 0
+    return said, kept
+
+
+def _greedy(model: PreTrainedModel, setting: Setting) -> Said:
+    """Of every greedy request, by transformers' own loop."""
+    said: dict[str, tuple[int, ...]] = {}
+    for i, prompt in enumerate(_prompts(model.config.vocab_size)[: setting.requests]):
+        if _LAWS[i % len(_LAWS)].temperature == 0:
+            ids = torch.tensor([prompt], device=setting.device)
+            looped: Any = model
+            found = looped.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=setting.output, do_sample=False, pad_token_id=0
+            )
+            said[str(i)] = tuple(found[0, len(prompt) :].tolist())
+    return said
+
+
+def _ours(model: PreTrainedModel, amount: float) -> PreTrainedModel:
+    """The same weights, a little disturbed, with our attention."""
+    config = copy.deepcopy(model.config)
+    prepare(config)
+    twin: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+    twin.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * amount * parameter.shape[-1] ** -0.5)
+    return twin

@@ -1,0 +1,105 @@
+"""Drafts of chosen acceptance: a real draft model runs for what it costs, and what it says is replaced.
+
+What an output goes on like is known from a plain run of the same prompt. At each position the draft is that, or
+certainly not that, as a hash of prompt and position has it: the same at any K, in any batch and in every round.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.harness.synthetic import agreement
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.machine.threads import use_threads
+from engine.model.runner import vocab_size
+from engine.proposers import Proposal, Proposer
+from engine.startup.build import assemble, load, pick_device
+from engine.startup.calibrate import calibrate
+from engine.types import Sequence
+
+NAME = "model"  # what the replayed draft is called: it stands in for a draft model
+
+
+class Script:
+    """What every prompt goes on like, and how often a draft may know it."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        self.rate = rate
+        self._known: dict[tuple[int, ...], Seq[int]] = {}
+        self._right: dict[tuple[tuple[int, ...], float], NDArray[np.bool_]] = {}
+
+    def record(self, prompt: tuple[int, ...], continuation: Seq[int]) -> None:
+        """A plain run's output; the longest counts."""
+        if len(continuation) > len(self._known.get(prompt, ())):
+            self._known[prompt] = continuation
+            self._right = {key: right for key, right in self._right.items() if key[0] != prompt}
+
+    def drafts(self, sequence: Sequence, count: int, vocab_size: int) -> tuple[int, ...]:
+        """The next `count`, right or wrong as the rate has it; beyond what was recorded nothing is right."""
+        prompt, first = sequence.request.token_ids, sequence.num_generated
+        known, right = self._known.get(prompt, ()), self._is_right(prompt)
+        drafts = []
+        for i in range(first, first + count):
+            token = known[i] if i < len(known) else 0
+            drafts.append(token if i < len(known) and right[i] else (token + 1) % vocab_size)
+        return tuple(drafts)
+
+    def _is_right(self, prompt: tuple[int, ...]) -> NDArray[np.bool_]:
+        key = prompt, self.rate
+        if key not in self._right:
+            seed = zlib.crc32(np.array(prompt, np.int64).tobytes())
+            self._right[key] = agreement(len(self._known.get(prompt, ())), self.rate, seed)
+        return self._right[key]
+
+
+class ReplayProposer:
+    """A proposer that works as another one does, and says what a script says."""
+
+    uses_draft_kv = True
+    shares_draft_kv = True
+
+    def __init__(self, inner: Proposer, script: Script, vocab_size: int) -> None:
+        self._inner, self._script, self._vocab_size = inner, script, vocab_size
+
+    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+        """As many drafts as the inner proposer made, and its passes; greedy and coupled alone have no laws to tell."""
+        made = self._inner.propose(sequences, k_each)
+        assert not any(probs is not None for probs in made.draft_probs), "replay is for the coupled rule"
+        pairs = zip(sequences, made.tokens, strict=True)
+        return replace(made, tokens=tuple(self._script.drafts(s, len(t), self._vocab_size) for s, t in pairs))
+
+
+class ReplayModels:
+    """A target and a draft, loaded once, for any number of engines: these share weights and script alone.
+
+    Raises:
+        ModelError: a checkpoint that cannot be served.
+    """
+
+    def __init__(self, config: EngineConfig, script: Script) -> None:
+        assert config.draft is not None, "somebody's work is replayed"
+        device = pick_device(config.device)
+        use_threads(config.threads)
+        self.script = script
+        self._config = config.model_copy(update={"proposer": NAME})
+        self._target = load(config, config.target, config.revision, config.weights, device)
+        self._draft = load(config, config.draft, config.draft_revision, config.draft_weights or config.weights, device)
+
+    def engine(self, batch: int, max_model_len: int) -> Engine:
+        """Warm, its costs measured, with room for so many sequences of this length."""
+        sizes = {"max_batch_size": batch, "max_model_len": max_model_len}
+        config = self._config.model_copy(update=sizes)
+        script, width = self.script, vocab_size(self._target)
+        engine = assemble(
+            config, self._target, self._draft, wrappers={NAME: lambda inner: ReplayProposer(inner, script, width)}
+        )
+        with engine.rehearsing():  # as in a server: what first times take is the price of nothing
+            engine.warm_up()
+        calibrate(engine, config.warm_up_seconds)
+        return engine

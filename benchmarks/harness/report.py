@@ -1,0 +1,87 @@
+"""Results on paper: one JSON file per section, and one page in Markdown made of all that lie there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.lab import Row, Section
+
+# Results come and go by sections, so a page is made anew from the files each time.
+_CPU = """# On CPU, on models of chosen acceptance
+
+Made by `make bench`; sections can be measured apart, and this page is put together from the files in `{folder}/`.
+
+    make bench                                    # everything: about two hours on two cores
+    make bench ARGS="grid --rounds 3 --batches 1 4"
+    make bench ARGS="peers --peers-python PATH"   # programs of others: see benchmarks/peers/README.md
+    pilotfish bench MODEL --draft DRAFT           # plain, fixed K and AUTO on any pair, in a minute
+
+The embedded pair has pages of its own, by `python -m benchmarks.embedded`, `benchmarks.proposers` and
+`benchmarks.control`; single forward passes are timed by `python -m benchmarks.steps`.
+
+Models have random weights of the named shapes, in which one rule is planted: which token follows which
+(`benchmarks/harness/synthetic.py`). All work is real; the text is the same for every program and precision, and each
+turn checks that. Where drafts are replayed (`benchmarks/harness/replay.py`) the draft model runs, for its cost, and its
+tokens are replaced, right or wrong as often as the row says. Greedy, end tokens ignored. Ways take turns within a
+round, step by step where a section says so, and ratios are within a round. Foreign cores: how many cores others used
+(or the host took) in the worst turn of the row; rows above 0.1 deserve doubt.
+"""
+
+
+_FRONTEND = """# What a streamed token costs in front of the engine
+
+Made by `python -m benchmarks frontend frontend-parts`, and put together from the files in `{folder}/`.
+
+The engine is one that has its tokens already (`benchmarks/frontend/noop.py`). Everything else is the server as it is
+served: queue, driver, incremental detokenization, metrics, gRPC and HTTP, on one event loop of one process. Clients are
+another process on the same machine, which count messages and check the ends; gRPC's share one connection, SSE has one
+for each stream. Processor time is the server process's own, all threads; it says what a token costs, where tokens per
+second also say how well two processes share two cores.
+"""
+
+PAGES = {"cpu": _CPU, "frontend": _FRONTEND}
+
+
+def write(section: Section, rows: Sequence[Row], folder: Path, told: Mapping[str, Any]) -> None:
+    """Keep what was found, draw its pictures, and make the page anew."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = list(section.plot(rows, folder)) if find_spec("matplotlib") else []
+    found = {"section": section.name, **told, "pictures": pictures, "rows": list(rows)}
+    (folder / f"{section.name}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+
+
+def write_page(sections: Sequence[Section], folder: Path) -> None:
+    """`folder.md`, from the JSON files in `folder`, in the order of `sections`; the folder is named as the page."""
+    parts = [PAGES[folder.name].format(folder=folder.name)]
+    for section in sections:
+        path = folder / f"{section.name}.json"
+        if path.exists():
+            parts.append(part(section, json.loads(path.read_text("utf-8")), folder.name))
+    folder.with_suffix(".md").write_text("\n".join(parts), "utf-8")
+
+
+def part(section: Section, found: Mapping[str, Any], folder: str) -> str:
+    """One section of the page."""
+    lines = [f"## {section.title}", "", f"`{found['command']}`", ""]
+    lines += [f"{found['machine']}; {found['versions']}; commit {found['commit']}; {found['models']}.", ""]
+    lines += [*section.verdict(found["rows"]), ""] if found["rows"] else []
+    lines += [section.explain, "", *table(section.columns, found["rows"]), ""]
+    lines += [line for name in found["pictures"] for line in (f"![{name}]({folder}/{name})", "")]
+    return "\n".join(lines)
+
+
+def table(columns: Mapping[str, str], rows: Sequence[Row]) -> list[str]:
+    """In Markdown; a row that lacks what a column shows has nothing there."""
+    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return head + ["| " + " | ".join(_cell(form, row) for form in columns.values()) + " |" for row in rows]
+
+
+def _cell(form: str, row: Row) -> str:
+    try:
+        return form.format(**row)
+    except KeyError:
+        return ""

@@ -1,0 +1,86 @@
+"""What control has learned, kept from one start to the next: costs and acceptance of a pair, on a machine, as set up.
+
+A file for each pair, machine and set of options, in the cache folder that compiled code lies in. It holds numbers
+alone; one that is damaged, of another version or of anybody else is as good as none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.control.controller import Control
+from engine.machine.threads import most_threads
+from engine.native.compiled import cache_folders, fingerprint
+
+if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
+    from engine.config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+MOST_BYTES = 4 << 20  # of a file; a pair with four proposers takes a tenth of that
+MOST_FILES = 32  # in a folder; those used longest ago go
+
+
+def recall(config: EngineConfig, controls: dict[str, Control]) -> bool:
+    """Let every control begin with what an earlier process knew; False where there is nothing to begin with."""
+    name = _name(config)
+    for folder in cache_folders():
+        try:
+            state = _read(folder / name)
+            for key, control in controls.items():
+                control.restore(state[key])
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("what was learned at an earlier start cannot be used: %s: %r", folder / name, error)
+            continue
+        os.utime(folder / name)
+        return True
+    return False
+
+
+def keep(config: EngineConfig, controls: dict[str, Control]) -> None:
+    """Write what the controls know, whole or not at all. That there is nowhere to write costs the next start alone."""
+    state = {"version": VERSION} | {key: control.state() for key, control in controls.items()}
+    try:
+        folder = next(cache_folders(writable=True))
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix="learned-", delete=False) as file:
+            json.dump(state, file, allow_nan=False)
+        Path(file.name).replace(folder / _name(config))
+        for old in sorted(folder.glob("learned-*"), key=lambda path: path.stat().st_mtime)[:-MOST_FILES]:
+            old.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        log.info("what was learned is not kept: %s", error)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"longer than {MOST_BYTES} bytes")
+    state = json.loads(content)
+    if not isinstance(state, dict) or state.get("version") != VERSION:
+        raise ValueError(f"expected version {VERSION}")
+    return state
+
+
+def _name(config: EngineConfig) -> str:
+    """Of the file: it depends on all that costs and acceptance depend on."""
+    parts = [repr(config), fingerprint(), str(most_threads()), torch.__version__]
+    for model in (config.target, config.draft, config.medusa, config.eagle):
+        folder = Path(model or "")
+        if model and folder.is_dir():  # a model of the hub is known by its name and revision
+            files = ((file.name, file.stat()) for file in sorted(folder.iterdir()))
+            parts += [f"{name} {found.st_size} {found.st_mtime_ns}" for name, found in files]
+    if torch.cuda.is_available():
+        parts.append(torch.cuda.get_device_name())
+    return f"learned-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.json"

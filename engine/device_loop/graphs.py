@@ -1,0 +1,98 @@
+"""Rounds as CUDA graphs: what the device does is recorded once and played again, without the host between its parts."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from engine.device_loop.repertoire import Run
+from engine.device_loop.round import Brought, Round
+from engine.device_loop.slots import IDLE
+
+
+class MemoryBudget:
+    """Bytes of device memory that may be taken, and how many have been, by what the device reports as free."""
+
+    def __init__(self, most: int, free: Callable[[], int]) -> None:
+        self._most, self._free, self._taken = most, free, 0
+
+    @property
+    def is_left(self) -> bool:
+        """Whether more may be taken."""
+        return self._taken < self._most
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Count what the device has less of after the block than before it."""
+        before = self._free()
+        yield
+        self._taken += max(0, before - self._free())
+
+
+class Graphs:
+    """Records rounds, all in one pool of memory and on one stream: they never run at the same time.
+
+    What a round brings lies in that pool, and its next play writes over it: whoever keeps it copies it first, on the
+    stream that plays (`mail.Mail` does).
+    """
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget, self._pool, self._stream = budget, torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        gc.collect()  # what is dead gives its memory back now, and not in the midst of a capture
+
+    @property
+    def has_room(self) -> bool:
+        """Whether what was recorded has left anything of the memory set aside for it."""
+        return self._budget.is_left
+
+    def __call__(self, round_: Round) -> Run:
+        """Drafting and verification, a graph each, so that each can be timed; recorded on places of nobody."""
+        slots = torch.full((round_.size,), IDLE, dtype=torch.int64, device=round_.device)
+        drafting = verifying = None
+        with self._budget.taken():
+            self._warm_up(round_, slots)
+            if round_.k:
+                with self._capture() as drafting:
+                    drafts = round_.propose(slots)
+            else:
+                drafts = round_.propose(slots)
+            with self._capture() as verifying:
+                brought = round_.verify(slots, drafts)
+
+        def play(now: Tensor, between: Callable[[], None]) -> Brought:
+            slots.copy_(now)
+            if drafting is not None:
+                drafting.replay()
+            between()
+            verifying.replay()
+            return brought
+
+        play(slots, lambda: None)  # the first launch of a graph brings it to the device
+        return play
+
+    @contextmanager
+    def _capture(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Record what is launched within. Other threads may go on using the device.
+
+        Meanwhile nothing is collected: the end of a tensor or a graph that is garbage may call what a capture refuses.
+        """
+        graph, was_on = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                yield graph
+        finally:
+            if was_on:
+                gc.enable()
+
+    def _warm_up(self, round_: Round, slots: Tensor) -> None:
+        """Compile kernels and let libraries choose theirs and take their memory, on the stream of the capture."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                round_.verify(slots, round_.propose(slots))
+        torch.cuda.current_stream().wait_stream(self._stream)

@@ -1,0 +1,144 @@
+"""Where the rows of a round's passes lie, and which laws they draw from. Knows no model and no logits.
+
+Nothing of this hangs on what is drawn on the way, so it is worked out once for all passes of a model: launches for each
+pass would cost more than its numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.device_loop.slots import LENGTH, REJECTS, SEED, TOP_K, Resident, Tables
+from engine.kernels.args import Laws
+from engine.kernels.paging import Paging, send
+from engine.kv.batch import RaggedBatch
+from engine.sampling.noise import Stream
+
+_ALIGNED = 4  # rows: what a pass is given begins at a multiple of 16 bytes, or kernels would be compiled once more
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Feeds `rows` tokens of each sequence from position length + `begin` on; its last `draws` rows are drawn from."""
+
+    rows: int
+    begin: int
+    draws: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """R rows: those of all passes, F in number, pass after pass, and then those that are drawn, again pass after pass.
+
+    Within a pass the rows of a sequence follow each other.
+    """
+
+    owner: Tensor  # [R] int64, the slot of each
+    whole: Tensor  # [7, R] int64, what `resident` has of its owner
+    position: Tensor  # [R] int64, -1 where a sequence has no token yet
+    position_ids: Tensor  # [F] int64, none below 0
+    kv_rows: Tensor  # [F] int64, of the arena
+    spans: Tensor  # [passes, B, 4] int32, as in `Paging`
+    drawn: Laws  # of R rows, of which those that are drawn are asked for
+
+
+class Layout:
+    """Lays the `passes` of one model out for `size` sequences.
+
+    `cuts` says whether any law may have a top-k, top-p or min-p. Under the rejection rule a row's noise is of the
+    stream `apart`; where that is None there is no sequence of this rule.
+    """
+
+    def __init__(
+        self, state: Resident, tables: Tables, size: int, passes: Seq[Pass], *, key: tuple[str, int], tile_rows: int,
+        page_size: int, positions: int, cuts: bool, apart: Stream | None,
+    ) -> None:  # fmt: skip
+        self._state, self._tables, self._size, self._passes = state, tables, size, passes
+        self._page_size, self._positions, self._cuts, self._apart = page_size, positions, cuts, apart
+        self._slices, place, offset = list[slice](), list[int](), list[int]()
+        drawn = [Pass(p.draws, p.begin + p.rows - p.draws + 1) for p in passes]  # what a row draws is fed one later
+        for rows in (*passes, *drawn):
+            self._slices.append(slice(len(place), len(place) + size * rows.rows))
+            place += [i for i in range(size) for _ in range(rows.rows)]
+            offset += [rows.begin + j for _ in range(size) for j in range(rows.rows)]
+            idle = -len(place) % _ALIGNED
+            place, offset = [*place, *[0] * idle], [*offset, *[0] * idle]
+        self._num_fed = self._slices[len(passes)].start
+        assert state.tracks.tokens.shape[1] + max(offset) <= tables.width * page_size, "positions beyond the tables"
+        spans = [[(i * p.rows, p.rows, p.begin, 0) for i in range(size)] for p in passes]
+        tiles = [[(i, first) for i in range(size) for first in range(0, p.rows, tile_rows)] for p in passes]
+        wanted = [[i * p.rows + j for i in range(size) for j in range(p.rows - p.draws, p.rows)] for p in passes]
+        self._device = state.tracks.tokens.device
+        self._place, self._offset, self._spans = self._up(place), self._up(offset), self._up(spans).int()
+        self._tiles, self._logit_rows = [self._up(each).int() for each in tiles], [self._up(each) for each in wanted]
+        self._key, self._nothing = key, torch.zeros(size, dtype=torch.int64, device=self._device)
+        self._coupled = torch.full_like(self._place, int(Stream.COUPLED))
+        self._off = self._nothing.new_zeros(len(place)).double(), self._nothing.new_ones(len(place)).double()
+
+    def of(self, slots: Tensor) -> Laid:
+        """For the sequences in `slots`, int64 `[B]`."""
+        state, page_size, pages = self._state, self._page_size, self._tables.pages
+        owner = slots[self._place]
+        whole = state.whole.index_select(1, owner)
+        position = whole[LENGTH] + self._offset
+        fed, its = position[: self._num_fed], owner[: self._num_fed]
+        # Position -1 is in page -1, the last column: what lies before the first token goes to the page of nobody.
+        kv_rows = torch.add(fed % page_size, pages[its, fed // page_size], alpha=page_size)
+        first = self._slices[0].stop // self._size
+        moved = torch.stack([self._nothing, self._nothing, whole[LENGTH, : self._slices[0].stop : first], slots], 1)
+        spans = torch.add(self._spans, moved, out=torch.empty_like(self._spans))
+        ids = fed.clamp(0, self._positions - 1)
+        return Laid(owner, whole, position, ids, kv_rows, spans, self._laws(owner, whole, position))
+
+    def _laws(self, owner: Tensor, whole: Tensor, position: Tensor) -> Laws:
+        state, (zeros, ones) = self._state, self._off
+        stream = self._coupled
+        if self._apart is not None:
+            stream = torch.add(stream, whole[REJECTS], alpha=int(self._apart) - int(Stream.COUPLED))
+        return Laws(
+            temperature=state.temperature[owner],
+            top_k=whole[TOP_K],
+            top_p=state.top_p[owner] if self._cuts else ones,
+            min_p=state.min_p[owner] if self._cuts else zeros,
+            seed=whole[SEED],
+            position=position,
+            stream=stream,
+        )
+
+    def rows(self, i: int) -> slice:
+        """Of pass i."""
+        return self._slices[i]
+
+    def laws(self, laid: Laid, i: int) -> Laws:
+        """Of what is drawn after pass i."""
+        return laid.drawn.rows(self._slices[len(self._passes) + i])
+
+    def sequences(self, laid: Laid) -> Tensor:
+        """What `resident` has of each sequence: int64 `[7, B]`."""
+        return laid.whole[:, : self._slices[0].stop : self._passes[0].rows]
+
+    def batch(self, laid: Laid, i: int, ids: Tensor) -> RaggedBatch:
+        """Pass i with these tokens, `[B, rows]` or so many in a row."""
+        mine, tables, page_size = self._slices[i], self._tables, self._page_size
+        batch = RaggedBatch(
+            input_ids=ids.flatten(),
+            positions=laid.position[mine],
+            position_ids=laid.position_ids[mine],
+            kv_rows=laid.kv_rows[mine],
+            logit_rows=self._logit_rows[i],
+            cu_seqlens=(),
+            kv_lens=(),
+            page_tables=(),
+            page_size=page_size,
+            is_contiguous=(),
+        )
+        paging = Paging(self._tiles[i], laid.spans[i], tables.pages, page_size, tables.width * page_size)
+        batch.once(self._key, lambda: paging)
+        return batch
+
+    def _up(self, numbers: Seq[object]) -> Tensor:
+        return send(torch.tensor(numbers, dtype=torch.int64), self._device)

@@ -1,0 +1,244 @@
+"""The host's side of rounds on the device: who stands where, one launch after the other, answers one round late.
+
+Knows no scheduling policy and gives no pages away: it is told who rides in the next round, with how many drafts, and
+finds the pages for that reserved. It takes what `serves` says it takes; everything else is for the plain loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from engine.control.controller import Round as Done
+from engine.device_loop.mail import Landed, Mail, Marks, Progress, Rider, Share
+from engine.device_loop.repertoire import Recorder, Repertoire
+from engine.device_loop.round import Fed, Ops, Round
+from engine.device_loop.shapes import RoundShape, covering, in_order_of_worth
+from engine.device_loop.slots import IDLE, MOST_ENDS, Place, Resident
+from engine.kernels.paging import send
+from engine.kv.batch import Feed
+from engine.model.runner import ModelRunner
+from engine.sampling.distribution import Kind
+from engine.scheduler import Work
+from engine.stats import Clock
+from engine.types import SamplingParams, Sequence, Verification
+
+
+def serves(sampling: SamplingParams, ends: Seq[int]) -> bool:
+    """Whether a request can run here: shaped by temperature and cuts alone, with few end tokens."""
+    plain = SamplingParams(
+        temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
+        seed=sampling.seed, n=sampling.n, max_tokens=sampling.max_tokens, stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids, ignore_eos=sampling.ignore_eos,
+    )  # fmt: skip
+    return sampling == plain and len(ends) <= MOST_ENDS
+
+
+class RoundLoop:
+    """Up to `num_slots` sequences of at most `longest` tokens.
+
+    Args:
+        drafts_for: names of the proposers whose drafts are those of `draft`.
+        chunk: most tokens that the draft is fed in one pass to catch up.
+        recorder: how rounds are recorded; `graphs.Graphs` on CUDA. By default they are run as they are.
+    """
+
+    name = "rounds"
+
+    def __init__(
+        self,
+        target: Fed,
+        draft: Fed | None,
+        ops: Ops,
+        *,
+        num_slots: int,
+        longest: int,
+        most_drafts: int,
+        vocab: int,
+        drafts_for: frozenset[str] = frozenset(),
+        chunk: int = 512,
+        recorder: Recorder | None = None,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        assert longest <= min(fed.positions for fed in (target, draft or target)), "a position that no model knows"
+        self._target, self._draft, self._ops = target, draft, ops
+        self._most_drafts = most_drafts if draft is not None else 0
+        self._drafts_for, self._chunk = drafts_for if draft is not None else frozenset[str](), chunk
+        self._clock, self._num_slots = clock, num_slots
+        width = -(-(longest + most_drafts + 1) // target.arena.page_size)
+        # The last row of pages in each arena is behind those that are given away: nobody's.
+        spare = target.arena.num_pages, (draft or target).arena.num_pages
+        self.state = Resident(num_slots, longest, width, spare, vocab, target.model.device)
+        self._free = list(range(num_slots, IDLE, -1))
+        self._drafter = None if draft is None else ModelRunner(draft.model, draft.arena, ops.attend)
+        self.repertoire = Repertoire(self._round, recorder, covering(num_slots, self._most_drafts), clock=clock)
+        self.riders: dict[Sequence, Rider] = {}  # in the order in which they came
+        self._slots = dict[int, Tensor]()  # who stands at which place of a batch of so many; empty: to be laid out anew
+        self._mails: deque[Mail] = deque()  # launched and not yet read: one between steps, two within
+        self._has_launched = False
+
+    def takes(self, sequence: Sequence) -> bool:
+        """Whether a new sequence decodes here."""
+        asked = sequence.speculation
+        drafts_here = not asked.num_draft_tokens or asked.proposer in self._drafts_for
+        has_one_table = sequence.target.border is None and sequence.draft.border is None
+        ends = tuple(sequence.end_token_ids)
+        return drafts_here and has_one_table and serves(sequence.request.sampling, ends)
+
+    def try_out(self) -> None:
+        """Run rounds of nobody. What a model does that a round cannot hold raises here, and not in a request."""
+        nobody = torch.full((1,), IDLE, dtype=torch.int64, device=self.state.tracks.length.device)
+        for cuts in (False, True):
+            for k in (0, min(1, self._most_drafts)):
+                self.repertoire.try_out(RoundShape(1, k, cuts))(nobody, lambda: None)
+
+    def record(self, progress: Progress, sizes: Seq[int] | None, ks: Seq[int] | None) -> None:
+        """Record rounds of every shape that can occur, or of these sizes and Ks alone, as far as room and time go."""
+        shapes = in_order_of_worth(self._num_slots, self._most_drafts)
+        wanted = [s for s in shapes if (sizes is None or s.size in sizes) and (ks is None or s.k in ks)]
+        self.repertoire.record(wanted, progress)
+
+    def rest(self) -> None:
+        """While nobody asks: see to it that what was missed is there the next time."""
+        self.repertoire.rest()
+
+    # ------------------------------------------------------------------------------------------------- launching
+
+    def launch(self, works: Seq[Work]) -> None:
+        """Launch a round of these and nobody else. Their pages reach as far as `Scheduler` reserves for riders."""
+        wanted = {work.sequence: work for work in works}
+        for sequence in [s for s in self.riders if s not in wanted]:
+            self.leave(sequence)
+        for sequence in wanted:
+            if sequence not in self.riders:
+                self._board(sequence)
+        self._has_launched = not all(map(_is_ending, self.riders))
+        if self._has_launched:
+            self._launch(wanted)
+
+    def _board(self, sequence: Sequence) -> None:
+        slot, sampling = self._free.pop(), sequence.request.sampling
+        ends = tuple(sequence.end_token_ids)
+        rejects = sequence.speculation.verification is Verification.REJECTION
+        place = Place(sequence.tokens, sequence.max_len, ends, sampling, sequence.seed, 0, rejects)
+        self.state.place(slot, place)
+        self.riders[sequence] = Rider(sequence, slot)
+        self._slots.clear()
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take a sequence out, if it is here, whatever a round in flight may still say of it."""
+        rider = self.riders.pop(sequence, None)
+        if rider is not None:
+            self._free.append(rider.slot)  # no round that is launched from now on looks at it, until it is filled anew
+            self._slots.clear()
+            sequence.in_flight = 0
+
+    def _launch(self, wanted: dict[Sequence, Work]) -> None:
+        marks = Marks(self.state.tracks.length.device, self._clock)
+        marks.mark()
+        fed = self._catch_up(wanted)
+        given = {s: work.num_draft if self.riders[s].in_step else 0 for s, work in wanted.items()}
+        k = max(given.values())
+        for rider in self.riders.values():
+            self._prepare(rider, given[rider.sequence], k)
+        self.state.send()
+        cuts, rejects = self._kinds()
+        size, run = self.repertoire.of(len(self.riders), k, cuts=cuts, rejects=rejects)
+        brought = run(self._laid_out(size), marks.mark)
+        marks.mark()
+        shares = [Share(r, len(s.tokens), wanted[s].num_draft, given[s], r.in_step) for s, r in self.riders.items()]
+        self._mails.append(Mail(k, size, shares, fed, marks, brought))
+        for sequence, num_draft in given.items():
+            sequence.in_flight += num_draft + 1
+
+    def _catch_up(self, wanted: dict[Sequence, Work]) -> list[int]:
+        """Feed the draft what it has missed of those who are to get drafts: how many tokens of each.
+
+        Of a sequence that is not in step a round in flight brings one token, so that what the host knows but for the
+        newest is all tokens but the last two. Who is not done within a chunk gets no drafts yet.
+        """
+        feeds, room = list[Feed](), self._chunk
+        for sequence, rider in self.riders.items():
+            if not wanted[sequence].num_draft or rider.in_step:
+                continue
+            cursor, stop = sequence.draft, len(sequence.tokens) - 1
+            chunk = sequence.tokens[cursor.kv_len : min(stop, cursor.kv_len + room)]
+            if chunk:
+                feeds.append(Feed(chunk, cursor.kv_len, cursor.page_table, num_logits=0))
+                cursor.advance(feeds[-1].kv_len)
+            room -= len(chunk)
+            rider.in_step = cursor.kv_len == stop
+        if feeds:
+            assert self._drafter is not None, "drafts were asked for, and there is no draft model"
+            self._drafter.forward(feeds)
+        return [len(feed.tokens) for feed in feeds]
+
+    def _prepare(self, rider: Rider, num_draft: int, k: int) -> None:
+        """Note for its slot what is new of its pages and of its drafts."""
+        sequence = rider.sequence
+        self.state.target.enter(rider.slot, sequence.target.page_table)
+        self.state.draft.enter(rider.slot, sequence.draft.page_table)
+        if min(rider.num_draft, k) != num_draft:
+            rider.num_draft = self._most_drafts if num_draft == k else num_draft
+            self.state.set_num_draft(rider.slot, rider.num_draft)
+        if rider.in_step and not num_draft:  # a round without drafts, or without pages for its own
+            rider.in_step = False
+            sequence.draft.kv_len = max(0, min(sequence.draft.kv_len, len(sequence.tokens) - 2))
+
+    def _laid_out(self, size: int) -> Tensor:
+        """The slot at each of `size` places; uploaded only when somebody came or went."""
+        if size not in self._slots:
+            slots = [rider.slot for rider in self.riders.values()] + [IDLE] * (size - len(self.riders))
+            self._slots[size] = send(torch.tensor(slots, dtype=torch.int64), self.state.tracks.length.device)
+        return self._slots[size]
+
+    def _kinds(self) -> tuple[bool, bool]:
+        """Whether any law is cut, and whether any sequence is of the rejection rule: most rounds do without either."""
+        cuts = any(Kind.of(s.request.sampling) is Kind.CUT for s in self.riders)
+        return cuts, any(s.speculation.verification is Verification.REJECTION for s in self.riders)
+
+    def _round(self, shape: RoundShape, rejects: bool) -> Round:
+        draft = self._draft if shape.k else None
+        size, k, cuts = shape
+        return Round(self.state, self._target, draft, self._ops, size, k, cuts=cuts, rejects=rejects)
+
+    # --------------------------------------------------------------------------------------------------- reading
+
+    def read(self) -> list[Landed]:
+        """What came of all rounds but the one just launched. Cursors stand as if its tokens were committed already."""
+        landed = []
+        while len(self._mails) > self._has_launched:
+            landed.append(self._land(self._mails.popleft()))
+        self._has_launched = False
+        return landed
+
+    def _land(self, mail: Mail) -> Landed:
+        rows = mail.read()
+        here = [(s, row) for s, row in zip(mail.shares, rows, strict=False) if self._is_here(s.rider)]
+        landings = tuple(share.land(row) for share, row in here)
+        drafting, other = mail.marks.seconds()
+        done = Done(
+            sequences=[landing.sequence for landing in landings],
+            lengths=[share.length for share, _ in here],
+            asked=[share.asked for share, _ in here],
+            drafted=[landing.num_draft for landing in landings],
+            accepted=[landing.outcome.num_accepted for landing in landings],
+            draft_passes=mail.draft_passes(mail.size),
+            draft_seconds=drafting,
+            other_seconds=other,
+            has_prompts=False,
+            rows=mail.size * (mail.k + 1),
+        )
+        return Landed(landings, done, mail.forwards())
+
+    def _is_here(self, rider: Rider) -> bool:
+        return self.riders.get(rider.sequence) is rider
+
+
+def _is_ending(sequence: Sequence) -> bool:
+    """Whether what is in flight is sure to end it: every round brings a token."""
+    return sequence.in_flight > 0 and len(sequence.tokens) + 1 >= sequence.max_len

@@ -1,0 +1,167 @@
+"""Rounds that are recorded, and which of them stands in for one that is not. Knows no sequence and no device.
+
+Nothing is recorded while a request waits: that takes some tenths of a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.device_loop.round import Brought, Round
+from engine.device_loop.shapes import MOST_RECORDED, RoundShape, places_for
+from engine.kernels import faults
+from engine.stats import Clock
+
+log = logging.getLogger(__name__)
+
+SECONDS = 60.0  # for recording at load: about as long as the weights of a large model take
+_OFTEN = 64  # rounds of a shape that was not recorded, after which an idle engine records it
+_KEPT = 32  # rounds that are run as they are, kept for the next time: they hold little
+
+Run = Callable[[Tensor, Callable[[], None]], Brought]  # slots, and what to call between drafting and verification
+
+
+def as_it_is(round_: Round) -> Run:
+    """The round, run operation by operation."""
+
+    def run(slots: Tensor, between: Callable[[], None]) -> Brought:
+        drafts = round_.propose(slots)
+        between()
+        return round_.verify(slots, drafts)
+
+    return run
+
+
+class Recorder(Protocol):
+    """Makes rounds that run at once; `graphs.Graphs` on CUDA."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether what was recorded has left anything of the memory set aside for it."""
+        ...
+
+    def __call__(self, round_: Round) -> Run:
+        """Record it."""
+        ...
+
+
+class Repertoire:
+    """Rounds by shape.
+
+    Args:
+        make: a round of a shape, and whether any sequence is of the rejection rule.
+        recorder: None where rounds are run as they are.
+        covering: shapes that are never given up, as they can stand in for all others.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[RoundShape, bool], Round],
+        recorder: Recorder | None = None,
+        covering: Iterable[RoundShape] = (),
+        most: int = MOST_RECORDED,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self._make, self._recorder, self._covering, self._most = make, recorder, frozenset(covering), most
+        self._clock = clock
+        self._recorded: OrderedDict[RoundShape, Run] = OrderedDict()  # the one used last comes last
+        self._plain: OrderedDict[tuple[RoundShape, bool], Run] = OrderedDict()
+        self._missed: Counter[RoundShape] = Counter()
+        self._refused: set[RoundShape] = set()  # that cannot be recorded
+
+    def __len__(self) -> int:
+        """How many are recorded."""
+        return len(self._recorded)
+
+    def of(self, count: int, k: int, *, cuts: bool, rejects: bool) -> tuple[int, Run]:
+        """How to run a round of `count` sequences, and how many places it has. Records nothing.
+
+        Rounds of the rejection rule are never recorded: their laws would take all memory.
+        """
+        wanted = RoundShape(places_for(count), k, cuts)
+        found = None if rejects else self._nearest(wanted)
+        if self._recorder is not None and found != wanted and not rejects:
+            self._missed[wanted] += 1
+        if found is None:
+            return wanted.size, self._as_it_is(wanted, rejects)
+        self._recorded.move_to_end(found)
+        return found.size, self._recorded[found]
+
+    def try_out(self, shape: RoundShape) -> Run:
+        """As it will run in a request. Raises whatever stands against it."""
+        if self._recorder is None:
+            return self._as_it_is(shape, rejects=False)
+        self._recorded[shape] = self._recorder(self._make(shape, False))
+        return self._recorded[shape]
+
+    def record(self, shapes: Iterable[RoundShape], progress: Callable[[str], None] = lambda _: None) -> None:
+        """Record what is not yet, in this order, while there is memory and time; the log says how far it came."""
+        if self._recorder is None:
+            return
+        start, seconds = self._clock(), 0.0
+        missing = [shape for shape in shapes if shape not in self._recorded and shape not in self._refused]
+        for i, shape in enumerate(missing, 1):
+            if len(self) >= self._most or not self._recorder.has_room or seconds >= SECONDS:
+                break
+            progress(f"recording rounds: {i} of {len(missing)}")
+            if not self._add(shape):
+                break
+            seconds = self._clock() - start
+        done = sum(shape in self._recorded for shape in missing)
+        log.info("recorded %d of %d rounds in %.1f s, %d in all", done, len(missing), seconds, len(self))
+
+    def rest(self) -> None:
+        """While nobody asks: record the shape that was missed most, if that was often.
+
+        Where there is no room it takes that of the one whose last use is longest ago.
+        """
+        if self._recorder is None or not self._missed:
+            return
+        [(shape, times)] = self._missed.most_common(1)
+        if times < _OFTEN:
+            return
+        del self._missed[shape]
+        if len(self) >= self._most or not self._recorder.has_room:
+            oldest = next((known for known in self._recorded if known not in self._covering), None)
+            if oldest is None:
+                return
+            del self._recorded[oldest]
+        self._add(shape)
+
+    def _nearest(self, wanted: RoundShape) -> RoundShape | None:
+        """The smallest that does the same."""
+        if wanted in self._recorded:
+            return wanted
+        return min((shape for shape in self._recorded if shape.stands_in_for(wanted)), default=None)
+
+    def _add(self, shape: RoundShape) -> bool:
+        """Whether recording may go on: a capture that broke off leaves the device in doubt, a compiler does not."""
+        assert self._recorder is not None
+        if shape in self._refused:
+            return True
+        try:
+            self._recorded[shape] = self._recorder(self._make(shape, False))
+        except _faults() as error:
+            self._refused.add(shape)
+            log.warning("rounds of %d places and %d drafts are not recorded: %s", shape.size, shape.k, error)
+            return not isinstance(error, RuntimeError)
+        return True
+
+    def _as_it_is(self, shape: RoundShape, rejects: bool) -> Run:
+        key = shape, rejects
+        if key not in self._plain:
+            self._plain[key] = as_it_is(self._make(shape, rejects))
+        self._plain.move_to_end(key)
+        if len(self._plain) > _KEPT:
+            self._plain.popitem(last=False)
+        return self._plain[key]
+
+
+def _faults() -> tuple[type[Exception], ...]:
+    return (RuntimeError, *faults())

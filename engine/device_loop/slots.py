@@ -1,0 +1,129 @@
+"""Sequences that stand on the device: what a round needs of them, one slot each. Knows no model.
+
+The host writes a slot when a sequence is placed, and what has changed before a round; `send` brings it up
+(docs/adr/0021-rounds-on-the-device.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.device_loop.slate import Slate
+from engine.kernels.args import Tracks
+from engine.kernels.paging import send
+from engine.types import SamplingParams
+
+IDLE = 0  # the slot of nobody, for the idle places of a batch
+MOST_ENDS = 8  # tokens that may end an output
+
+LENGTH, MAX_LENGTH, RUNNING, NUM_DRAFT, REJECTS, SEED, TOP_K = range(7)  # rows of `Resident.whole`
+_ALIGNED = 16  # columns of that: kernels are compiled for rows that begin at a multiple of so many bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the host says of a sequence that it places."""
+
+    tokens: Seq[int]
+    max_length: int
+    ends: Seq[int]
+    sampling: SamplingParams
+    seed: int
+    num_draft: int
+    rejects: bool = False  # the rejection rule verifies, where it is not the coupled one
+
+
+class Tables:
+    """Which pages of one model's arena hold the sequence in each slot: `[slots, width + 1]`.
+
+    Where no page of its own is, there is `spare_page`: it belongs to nobody and takes what is written beyond. The last
+    column is always spare, as that of position -1.
+    """
+
+    def __init__(self, slate: Slate, name: str, spare_page: int) -> None:
+        self.pages, self.spare_page = slate[name].fill_(spare_page), spare_page
+        self._slate, self._name, self._entered = slate, name, [0] * len(self.pages)
+
+    @property
+    def width(self) -> int:
+        """Pages that a sequence may have."""
+        return self.pages.shape[1] - 1
+
+    def enter(self, slot: int, pages: Seq[int]) -> None:
+        """Note what is new of a sequence's page table."""
+        first = self._entered[slot]
+        assert len(pages) <= self.width, "more pages than the longest sequence has"
+        if len(pages) > first:
+            self._slate.write(self._name, slot * self.pages.shape[1] + first, *pages[first:])
+            self._entered[slot] = len(pages)
+
+    def clear(self, slot: int) -> None:
+        """Another sequence stands here from now on. The pages of the one before may have been given away."""
+        self.pages[slot].fill_(self.spare_page)
+        self._entered[slot] = 0
+
+
+class Resident:
+    """`num_slots` sequences of at most `longest` tokens, and their pages in the target's and the draft's arena."""
+
+    def __init__(
+        self, num_slots: int, longest: int, width: int, spare_pages: tuple[int, int], vocab: int, device: torch.device
+    ) -> None:
+        size, int64 = num_slots + 1, torch.int64
+        self.vocab, self._columns = vocab, -(-size // _ALIGNED) * _ALIGNED
+        pages = torch.int32, (size, width + 1)
+        self._slate = Slate(
+            {
+                "whole": (int64, (7, self._columns)), "ends": (int64, (size, MOST_ENDS)),
+                "top_p": (torch.float64, (size,)), "min_p": (torch.float64, (size,)),
+                "temperature": (torch.float32, (size,)), "target": pages, "draft": pages,
+            },
+            device,
+        )  # fmt: skip
+        self.target, self.draft = (
+            Tables(self._slate, name, spare) for name, spare in zip(("target", "draft"), spare_pages, strict=True)
+        )
+        self.whole = self._slate["whole"]  # [7, columns]
+        for row, value in ((LENGTH, 1), (MAX_LENGTH, 1), (TOP_K, vocab)):
+            self.whole[row].fill_(value)
+        self.tracks = Tracks(
+            tokens=torch.zeros((size, longest), dtype=int64, device=device),
+            length=self.whole[LENGTH],
+            max_length=self.whole[MAX_LENGTH],
+            ends=self._slate["ends"].fill_(-1),
+            running=self.whole[RUNNING],
+        )
+        self.temperature, self.min_p = self._slate["temperature"], self._slate["min_p"]
+        self.top_p = self._slate["top_p"].fill_(1)
+
+    def place(self, slot: int, place: Place) -> None:
+        """Fill a slot, all but its pages. Its tokens go up at once, the rest with `send`."""
+        wanted, ends = place.sampling, [*place.ends, *[-1] * (MOST_ENDS - len(place.ends))]
+        self.target.clear(slot)
+        self.draft.clear(slot)
+        self.tracks.tokens[slot, : len(place.tokens)].copy_(self._up(place.tokens))
+        self._slate.write("ends", slot * MOST_ENDS, *ends)
+        whole = {
+            LENGTH: len(place.tokens), MAX_LENGTH: place.max_length, NUM_DRAFT: place.num_draft,
+            REJECTS: int(place.rejects), RUNNING: 1, TOP_K: min(wanted.top_k or self.vocab, self.vocab),
+            SEED: place.seed - 2**64 if place.seed >= 2**63 else place.seed,
+        }  # fmt: skip
+        for row, value in whole.items():
+            self._slate.write("whole", row * self._columns + slot, value)
+        for name, real in (("temperature", wanted.temperature), ("top_p", wanted.top_p), ("min_p", wanted.min_p)):
+            self._slate.write(name, slot, real)
+
+    def set_num_draft(self, slot: int, num_draft: int) -> None:
+        """Drafts that this sequence takes of each round's K."""
+        self._slate.write("whole", NUM_DRAFT * self._columns + slot, num_draft)
+
+    def send(self) -> None:
+        """Bring up what has changed since the last time. A round that is launched before it reads what was."""
+        self._slate.send()
+
+    def _up(self, values: Seq[int]) -> Tensor:
+        return send(torch.tensor(values, dtype=torch.int64), self.tracks.tokens.device)

@@ -1,0 +1,214 @@
+"""What lies in a local folder or on the hub, and in plain words what is wrong with it. Loads no weights itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import get_safetensors_metadata
+from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError, StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.hub import cached_file
+
+from engine.attention.registry import ATTENTION_NAME
+from engine.errors import ModelError
+from engine.model.rope import longrope_border
+
+# What transformers and safetensors say of what they cannot load.
+_FAULTS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    NotASafetensorsRepoError,
+    SafetensorsParsingError,
+)
+# As headers of safetensors call them.
+_STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_LENGTH, _ABOUT = (
+    8,
+    "__metadata__",
+)  # bytes of a safetensors file that say how long its header is; its entry that is no tensor
+_LONGEST_COMPLAINT = 300  # characters; some of theirs list every class they know
+
+
+def read_config(name: str, revision: str | None) -> PreTrainedConfig:
+    """The config of a causal language model; none of the checkpoint's own code is run.
+
+    Raises:
+        ModelError: there is none, or it describes another kind of model.
+    """
+    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise ModelError(f"cannot load model {name!r}: there is no such folder")
+    with told_as_model_error(name):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelError(f"{name!r} is a {config.model_type} model, which is no causal language model")
+    if config.is_encoder_decoder or getattr(config.get_text_config(), "add_cross_attention", False):
+        raise ModelError(
+            f"{name!r} is a {config.model_type} model with cross-attention: it waits for an encoder's output"
+        )
+    return config
+
+
+def read_generation_config(name: str, revision: str | None) -> GenerationConfig | None:
+    """What it says of generation; None if it says nothing. Of all this a server honours the end tokens alone."""
+    try:
+        return GenerationConfig.from_pretrained(name, revision=revision or "main")
+    except OSError:
+        return None
+
+
+def named_type(config: PreTrainedConfig) -> torch.dtype | None:
+    """The type of weights that a config names, for all of the checkpoint or for its text; None if it names none."""
+    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def stored_type(name: str, revision: str | None) -> torch.dtype | None:
+    """The type of most numbers of a checkpoint, by the headers of its files; None where no float is stored.
+
+    Raises:
+        ModelError: it has no safetensors, or they cannot be read.
+    """
+    with told_as_model_error(name):
+        found = cached_file(name, "config.json", revision=revision)
+        folder, counts = Path(str(found)).parent, Counter[str]()
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                parts = [file.get_slice(key) for key in file.keys()]  # noqa: SIM118 - it is no mapping
+                for part in parts:
+                    counts[part.get_dtype()] += math.prod(part.get_shape())
+        if not counts and not Path(name).is_dir():  # of a hub's: not here yet, but the hub tells headers alone
+            counts.update(get_safetensors_metadata(name, revision=revision).parameter_count)
+    floats = [kind for kind, _ in counts.most_common() if kind in _STORED]
+    return _STORED[floats[0]] if floats else None
+
+
+def end_tokens_of(config: PreTrainedConfig, generation: GenerationConfig | None) -> frozenset[int]:
+    """Tokens at which the model was taught to stop: its generation config's, or else its config's."""
+    found = generation.eos_token_id if generation is not None else None
+    if found is None:
+        found = config.get_text_config().eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, list) else [found])
+
+
+def has_chat_template(name: str, revision: str | None) -> bool:
+    """Whether the checkpoint says how a chat is written down."""
+    optional = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    if cached_file(name, "chat_template.jinja", **optional) is not None:
+        return True
+    settings = cached_file(name, "tokenizer_config.json", **optional)
+    return settings is not None and bool(json.loads(Path(settings).read_text("utf-8")).get("chat_template"))
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """How many positions a model knows in a ragged batch, and which words of its config say so."""
+
+    limit: int
+    reason: str
+
+
+def positions(config: PreTrainedConfig) -> Positions:
+    """How many positions a model knows in a ragged batch.
+
+    Two kinds of rotary embedding pick one frequency table for the whole pass by its largest position, and so for all
+    sequences of the batch by that of the longest. Up to the length of their first training they pick the same;
+    beyond it we go only where `engine.model.rope` can give each sequence its own.
+    """
+    text, border = config.get_text_config(), longrope_border(config)
+    whole = shape_of(config, "max_position_embeddings")
+    if border is not None:
+        return Positions(whole, f"max_position_embeddings; longrope, another table beyond {border} tokens")
+    found = Positions(whole, "max_position_embeddings")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for table in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = table.get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            original = table.get("original_max_position_embeddings")
+            limit = int(original or getattr(text, "original_max_position_embeddings", None) or whole)
+            reason = f"{kind} RoPE of {config.model_type}: beyond this, one table would serve all lengths of a batch"
+            found = min(found, Positions(limit, reason), key=lambda positions: positions.limit)
+    return found
+
+
+def shape_of(config: PreTrainedConfig, name: str) -> int:
+    """A number that every family we serve has in its config under this name; ModelError where it is missing."""
+    value = getattr(config.get_text_config(), name, None)
+    if not isinstance(value, int):
+        raise ModelError(f"a {config.model_type} model cannot be served: its config has no {name}")
+    return value
+
+
+def check_weights(name: str) -> None:
+    """Refuse a folder whose weights are pickles only: reading one may run code of its maker's."""
+    folder = Path(name)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        pickles = sorted(path.name for path in folder.glob("*.bin"))
+        found = f"only {pickles[0]}, which may run code when it is read" if pickles else "no weights"
+        raise ModelError(f"model {name!r} has {found}; expected *.safetensors")
+
+
+def check_whole(path: Path) -> None:
+    """Refuse a file that ends before its tensors do, as one whose copy was broken off."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = _LENGTH + int.from_bytes(file.read(_LENGTH), "little")
+        if start > size:
+            raise ModelError(f"{path} is cut short: its header ends at byte {start}, the file at {size}")
+        try:
+            tensors: dict[str, Any] = json.loads(file.read(start - _LENGTH))
+            ends = sorted((start + entry["data_offsets"][1], key) for key, entry in tensors.items() if key != _ABOUT)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise ModelError(f"{path} is no safetensors file: its header cannot be read ({error!r})") from error
+    for end, key in ends:
+        if end > size:
+            raise ModelError(f"{path} is cut short: {key} ends at byte {end}, the file at {size}")
+
+
+def weights_size(name: str, revision: str | None) -> int:
+    """Bytes of the safetensors of a checkpoint, as far as they are here."""
+    found = cached_file(name, "config.json", revision=revision)
+    return sum(path.stat().st_size for path in Path(str(found)).parent.glob("*.safetensors"))
+
+
+def check_complete(name: str, report: Mapping[str, Collection[Any]]) -> None:
+    """Refuse a checkpoint that lacks weights: transformers would draw them at random. `report` is its own."""
+    missing, mismatched = report["missing_keys"], sorted(report["mismatched_keys"])
+    if missing:
+        raise ModelError(f"model {name!r} lacks {len(missing)} of its weights, {min(missing)} among them")
+    if mismatched:
+        weight, has, wants = mismatched[0]
+        raise ModelError(f"model {name!r}: {weight} is of shape {list(has)}; its config says {list(wants)}")
+
+
+@contextmanager
+def told_as_model_error(name: str) -> Iterator[None]:
+    """Whatever goes wrong while `name` is read becomes a ModelError of one short line."""
+    try:
+        yield
+    except _FAULTS as error:
+        raise ModelError(f"cannot load model {name!r}: {_in_short(error)}") from error
+
+
+def _in_short(error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+        return "its class attends in code of its own, which knows nothing of ragged batches"
+    text = " ".join((str(error) or repr(error)).split())
+    return text if len(text) <= _LONGEST_COMPLAINT else text[:_LONGEST_COMPLAINT] + "…"

@@ -1,0 +1,306 @@
+"""Fewer, larger operations in a transformers model; knows shapes of modules and no family by name.
+
+A module that looks like one we can run faster gets a stand-in. The stand-in is tried on random rows beside the
+original and stays only if both say the same; what looks otherwise, or answers otherwise, stays as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.attention.registry import Ragged
+from engine.kv.arena import KVArena, KVLayout
+from engine.kv.batch import Feed, RaggedBatch
+from engine.machine.mapped import let_go
+from engine.model.linear.equivalence import agree, random_rows
+from engine.model.linear.int8 import Int8Linear
+from engine.native import Rows, rows_for
+
+log = logging.getLogger(__name__)
+
+_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_ROWS, _PAGE = 3, 8  # of a trial
+
+
+def fuse(model: PreTrainedModel) -> Counter[str]:
+    """Give `model` stand-ins wherever they fit; how many of each kind. Weights are joined one module at a time."""
+    done: Counter[str] = Counter()
+    for name in [name for name, _ in model.named_modules()][:0:-1]:  # what is inside comes before what it is inside of
+        module = model.get_submodule(name)
+        for group in _GROUPS:
+            done["matmuls joined"] += _join(module, group)
+        for kind, stand_in in (("norms", _norm_for), ("gates", _gate_for), ("attentions", _attention_for)):
+            found = stand_in(module, model)
+            if found is not None:
+                model.set_submodule(name, found)
+                done[kind] += 1
+    log.info("fused: %s", ", ".join(f"{count} {kind}" for kind, count in done.items()))
+    return done
+
+
+class Joined(nn.Module):
+    """One matmul for several that read the same rows. Each of them is a `Part` that takes its share of the result."""
+
+    def __init__(self, matmul: nn.Module, sizes: list[int]) -> None:
+        super().__init__()
+        self.matmul, self.sizes = matmul, sizes
+        self._rows: Tensor | None = None
+        self._shares: tuple[Tensor, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., sum of sizes]`."""
+        return cast("Tensor", self.matmul(x))
+
+    def share(self, index: int, x: Tensor) -> Tensor:
+        """The result of one part; computed when the first of them asks, let go of when the last has."""
+        if self._rows is not x:  # we hold on to it, so that it is the same rows and not the same address
+            self._rows, self._shares = x, self(x).split(self.sizes, -1)
+        share = self._shares[index]
+        if index == len(self.sizes) - 1:
+            self._rows, self._shares = None, ()
+        return share
+
+
+class Part(nn.Module):
+    """Stands where one of the joined matmuls stood."""
+
+    def __init__(self, joined: Joined, index: int) -> None:
+        super().__init__()
+        self.joined, self.index = joined, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the matmul whose place it took."""
+        return self.joined.share(self.index, x)
+
+
+def _join(module: nn.Module, group: tuple[str, ...]) -> bool:
+    parts = [getattr(module, name, None) for name in group]
+    kinds, widths = {type(part) for part in parts}, {getattr(part, "in_features", None) for part in parts}
+    if len(kinds) > 1 or len(widths) > 1 or len({getattr(part, "bias", None) is None for part in parts}) > 1:
+        return False
+    matmul: nn.Module
+    kind = kinds.pop()
+    if issubclass(kind, Int8Linear):
+        matmul = kind.joined(cast("list[Int8Linear]", parts))
+    elif kind is nn.Linear:
+        matmul = _joined_linear(cast("list[nn.Linear]", parts))
+    else:
+        return False
+    joined = Joined(matmul, [cast("int", part.out_features) for part in parts if part is not None])
+    for index, name in enumerate(group):
+        setattr(module, name, Part(joined, index))
+    return True
+
+
+def _joined_linear(parts: list[nn.Linear]) -> nn.Linear:
+    with torch.device("meta"):
+        joined = nn.Linear(parts[0].in_features, 1, bias=False)
+    joined.out_features = sum(part.out_features for part in parts)
+    joined.weight = nn.Parameter(torch.cat([part.weight.detach() for part in parts]), requires_grad=False)
+    if parts[0].bias is not None:
+        joined.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
+    for part in parts:
+        let_go(part.weight)
+    return joined
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, in float32, with the mean's division moved into weight and eps."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        size = weight.numel()
+        self.scale = nn.Parameter(weight.detach().float() * size**0.5, requires_grad=False)
+        self.eps = eps * size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., size]`, in the type of `x`."""
+        native = rows_for(x.dtype, x.shape[-1])
+        if native is not None and x.is_cpu and x.stride(-1) == 1:
+            return native.norm(x.reshape(-1, x.shape[-1]), self.scale, self.eps).view(x.shape)
+        wide = x.float()
+        return (wide * (wide * wide).sum(-1, keepdim=True).add_(self.eps).rsqrt_()).mul_(self.scale).to(x.dtype)
+
+
+def _norm_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not isinstance(eps, float):
+        return None
+    x = random_rows(model, 1, _ROWS, weight.numel())
+    for scale in (weight, 1 + weight.float()):  # Gemma's weights are what is added to 1
+        stand_in = RMSNorm(scale, eps)
+        if agree(lambda m: m(x), module, stand_in):
+            return stand_in
+    return None
+
+
+class Gated(nn.Module):
+    """down(silu(gate) * up) on joined gate and up, in C; in int8 what `down` reads is rounded in the same breath."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., hidden]` -> `[..., hidden]`."""
+        inner = cast("Any", self.inner)
+        both = inner.gate_proj.joined(x)
+        native = rows_for(both.dtype, both.shape[-1] // 2)
+        if native is None or not both.is_cpu or not len(both):
+            return cast("Tensor", inner(x))
+        rows = both.view(-1, both.shape[-1])
+        if isinstance(inner.down_proj, Int8Linear):
+            return inner.down_proj.of_rounded(*native.gate_round(rows), x.dtype).view(x.shape)
+        return cast("Tensor", inner.down_proj(native.gate(rows).view(*x.shape[:-1], -1)))
+
+
+def _gate_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
+    gate = getattr(module, "gate_proj", None)
+    if not isinstance(gate, Part) or not hasattr(module, "down_proj") or model.device.type != "cpu":
+        return None
+    x = random_rows(model, 1, _ROWS, model.config.get_text_config().hidden_size)
+    stand_in = Gated(module)
+    return stand_in if agree(lambda m: m(x), module, stand_in) else None
+
+
+class RotaryAttention(nn.Module):
+    """Attention with rotary positions on joined q, k and v: one rotation for q and k, no transposed copies.
+
+    Without a ragged batch, as in transformers' own forward pass, the original runs.
+    """
+
+    def __init__(self, inner: nn.Module, seen: _Seen) -> None:
+        super().__init__()
+        self.inner, self.layer_idx, self.seen = inner, cast("int", inner.layer_idx), seen
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [1, T, hidden]
+        position_embeddings: tuple[Tensor, Tensor] | None = None,  # cos and sin, [1, T, head_dim]
+        attention_mask: Tensor | None = None,
+        ragged: Ragged | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """As the original."""
+        seen = self.seen
+        if ragged is None or position_embeddings is None or position_embeddings[0].shape[-1] != seen.head_dim:
+            passed = {"attention_mask": attention_mask, "position_embeddings": position_embeddings, **others}
+            passed |= {} if ragged is None else {"ragged": ragged}
+            return cast("tuple[Tensor, None]", self.inner(hidden_states=hidden_states, **passed))
+        cos, sin = position_embeddings
+        projected = self._projected(hidden_states)
+        native = self._native_for(projected, cos, ragged)
+        if native is not None:
+            out = self._attend(native, projected, cos[0], sin[0], ragged)
+            return cast("nn.Module", self.inner.o_proj)(out.flatten(1)[None]), None
+        heads = projected.unflatten(-1, (-1, seen.head_dim))
+        turning, value = heads.split([seen.heads + seen.kv_heads, seen.kv_heads], 1)
+        turned = _rotate(self._normed(turning), cos, ragged.batch.once(("sin", sin), partial(_signed, sin)))
+        query, key = turned.split([seen.heads, seen.kv_heads], 1)
+        out = ragged.attend_layer(self.layer_idx, query, key, value, seen.scale, seen.window, seen.softcap)
+        return cast("nn.Module", self.inner.o_proj)(out.flatten(1)[None]), None
+
+    def _native_for(self, projected: Tensor, cos: Tensor, ragged: Ragged) -> Rows | None:
+        """Our C, where it can turn what was projected on its way into this arena."""
+        dtype, plain = ragged.arena.layout.dtype, getattr(self.inner, "q_norm", None) is None
+        one_type = projected.dtype == cos.dtype == dtype and projected.is_cpu and cos.shape[0] == 1
+        return rows_for(dtype, self.seen.head_dim // 2) if plain and one_type and not self.seen.head_dim % 2 else None
+
+    def _attend(self, native: Rows, projected: Tensor, cos: Tensor, sin: Tensor, ragged: Ragged) -> Tensor:
+        seen, arena = self.seen, ragged.arena
+        k, v = arena.k[self.layer_idx], arena.v[self.layer_idx]
+        query = native.rotate(projected, cos.contiguous(), sin.contiguous(), ragged.batch.kv_rows, k, v)
+        return ragged.attend(query, k, v, ragged.batch, seen.scale, seen.window, seen.softcap)
+
+    def _projected(self, hidden_states: Tensor) -> Tensor:
+        """q, k and v side by side, `[T, ...]`; some families have them so."""
+        inner = cast("Any", self.inner)
+        both = inner.q_proj.joined if hasattr(inner, "q_proj") else inner.qkv_proj
+        return cast("Tensor", both(hidden_states)[0])
+
+    def _normed(self, turning: Tensor) -> Tensor:
+        """Families with norms on q and k."""
+        q_norm, k_norm = getattr(self.inner, "q_norm", None), getattr(self.inner, "k_norm", None)
+        if q_norm is None or k_norm is None:
+            return turning
+        heads = self.seen.heads
+        return torch.cat([q_norm(turning[:, :heads]), k_norm(turning[:, heads:])], 1)
+
+
+def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """[T, heads, d]: the halves (a, b) of each head become (a cos - b sin, b cos + a sin)."""
+    return (x * cos[0, :, None]).add_(x.roll(x.shape[-1] // 2, -1).mul_(signed_sin))
+
+
+def _signed(sin: Tensor) -> Tensor:
+    """[1, T, d] -> [T, 1, d], the first half negated."""
+    first, second = sin[0, :, None].chunk(2, -1)
+    return torch.cat([-first, second], -1)
+
+
+class _Seen:
+    """What an attention module hands to our attention function: noted in a trial, in which this stands in for it."""
+
+    def __init__(self) -> None:
+        self.heads = self.kv_heads = self.head_dim = 0
+        self.scale, self.window, self.softcap = 0.0, cast("int | None", None), cast("float | None", None)
+
+    def __call__(
+        self,
+        query: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: RaggedBatch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Mix everything that it is given, so that the result tells each difference."""
+        self.scale, self.window, self.softcap = scale, window, softcap
+        _, self.heads, self.head_dim = query.shape
+        self.kv_heads = k.shape[1]
+        fresh = (k + 2 * v)[batch.kv_rows]
+        return query * scale + fresh.repeat_interleave(self.heads // self.kv_heads, 1)
+
+
+class _Page:
+    """An arena of one page for a trial: of the shape that was seen, or that is written first."""
+
+    def __init__(self, dtype: torch.dtype, seen: _Seen) -> None:
+        self.layout = KVLayout(1, seen.kv_heads, seen.head_dim, dtype)
+        self.k, self.v = (
+            defaultdict[int, Tensor](lambda: torch.zeros(_PAGE, seen.kv_heads, seen.head_dim, dtype=dtype))
+            for _ in "kv"
+        )
+
+    def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
+        self.k[layer], self.v[layer] = (x.new_zeros(_PAGE, *x.shape[1:]).index_copy_(0, rows, x) for x in (key, value))
+
+
+def _attention_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
+    has_qkv = isinstance(getattr(module, "q_proj", None), Part) or hasattr(module, "qkv_proj")
+    width, head_dim = model.config.get_text_config().hidden_size, getattr(module, "head_dim", None)
+    if not has_qkv or not hasattr(module, "o_proj") or not hasattr(module, "layer_idx") or not head_dim:
+        return None
+    seen = _Seen()
+    batch = RaggedBatch.of([Feed([0] * _ROWS, 4, [0])], _PAGE, model.device)
+    angles = random_rows(model, 1, _ROWS, head_dim // 2).float().repeat(1, 1, 2) * 3
+    rotary = angles.cos().to(model.dtype), angles.sin().to(model.dtype)
+    x = random_rows(model, 1, _ROWS, width)
+
+    def run(candidate: nn.Module) -> Tensor:
+        ragged = Ragged(batch, cast("KVArena", _Page(model.dtype, seen)), seen)
+        out = candidate(hidden_states=x, position_embeddings=rotary, attention_mask=None, ragged=ragged)
+        assert len(out) == 2
+        return cast("Tensor", out[0])
+
+    stand_in = RotaryAttention(module, seen)
+    return stand_in if agree(run, module, stand_in) else None

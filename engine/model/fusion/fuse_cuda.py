@@ -1,0 +1,218 @@
+"""Stand-ins for CUDA: what `fuse` has joined, run by our kernels. Knows shapes of modules and no family by name.
+
+As there, a stand-in is tried on random rows beside what it replaces and stays only if both say the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.attention import reference
+from engine.attention.registry import Ragged
+from engine.kv.arena import KVArena
+from engine.kv.batch import Feed, RaggedBatch
+from engine.model.fusion.fuse import Joined, Part, RMSNorm, RotaryAttention, fuse
+from engine.model.fusion.kernel_layers import NAMES, KernelAttention, KernelGate, KernelLayer, KernelNorm, Ops
+from engine.model.linear.equivalence import Trials, random_rows
+from engine.model.linear.fp8 import Fp8Linear
+from engine.model.runner import kv_layout
+
+log = logging.getLogger(__name__)
+
+_ROWS, _PAGE = 3, 8  # of a trial
+
+
+def fuse_for_cuda(model: PreTrainedModel, ops: object = None) -> Counter[str]:
+    """Join what `fuse` joins, then give `model` our kernels wherever they fit; how many of each kind."""
+    found, trials, done = _ops(ops), Trials(), Counter[str]()
+    run = partial(_try, model)
+    fuse(model)
+    for name in [name for name, _ in model.named_modules()][:0:-1]:  # what is inside comes before what it is inside of
+        if name.endswith(".inner"):
+            continue  # the original of one of `fuse`'s stand-ins, which still asks for it as it was
+        for kind, candidates in _KINDS.items():
+            module = model.get_submodule(name)
+            new = next((new for new in candidates(module, found) if trials.agree(kind, run, module, new)), None)
+            if new is not None:
+                model.set_submodule(name, new)
+                done[kind] += 1
+    done["sums handed on"] = link(model, trials)
+    log.info("our kernels run %s", ", ".join(f"{count} {kind}" for kind, count in done.items()))
+    return done
+
+
+def _ops(ops: object) -> Ops:
+    """Of a module; by default our kernels."""
+    if ops is None:
+        from engine.kernels import rows  # brings Triton
+
+        ops = rows
+    return ops if isinstance(ops, Ops) else Ops.of(ops)
+
+
+def link(model: PreTrainedModel, trials: Trials | None = None) -> int:
+    """Have each layer's last sum made together with the norm that reads it, of the next layer or behind the last.
+
+    Returns for how many layers. To be done again where a model's layers are others than before.
+    """
+    trials, count = trials or Trials(), 0
+    for name, stack in list(model.named_modules()):
+        if not isinstance(stack, nn.ModuleList) or not all(isinstance(layer, KernelLayer) for layer in stack):
+            continue
+        layers = cast("list[KernelLayer]", list(stack))
+        parent = model.get_submodule(name.rpartition(".")[0])
+        final = [module for module in parent.children() if isinstance(module, KernelNorm)]
+        readers = [(layer.norms[0],) for layer in layers[1:]] + [tuple(final) if len(final) == 1 else ()]
+        for layer, reader in zip(layers, readers, strict=bool(layers)):
+            layer.following = ()
+            if reader and trials.agree("sums handed on", _handing(model, layer, reader), (), reader):
+                layer.following = reader
+                count += 1
+    return count
+
+
+def _handing(
+    model: PreTrainedModel, layer: KernelLayer, reader: tuple[KernelNorm, ...]
+) -> Callable[[tuple[KernelNorm, ...]], Tensor]:
+    """Runs a layer and the norm behind it, which gets its sum from the layer, or does not."""
+
+    def run(following: tuple[KernelNorm, ...]) -> Tensor:
+        with _changed(layer, "following", following):
+            out = _try(model, layer)
+            return torch.cat([out, reader[0](out)], -1)
+
+    return run
+
+
+def round_ahead(model: PreTrainedModel, ops: object = None) -> Counter[str]:
+    """Have rows for matmuls in 8-bit floats rounded by what makes them; how many of each kind.
+
+    Norms and gates do it where they are the last thing before a matmul. Elsewhere it is a kernel of its own.
+    """
+    found, trials, done = _ops(ops), Trials(), Counter[str]()
+    for module in model.modules():
+        if isinstance(module, Fp8Linear):
+            changes: list[tuple[nn.Module, str, Any]] = [(module, "round_rows", found.round_rows)]
+            done["matmuls"] += _change(model, "rounding", module, changes, trials)
+        elif isinstance(module, KernelGate) and isinstance(module.down_proj, Fp8Linear):
+            done["gates"] += _change(model, "gates that round", module, [(module, "rounds", True)], trials)
+        elif isinstance(module, KernelLayer):
+            norms = _read_by_fp8(module)
+            done["norms"] += len(norms) * _change(
+                model, "norms that round", module, [(norm, "rounds", True) for norm in norms], trials
+            )
+    log.info("rows are rounded ahead for %s", ", ".join(f"{count} {kind}" for kind, count in done.items()))
+    return done
+
+
+def _read_by_fp8(layer: KernelLayer) -> list[KernelNorm]:
+    """Norms whose only reader is a matmul in 8-bit floats."""
+    inner = cast("Any", layer.inner)
+    attention, mlp = inner.self_attn, inner.mlp
+    readers = (
+        (layer.norms[0], attention.qkv if isinstance(attention, KernelAttention) else None),
+        (layer.norms[2], mlp.both if isinstance(mlp, KernelGate) else None),
+    )
+    matmuls = [(norm, both.matmul if isinstance(both, Joined) else both) for norm, both in readers]
+    return [norm for norm, matmul in matmuls if isinstance(matmul, Fp8Linear)]
+
+
+def _change(
+    model: PreTrainedModel, kind: str, module: nn.Module, changes: list[tuple[nn.Module, str, Any]], trials: Trials
+) -> bool:
+    """Set attributes of some modules, if `module` then says what it said before."""
+
+    def run(changed: bool) -> Tensor:
+        with ExitStack() as whole:
+            for where, name, value in changes if changed else ():
+                whole.enter_context(_changed(where, name, value))
+            return _try(model, module)
+
+    agreed = bool(changes) and trials.agree(kind, run, False, True)
+    for where, name, value in changes if agreed else ():
+        setattr(where, name, value)
+    return agreed
+
+
+@contextmanager
+def _changed(module: nn.Module, name: str, value: object) -> Iterator[None]:
+    """An attribute is another meanwhile."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _norms(module: nn.Module, ops: Ops) -> list[nn.Module]:
+    return [KernelNorm(module, ops)] if isinstance(module, RMSNorm) else []
+
+
+def _gates(module: nn.Module, ops: Ops) -> list[nn.Module]:
+    inner = cast("Any", getattr(module, "inner", module))  # `fuse` may have one of its own for CPUs
+    gate, down = getattr(inner, "gate_proj", None), getattr(inner, "down_proj", None)
+    both = gate.joined if isinstance(gate, Part) else getattr(inner, "gate_up_proj", None)
+    if not isinstance(both, nn.Module) or not isinstance(down, nn.Module):
+        return []
+    return [KernelGate(both, down, activation, ops) for activation in ("silu", "gelu_tanh")]
+
+
+def _attentions(module: nn.Module, ops: Ops) -> list[nn.Module]:
+    return [KernelAttention(module, ops)] if isinstance(module, RotaryAttention) else []
+
+
+def _layers(module: nn.Module, _: Ops) -> list[nn.Module]:
+    if not isinstance(getattr(module, "self_attn", None), nn.Module):
+        return []
+    norms = {name for name, child in module.named_children() if isinstance(child, KernelNorm)}
+    return [KernelLayer(module, names) for names in NAMES if norms == set(names) - {None}]
+
+
+_KINDS: dict[str, Callable[[nn.Module, Ops], list[nn.Module]]] = {
+    "norms": _norms,
+    "gates": _gates,
+    "attentions": _attentions,
+    "layers": _layers,
+}
+
+
+@torch.inference_mode()
+def _try(model: PreTrainedModel, module: nn.Module) -> Tensor:
+    """What a module of any kind says to the same random rows each time; a tuple is what an attention alone gives."""
+    hidden: int = model.config.get_text_config().hidden_size
+    if isinstance(module, RMSNorm | KernelNorm):
+        width = module.scale.numel()
+    else:
+        width = cast("int", getattr(module, "in_features", hidden))
+    x = random_rows(model, 1, _ROWS, width)
+    has_context = hasattr(module, "layer_idx") or hasattr(module, "self_attn")
+    if not has_context:
+        return cast("Tensor", module(x))
+    batch = RaggedBatch.of([Feed([0] * _ROWS, 4, [0])], _PAGE, model.device)
+    arena = KVArena(kv_layout(model.config, model.dtype), 1, _PAGE, model.device)
+    positions = torch.arange(4, 4 + _ROWS, device=model.device)[None]
+    out = module(
+        hidden_states=x,
+        position_embeddings=_rotary(model, x, positions),
+        attention_mask=None,
+        position_ids=positions,
+        ragged=Ragged(batch, arena, reference.attend),
+    )
+    return cast("Tensor", out[0] if hasattr(module, "layer_idx") else out)
+
+
+def _rotary(model: PreTrainedModel, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin as the model makes them, of its first kind of layer where it has several."""
+    rotary = cast("Any", model.get_decoder()).rotary_emb
+    kinds = getattr(rotary, "layer_types", None)
+    return cast("tuple[Tensor, Tensor]", rotary(x, positions, *sorted(kinds)[:1]) if kinds else rotary(x, positions))

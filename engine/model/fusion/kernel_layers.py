@@ -1,0 +1,173 @@
+"""Norms, gates, attention and decoder layers that our kernels run. Knows shapes of modules and no family by name.
+
+What is between two matmuls is one kernel: a sum, the norm that follows it and, where the next matmul is in 8-bit
+floats, the rounding of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from engine.attention.registry import Ragged
+from engine.kernels.args import Fp8Rows
+from engine.model.fusion.fuse import RMSNorm, RotaryAttention
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """`engine.kernels.rows`, or `engine.kernels.reference`, which means the same."""
+
+    rotate_and_write: Callable[..., Tensor]
+    add_norm: Callable[..., tuple[Tensor, Tensor]]
+    add_norm_round: Callable[..., tuple[Fp8Rows, Tensor]]
+    gate: Callable[..., Tensor]
+    gate_round: Callable[..., Fp8Rows]
+    round_rows: Callable[[Tensor], Fp8Rows]
+
+    @classmethod
+    def of(cls, module: object) -> Ops:
+        """The functions of a module: a model that holds them can be copied, one that holds a module cannot."""
+        return cls(**{field.name: getattr(module, field.name) for field in fields(cls)})
+
+
+class KernelNorm(nn.Module):
+    """RMSNorm, alone or of a sum. `rounds`: what a layer gets of it is in 8-bit floats."""
+
+    def __init__(self, norm: RMSNorm, ops: Ops) -> None:
+        super().__init__()
+        size = norm.scale.numel()
+        self.scale = nn.Parameter(norm.scale.detach() / size**0.5, requires_grad=False)
+        self.eps, self.ops, self.rounds = norm.eps / size, ops, False
+        self._handed: tuple[Tensor | None, Tensor | Fp8Rows | None] = None, None  # a sum, and its norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., size]`."""
+        handed = self._taken(x)
+        return handed if isinstance(handed, Tensor) else self.ops.add_norm(x, None, self.scale, self.eps)[0]
+
+    def for_matmul(self, x: Tensor) -> Tensor | Fp8Rows:
+        """The norm of x as the matmul that reads it wants it."""
+        handed = self._taken(x)
+        return handed if handed is not None else self._run(x, None, None)[0]
+
+    def of_sum(self, x: Tensor, residual: Tensor, before: KernelNorm | None) -> tuple[Tensor | Fp8Rows, Tensor]:
+        """The norm of x + residual, as a matmul wants it, and the sum; `before` is a norm that x goes through first."""
+        return self._run(x, residual, None if before is None else (before.scale, before.eps))
+
+    def hand_on(self, x: Tensor, residual: Tensor, before: KernelNorm | None) -> Tensor:
+        """The sum. Its norm waits for whoever asks for the norm of this very tensor, and is let go of then.
+
+        Whoever reads the sum meanwhile, or passes on another tensor, gets what is right; only nobody may write to it.
+        """
+        normed, total = self.of_sum(x, residual, before)
+        self._handed = total, normed
+        return total
+
+    def _taken(self, x: Tensor) -> Tensor | Fp8Rows | None:
+        total, normed = self._handed
+        self._handed = None, None
+        return normed if total is x else None
+
+    def _run(
+        self, x: Tensor, residual: Tensor | None, before: tuple[Tensor, float] | None
+    ) -> tuple[Tensor | Fp8Rows, Tensor]:
+        run = self.ops.add_norm_round if self.rounds else self.ops.add_norm
+        return run(x, residual, self.scale, self.eps, before)
+
+
+class KernelGate(nn.Module):
+    """down(activation(gate) * up) on gate and up in one matmul. `rounds`: what `down` reads is in 8-bit floats."""
+
+    def __init__(self, both: nn.Module, down: nn.Module, activation: str, ops: Ops) -> None:
+        super().__init__()
+        self.both, self.down_proj, self.activation, self.ops, self.rounds = both, down, activation, ops, False
+
+    def forward(self, x: Tensor | Fp8Rows) -> Tensor:
+        """`[..., hidden]` -> `[..., hidden]`."""
+        run = self.ops.gate_round if self.rounds else self.ops.gate
+        return cast("Tensor", self.down_proj(run(self.both(x), self.activation)))
+
+
+class KernelAttention(nn.Module):
+    """Attention whose rotation, norms of heads and K/V write are one kernel; without a ragged batch, the original."""
+
+    def __init__(self, fused: RotaryAttention, ops: Ops) -> None:
+        super().__init__()
+        inner = cast("Any", fused.inner)
+        self.fused, self.ops, self.seen, self.layer_idx = fused, ops, fused.seen, fused.layer_idx
+        self.qkv = inner.q_proj.joined if hasattr(inner, "q_proj") else inner.qkv_proj
+        self.o_proj = inner.o_proj
+        self.head_norms: tuple[KernelNorm, ...] = tuple(
+            norm for norm in (getattr(inner, "q_norm", None), getattr(inner, "k_norm", None)) if norm is not None
+        )
+        assert not self.head_norms or all(isinstance(norm, KernelNorm) for norm in self.head_norms)
+
+    def forward(
+        self,
+        hidden_states: Tensor | Fp8Rows,  # [1, T, hidden]; rounded only where there is a ragged batch
+        position_embeddings: tuple[Tensor, Tensor] | None = None,  # cos and sin, [1, T, rotary_dim]
+        ragged: Ragged | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """As the original."""
+        if ragged is None or position_embeddings is None:
+            return cast("tuple[Tensor, None]", self.fused(hidden_states, position_embeddings, ragged=ragged, **others))
+        cos, sin = position_embeddings
+        k, v = ragged.arena.k[self.layer_idx], ragged.arena.v[self.layer_idx]
+        norms = (self.head_norms[0].scale, self.head_norms[1].scale) if self.head_norms else None
+        eps = self.head_norms[0].eps if self.head_norms else 0.0
+        query = self.ops.rotate_and_write(
+            self.qkv(hidden_states)[0], cos[0], sin[0], ragged.batch.kv_rows, k, v, norms, eps
+        )
+        seen = self.seen
+        out = ragged.attend(query, k, v, ragged.batch, seen.scale, seen.window, seen.softcap)
+        return self.o_proj(out.flatten(1)[None]), None
+
+
+# In the order of their use: before attention, on what attention gives, before the MLP, on what the MLP gives.
+NAMES = (
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+)
+
+
+class KernelLayer(nn.Module):
+    """A decoder layer x += attention(norm(x)); x += mlp(norm(x)), each sum in one kernel with the norm that follows.
+
+    In some families what is added goes through a norm as well. Without a ragged batch the original runs.
+    """
+
+    def __init__(self, inner: nn.Module, names: tuple[str | None, ...]) -> None:
+        super().__init__()
+        self.inner = inner
+        norms = [None if name is None else getattr(inner, name, None) for name in names]
+        assert all(norm is None or isinstance(norm, KernelNorm) for norm in norms)
+        assert [name is None for name in names] == [norm is None for norm in norms]
+        self.norms = cast("tuple[KernelNorm, KernelNorm | None, KernelNorm, KernelNorm | None]", tuple(norms))
+        # The norm that reads what this layer gives, if it may get it from here; in a tuple, as it is no part of this.
+        self.following: tuple[KernelNorm, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        """What a model asks of its layers besides, such as their kind of attention."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> Tensor:
+        """`[1, T, hidden]`."""
+        inner = cast("Any", self.inner)
+        if others.get("ragged") is None or others.get("position_embeddings") is None:
+            return cast("Tensor", inner(hidden_states, **others))
+        first, after_attention, second, after_mlp = self.norms
+        attended, _ = inner.self_attn(hidden_states=first.for_matmul(hidden_states), **others)
+        normed, total = second.of_sum(attended, hidden_states, after_attention)
+        out = inner.mlp(normed)
+        if self.following:
+            return self.following[0].hand_on(out, total, after_mlp)
+        return cast("Tensor", total + (out if after_mlp is None else after_mlp(out)))

@@ -1,0 +1,143 @@
+"""All decoder layers of a fused model in one call of our C; knows shapes of modules and no family by name.
+
+Between two matmuls of a small model Python takes longer than the matmuls do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.attention import native
+from engine.attention.registry import Ragged
+from engine.kv.arena import KVArena
+from engine.kv.batch import Feed, RaggedBatch
+from engine.model.fusion.fuse import Gated, RMSNorm, RotaryAttention
+from engine.model.fusion.straight import straighten
+from engine.model.linear.equivalence import agree, random_rows
+from engine.model.linear.packed import packed_of
+from engine.model.runner import kv_layout
+from engine.native import PackedMatrix, rows_for
+from engine.native.layers import LayerParts, Layers
+
+log = logging.getLogger(__name__)
+
+_PAGE, _ROWS = 8, 3  # of the trial
+
+
+def stack(model: PreTrainedModel) -> bool:
+    """Let the decoder layers of a fused `model` run as one, if they are as we know them; says whether."""
+    for name, layers in list(model.named_modules()):
+        if not isinstance(layers, nn.ModuleList) or not len(layers):
+            continue
+        parts = [_parts(layer) for layer in layers]
+        if all(part is not None for part in parts):
+            together = Stack(layers)
+            if _agrees(together, model):
+                model.set_submodule(name, together)
+                log.info("%d layers run in one call", len(layers))
+                straighten(model, together)
+                return True
+    return False
+
+
+class Stack(nn.ModuleList):
+    """A list of layers that, to whoever goes through it, has one item: all of them at once."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__(layers)
+        self._ready: tuple[KVArena, Layers] | None = None  # for the arena that was used last
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter((cast("nn.Module", self.run),))
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):  # the model goes through the first n of n
+            kept = list(self._modules.values())[index]
+            return self if len(kept) == len(self) else Stack(nn.ModuleList(kept))
+        return super().__getitem__(index)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ready": None}  # a copy has an arena of its own
+
+    def run(
+        self,
+        hidden_states: Tensor,  # [1, T, width]
+        position_embeddings: tuple[Tensor, Tensor] | None = None,  # cos and sin, [1, T, head_dim]
+        ragged: Ragged | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """As the layers one after the other, which is what is done where C does not serve."""
+        if ragged is not None and position_embeddings is not None:
+            if self.serves(hidden_states, position_embeddings, ragged):
+                return self.at_once(hidden_states, position_embeddings, ragged)
+            others["ragged"] = ragged
+        return self.one_by_one(hidden_states, position_embeddings, **others)
+
+    def one_by_one(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, **others: Any
+    ) -> Tensor:
+        """Layer after layer."""
+        for layer in self._modules.values():
+            hidden_states = cast("Any", layer)(hidden_states, position_embeddings=position_embeddings, **others)
+        return hidden_states
+
+    def at_once(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
+        """All layers in C: the same bits."""
+        cos, sin = (x[0].contiguous() for x in position_embeddings)
+        layout, first = ragged.arena.layout, cast("Any", self._modules["0"])
+        where = native.args_of(ragged.batch, first.self_attn.seen.heads, layout.kv_heads, layout.head_dim)
+        hidden = hidden_states[0].clone()
+        return self._layers(ragged.arena).run(hidden, cos, sin, ragged.batch.kv_rows, where)[None]
+
+    def serves(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> bool:
+        """Whether C can run this pass."""
+        layout = ragged.arena.layout
+        ours = getattr(ragged.attend, "func", ragged.attend) is native.attend
+        one_type = hidden.dtype == rotary[0].dtype == layout.dtype and hidden.is_cpu and rotary[0].shape[0] == 1
+        sizes = (hidden.shape[-1], layout.head_dim // 2)
+        return ours and one_type and not layout.head_dim % 2 and rows_for(hidden.dtype, *sizes) is not None
+
+    def _layers(self, arena: KVArena) -> Layers:
+        if self._ready is None or self._ready[0] is not arena:
+            layers = self._modules.values()
+            parts = [cast("LayerParts", _parts(layer)) for layer in layers]
+            self._ready = arena, Layers(parts, arena.k[: len(parts)], arena.v[: len(parts)])
+        return self._ready[1]
+
+
+def _parts(layer: nn.Module) -> LayerParts | None:
+    """What a layer consists of, if it is norm, attention, norm, MLP, all of them stand-ins; None if not."""
+    inside = {name: module for name, module in layer.named_children() if not isinstance(module, nn.Dropout)}
+    kinds = (inside.pop(name, None) for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"))
+    match (*kinds, *inside):
+        case RMSNorm() as first, RotaryAttention() as attention, RMSNorm() as second, Gated() as mlp:
+            inner, gate = cast("Any", attention.inner), cast("Any", mlp.inner)
+            qkv = inner.q_proj.joined.matmul if hasattr(inner, "q_proj") else inner.qkv_proj
+            matrices = map(packed_of, (qkv, inner.o_proj, gate.gate_proj.joined.matmul, gate.down_proj))
+            norms = (first.scale.data, first.eps), (second.scale.data, second.eps)
+            seen = attention.seen
+            match tuple(matrices):
+                case (
+                    PackedMatrix() as qkv, PackedMatrix() as out, PackedMatrix() as up, PackedMatrix() as down
+                ) if getattr(inner, "q_norm", None) is None:  # fmt: skip
+                    return LayerParts(qkv, out, up, down, *norms, seen.scale, seen.softcap, seen.window)
+    return None
+
+
+def _agrees(together: Stack, model: PreTrainedModel) -> bool:
+    """Whether a trial says the same in C and module by module."""
+    layout = kv_layout(model.config, model.dtype)
+    arena = KVArena(layout, 1, _PAGE, model.device)
+    ragged = Ragged(RaggedBatch.of([Feed([0] * _ROWS, 4, [0])], _PAGE, model.device), arena, native.attend)
+    angles = random_rows(model, 1, _ROWS, layout.head_dim // 2).float().repeat(1, 1, 2) * 3
+    rotary = angles.cos().to(model.dtype), angles.sin().to(model.dtype)
+    x = random_rows(model, 1, _ROWS, model.config.get_text_config().hidden_size)
+    if not together.serves(x, rotary, ragged):
+        return False
+    ways = (together.one_by_one, together.at_once)
+    return agree(lambda way: cast("Any", way)(x, rotary, ragged=ragged), *cast("Any", ways))

@@ -1,0 +1,104 @@
+"""A model's pass without transformers' code around it: embedding, layers, norm, output matrix, and nothing between.
+
+That code prepares masks, caches and records which a ragged batch has no use for, and takes longer than the layers of a
+small model do.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.attention import native
+from engine.attention.registry import Ragged
+from engine.kv.arena import KVArena
+from engine.kv.batch import Feed, RaggedBatch
+from engine.model.runner import kv_layout
+
+log = logging.getLogger(__name__)
+
+_PAGE, _START, _ROWS = 8, 4, 3  # of the trial
+
+
+class LayerStack(Protocol):
+    """All layers of a model at once, where they can (`stack.Stack`)."""
+
+    def serves(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> bool:
+        """Whether they can run this pass."""
+        ...
+
+    def at_once(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
+        """`[1, T, width]` -> the same."""
+        ...
+
+
+def straighten(model: PreTrainedModel, layers: LayerStack) -> None:
+    """Let a model whose layers run in one call do so without what is around them.
+
+    It does so if a trial gives the same bits: a model that scales, caps or adds something on the way gives others.
+    """
+    trunk = model.get_decoder()
+    around = (getattr(trunk, "norm", None), getattr(trunk, "rotary_emb", None))
+    if getattr(trunk, "layers", None) is not layers or not all(isinstance(part, nn.Module) for part in around):
+        return
+    straight = StraightPass(model)
+    if _same_bits(straight, model):
+        cast("Any", model).forward = straight
+        log.info("passes go straight through the layers")
+
+
+class StraightPass:
+    """Stands in the place of a model's `forward`, which still runs whatever is no pass over a ragged batch in C."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._trunk = model, cast("Any", model.get_decoder())
+        self.__wrapped__ = model.forward  # by this name `inspect` finds it, if someone asks what `forward` takes
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """`logits` `[1, R, vocab]` for the rows that `logits_to_keep` names, as the model's own `forward`."""
+        logits = None if given else self.logits(**named)
+        return self.__wrapped__(*given, **named) if logits is None else SimpleNamespace(logits=logits)
+
+    def logits(
+        self,
+        ragged: Ragged | None = None,
+        input_ids: Tensor | None = None,  # [1, T]
+        position_ids: Tensor | None = None,  # [1, T]
+        logits_to_keep: Tensor | int = 0,  # [R]
+        **others: Any,
+    ) -> Tensor | None:
+        """None where C does not serve, or somebody listens to the layers."""
+        trunk, rows = self._trunk, logits_to_keep
+        if ragged is None or input_ids is None or not isinstance(rows, Tensor) or others != {"use_cache": False}:
+            return None
+        if trunk._forward_hooks:  # noqa: SLF001 - of `runner.Tap`; torch has no other name for them
+            return None
+        hidden = self._model.get_input_embeddings()(input_ids)
+        rotary = trunk.rotary_emb(hidden, position_ids=position_ids)
+        if not trunk.layers.serves(hidden, rotary, ragged):
+            return None
+        kept = trunk.layers.at_once(hidden, rotary, ragged)[:, rows]
+        return cast("Tensor", cast("Any", self._model.get_output_embeddings())(trunk.norm(kept)))
+
+
+@torch.inference_mode()
+def _same_bits(straight: StraightPass, model: PreTrainedModel) -> bool:
+    """Whether a trial, begun in the midst of a text, gives the same bits both ways."""
+    vocab = model.config.get_text_config().vocab_size  # of what it is fed; its logits may be wider
+    tokens = torch.randint(vocab, (_ROWS,), generator=torch.Generator().manual_seed(0)).tolist()
+    batch = RaggedBatch.of([Feed(tokens, _START, [0], _ROWS)], _PAGE, model.device)
+    arena = KVArena(kv_layout(model.config, model.dtype), 1, _PAGE, model.device)
+    told: dict[str, Any] = {
+        "input_ids": batch.input_ids[None],
+        "position_ids": batch.position_ids[None],
+        "use_cache": False,
+        "logits_to_keep": batch.logit_rows,
+        "ragged": Ragged(batch, arena, native.attend),
+    }
+    mine = straight.logits(**told)
+    return mine is not None and torch.equal(mine, model(**told).logits)

@@ -1,0 +1,106 @@
+"""Float matrices in the panels of our C, where a row's sums do not depend on how many rows there are.
+
+Knows modules; knows no model by name. torch's own float matmuls choose the order of their sums by the shape of the
+operands; here it is the order of the inputs, always. So what int8 has by nature (`int8.py`), floats have too.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.machine.mapped import let_go
+from engine.model.linear.activations import make_row_wise
+from engine.model.linear.int8 import Int8Linear
+from engine.native import ALIGNED, PackedMatrix, multiplies, rows_for
+
+log = logging.getLogger(__name__)
+
+MATMULS = (nn.Linear, Conv1D)  # not what is made of them: it may do more
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` over a packed matrix."""
+
+    def __init__(self, packed: PackedMatrix, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.packed, self.dtype = packed, dtype  # of what comes out; that of what goes in, where it is None
+        self.in_features, self.out_features = packed.in_features, packed.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        dtype = self.dtype or x.dtype
+        rows = x.reshape(-1, self.in_features)
+        if not len(rows):  # no logits are wanted in the middle of a prompt
+            return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
+        out = self.packed.multiply(rows.to(self.packed.dtype).contiguous(), None, dtype)
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def pack(model: PreTrainedModel) -> int:
+    """Replace every float matmul of a model on the CPU that our C multiplies faster than torch; returns how many."""
+    head, done = model.get_output_embeddings(), 0
+    if model.device.type != "cpu":
+        return 0
+    for name in [name for name, module in model.named_modules() if type(module) in MATMULS]:
+        module = cast("nn.Linear | Conv1D", model.get_submodule(name))
+        weight = matrix(module)
+        if multiplies(weight.dtype) and rows_for(weight.dtype, weight.shape[1]) is not None:
+            # Logits are wanted in float32: rounded to bfloat16, many would tie.
+            dtype = torch.float32 if module is head else None
+            bias = cast("Tensor | None", module.bias)
+            bias = None if bias is None else bias.detach().float()
+            model.set_submodule(name, PackedLinear(PackedMatrix.of(weight.detach(), None, bias), dtype))
+            let_go(weight)
+            done += 1
+    if keeps_rows_apart(model):
+        make_row_wise(model)
+    log.info("packed: %d float matrices", done)
+    return done
+
+
+def packs_whole(model: nn.Module) -> bool:
+    """Whether `pack` leaves nothing to torch where C multiplies its type; the model may be on the meta device."""
+    matmuls = [module for module in model.modules() if isinstance(module, MATMULS)]
+    return not _has_experts(model) and all(
+        type(module) in MATMULS and not matrix(module).shape[1] % ALIGNED for module in matmuls
+    )
+
+
+def matrix(matmul: nn.Module) -> Tensor:
+    """`[out, in]`; GPT-2 keeps it the other way round."""
+    weight = cast("Tensor", matmul.weight)
+    return weight.t() if isinstance(matmul, Conv1D) else weight
+
+
+def keeps_rows_apart(model: nn.Module) -> bool:
+    """Whether no matmul of `model` lets a row's bits depend on the other rows: they are in int8, or packed."""
+    return not _has_experts(model) and not any(isinstance(module, MATMULS) for module in model.modules())
+
+
+def runs_in_c(model: PreTrainedModel) -> bool:
+    """Whether our C multiplies all matrices of `model`, and so leaves little to torch."""
+    matmuls = [module for module in model.modules() if isinstance(module, Int8Linear)]
+    return (
+        model.device.type == "cpu"
+        and keeps_rows_apart(model)
+        and all(isinstance(matmul.pack(), PackedMatrix) for matmul in matmuls)
+    )
+
+
+def _has_experts(model: nn.Module) -> bool:
+    """Stacked matrices, which the model multiplies itself."""
+    return any(weight.ndim > 2 for weight in model.parameters())
+
+
+def packed_of(matmul: nn.Module) -> PackedMatrix | None:
+    """What our C multiplies with, if it is what comes out of `matmul` as it is."""
+    if not isinstance(matmul, Int8Linear | PackedLinear) or matmul.dtype is not None:
+        return None
+    found = matmul.pack() if isinstance(matmul, Int8Linear) else matmul.packed
+    return found if isinstance(found, PackedMatrix) else None

@@ -1,0 +1,61 @@
+"""One rotary table per sequence. Knows positions and config fields; knows no attention and no request.
+
+Longrope has two frequency tables: short factors for a sequence of at most `original_max_position_embeddings` tokens,
+long factors for a longer one. transformers picks one of them for a whole pass, by its largest position, which is right
+for a sequence alone and wrong for a ragged batch. Here every token brings the number of its own table along.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+from engine.kv.batch import TABLE_MARK
+
+# Families whose `generate` throws K/V made with the short table away at the border, so that what a sequence gives
+# depends on its length alone. Others go on with a mixture, and are served up to the border only.
+_RENEWING = {"phi3"}
+
+
+class TwoTables(nn.Module):
+    """Longrope's embedding, with the table of each token read off its position id."""
+
+    def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
+        super().__init__()
+        init, border = ROPE_INIT_FUNCTIONS["longrope"], longrope_border(config)
+        assert border is not None
+        short, self.attention_scaling = init(config, device, seq_len=border)
+        long, scaling = init(config, device, seq_len=border + 1)
+        assert scaling == self.attention_scaling, "the scaling depends on the config, not on the table"
+        self.inv_freq: Tensor
+        self.register_buffer("inv_freq", torch.stack([short, long]), persistent=False)  # [2, rotary_dim / 2]
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin `[1, T, rotary_dim]` of marked `position_ids` `[1, T]`, in the type of `x`."""
+        positions, tables = position_ids % TABLE_MARK, position_ids // TABLE_MARK
+        angles = positions[..., None].float() * self.inv_freq[tables].float()
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
+
+
+def longrope_border(config: PreTrainedConfig) -> int | None:
+    """The longest sequence that the first table serves, where a model has two that we can tell apart; else None."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    border: int | None = rope.get("original_max_position_embeddings")
+    if config.model_type not in _RENEWING or rope.get("rope_type") != "longrope" or border is None:
+        return None
+    # One of the two numbers picks the table and the other the moment of renewal: they must be one.
+    return border if border == getattr(config, "original_max_position_embeddings", None) else None
+
+
+def install_tables(model: PreTrainedModel) -> None:
+    """Give a model with two tables our embedding in the place of its own; any other model stays as it is."""
+    if longrope_border(model.config) is None:
+        return
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Phi3RotaryEmbedding):
+            model.set_submodule(name, TwoTables(model.config, module.inv_freq.device))

@@ -1,0 +1,115 @@
+"""The group of processes that hold one target, and integers from its first to the others. Knows no model.
+
+Two kinds of traffic, apart: the model's own sums and gathers, which transformers does on the device, and what the
+first process says to the others, which is small, is made on the host and goes through gloo whatever the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from engine.errors import ModelError, RankLost
+from engine.machine.rank import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
+
+_MEET = timedelta(minutes=10)  # to wait for the others at the start
+_IDLE = timedelta(days=365)  # to wait for something to do: as long as nobody asks for anything
+_FRAME = 1024  # integers that go at once; what is longer goes in two parts
+
+
+class Ranks:
+    """This process's end of the group."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._talk = dist.new_group(backend="gloo", timeout=_IDLE)
+
+    @classmethod
+    def join(cls, place: Place, device: torch.device) -> Ranks:
+        """Meet the others, as torchrun's environment says where; this process takes the GPU of its local rank.
+
+        Raises:
+            ModelError: there is no such GPU, or the others did not come.
+        """
+        _take_device(place, device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        try:
+            if not dist.is_initialized():
+                dist.init_process_group(
+                    backend, store=_meeting_place(place), rank=place.rank, world_size=place.size, timeout=_MEET
+                )
+            ranks = cls(place)
+        except (RuntimeError, ValueError) as error:
+            raise ModelError(f"rank {place.rank} of {place.size} did not meet the others: {error}") from error
+        log.info("rank %d of %d, on %s", place.rank, place.size, device.type)
+        return ranks
+
+    def say(self, numbers: Seq[int]) -> None:
+        """From rank 0 to all others. Raises RankLost."""
+        message = torch.zeros(max(_FRAME, 1 + len(numbers)), dtype=torch.int64)
+        message[0] = len(numbers)
+        message[1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
+        with _losses_told(self.place):
+            dist.broadcast(message[:_FRAME], 0, group=self._talk)
+            if len(message) > _FRAME:
+                dist.broadcast(message[_FRAME:], 0, group=self._talk)
+
+    def hear(self) -> list[int]:
+        """What rank 0 says next, however long that takes. Raises RankLost."""
+        message = torch.empty(_FRAME, dtype=torch.int64)
+        with _losses_told(self.place):
+            dist.broadcast(message, 0, group=self._talk)
+            stop = 1 + int(message[0])
+            if stop > _FRAME:
+                rest = torch.empty(stop - _FRAME, dtype=torch.int64)
+                dist.broadcast(rest, 0, group=self._talk)
+                message = torch.cat((message, rest))
+        return message[1:stop].tolist()
+
+    def least(self, number: float) -> float:
+        """The least of what all of them bring. Raises RankLost."""
+        brought = torch.tensor(number, dtype=torch.float64)
+        with _losses_told(self.place):
+            dist.all_reduce(brought, dist.ReduceOp.MIN, group=self._talk)
+        return brought.item()
+
+
+def _meeting_place(place: Place) -> Store:
+    """Where MASTER_ADDR and MASTER_PORT say, apart from earlier attempts: torchrun keeps what those left there."""
+    store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=_MEET))
+    store.set_timeout(_MEET)
+    return PrefixStore(f"attempt {place.attempt}", store)
+
+
+def _take_device(place: Place, device: torch.device) -> None:
+    if device.type == "cpu" and torch.accelerator.is_available():
+        raise ModelError(
+            "device is cpu, and transformers would spread the target over this machine's "
+            f"{torch.accelerator.current_accelerator()}: hide that (CUDA_VISIBLE_DEVICES= )"
+        )
+    if device.type == "cuda":
+        if place.local_rank >= torch.cuda.device_count():
+            raise ModelError(f"LOCAL_RANK is {place.local_rank}; torch sees {torch.cuda.device_count()} GPUs here")
+        torch.cuda.set_device(place.local_rank)
+
+
+@contextmanager
+def _losses_told(place: Place) -> Iterator[None]:
+    """What torch says of a peer that closed its connection becomes RankLost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(f"rank {place.rank} has lost another one: {error}") from error

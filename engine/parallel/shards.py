@@ -1,0 +1,141 @@
+"""A target in shares: each process of a group holds one, and all of them run every pass. Knows feeds; knows no request.
+
+Which matrix is cut how is transformers' business (`tp_plan`). A pass is the same call in each process, with the same
+batch: rank 0 has made it and says it to the others first. All of them get whole logits; only rank 0 reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from engine.errors import ModelError, RankLost
+from engine.kv.arena import KVLayout
+from engine.kv.batch import Feed
+from engine.model.checkpoint import shape_of
+from engine.model.runner import Runner
+
+if TYPE_CHECKING:
+    from engine.parallel.group import Ranks
+
+log = logging.getLogger(__name__)
+
+# Under these names transformers' plans know the matrices that make keys. Where their outputs are gathered, as in Phi-3,
+# every process attends with all heads.
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")
+_CUT = "colwise"
+
+
+def check_shares(name: str, config: PreTrainedConfig, size: int) -> None:
+    """Refuse a model that cannot be cut in `size` shares.
+
+    Raises:
+        ModelError: with the field and its value.
+    """
+    if find_spec("accelerate") is None:
+        raise ModelError(
+            f"tensor_parallel_size is {size}: transformers needs accelerate for that (extra tensor-parallel)"
+        )
+    if not _plan(config):
+        raise ModelError(
+            f"tensor_parallel_size is {size}, and {name!r} is a {config.model_type} model, "
+            "for which transformers has no tp_plan"
+        )
+    if not _heads_are_cut(config):
+        return
+    for field, count in _heads(config):
+        if count % size:
+            raise ModelError(f"tensor_parallel_size is {size}, which does not divide {field} of {name!r} ({count})")
+
+
+def share_of(layout: KVLayout, config: PreTrainedConfig, size: int) -> KVLayout:
+    """What one process has of a layout: 8 KV heads in 2 shares -> 4, unless each process attends with all."""
+    return replace(layout, kv_heads=layout.kv_heads // size) if _heads_are_cut(config) else layout
+
+
+class ShardedRunner:
+    """The Runner of rank 0: has the others run each pass along with its own share."""
+
+    def __init__(self, inner: Runner, ranks: Ranks) -> None:
+        self._inner, self._ranks = inner, ranks
+        self.vocab_size = inner.vocab_size
+        self._is_whole = True
+
+    def forward(self, feeds: Seq[Feed]) -> Tensor:
+        """As `Runner.forward`.
+
+        Raises:
+            RankLost: the pass failed, or an earlier one, whatever of: some rank may still be in one of its collectives,
+                and would take those of the next pass for them.
+        """
+        if not self._is_whole:
+            raise RankLost("an earlier pass over all ranks failed: they are not in step any more")
+        message = encoded(feeds)
+        self._is_whole = False
+        try:
+            self._ranks.say(message)
+            logits = self._inner.forward(feeds)
+        except Exception as error:
+            raise RankLost(f"a pass over all ranks failed: {error}") from error
+        self._is_whole = True
+        return logits
+
+
+def follow(ranks: Ranks, runner: Runner) -> None:
+    """Run what rank 0 runs until it says nothing, or has ended. What a pass raises is this process's end."""
+    try:
+        while message := ranks.hear():
+            runner.forward(decoded(message))
+    except RankLost as error:
+        log.info("rank 0 has ended: %s", error)
+
+
+def encoded(feeds: Seq[Feed]) -> list[int]:
+    """Feeds as integers: for each of them five lengths and numbers, then its tokens, then its pages.
+
+    Feed([7, 8], start=3, page_table=[5]) with one row of logits and table 0 -> [2, 3, 1, 1, 0, 7, 8, 5].
+    """
+    message: list[int] = []
+    for feed in feeds:
+        message += (len(feed.tokens), feed.start, len(feed.page_table), feed.num_logits, feed.table)
+        message += feed.tokens
+        message += feed.page_table
+    return message
+
+
+def decoded(message: Seq[int]) -> list[Feed]:
+    """The feeds that were `encoded`."""
+    return list(_read(message))
+
+
+def _read(message: Seq[int]) -> Iterator[Feed]:
+    at = 0
+    while at < len(message):
+        num_tokens, start, num_pages, num_logits, table = message[at : at + 5]
+        pages = at + 5 + num_tokens
+        yield Feed(message[at + 5 : pages], start, message[pages : pages + num_pages], num_logits, table)
+        at = pages + num_pages
+
+
+def _plan(config: PreTrainedConfig) -> dict[str, str]:
+    """How transformers cuts the layers of this kind of model: names with wildcards to styles."""
+    return getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+
+
+def _heads_are_cut(config: PreTrainedConfig) -> bool:
+    styles = {style for name, style in _plan(config).items() if name.rsplit(".", 1)[-1] in _KEYS}
+    return _CUT in styles
+
+
+def _heads(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
+    yield "num_attention_heads", shape_of(config, "num_attention_heads")
+    kv_heads = getattr(config.get_text_config(), "num_key_value_heads", None)
+    if kv_heads is not None:
+        yield "num_key_value_heads", kv_heads

@@ -1,0 +1,104 @@
+"""The EAGLE head itself: its layer, its checkpoint, and one pass over a ragged batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from engine.attention import Attend
+from engine.attention.registry import ATTENTION_NAME, Ragged
+from engine.errors import ModelError
+from engine.kv.arena import KVArena
+from engine.kv.batch import Feed, RaggedBatch
+from engine.model.linear.int8 import matmul_shape
+from engine.proposers.heads.weights import fill, load_checkpoint
+
+_EAGLE_3 = ("d2t", "t2d", "midlayer.self_attn.q_proj.weight")
+
+
+class EagleHead(nn.Module):
+    """Keys as published for EAGLE-1: `fc.weight`, `fc.bias` perhaps, `layers.0.*`, `embed_tokens.weight` perhaps."""
+
+    def __init__(self, config: LlamaConfig, keys: Seq[str], embedding: nn.Module) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.fc = nn.Linear(2 * hidden, hidden, bias="fc.bias" in keys)
+        layer: nn.Module = LlamaDecoderLayer(config, layer_idx=0)
+        if "layers.0.input_layernorm.weight" not in keys:
+            layer.input_layernorm = nn.Identity()  # the paper's head has none before its only attention
+        if "layers.0.self_attn.o_proj.bias" not in keys:
+            layer.get_submodule("self_attn.o_proj").register_parameter(
+                "bias", None
+            )  # some have biases on q, k and v alone
+        self.layers = nn.ModuleList([layer])
+        if "embed_tokens.weight" in keys:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        self._embed = [self.embed_tokens if "embed_tokens.weight" in keys else embedding]  # in a list: not a part of us
+        self._rotary = [LlamaRotaryEmbedding(config)]
+        self.config = config
+
+    def forward(self, batch: RaggedBatch, features: Tensor, ragged: Ragged) -> Tensor:
+        """`features` `[T, hidden]` of t and the tokens of t + 1 -> features of t + 1, `[T, hidden]`."""
+        x = self.fc(torch.cat([self._embed[0](batch.input_ids), features], -1))[None]
+        positions = batch.positions[None]
+        rotary = self._rotary[0].to(x.device)(x, positions)
+        made = self.layers[0](x, position_ids=positions, position_embeddings=rotary, ragged=ragged)
+        return cast("Tensor", made[0])
+
+
+def load_eagle(name: str, revision: str | None, target: PreTrainedModel) -> EagleHead:
+    """A head of a local folder or a hub id, in the target's type and place.
+
+    Raises:
+        ModelError: it is no EAGLE-1 head, or not of this target.
+    """
+    config, tensors = load_checkpoint(name, revision)
+    if any(key in tensors for key in _EAGLE_3):
+        raise ModelError(f"{name!r} is an EAGLE-3 head, which reads three layers of the target; EAGLE-1 is served")
+    tensors.pop("layers.0.self_attn.rotary_emb.inv_freq", None)  # made from the config
+    tensors.pop("lm_head.weight", None)  # a copy of the target's, where one was saved
+    if config.get("num_hidden_layers", 1) != 1:
+        raise ModelError(f"{name!r} has {config['num_hidden_layers']} layers; an EAGLE-1 head has 1")
+    settings = _settings(config, tensors, name, target)
+    head = EagleHead(settings, list(tensors), target.get_input_embeddings())
+    fill(head, tensors, name)
+    return head.to(target.device, target.dtype).eval()
+
+
+def _settings(config: dict[str, Any], tensors: dict[str, Tensor], name: str, target: PreTrainedModel) -> LlamaConfig:
+    """The head's config as a Llama's, which attends through us."""
+    asked = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype", "dtype", "bias")}
+    try:
+        settings = LlamaConfig(**(asked | {"attention_bias": "layers.0.self_attn.q_proj.bias" in tensors}))
+    except (TypeError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load {name!r}: its config is not like a Llama's: {error!r}") from error
+    want = matmul_shape(target.get_output_embeddings())
+    if (settings.hidden_size, settings.vocab_size) != want:
+        found = f"{settings.hidden_size} features and {settings.vocab_size} tokens"
+        raise ModelError(f"{name!r} is a head for {found}; the target has {want}")
+    settings.pad_token_id = None
+    settings._attn_implementation = ATTENTION_NAME  # noqa: SLF001 - a config that is not loaded has no other way
+    return settings
+
+
+class EagleRunner:
+    """The head over an arena of its own."""
+
+    def __init__(self, head: EagleHead, output: nn.Module, arena: KVArena, attend: Attend) -> None:
+        self.arena, self._head, self._output, self._attend = arena, head, output, attend
+        self._device = head.fc.weight.device
+
+    def forward(self, feeds: Seq[Feed], features: Tensor) -> Tensor:
+        """One pass, `features` `[T, hidden]` beside the tokens of `feeds`; new ones `[R, hidden]` at the last rows."""
+        batch = RaggedBatch.of(feeds, self.arena.page_size, self._device)
+        made: Tensor = self._head(batch, features, Ragged(batch, self.arena, self._attend))
+        return made[batch.logit_rows]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 `[R, vocab]` of features, by the target's own output matrix."""
+        return cast("Tensor", self._output(hidden).float())

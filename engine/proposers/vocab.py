@@ -1,0 +1,226 @@
+"""A draft of another vocabulary speaks the target's: what a token of the one is called in the other.
+
+Tokens are compared by the bytes that they stand for, special ones by their role. Each target token is fed to the
+draft as exactly one draft token, so positions stay one to one and no cursor knows; the draft's logits come back in
+the order of the target's ids. Knows tokenizers; knows no text of any request.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.kv.batch import Feed
+from engine.model.runner import Runner
+
+# Word frequencies fall as 1/rank: of 50,000 tokens the commonest tenth makes four fifths of running text. With fewer in
+# common than that, most drafts would be lost before the draft model has guessed at all.
+LEAST_SHARED = 0.1  # of the target's tokens that have a text
+_METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_ABSENT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What each token of one checkpoint stands for. `width` is that of its logits, which may be padded."""
+
+    name: str
+    width: int
+    ids: Mapping[str, int]  # every token as the tokenizer spells it; empty where the checkpoint has none
+    texts: Mapping[int, bytes]  # the ordinary tokens
+    specials: Mapping[int, str]  # the others
+    begin: int | None
+    end: int | None
+
+    @classmethod
+    def of(
+        cls, name: str, width: int, tokenizer: Tokenizer | None, begin: int | None, ends: Iterable[int]
+    ) -> Vocabulary:
+        """Read a tokenizer; `begin` and `ends` are the ids that the model's config gives these roles."""
+        if tokenizer is None:
+            return cls(name, width, {}, {}, {}, None, None)
+        added = {i: token for i, token in tokenizer.get_added_tokens_decoder().items() if i < width}
+        specials = {i: token.content for i, token in added.items() if token.special}
+        end = min((i for i in ends if i < width), default=None)
+        begin = begin if begin is not None and begin < width else None
+        spell = _speller(name, json.loads(tokenizer.to_str()))
+        pieces = {i: piece for piece, i in tokenizer.get_vocab(with_added_tokens=False).items() if i < width}
+        texts = {i: spell(piece) for i, piece in pieces.items()}
+        texts |= {i: token.content.encode() for i, token in added.items()}
+        characters = {piece for piece in pieces.values() if len(piece) == 1}
+        for i, piece in pieces.items():
+            if i in specials or i in (begin, end) or _is_spare(piece, characters):
+                texts.pop(i)
+        texts = {i: text for i, text in texts.items() if i not in specials}
+        return cls(name, width, tokenizer.get_vocab(), texts, specials, begin, end)
+
+
+@dataclass(frozen=True, slots=True)
+class VocabMap:
+    """How a draft of `draft_width` logits serves a target: both tuples have an entry per target id."""
+
+    draft_of: tuple[int, ...]  # the token that the draft is fed
+    column_of: tuple[int, ...]  # the draft's logit for this token; -1 where it has none
+    draft_width: int
+    num_tokens: int  # the target's tokens that have a text
+
+    @property
+    def num_shared(self) -> int:
+        """Target tokens that the draft can propose."""
+        return sum(column != _ABSENT for column in self.column_of)
+
+    @classmethod
+    def between(cls, target: Vocabulary, draft: Vocabulary) -> VocabMap | None:
+        """The map, or None where equal ids are equal tokens and no map is needed.
+
+        Without both tokenizers equal widths are taken for equal tokens: drafts are only guesses.
+
+        Raises:
+            ModelError: widths differ and a tokenizer is missing, or too few tokens are shared.
+        """
+        if not (target.ids and draft.ids):
+            if target.width == draft.width:
+                return None
+            raise ModelError(
+                f"draft {draft.name!r} has {draft.width} tokens and target {target.name!r} {target.width}; "
+                f"to map one to the other, {(draft if target.ids else target).name!r} needs a tokenizer.json"
+            )
+        if target.ids == draft.ids:
+            return None if target.width == draft.width else cls.padded(target.width, draft.width)
+        column_of = _columns(target, draft)
+        found = cls(_fed(target, draft, column_of), column_of, draft.width, max(len(target.texts), 1))
+        least = int(LEAST_SHARED * found.num_tokens) + 1
+        if found.num_shared < least:
+            raise ModelError(
+                f"draft {draft.name!r} shares {found.num_shared} of the {found.num_tokens} tokens of target "
+                f"{target.name!r}; expected at least {least}: it could hardly ever propose what the target says"
+            )
+        return found
+
+    @classmethod
+    def padded(cls, target_width: int, draft_width: int) -> VocabMap:
+        """One vocabulary, and logits padded to unequal widths: the ids beyond the narrower one mean nothing."""
+        shared = min(target_width, draft_width)
+        beyond = target_width - shared
+        ids = tuple(range(shared))
+        return cls(ids + (0,) * beyond, ids + (_ABSENT,) * beyond, draft_width, target_width)
+
+
+class MappedRunner:
+    """A draft's runner that is fed target ids and answers in target ids."""
+
+    def __init__(self, draft: Runner, vocab: VocabMap, device: torch.device) -> None:
+        assert draft.vocab_size == vocab.draft_width, "a map of other models"
+        self._draft, self._vocab = draft, vocab
+        self.vocab_size = len(vocab.column_of)
+        columns = torch.tensor(vocab.column_of, device=device)
+        self._columns, self._absent = columns.clamp(min=0), columns == _ABSENT  # [target vocab]
+
+    def forward(self, feeds: Seq[Feed]) -> Tensor:
+        """Float32 logits `[R, target vocab]`; -inf where the draft has no such token."""
+        draft_of = self._vocab.draft_of
+        translated = [replace(feed, tokens=[draft_of[token] for token in feed.tokens]) for feed in feeds]
+        logits = self._draft.forward(translated)
+        return logits[:, self._columns].masked_fill_(self._absent, float("-inf"))
+
+
+def _columns(target: Vocabulary, draft: Vocabulary) -> tuple[int, ...]:
+    """The draft's logit for each target token, each used once: the end for the end, then the same id, then the text."""
+    columns, used = [_ABSENT] * target.width, set()
+    for ours, theirs in _pairs(target, draft):
+        if columns[ours] == _ABSENT and theirs not in used:
+            columns[ours] = theirs
+            used.add(theirs)
+    return tuple(columns)
+
+
+def _pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int, int]]:
+    if target.end is not None and draft.end is not None:
+        yield target.end, draft.end
+    yield from ((i, i) for i, text in target.texts.items() if draft.texts.get(i) == text)
+    by_text = {text: i for i, text in draft.texts.items()}
+    yield from ((i, by_text[text]) for i, text in target.texts.items() if text in by_text)
+    # A special token with a role is never paired by its name: `<s>` begins in one family and ends in another.
+    with_role = {target.begin, target.end}, {draft.begin, draft.end}
+    by_name = {name: i for i, name in draft.specials.items() if i not in with_role[1]}
+    named = ((i, name) for i, name in target.specials.items() if i not in with_role[0])
+    yield from ((i, by_name[name]) for i, name in named if name in by_name)
+
+
+def _fed(target: Vocabulary, draft: Vocabulary, column_of: Seq[int]) -> tuple[int, ...]:
+    """One draft token for every target token: its counterpart, or the one that ends alike, or a token of no meaning."""
+    nothing = next((i for i in (draft.begin, draft.end) if i is not None), 0)
+    by_text = {text: i for i, text in draft.texts.items()}
+    fed = []
+    for token, column in enumerate(column_of):
+        if token == target.begin and draft.begin is not None:
+            fed.append(draft.begin)  # where one token both begins and ends, a context holds it as the beginning
+        elif column != _ABSENT:
+            fed.append(column)
+        else:
+            fed.append(_nearest(target.texts.get(token, b""), by_text, nothing))
+    return tuple(fed)
+
+
+def _nearest(text: bytes, by_text: Mapping[bytes, int], nothing: int) -> int:
+    """The longest draft token that `text` ends with: what comes next depends on the end of what was said."""
+    endings = (text[start:] for start in range(len(text)))
+    return next((by_text[ending] for ending in endings if ending in by_text), nothing)
+
+
+def _is_spare(piece: str, characters: set[str]) -> bool:
+    """Whether this is a byte token such as `<0x41>` of a character that has a token, so that it is never used."""
+    found = _BYTE_TOKEN.fullmatch(piece)
+    return found is not None and chr(int(found[1], 16)) in characters and int(found[1], 16) < 0x80
+
+
+def _speller(name: str, settings: Mapping[str, Any]) -> Callable[[str], bytes]:
+    """How this tokenizer spells bytes in its tokens; `settings` are those of tokenizer.json."""
+    parts = [*_parts(settings.get("decoder")), *_parts(settings.get("pre_tokenizer"))]
+    kinds = {part["type"] for part in parts}
+    if "WordPiece" in kinds or settings["model"]["type"] == "WordPiece":
+        raise ModelError(f"model {name!r} has a WordPiece tokenizer, which keeps no spaces: its tokens have no bytes")
+    if "ByteLevel" in kinds:
+        return _spell_byte_level
+    with_spaces = "Metaspace" in kinds or any(part.get("content") == " " for part in parts if part["type"] == "Replace")
+    return _spell_metaspace if with_spaces else str.encode
+
+
+def _parts(node: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """A decoder or pre-tokenizer, or the members of a sequence of them."""
+    if node is None:
+        return
+    yield node
+    for child in node.get("decoders") or node.get("pretokenizers") or ():
+        yield from _parts(child)
+
+
+def _spell_metaspace(piece: str) -> bytes:
+    found = _BYTE_TOKEN.fullmatch(piece)
+    return bytes([int(found[1], 16)]) if found else piece.replace(_METASPACE, " ").encode()
+
+
+def _spell_byte_level(piece: str) -> bytes:
+    if all(char in _BYTE_OF for char in piece):
+        return bytes(_BYTE_OF[char] for char in piece)
+    return piece.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable ones as themselves, the others as the characters from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

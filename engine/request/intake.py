@@ -1,0 +1,116 @@
+"""A request's way in: what is refused, and what a request that leaves things open gets."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.errors import InvalidRequest, Unsupported, shown
+from engine.request.validation import violations
+from engine.types import (
+    MAX_SEED,
+    KVCursor,
+    Request,
+    SamplingParams,
+    Sequence,
+    Speculation,
+    SpeculationMode,
+    Verification,
+)
+
+if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
+    from engine.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the models and the arena allow; fixed at load."""
+
+    vocab_size: int  # width of the target's logits
+    max_model_len: int  # most tokens of prompt and output together
+    eos_token_ids: frozenset[int] = frozenset()
+    target_border: int | None = None  # longest sequence of the model's first rotary table; None: it has but one
+    draft_border: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Turns requests into sequences. Holds nothing that changes, so any thread may ask it."""
+
+    config: EngineConfig
+    limits: Limits
+    proposers: tuple[str, ...]  # names that a request may ask for
+
+    @property
+    def default_proposer(self) -> str:
+        """The proposer of a request that names none."""
+        best_first = (name for name in ("auto", "model", "ngram") if name in self.proposers)
+        return self.config.proposer or next(best_first, "none")
+
+    def check(self, request: Request) -> None:
+        """Refuse what cannot be served.
+
+        Raises:
+            InvalidRequest: with every violation at once.
+            Unsupported: a proposer that this server does not have, or a rule that it promises no bits for.
+        """
+        found = list(violations(request, self.config, self.limits.vocab_size, self.limits.max_model_len))
+        if found:
+            raise InvalidRequest(found)
+        name = request.speculation.proposer
+        if name is not None and name not in self.proposers:
+            raise Unsupported(f"speculation.proposer is {shown(name)}; this server has {', '.join(self.proposers)}")
+        if self.config.reproducible and request.speculation.verification is Verification.REJECTION:
+            raise Unsupported(
+                "speculation.verification is 'rejection'; this server is reproducible, and has coupled alone: "
+                "under rejection the drafts decide, too"
+            )
+
+    def open(self, request: Request) -> list[Sequence]:
+        """The outputs of a request that `check` let through, each a sequence of its own."""
+        wanted, length = request.sampling, len(request.token_ids)
+        seed = secrets.randbelow(MAX_SEED + 1) if wanted.seed is None else wanted.seed
+        model_ends = frozenset() if wanted.ignore_eos else self.limits.eos_token_ids
+        return [
+            Sequence(
+                request=request,
+                index=index,
+                seed=_seed_of(seed, index),
+                speculation=self._speculation(request),
+                max_len=request.max_len(self.limits.max_model_len, self.config.max_output_tokens),
+                end_token_ids=model_ends | frozenset(wanted.stop_token_ids),
+                tokens=list(request.token_ids),
+                target=KVCursor.of(self.limits.target_border, length),
+                draft=KVCursor.of(self.limits.draft_border, length),
+                grammar=None if request.grammar is None else request.grammar.start(),
+            )
+            for index in range(wanted.n)
+        ]
+
+    def _speculation(self, request: Request) -> Speculation:
+        """The request's wishes over the server's defaults; the server's limit on drafts holds for all."""
+        asked, config = request.speculation, self.config
+        mode = asked.mode or config.speculation
+        wanted = config.num_draft_tokens if asked.num_draft_tokens is None else asked.num_draft_tokens
+        proposer = "none" if mode is SpeculationMode.OFF else asked.proposer or self.default_proposer
+        return Speculation(
+            mode=mode,
+            num_draft_tokens=0 if proposer == "none" else min(wanted, config.num_draft_tokens),
+            proposer=proposer,
+            verification=asked.verification or config.verification,
+        )
+
+
+def _seed_of(seed: int, index: int) -> int:
+    """Output 0 has the request's own seed; the others one each, as if drawn, so that any can be asked for alone."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
+
+
+def trial(max_model_len: int) -> Request:
+    """What no sound engine can fail at."""
+    sampling = SamplingParams(max_tokens=min(8, max_model_len - 1), ignore_eos=True)
+    return Request(request_id="trial", token_ids=(0,), sampling=sampling)

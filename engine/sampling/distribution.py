@@ -1,0 +1,163 @@
+"""From logits to a law, and from a law to a token. Rows are independent; nothing here knows a batch.
+
+A row is one position of one sequence. Its law is the softmax of the logits, as `processors` left them, after, in
+this order: temperature, top-k, top-p (of what top-k left), min-p. Temperature 0 puts all mass on the likeliest
+token, lowest id first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from engine.kernels.args import Laws
+from engine.sampling import noise
+from engine.sampling.row import Row
+from engine.types import SamplingParams
+
+TINY = torch.finfo(torch.float32).tiny  # no positive temperature rounds to zero
+
+
+class Kind(Enum):
+    """How much work a row's law is."""
+
+    GREEDY = "greedy"  # an argmax
+    WHOLE = "whole"  # temperature alone: every token may come
+    CUT = "cut"  # top-k, top-p or min-p: only some may
+
+    @classmethod
+    def of(cls, wanted: SamplingParams) -> Kind:
+        """The kind of a request's rows."""
+        if wanted.temperature == 0:
+            return cls.GREEDY
+        return cls.CUT if wanted.top_k or wanted.top_p < 1 or wanted.min_p > 0 else cls.WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """Sampling parameters of R rows as tensors on the model's device."""
+
+    temperature: Tensor  # [R] float32
+    top_k: Tensor  # [R] int64, the vocabulary size where off
+    top_p: Tensor  # [R] float64
+    min_p: Tensor  # [R] float64
+    seed: Tensor  # [R] int64, the bits of a uint64
+    position: Tensor  # [R] int64
+    stream: Tensor  # [R] int64
+    kinds: tuple[Kind, ...]  # [R], on the host
+
+    @classmethod
+    def of(cls, rows: Iterable[Row], vocab_size: int, device: torch.device) -> RowParams:
+        """Gather the parameters of `rows`."""
+        rows = list(rows)
+        wanted = [row.sequence.request.sampling for row in rows]
+        reals = [(p.temperature, p.top_p, p.min_p) for p in wanted]
+        whole = [
+            (min(p.top_k or vocab_size, vocab_size), _signed(row.sequence.seed), row.position, int(row.stream))
+            for p, row in zip(wanted, rows, strict=True)
+        ]
+        temperature, top_p, min_p = torch.tensor(reals, dtype=torch.float64).reshape(-1, 3).to(device).unbind(1)
+        top_k, seed, position, stream = torch.tensor(whole, dtype=torch.int64).reshape(-1, 4).to(device).unbind(1)
+        return cls(
+            temperature.float().clamp(min=TINY),
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            position,
+            stream,
+            kinds=tuple(map(Kind.of, wanted)),
+        )
+
+    def rows(self, kind: Kind) -> Tensor | slice | None:
+        """Which rows are of this kind: an index, all of them, or none."""
+        found = [i for i, k in enumerate(self.kinds) if k is kind]
+        if not found:
+            return None
+        return slice(None) if len(found) == len(self.kinds) else torch.tensor(found, device=self.seed.device)
+
+    def at(self, rows: Tensor | slice) -> RowParams:
+        """The parameters of some rows, all of one kind."""
+        return RowParams(
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            seed=self.seed[rows],
+            position=self.position[rows],
+            stream=self.stream[rows],
+            kinds=self.kinds if isinstance(rows, slice) else (),
+        )
+
+
+def _signed(seed: int) -> int:
+    """The int64 with the bits of a uint64: 2**64 - 1 -> -1."""
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def choose(logits: Tensor, params: RowParams) -> Tensor:
+    """Draw one token per row, int64 `[R]`, as argmax of the law's logits plus Gumbel noise (Gumbel-max trick).
+
+    The noise is a function of the row's seed, position and stream alone, so two models that ask for the same
+    row meet the same noise: that is the coupling of `verify.coupled`. `logits` is float32 `[R, vocab]`.
+    """
+    chosen = logits.argmax(-1)
+    rows = params.rows(Kind.WHOLE)
+    if rows is not None:
+        p = params.at(rows)
+        drawn = noise.gumbel(p.seed, p.position, p.stream, logits.shape[1])
+        chosen[rows] = drawn.add_(_tempered(logits[rows], p)).argmax(-1)
+    rows = params.rows(Kind.CUT)
+    if rows is not None:
+        p = params.at(rows)
+        scores, tokens = _support(logits[rows], p)
+        best = (scores + noise.gumbel_at(p.seed, p.position, p.stream, tokens)).argmax(-1, keepdim=True)
+        chosen[rows] = tokens.gather(1, best).squeeze(1)
+    return chosen
+
+
+def probabilities(logits: Tensor, params: RowParams) -> Tensor:
+    """The law of each row in full: float64 `[R, vocab]`, rows summing to 1."""
+    law = torch.zeros_like(logits, dtype=torch.float64).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    rows = params.rows(Kind.WHOLE)
+    if rows is not None:
+        law[rows] = _tempered(logits[rows], params.at(rows)).double().softmax(-1)
+    rows = params.rows(Kind.CUT)
+    if rows is not None:
+        scores, tokens = _support(logits[rows], params.at(rows))
+        nothing = torch.zeros_like(logits[rows], dtype=torch.float64)
+        law[rows] = nothing.scatter_(1, tokens, scores.double().softmax(-1))
+    return law
+
+
+def _tempered(logits: Tensor, params: RowParams) -> Tensor:
+    """Logits over temperature. The maximum goes first: however small the temperature, the best token stays at 0."""
+    return (logits - logits.amax(-1, keepdim=True)) / params.temperature[:, None]
+
+
+def _support(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
+    """The tokens that the filters leave, likeliest first: their scores, -inf behind them, and ids, both `[R, S]`.
+
+    S is the largest support of these rows, so that nobody pays for the vocabulary: noise is made for S tokens.
+    """
+    # Stable, so that equal logits keep the order of their ids and top-k keeps exactly k.
+    scores, tokens = _tempered(logits, params).sort(dim=-1, descending=True, stable=True)
+    stay = kept(scores, params)
+    widest = int(stay.sum(1).max())
+    return scores.masked_fill(~stay, float("-inf"))[:, :widest], tokens[:, :widest]
+
+
+def kept(scores: Tensor, params: RowParams | Laws) -> Tensor:
+    """Which of the sorted `scores` `[R, vocab]` stay, always the leading ones and at least one: bool `[R, vocab]`."""
+    rank = torch.arange(scores.shape[1], device=scores.device)
+    by_k = rank < params.top_k[:, None]
+    weight = scores.double().exp() * by_k
+    # Running sums in float64: a row's decision must not hinge on rounding that its batch mates could change.
+    mass = weight.cumsum(-1)
+    by_p = (mass - weight < params.top_p[:, None] * mass[:, -1:]) | (params.top_p[:, None] >= 1)
+    by_min_p = weight >= params.min_p[:, None] * weight[:, :1]
+    return by_k & by_p & by_min_p | (rank == 0)  # a row without any number keeps one too, for `judge` to report

@@ -1,0 +1,195 @@
+"""What a request changes of the model's logits before anything is drawn. Knows rows and their own tokens alone.
+
+In this order, at every position as if decoding one token at a time: repetition penalty, frequency and presence
+penalties, logit bias; then what may not come at all: banned tokens, all but the allowed ones, end tokens before
+`min_tokens`, and what the structure forbids. The drafts before a position count like tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import suppress
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from engine.errors import GrammarFault
+from engine.sampling.row import Row
+from engine.types import SamplingParams, Sequence
+
+NEVER = float("-inf")
+
+
+def process(logits: Tensor, rows: Seq[Row]) -> Tensor:
+    """Logits `[R, vocab]` as the requests of `rows` want them; `logits` itself, never changed, if none wants any."""
+    concerned = [i for i, row in enumerate(rows) if _is_concerned(row.sequence)]
+    if not concerned:
+        return logits
+    where = torch.tensor(concerned, device=logits.device)
+    mine = [rows[i] for i in concerned]
+    part = _biased(_penalised(logits[where], mine), mine)
+    return logits.index_copy(0, where, part.masked_fill(_forbidden(mine, part), NEVER))
+
+
+def _is_concerned(sequence: Sequence) -> bool:
+    wanted = sequence.request.sampling
+    bans = wanted.banned_token_ids or wanted.allowed_token_ids is not None or sequence.grammar is not None
+    return bool(_is_penalised(wanted) or wanted.logit_bias or bans or sequence.num_generated < wanted.min_tokens)
+
+
+def _is_penalised(wanted: SamplingParams) -> bool:
+    return wanted.repetition_penalty != 1 or wanted.presence_penalty != 0 or wanted.frequency_penalty != 0
+
+
+def follow(sequence: Sequence, tokens: Seq[int]) -> None:
+    """Move the sequence's structure past the tokens that it now has."""
+    if sequence.grammar is not None:
+        _advance(sequence, tokens)
+
+
+def fitting(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
+    """The leading drafts that the sequence's structure allows: the target could take no others."""
+    if sequence.grammar is None or not drafts:
+        return drafts
+    taken = _advance(sequence, drafts)
+    if taken:
+        sequence.grammar.rollback(taken)
+    return drafts[:taken]
+
+
+def _advance(sequence: Sequence, tokens: Seq[int]) -> int:
+    """How many of `tokens` the structure takes; after a fault none, and it stands where the sequence does."""
+    assert sequence.grammar is not None
+    try:
+        return sequence.grammar.advance(tokens)
+    except GrammarFault as fault:
+        _renew(sequence, fault)
+        return 0
+
+
+def _renew(sequence: Sequence, fault: GrammarFault) -> None:
+    """A structure may be of no use after a fault; one that was met in drafts says nothing of the output."""
+    assert sequence.request.grammar is not None
+    sequence.fault = str(fault)
+    sequence.grammar = sequence.request.grammar.start()
+    with suppress(GrammarFault):  # it will say so again when the next mask is asked for
+        sequence.grammar.advance(sequence.tokens[sequence.prompt_len :])
+
+
+# ------------------------------------------------------------------------------------------------------ penalties
+
+
+def _penalised(logits: Tensor, rows: Seq[Row]) -> Tensor:
+    if not any(_is_penalised(row.sequence.request.sampling) for row in rows):
+        return logits
+    wanted = [row.sequence.request.sampling for row in rows]
+    strengths = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in wanted]
+    repetition, presence, frequency = torch.tensor(strengths, device=logits.device)[..., None].unbind(1)
+    prompt, output = _counts(rows, logits)
+    seen = (prompt + output) > 0
+    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    return logits - frequency * output - presence * (output > 0)
+
+
+def _counts(rows: Seq[Row], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """How often the prompt, and the output before each row, have each token: two of float32 `[R, vocab]`.
+
+    Tokens are counted once per sequence; a row adds the drafts before it. Small whole numbers: any order adds
+    them to the same bits.
+    """
+    groups = [(sequence, len(list(same))) for sequence, same in groupby(rows, key=lambda row: row.sequence)]
+    prompts = _bincount([s.request.token_ids if _is_penalised(s.request.sampling) else () for s, _ in groups], logits)
+    outputs = _bincount(
+        [s.tokens[s.prompt_len :] if _is_penalised(s.request.sampling) else () for s, _ in groups], logits
+    )
+    sizes = torch.tensor([size for _, size in groups], device=logits.device)
+    drafts = _bincount([row.before for row in rows], logits)
+    return prompts.repeat_interleave(sizes, 0), outputs.repeat_interleave(sizes, 0) + drafts
+
+
+def _bincount(lists: Seq[Seq[int]], like: Tensor) -> Tensor:
+    """[[3, 3], [1]] -> one row per list with the number of times it has each token, `[lists, vocab]`."""
+    counts = torch.zeros(len(lists), like.shape[1], device=like.device)
+    row, token = _flat(lists, like.device)
+    return counts.index_put_((row, token), torch.ones(len(row), device=like.device), accumulate=True)
+
+
+# ------------------------------------------------------------------------------------------------------ bias, bans
+
+
+def _biased(logits: Tensor, rows: Seq[Row]) -> Tensor:
+    biases = [row.sequence.request.sampling.logit_bias for row in rows]
+    if not any(biases):
+        return logits
+    row, token = _flat([list(bias) for bias in biases], logits.device)
+    values = torch.tensor([value for bias in biases for value in bias.values()], device=logits.device)
+    return logits.index_put((row, token), values.to(logits.dtype), accumulate=True)
+
+
+def _forbidden(rows: Seq[Row], logits: Tensor) -> Tensor:
+    """What may not come: bool `[R, vocab]`."""
+    masks = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    masks[_flat([row.sequence.request.sampling.banned_token_ids for row in rows], logits.device)] = True
+    for i, row in enumerate(rows):
+        allowed = row.sequence.request.sampling.allowed_token_ids
+        if allowed is not None:
+            mine = torch.ones_like(masks[i])
+            mine[torch.tensor(allowed, device=logits.device)] = False
+            masks[i] |= mine
+    structured = torch.ones(logits.shape, dtype=torch.bool)
+    for start, same in _runs(rows):
+        _fill(structured[start : start + len(same)], same)
+    ends = [_ends_too_early(row, allowed) for row, allowed in zip(rows, structured, strict=True)]
+    masks[_flat(ends, logits.device)] = True
+    return masks | ~structured.to(logits.device)
+
+
+def _runs(rows: Seq[Row]) -> Iterator[tuple[int, list[Row]]]:
+    """Rows of the same sequence that stand together, each run with the number of its first."""
+    start = 0
+    for sequence, same in groupby(rows, key=lambda row: row.sequence):
+        run = list(same)
+        if sequence.grammar is not None:
+            yield start, run
+        start += len(run)
+
+
+def _fill(masks: Tensor, rows: Seq[Row]) -> None:
+    """Masks `[len(rows), vocab]` of one sequence's rows, each with more drafts before it than the last.
+
+    From the first draft that does not fit on, rows are left open: that draft falls, so nobody reads them. A row at
+    which the structure fails is closed, and matters only to an output that gets there.
+    """
+    sequence, taken = rows[0].sequence, 0
+    state = sequence.grammar
+    assert state is not None
+    for mask, row in zip(masks, rows, strict=True):
+        try:
+            taken += state.advance(row.before[taken:])
+            if taken < len(row.before):
+                break
+            state.fill(mask)
+        except GrammarFault as fault:
+            mask.zero_()
+            _renew(sequence, fault)
+            return
+    state.rollback(taken)
+
+
+def _ends_too_early(row: Row, may_come: Tensor) -> Iterable[int]:
+    """End tokens that `min_tokens` forbids; none where the structure is complete and allows nothing else."""
+    sequence = row.sequence
+    if row.position - sequence.prompt_len >= sequence.request.sampling.min_tokens:
+        return ()
+    ends = sorted(sequence.end_token_ids)
+    if sequence.grammar is not None and int(may_come.sum()) == int(may_come[ends].sum()):
+        return ()
+    return ends
+
+
+def _flat(lists: Seq[Iterable[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Index tensors of (row, entry): [[5, 7], [], [2]] -> [0, 0, 2], [5, 7, 2]."""
+    pairs = [(i, entry) for i, entries in enumerate(lists) for entry in entries]
+    return torch.tensor(pairs, dtype=torch.int64, device=device).reshape(-1, 2).unbind(1)  # type: ignore[return-value]

@@ -1,0 +1,154 @@
+"""Brings ragged logits before the rule that each sequence asked for. The rules themselves are in `verify.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from engine.sampling import distribution, noise
+from engine.sampling.distribution import RowParams
+from engine.sampling.logprobs import token_logprobs
+from engine.sampling.noise import Stream
+from engine.sampling.processors import process
+from engine.sampling.row import Row
+from engine.types import Sequence, TokenLogprob, Verification
+from engine.verify import NO_DRAFT, Verdict, coupled, leading_run, rejection
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """A sequence whose newest token was fed, with its drafts and the laws they came from (None: certainty)."""
+
+    sequence: Sequence
+    drafts: tuple[int, ...]
+    draft_probs: Tensor | None = None  # [len(drafts), vocab], float64
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits: one after the newest token and one after each draft."""
+        return len(self.drafts) + 1
+
+    def rows(self, stream: Stream) -> list[Row]:
+        """The positions that those speak of."""
+        return [Row(self.sequence, self.drafts[:i], stream) for i in range(self.num_rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one sequence gets from one step: tokens, and why there can be no more of them, if so.
+
+    Plain decoding would have met `problem` only after these tokens, and never if one of them ends the output.
+    """
+
+    tokens: tuple[int, ...]  # kept drafts, then the target's own
+    num_accepted: int
+    problem: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, where asked for
+
+
+def judge(fed: Seq[Fed], logits: Tensor) -> list[Outcome]:
+    """Decide all sequences; `logits` `[sum of (K_i + 1), vocab]` in their order."""
+    outcomes: list[Outcome | None] = [None] * len(fed)
+    first_rows = _offsets(fed)
+    for rule, decide in _RULES.items():
+        mine = [i for i, f in enumerate(fed) if f.sequence.speculation.verification is rule]
+        if mine:
+            rows = [row for i in mine for row in range(first_rows[i], first_rows[i + 1])]
+            part = logits if len(mine) == len(fed) else logits[torch.tensor(rows, device=logits.device)]
+            for i, outcome in zip(mine, _decide(decide, [fed[i] for i in mine], part), strict=True):
+                outcomes[i] = outcome
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+Decide = Callable[[Seq[Fed], Tensor, Tensor], Verdict]
+
+
+def _decide(decide: Decide, fed: Seq[Fed], logits: Tensor) -> list[Outcome]:
+    """One rule on the sequences that asked for it."""
+    processed = process(logits, [row for f in fed for row in f.rows(Stream.COUPLED)])
+    rows = _padded_rows(fed, logits.device)
+    verdict = decide(fed, processed, rows)
+    # What a sequence gets rests on the rows up to and with the one its next token came from; a NaN reaches the maximum.
+    num_sound = leading_run(logits.amax(-1).isfinite()[rows])
+    num_open = leading_run(processed.amax(-1).isfinite()[rows])
+    columns = [verdict.num_accepted, verdict.next_token, num_sound, num_open]
+    answers = torch.stack(columns, 1).tolist()  # the step's one wait
+    outcomes = [_outcome(f, *answer) for f, answer in zip(fed, answers, strict=True)]
+    return _with_logprobs(fed, logits, outcomes)
+
+
+def _outcome(fed: Fed, num_accepted: int, next_token: int, num_sound: int, num_open: int) -> Outcome:
+    tokens = (*fed.drafts[:num_accepted], next_token)
+    if num_sound < len(tokens) and num_sound <= num_open:
+        return Outcome(tokens[:num_sound], min(num_accepted, num_sound), "the model's output was not a number")
+    if num_open < len(tokens):
+        problem = fed.sequence.fault or "no token may come here: what is allowed, banned and required leaves none"
+        return Outcome(tokens[:num_open], min(num_accepted, num_open), problem)
+    return Outcome(tokens, num_accepted)
+
+
+def _with_logprobs(fed: Seq[Fed], logits: Tensor, outcomes: list[Outcome]) -> list[Outcome]:
+    """The same outcomes; those that asked for logprobs have them, of the unprocessed logits."""
+    for i, (f, outcome, first) in enumerate(zip(fed, outcomes, _offsets(fed), strict=False)):
+        wanted = f.sequence.request.sampling.logprobs
+        if wanted is not None and outcome.tokens:
+            found = token_logprobs(logits[first : first + len(outcome.tokens)], outcome.tokens, wanted)
+            outcomes[i] = replace(outcome, logprobs=found)
+    return outcomes
+
+
+def _coupled(fed: Seq[Fed], logits: Tensor, rows: Tensor) -> Verdict:
+    tokens = distribution.choose(logits, _params(fed, logits, Stream.COUPLED))
+    return coupled(tokens[rows], _padded_drafts(fed, logits.device))
+
+
+def _rejection(fed: Seq[Fed], logits: Tensor, rows: Tensor) -> Verdict:
+    params = _params(fed, logits, Stream.RESAMPLE)
+    vocab, drafts = logits.shape[1], _padded_drafts(fed, logits.device)
+    target_probs = distribution.probabilities(logits, params)[rows]
+    draft_probs = _padded_draft_probs(fed, drafts, vocab)
+    accept = noise.uniform(params.seed, params.position, Stream.ACCEPT)[rows[:, :-1]]
+    resample = noise.gumbel(params.seed, params.position, params.stream, vocab)[rows]
+    return rejection(target_probs, draft_probs, drafts, accept, resample)
+
+
+_RULES: dict[Verification, Decide] = {Verification.COUPLED: _coupled, Verification.REJECTION: _rejection}
+
+
+def _params(fed: Seq[Fed], logits: Tensor, stream: Stream) -> RowParams:
+    return RowParams.of([row for f in fed for row in f.rows(stream)], logits.shape[1], logits.device)
+
+
+def _padded_rows(fed: Seq[Fed], device: torch.device) -> Tensor:
+    """Row of each position, `[B, K + 1]`; K_i [1, 0] -> [[0, 1], [2, 2]]: padding repeats the last, never read."""
+    widest = max(f.num_rows for f in fed)
+    rows = [[min(first + i, stop - 1) for i in range(widest)] for first, stop in pairwise(_offsets(fed))]
+    return torch.tensor(rows, device=device)
+
+
+def _padded_drafts(fed: Seq[Fed], device: torch.device) -> Tensor:
+    """Drafts `[B, K]`, `NO_DRAFT` where a sequence has fewer."""
+    widest = max(len(f.drafts) for f in fed)
+    padded = [[*f.drafts, *[NO_DRAFT] * (widest - len(f.drafts))] for f in fed]
+    return torch.tensor(padded, dtype=torch.int64, device=device)
+
+
+def _padded_draft_probs(fed: Seq[Fed], drafts: Tensor, vocab: int) -> Tensor:
+    """Laws of the drafts, float64 `[B, K, vocab]`: 0 for a missing draft, one-hot for a certain one."""
+    probs = torch.zeros((*drafts.shape, vocab), dtype=torch.float64, device=drafts.device)
+    for i, f in enumerate(fed):
+        if f.draft_probs is not None:
+            probs[i, : len(f.drafts)] = f.draft_probs
+        elif f.drafts:
+            probs[i, : len(f.drafts)].scatter_(1, drafts[i, : len(f.drafts), None], 1.0)
+    return probs
+
+
+def _offsets(fed: Seq[Fed]) -> list[int]:
+    """First row of each, and the end; K_i [1, 0, 2] -> [0, 2, 3, 6]."""
+    return list(accumulate((f.num_rows for f in fed), initial=0))

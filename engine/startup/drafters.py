@@ -1,0 +1,151 @@
+"""Everything that a config lets draft, loaded, sized and given its arena. Runs at start-up alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from engine.attention import Attend
+from engine.control.prefill_budget import Prefill
+from engine.errors import ModelError
+from engine.kv.arena import KVArena, KVLayout
+from engine.model.checkpoint import shape_of
+from engine.model.runner import ModelRunner, Runner, Tap, end_tokens, kv_layout, vocab_size
+from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, SuffixProposer
+from engine.proposers.early_exit import first_layers
+from engine.proposers.first_of import FirstOf
+from engine.proposers.heads.eagle import EagleProposer
+from engine.proposers.heads.eagle_head import EagleHead, EagleRunner, load_eagle
+from engine.proposers.heads.medusa import MedusaHeads, MedusaProposer, load_medusa
+from engine.proposers.vocab import MappedRunner, VocabMap, Vocabulary
+from engine.text.codec import TOKENIZER_FILE, Codec, find_file
+
+if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
+    from engine.config import EngineConfig
+
+MakeArena = Callable[[KVLayout], KVArena]
+
+
+@dataclass(frozen=True)
+class Drafters:
+    """What drafts for a target, besides what needs no weights."""
+
+    target: PreTrainedModel
+    models: Mapping[str, PreTrainedModel]  # by proposer: a draft model, the target's own first layers
+    medusa: MedusaHeads | None
+    eagle: EagleHead | None
+    tap: Tap | None  # where the heads read the target's hidden states
+    layouts: Mapping[str, KVLayout]  # of those that need an arena
+    vocab: VocabMap | None = None  # for a draft model of another vocabulary
+
+    @classmethod
+    def load(
+        cls,
+        config: EngineConfig,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None,
+        vocab: VocabMap | None = None,
+    ) -> Drafters:
+        """Load the heads that `config` names, beside a draft model that is loaded already.
+
+        Raises:
+            ModelError: a draft or a head that is not of this target.
+        """
+        models, layouts = dict[str, PreTrainedModel](), dict[str, KVLayout]()
+        if draft is not None:
+            if vocab is None:
+                _check_vocabulary(config, target, draft)
+            models["model"], layouts["model"] = draft, kv_layout(draft.config, draft.dtype)
+        if config.self_layers is not None or config.proposer == "self":
+            layers = config.self_layers or max(1, shape_of(target.config, "num_hidden_layers") // 3)
+            models["self"] = first_layers(target, layers)
+            layouts["self"] = replace(kv_layout(target.config, target.dtype), layers=layers)
+        medusa = load_medusa(config.medusa, config.medusa_revision, target) if config.medusa else None
+        eagle = load_eagle(config.eagle, config.eagle_revision, target) if config.eagle else None
+        if eagle is not None:
+            layouts["eagle"] = kv_layout(eagle.config, target.dtype)
+        tap = Tap(target) if medusa is not None or eagle is not None else None
+        return cls(target, models, medusa, eagle, tap, layouts, vocab)
+
+    def runners(
+        self, make_arena: MakeArena, attention_of: Callable[[PreTrainedModel, KVLayout], Attend]
+    ) -> dict[str, ModelRunner]:
+        """Each draft model with an arena of its own.
+
+        Raises:
+            ModelError: it keeps not to the contract of a ragged batch.
+        """
+        attends = {name: attention_of(model, self.layouts[name]) for name, model in self.models.items()}
+        return {name: ModelRunner(m, make_arena(self.layouts[name]), attends[name]) for name, m in self.models.items()}
+
+    def proposers(
+        self, runners: Mapping[str, ModelRunner], make_arena: MakeArena, attend: Attend, prefill: Prefill
+    ) -> dict[str, Proposer]:
+        """One proposer per name that a request may ask for; the target has run by now.
+
+        Raises:
+            ModelError: a target without readable features.
+        """
+        by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer(), "suffix": SuffixProposer()}
+        for name, own in runners.items():
+            vocab = self.vocab if name == "model" else None
+            runner: Runner = own if vocab is None else MappedRunner(own, vocab, own.device)
+            by_name[name] = ModelProposer(runner, prefill)
+        if self.tap is not None:
+            by_name |= self._heads(self.tap, make_arena, attend, prefill)
+        drafter = next((by_name[name] for name in ("model", "eagle", "medusa") if name in by_name), None)
+        if drafter is not None:
+            by_name["auto"] = FirstOf(SuffixProposer(), drafter)
+        return by_name
+
+    def _heads(self, tap: Tap, make_arena: MakeArena, attend: Attend, prefill: Prefill) -> dict[str, Proposer]:
+        """Those that read the target's hidden states, through one tap."""
+        output, by_name = self.target.get_output_embeddings(), dict[str, Proposer]()
+        if tap.hidden is None:
+            raise ModelError(f"{type(self.target).__name__} runs past its decoder: no features can be read off it")
+        if self.medusa is not None:
+            by_name["medusa"] = MedusaProposer(self.medusa, output, tap)
+        if self.eagle is not None:
+            runner = EagleRunner(self.eagle, output, make_arena(self.layouts["eagle"]), attend)
+            by_name["eagle"] = EagleProposer(runner, tap, prefill)
+        return by_name
+
+
+def _check_vocabulary(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    if vocab_size(draft) != vocab_size(target):
+        raise ModelError(
+            f"draft {config.draft!r} has {vocab_size(draft)} tokens and target {config.target!r} {vocab_size(target)}: "
+            "a draft of another vocabulary needs a map"
+        )
+
+
+def match_vocabularies(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> VocabMap | None:
+    """How the draft's tokens are called by the target; None where they are the same.
+
+    Raises:
+        ModelError: they differ, and a tokenizer is missing or too few tokens are shared.
+    """
+    assert config.draft is not None
+    names = (config.target, config.revision), (config.draft, config.draft_revision)
+    files = [find_file(name, TOKENIZER_FILE, revision) for name, revision in names]
+    models, widths = (target, draft), (vocab_size(target), vocab_size(draft))
+    if files[0] and files[1] and files[0].read_bytes() == files[1].read_bytes() and widths[0] == widths[1]:
+        return None  # as most pairs; reading what each token means takes a second
+    return VocabMap.between(
+        *(
+            read_vocabulary(*name, width, model.config, end_tokens(model))
+            for name, width, model in zip(names, widths, models, strict=True)
+        )
+    )
+
+
+def read_vocabulary(
+    name: str, revision: str | None, width: int, config: PreTrainedConfig, ends: Iterable[int]
+) -> Vocabulary:
+    """The tokens of a checkpoint."""
+    codec = Codec.load(name, revision)
+    begin = getattr(config.get_text_config(), "bos_token_id", None)
+    return Vocabulary.of(name, width, None if codec is None else codec.tokenizer, begin, ends)

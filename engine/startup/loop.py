@@ -1,0 +1,118 @@
+"""Which loop a config gets: rounds on the device where they can run, else plain steps. The log says which and why."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.attention import paged
+from engine.device_loop import draws
+from engine.device_loop.graphs import Graphs
+from engine.device_loop.loop import RoundLoop
+from engine.device_loop.round import Fed, Ops
+from engine.device_loop.shapes import rides
+from engine.errors import ModelError
+from engine.kernels import faults, has_triton, reference
+from engine.model.linear.packed import keeps_rows_apart
+from engine.model.rope import longrope_border
+from engine.model.runner import ModelRunner, Runner, known_positions
+from engine.startup.memory import graph_budget
+
+if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
+    from engine.config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+
+def wants_rounds(config: EngineConfig, device: torch.device) -> bool:
+    """Whether rounds are to be had if they can be: on a CPU, which has nothing to wait for, only when asked for."""
+    return rides(config) and (config.loop == "rounds" or device.type == "cuda")
+
+
+def rounds_for(
+    config: EngineConfig,
+    target: Runner,
+    draft: ModelRunner | None,
+    longest: int,
+    drafts_for: frozenset[str],
+    ops: Ops | None = None,
+) -> RoundLoop | None:
+    """Rounds of `target` and `draft`, tried once; None where they are not wanted or cannot run.
+
+    Raises:
+        ModelError: they were asked for and cannot run.
+    """
+    if config.tensor_parallel_size > 1:
+        log.info("loop: plain, as the target is in shares")
+        return None
+    if config.loop == "plain" or (isinstance(target, ModelRunner) and not wants_rounds(config, target.device)):
+        log.info("loop: plain, %s", "as asked for" if config.loop == "plain" else "on a CPU")
+        return None
+    try:
+        return _rounds(config, target, draft, longest, drafts_for, ops)
+    except ModelError as error:
+        if config.loop == "rounds":
+            raise
+        log.info("loop: plain, because %s", error)
+        return None
+
+
+def _rounds(
+    config: EngineConfig,
+    target: Runner,
+    draft: ModelRunner | None,
+    longest: int,
+    drafts_for: frozenset[str],
+    ops: Ops | None,
+) -> RoundLoop:
+    """ModelError says why not."""
+    if not isinstance(target, ModelRunner):
+        raise ModelError("no rounds: reproducible passes have a shape of their own")
+    why_not, device = _why_not(config, target), target.device
+    if why_not is not None:
+        raise ModelError(f"no rounds: {why_not}")
+    rounds = RoundLoop(
+        _fed(target), None if draft is None else _fed(draft), ops or ops_on(device), num_slots=config.max_batch_size,
+        longest=longest, most_drafts=config.num_draft_tokens if draft is not None else 0, vocab=target.vocab_size,
+        drafts_for=drafts_for, chunk=config.max_batch_tokens,
+        recorder=Graphs(graph_budget(config, target.model.config, device)) if device.type == "cuda" else None,
+    )  # fmt: skip
+    try:
+        rounds.try_out()
+    except _refusals() as error:
+        raise ModelError(f"no rounds: a round of this model fails: {error}") from error
+    log.info("loop on %s: rounds, drafts for proposers %s", device.type, ", ".join(sorted(drafts_for)) or "none")
+    return rounds
+
+
+def ops_on(device: torch.device) -> Ops:
+    """Kernels; on a CPU, where rounds are for tests, what they mean in plain torch."""
+    if device.type == "cpu":
+        return Ops(paged.attend_plainly, draws.choose, reference.commit)
+    from engine.kernels import commit, sampling  # brings Triton
+
+    return Ops(paged.attend, sampling.choose, commit.commit)
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What a model may do to a round: transformers', torch's and Triton's ways of saying no."""
+    return (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, *faults())
+
+
+def _why_not(config: EngineConfig, target: ModelRunner) -> str | None:
+    is_gpu = target.device.type != "cpu"
+    if is_gpu and not has_triton():
+        return "Triton is not installed"
+    if is_gpu and config.attention not in ("auto", "triton"):
+        return f"attention is {config.attention}, and lengths are on the device, where only our kernel reads them"
+    if longrope_border(target.model.config) is not None:
+        return "the model has two rotary tables"
+    if keeps_rows_apart(target.model):
+        return "its weights are packed for a CPU"
+    return None
+
+
+def _fed(runner: ModelRunner) -> Fed:
+    return Fed(runner.model, runner.arena, known_positions(runner.model.config))

@@ -1,0 +1,142 @@
+"""How the numbers of a checkpoint are held: what its matrices are rounded to, the type of all else, and why that.
+
+The one place where a type is chosen; loading, the doctor and the sizes of arenas follow it. Reads no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from engine.choices import Weights
+from engine.errors import ModelError
+from engine.kernels import has_triton
+from engine.model.checkpoint import named_type, read_config, stored_type, told_as_model_error
+from engine.model.linear.packed import packs_whole
+from engine.model.quantize import quantised_as
+from engine.native import multiplies
+
+if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
+    from engine.config import EngineConfig
+
+Multiplies = Callable[[torch.dtype], bool]
+
+_OWN = "the checkpoint's own"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_ROW_WISE = ("auto", "native", "rows", "fixed")  # attention that gives a row of bfloat16 the same bits in any batch
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How one model is held in memory."""
+
+    weights: Weights
+    dtype: torch.dtype  # of activations, K/V, and all weights that are not rounded
+    why: str
+
+    @property
+    def type_name(self) -> str:
+        """As options have it: `bfloat16`."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def __str__(self) -> str:
+        return f"{self.type_name}: {self.why}"
+
+
+def held_as(
+    config: EngineConfig,
+    name: str,
+    revision: str | None,
+    asked: Weights,
+    device: torch.device,
+    *,
+    multiplies: Multiplies = multiplies,
+) -> Held:
+    """How the checkpoint `name` will be held on `device`, with weights as `asked` unless they are rounded already.
+
+    `multiplies` says which types our C multiplies here.
+
+    Raises:
+        ModelError: nothing is there, or the device cannot do what is wanted.
+    """
+    described = read_config(name, revision)
+    weights = weights_of(name, quantised_as(described), asked, device)
+    if config.dtype == "float16" and device.type == "cpu":
+        raise ModelError("dtype is float16, which is for cuda; on cpu take float32, which holds all numbers of float16")
+    if config.dtype != "auto":
+        return Held(weights, getattr(torch, config.dtype), "as asked for")
+    if weights == "fp8":
+        return Held(weights, torch.bfloat16, "what fp8 matmuls read and write")
+    if weights != "native" and device.type == "cpu":
+        return Held(weights, torch.float32, f"beside {weights} matrices bfloat16 is no faster")
+    own, why = _own(name, revision, described)
+    if weights == "int4" and own == torch.float32:
+        return Held(weights, torch.bfloat16, "what int4 matmuls read and write")
+    if device.type != "cpu" or own == torch.float32:
+        return Held(weights, own, why)
+    against = (
+        "the checkpoint's float16 is for GPUs, and float32 holds all its numbers"
+        if own == torch.float16
+        else _against_bfloat16(config, name, described, multiplies)
+    )
+    return Held(weights, own, why) if against is None else Held(weights, torch.float32, against)
+
+
+def weights_of(name: str, saved: Weights | None, asked: Weights, device: torch.device) -> Weights:
+    """What the matrices will be rounded to; ModelError where the device cannot multiply that."""
+    found = saved or asked
+    if device.type == "cpu" or found in ("native", "fp8"):
+        return found
+    if saved or found == "int8":
+        how = f"saved in {found}" if saved else f"with {found} weights"
+        raise ModelError(f"{name!r} {how} runs on cpu alone; device is {device.type}")
+    if not has_triton():
+        raise ModelError(f"{name!r} with int4 weights needs Triton on {device.type}, and it is not installed")
+    return found
+
+
+def on_meta(name: str, described: PreTrainedConfig) -> PreTrainedModel:
+    """The model without numbers.
+
+    Raises:
+        ModelError: transformers cannot make it.
+    """
+    with told_as_model_error(name), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(described)
+    return model
+
+
+def _own(name: str, revision: str | None, described: PreTrainedConfig) -> tuple[torch.dtype, str]:
+    """The checkpoint's own type, and where that was found."""
+    own, why = named_type(described), _OWN
+    if own is None:
+        own, why = stored_type(name, revision), "as its weights are stored; its config names no type"
+    if own in _FLOATS:
+        return own, why
+    found = "no type" if own is None else str(own).removeprefix("torch.")
+    return torch.float32, f"the checkpoint has {found}"
+
+
+def _against_bfloat16(
+    config: EngineConfig, name: str, described: PreTrainedConfig, multiplies: Multiplies
+) -> str | None:
+    """Why bfloat16 would let a request's batch mates, or its drafts, show in its tokens on a CPU; None if it does not.
+
+    Our C gives a row the same bits in any batch. torch rounds it by the batch's shape, which in bfloat16 decides
+    near-ties otherwise; in float32 it hardly ever does.
+    """
+    reasons = (
+        (not config.fuse, "fuse is off"),
+        (config.loop == "rounds", "loop is rounds"),
+        (config.tensor_parallel_size > 1, "the target is in shares"),
+        (config.attention not in _ROW_WISE, f"attention is {config.attention}"),
+        (not multiplies(torch.bfloat16), "our C multiplies no bfloat16 here (it needs a C compiler)"),
+    )
+    found = next((reason for stands, reason in reasons if stands), None)
+    if found is None and not packs_whole(on_meta(name, described)):
+        found = "our C does not multiply all its matrices"
+    return None if found is None else f"{found}, and torch rounds bfloat16 by the shape of a batch"

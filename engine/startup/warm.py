@@ -1,0 +1,111 @@
+"""From a config to an engine that is ready: no request compiles, records or measures anything for the first time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.device_loop.mail import Progress, untold
+from engine.engine import Engine
+from engine.startup.build import build_engine, pick_device
+from engine.startup.calibrate import calibrate, run
+from engine.startup.calibration_text import TEXT
+from engine.text.codec import Codec
+from engine.types import SamplingParams
+
+if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
+    from engine.config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+_SHORT, _MIDDLE, _LONG = 16, 300, 5000  # tokens: attention over one split of the keys, over two, over two sizes of them
+_STEPS = 2
+_REPETITION = (
+    0.125  # of the time for practice, where an earlier process left what it learned: the machine may be slower
+)
+_GREEDY = SamplingParams()
+_CUT = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=0)
+_WHOLE = SamplingParams(temperature=1.0, seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """Prompts of these sizes, fed and decoded together, with so many drafts each."""
+
+    prompts: Seq[int]
+    num_draft: int = 0
+    sampling: SamplingParams = _GREEDY
+
+
+def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
+    """Plain passes of every kind that kernels are compiled for: prompts beside rounds, and whoever does not ride."""
+    config, longest = engine.config, engine.max_model_len - _STEPS * (1 + engine.config.num_draft_tokens)
+    chunk, drafts = config.max_batch_tokens, config.num_draft_tokens
+    for sampling in (_GREEDY, _WHOLE, _CUT):
+        yield Rehearsal([_SHORT], drafts, sampling)
+    yield Rehearsal([chunk])  # a prompt that fills a pass
+    yield Rehearsal([_SHORT, 2 * chunk], drafts)  # one decodes beside the chunks of another
+    for count in sorted({1, min(8, config.max_batch_size), config.max_batch_size}):
+        for length in (_SHORT, _MIDDLE):
+            if length < longest:
+                yield Rehearsal([length] * count)
+                yield Rehearsal([length] * count, drafts)
+    if longest > _LONG:
+        yield Rehearsal([_LONG])
+        yield Rehearsal([_LONG, *[_SHORT] * (config.max_batch_size - 1)])
+
+
+def load(config: EngineConfig, progress: Progress = untold, *, practises: bool = True) -> Engine:
+    """Build an engine and make it ready; `practises`: and measure what steps cost, for `warm_up_seconds`.
+
+    Raises:
+        ModelError: as `build_engine`.
+    """
+    engine = build_engine(config, progress)
+    is_compiled = pick_device(config.device).type == "cuda"
+    seconds = config.warm_up_seconds if practises else 0.0
+    make_ready(engine, seconds, progress, is_compiled=is_compiled, remembers=config.warm_up_seconds > 0)
+    return engine
+
+
+def make_ready(
+    engine: Engine, seconds: float = 0.0, progress: Progress = untold, *, is_compiled: bool = False,
+    remembers: bool = False,
+) -> None:  # fmt: skip
+    """Compile, record, run one request, and practise for so many seconds, or for a part of them where it is repetition.
+
+    `is_compiled` says whether passes are, as on CUDA, each for its kind of shape; `remembers`, whether it begins with
+    what an earlier process learned and leaves what it learns to a later one.
+    """
+    if is_compiled:
+        _rehearse(engine, progress)
+        engine.record(progress)
+    progress("warming up")
+    with engine.rehearsing():  # what first times take is the price of nothing
+        engine.warm_up()
+    if remembers and engine.recall():
+        seconds *= _REPETITION
+    if seconds:
+        calibrate(engine, seconds, text=_text(engine))
+    if remembers:
+        engine.keep_learned()
+
+
+def _text(engine: Engine) -> Seq[int]:
+    """Something to practise on, in the target's tokens; none without a tokenizer."""
+    codec = Codec.load(engine.config.target, engine.config.revision)
+    return () if codec is None else [t for t in codec.encode(TEXT) if t < engine.vocab_size]
+
+
+def _rehearse(engine: Engine, progress: Progress) -> None:
+    start, every = time.perf_counter(), list(rehearsals(engine))
+    with engine.rehearsing():
+        for i, one in enumerate(every, 1):
+            progress(f"compiling for plain passes: {i} of {len(every)}")
+            prompts = [min(prompt, engine.max_model_len - 2) for prompt in one.prompts[: engine.config.max_batch_size]]
+            run(engine, prompts, one.num_draft, _STEPS, one.sampling)
+    log.info("plain passes of %d kinds are compiled, in %.1f s", len(every), time.perf_counter() - start)

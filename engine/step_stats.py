@@ -1,0 +1,150 @@
+"""Turns what a step did into its numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from itertools import zip_longest
+from typing import TypedDict
+
+from engine.control.controller import Round
+from engine.control.prefill_budget import Prefill
+from engine.device_loop.mail import Landed
+from engine.native import threads_in_use
+from engine.proposers import Proposal
+from engine.sampling.verification import Fed, Outcome
+from engine.scheduler import Scheduler, StepPlan, Work
+from engine.stats import Forward, StepStats
+from engine.types import TokenEvent
+
+
+class _Load(TypedDict):
+    running: int
+    waiting: int
+    kv_usage: float
+
+
+def round_of(plan: StepPlan, proposal: Proposal, outcomes: Seq[Outcome], phase_seconds: Mapping[str, float]) -> Round:
+    """What control learns from: the part of a step that fed newest tokens and drafts."""
+    works = [(w, drafts) for w, drafts in zip(plan.works, proposal.tokens, strict=True) if w.reaches_end]
+    decided = zip(works, outcomes, strict=True)
+    steady = [(w, drafts, outcome) for (w, drafts), outcome in decided if _feeds_newest_only(w)]
+    draft_seconds = phase_seconds["propose"]
+    return Round(
+        sequences=[w.sequence for w, _, _ in steady],
+        lengths=[w.length for w, _, _ in steady],
+        asked=[w.num_draft for w, _, _ in steady],
+        drafted=[len(drafts) for _, drafts, _ in steady],
+        accepted=[outcome.num_accepted for _, _, outcome in steady],
+        draft_passes=[(forward.sequences, forward.tokens) for forward in proposal.forwards],
+        draft_seconds=draft_seconds,
+        other_seconds=sum(s for name, s in phase_seconds.items() if name != "launch") - draft_seconds,
+        has_prompts=len(steady) < len(plan.works),
+    )
+
+
+def teach(prefill: Prefill, plan: StepPlan, proposal: Proposal, phase_seconds: Mapping[str, float]) -> None:
+    """What a step took, to whoever says how much of prompts the next one may read."""
+    chunks = [len(w.span) for w in plan.works if not _feeds_newest_only(w)]
+    decoding = len(plan.works) - len(chunks) + len(plan.rides)  # wherever they do
+    seconds = sum(phase_seconds.values())
+    for first in proposal.forwards[:1]:
+        seconds -= prefill.learn_draft(first.sequences, first.tokens, phase_seconds["propose"])
+    prefill.learn(decoding, sum(chunks), seconds)
+
+
+def measure(
+    plan: StepPlan,
+    proposal: Proposal,
+    fed: Seq[Fed],
+    events: Seq[TokenEvent],
+    phase_seconds: Mapping[str, float],
+    draft_failures: int,
+    scheduler: Scheduler,
+) -> StepStats:
+    """Everything that a step shows to an operator."""
+    rounds = [(len(f.drafts), sum(event.from_draft)) for f, event in zip(fed, events, strict=True) if f.drafts]
+    return StepStats(
+        forwards=(*proposal.forwards, *_target_forwards(plan, proposal)),
+        phase_seconds=phase_seconds,
+        rounds=len(rounds),
+        drafted=sum(num_draft for num_draft, _ in rounds),
+        accepted_per_position=_per_position(rounds),
+        sequences_per_num_draft=_per_num_draft(plan, proposal),
+        generated_tokens=sum(len(event.token_ids) for event in events),
+        prompt_tokens=sum(_num_prompt_tokens(work) for work in plan.works),
+        preempted=plan.num_preempted,
+        prefix_lookups=plan.prefix_lookups,
+        prefix_hits=plan.prefix_hits,
+        draft_failures=draft_failures,
+        threads=threads_in_use(),
+        spec_gain=scheduler.gain,
+        **_load(scheduler),
+    )
+
+
+def _per_num_draft(plan: StepPlan, proposal: Proposal) -> tuple[int, ...]:
+    """How many sequences past their prompt had 0, 1, ... drafts; drafts of [2, 0, 2] -> (1, 0, 2)."""
+    works = zip(plan.works, proposal.tokens, strict=True)
+    return _counted(len(drafts) for work, drafts in works if _feeds_newest_only(work))
+
+
+def _counted(numbers: Iterable[int]) -> tuple[int, ...]:
+    """How often 0, 1, 2, ... come; [2, 0, 2] -> (1, 0, 2)."""
+    counts = Counter(numbers)
+    return tuple(counts[number] for number in range(max(counts, default=-1) + 1))
+
+
+def with_rounds(stats: StepStats, landed: Seq[Landed], events: Seq[TokenEvent]) -> StepStats:
+    """The same and what rounds on the device brought; `events` in the order of the landings."""
+    landings = [landing for round_ in landed for landing in round_.landings]
+    drafted = [(x.num_draft, sum(event.from_draft)) for x, event in zip(landings, events, strict=True) if x.num_draft]
+    accepted = zip_longest(stats.accepted_per_position, _per_position(drafted), fillvalue=0)
+    per_num_draft = zip_longest(stats.sequences_per_num_draft, _counted(x.num_draft for x in landings), fillvalue=0)
+    return replace(
+        stats,
+        forwards=(*stats.forwards, *(forward for round_ in landed for forward in round_.forwards)),
+        device_seconds=sum(round_.done.seconds for round_ in landed),
+        rounds=stats.rounds + len(drafted),
+        drafted=stats.drafted + sum(num_draft for num_draft, _ in drafted),
+        accepted_per_position=tuple(map(sum, accepted)),
+        sequences_per_num_draft=tuple(map(sum, per_num_draft)),
+        generated_tokens=stats.generated_tokens + sum(len(event.token_ids) for event in events),
+    )
+
+
+def _target_forwards(plan: StepPlan, proposal: Proposal) -> Iterator[Forward]:
+    """The target's one pass, as verification of some sequences and prefill of others."""
+    works = list(zip(plan.works, proposal.tokens, strict=True))
+    verified = [1 + len(drafts) for w, drafts in works if _feeds_newest_only(w)]
+    prefilled = [len(w.span) for w, _ in works if not _feeds_newest_only(w)]
+    if verified:
+        yield Forward("verify", len(verified), sum(verified))
+    if prefilled:
+        yield Forward("prefill", len(prefilled), sum(prefilled))
+
+
+def _feeds_newest_only(work: Work) -> bool:
+    return len(work.span) == 1 and work.reaches_end
+
+
+def _num_prompt_tokens(work: Work) -> int:
+    """prompt_len 5: span 3..7 -> 2; span 6..7 -> 0."""
+    return max(0, min(work.span.stop, work.sequence.prompt_len) - work.span.start)
+
+
+def _per_position(rounds: Seq[tuple[int, int]]) -> tuple[int, ...]:
+    """(K, accepted) of each round -> how many kept draft 0, 1, ...; [(3, 2), (2, 0)] -> (1, 1, 0)."""
+    deepest = max((num_draft for num_draft, _ in rounds), default=0)
+    return tuple(sum(accepted > position for _, accepted in rounds) for position in range(deepest))
+
+
+def _load(scheduler: Scheduler) -> _Load:
+    pool = scheduler.target_pool
+    return {
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting),
+        "kv_usage": 1 - pool.num_free / pool.num_pages,
+    }

@@ -1,0 +1,130 @@
+"""The target's pass over a plan: for all together, or one by one where that fails, to find whose fault it was.
+
+A pass changes nothing that could not be done again: cursors are put back, and rows written twice hold the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.errors import RankLost
+from engine.kv.batch import Feed
+from engine.model.runner import Runner
+from engine.proposers import Proposal, Proposers
+from engine.sampling.logprobs import record_prompt
+from engine.sampling.verification import Fed, Outcome, judge
+from engine.scheduler import StepPlan, Work
+from engine.stats import Stopwatch
+from engine.types import Sequence
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What a pass brought: outcomes of the sequences whose newest token was fed, and those that cannot go on."""
+
+    proposal: Proposal  # as far as it was judged
+    fed: list[Fed]
+    outcomes: list[Outcome]
+    faulty: tuple[Sequence, ...] = ()
+    is_whole: bool = True  # one pass for all; else its time says nothing
+    doubt: Exception | None = None  # nobody succeeded: it may be the engine's own fault
+
+
+class Passes:
+    """Feeds a target and has its rows judged."""
+
+    def __init__(self, target: Runner, proposers: Proposers) -> None:
+        self._target, self._proposers = target, proposers
+
+    def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Decided:
+        """Decide all sequences of a plan; what is raised meanwhile is put down to whom it happens to alone."""
+        try:
+            fed, outcomes = self._pass(plan, proposal, watch)
+        except RankLost:
+            raise  # it would happen to each of them alone, too
+        except Exception as error:
+            log.exception("a pass for %d sequences failed; each is tried alone", len(plan.works))
+            return self._one_by_one(plan, error, watch)
+        return Decided(proposal, fed, outcomes)
+
+    def _one_by_one(self, plan: StepPlan, error: Exception, watch: Stopwatch) -> Decided:
+        """Feed each sequence alone, without drafts: who fails again is at fault and ends, the others lose nothing."""
+        _take_back(plan)
+        fed: list[Fed] = []
+        outcomes: list[Outcome] = []
+        faulty: list[Sequence] = []
+        for work in plan.works:
+            alone = StepPlan((replace(work, num_draft=0),))
+            try:
+                own_fed, own_outcomes = self._pass(alone, Proposal.certain([()]), watch)
+            except Exception:
+                log.exception("request %s failed alone; it ends", work.sequence.request_id)
+                _take_back(alone)
+                faulty.append(work.sequence)
+            else:
+                fed += own_fed
+                outcomes += own_outcomes
+        plain = Proposal.certain([()] * len(plan.works))
+        doubt = error if len(faulty) == len(plan.works) else None
+        return Decided(plain, fed, outcomes, tuple(faulty), is_whole=False, doubt=doubt)
+
+    def try_on(self, sequence: Sequence) -> None:
+        """Feed all of a sequence that nobody waits for, and raise what that raises."""
+        plan = StepPlan((Work.feeding(sequence, sequence.todo),))
+        self._pass(plan, Proposal.certain([()]), Stopwatch(lambda: 0.0))
+
+    def _pass(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> tuple[list[Fed], list[Outcome]]:
+        with watch.phase("forward"):
+            feeds = [_feed(work, drafts) for work, drafts in zip(plan.works, proposal.tokens, strict=True)]
+            logits = self._target.forward(feeds)
+            for sequence, feed in zip(plan.sequences, feeds, strict=True):
+                sequence.target.advance(feed.kv_len)
+            self._proposers.observe(plan.sequences, feeds)
+        with watch.phase("verify"):
+            fed = _fed_to_the_end(plan, proposal)
+            return fed, judge(fed, _without_prompt_rows(plan, feeds, logits))
+
+
+def _take_back(plan: StepPlan) -> None:
+    """Stand where the plan began. Rows beyond are stale (I4); a draft's cursor is behind its own drafts as well."""
+    for work in plan.works:
+        work.sequence.target.kv_len = work.span.start
+        work.sequence.draft.rollback(work.length)
+
+
+def _feed(work: Work, drafts: tuple[int, ...]) -> Feed:
+    """I2: the planned part of what the target has not seen, and the drafts."""
+    tokens = [*work.sequence.tokens[work.span.start : work.span.stop], *drafts]
+    num_logits = len(drafts) + 1 if work.reaches_end else 0
+    if work.sequence.wants_prompt_logprobs:
+        num_logits = len(tokens)
+    cursor = work.sequence.target
+    return Feed(tokens, work.span.start, cursor.page_table, num_logits, cursor.table)
+
+
+def _fed_to_the_end(plan: StepPlan, proposal: Proposal) -> list[Fed]:
+    """The sequences whose newest token was fed: they get a next one."""
+    everyone = zip(plan.works, proposal.tokens, proposal.draft_probs, strict=True)
+    return [Fed(work.sequence, drafts, probs) for work, drafts, probs in everyone if work.reaches_end]
+
+
+def _without_prompt_rows(plan: StepPlan, feeds: list[Feed], logits: Tensor) -> Tensor:
+    """The rows that decide a token. Others are of prompts whose logprobs were asked for: recorded here."""
+    if not any(work.sequence.wants_prompt_logprobs for work in plan.works):
+        return logits
+    deciding: list[int] = []
+    first = 0
+    for work, feed in zip(plan.works, feeds, strict=True):
+        num_prompt_rows = 0
+        if work.sequence.wants_prompt_logprobs:
+            num_prompt_rows = len(work.span) - work.reaches_end
+            record_prompt(work.sequence, work.span.start, logits[first : first + num_prompt_rows])
+        deciding += range(first + num_prompt_rows, first + feed.num_logits)
+        first += feed.num_logits
+    return logits[torch.tensor(deciding, dtype=torch.int64, device=logits.device)]

@@ -1,0 +1,286 @@
+r"""From the structure that a request asks for to a compiled grammar. Knows source text and limits; nothing of the step.
+
+What JSON Schema may not say here: keywords that the library does not implement are refused, never ignored. What a mask
+leaves out although it would be valid: white space around a JSON document, runs of more than `MAX_WHITESPACE` of it
+inside, properties in another order than the schema's, control characters other than \b \f \n \r \t, and escapes where
+the character may stand for itself (`\u0061`, `\/`). Any tokenization of an allowed text is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, regex_to_lark
+
+from engine.config import Bounds
+from engine.errors import GrammarFault, InvalidRequest, ModelError, Violation
+from engine.request.validation import structure_field, structure_texts, structure_violations
+from engine.text.codec import Codec
+from engine.text.matcher import CompiledGrammar, Vocabulary, first_line
+from engine.types import Grammar, Guided
+
+MAX_WHITESPACE = 64  # a small model that begins to write spaces must come back
+# The library forbids `\u0061` for a declared property `a`, but takes it for another property's name: a document could
+# so get round the property's schema. Without `\u` no character has two spellings.
+_ESCAPES = 'bfnrt\\"'
+_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*(\\u00(?:[01].|7f))")
+# Where only one text can follow, the library would allow its usual tokens alone, and so mask what it would accept.
+_NO_FORCING = '%llguidance {"no_forcing": true}'
+# `multipleOf: n` makes an automaton of n states that no limit of the library counts: 999,983 took 14 s and 391 MB.
+MAX_MULTIPLE = 20_000
+_MAX_DECIMALS = 20
+_FIRST_STEPS = 4  # taken when compiling; an object with too many optional properties fails at its second token
+_SHOWN = 40  # characters of a source in an error
+
+_Result = CompiledGrammar | Violation
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuidedLimits:
+    """What a request's structure may cost.
+
+    Args:
+        source_bytes: longest source in UTF-8; of a choice, all its texts together.
+        choices: most texts of one choice.
+        compile_seconds: how long a caller waits for its structure, from when that was first asked for.
+        compile_threads: how many structures compile at once.
+        cache_entries: how many structures, compiled or refused, are kept.
+        cache_bytes: how many bytes their sources may have together.
+    """
+
+    source_bytes: int = 64 * 1024
+    choices: int = 4096
+    compile_seconds: float = 5.0
+    compile_threads: int = 2
+    cache_entries: int = 64
+    cache_bytes: int = 2 * 1024 * 1024
+
+    @classmethod
+    def of(cls, bounds: Bounds) -> GuidedLimits:
+        """The sizes that a request may have, and the usual costs."""
+        return cls(source_bytes=bounds.max_structure_bytes, choices=bounds.max_choices)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A structure in the cache: what became of it, or will."""
+
+    result: Future[_Result]
+    deadline: float  # for all who wait; later ones are told at once
+    num_bytes: int
+
+
+class GrammarCompiler:
+    """Compiles structures for one tokenizer, and keeps them. Its methods may be called from any thread; they block.
+
+    Args:
+        codec: the tokenizer; byte-level and byte-fallback ones serve.
+        vocab_size: the width of the logits, at least the tokenizer's.
+        eos_token_ids: tokens that end an output; at least one, or no output could end.
+        limits: what a request's structure may cost.
+    """
+
+    def __init__(
+        self, codec: Codec, vocab_size: int, eos_token_ids: Iterable[int], limits: GuidedLimits | None = None
+    ) -> None:
+        self._limits = limits or GuidedLimits()
+        self._vocabulary = _vocabulary(codec, vocab_size, tuple(dict.fromkeys(eos_token_ids)))
+        # The library lets go of the GIL while it compiles, so a thread that nobody waits for any more disturbs nobody.
+        self._threads = ThreadPoolExecutor(self._limits.compile_threads, thread_name_prefix="guided")
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[Guided, _Entry] = OrderedDict()
+
+    @classmethod
+    def of(
+        cls, codec: Codec | None, vocab_size: int, eos_token_ids: Iterable[int], bounds: Bounds
+    ) -> GrammarCompiler | None:
+        """A compiler for this checkpoint; None, and a line in the log, where it cannot have structured output."""
+        ends = tuple(eos_token_ids)
+        if codec is None or not ends:
+            log.info("no structured output: the checkpoint has no %s", "end token" if codec else "tokenizer")
+            return None
+        try:
+            return cls(codec, vocab_size, ends, GuidedLimits.of(bounds))
+        except ModelError as error:
+            log.warning("%s", error)
+            return None
+
+    def compile(self, guided: Guided) -> Grammar:
+        """The grammar, compiled or from the cache; InvalidRequest if it cannot be had, or not in time."""
+        num_bytes = check(guided, self._limits)
+        entry = self._entry(guided, num_bytes)
+        try:
+            result = entry.result.result(max(0.0, entry.deadline - time.monotonic()))
+        except TimeoutError:
+            self._abandon(guided, entry)
+            problem = f"is {_shown(guided)}: it did not compile within {self._limits.compile_seconds:g} s"
+            raise InvalidRequest.of(structure_field(guided), problem) from None
+        if isinstance(result, Violation):
+            raise InvalidRequest([result])
+        return result
+
+    def _entry(self, guided: Guided, num_bytes: int) -> _Entry:
+        with self._lock:
+            entry = self._entries.get(guided)
+            if entry is None or _is_useless(entry.result):
+                deadline = time.monotonic() + self._limits.compile_seconds
+                entry = _Entry(self._threads.submit(_compile, self._vocabulary, guided), deadline, num_bytes)
+                self._entries[guided] = entry
+            self._entries.move_to_end(guided)
+            self._shrink()
+            return entry
+
+    def _abandon(self, guided: Guided, entry: _Entry) -> None:
+        """Work that has not begun is dropped; work that has goes on to its end, for whoever asks again."""
+        with self._lock:
+            if entry.result.cancel() and self._entries.get(guided) is entry:
+                del self._entries[guided]
+
+    def _shrink(self) -> None:
+        total = sum(entry.num_bytes for entry in self._entries.values())
+        while len(self._entries) > 1 and (
+            len(self._entries) > self._limits.cache_entries or total > self._limits.cache_bytes
+        ):
+            total -= self._entries.popitem(last=False)[1].num_bytes
+
+
+def _is_useless(result: Future[_Result]) -> bool:
+    """Whether to compile anew: it never ran, our code failed, or the grammar's shared lexer is worn out."""
+    if not result.done():
+        return False
+    if result.cancelled() or result.exception():
+        return True
+    grammar = result.result()
+    return isinstance(grammar, CompiledGrammar) and grammar.worn
+
+
+def _vocabulary(codec: Codec, vocab_size: int, end_tokens: tuple[int, ...]) -> Vocabulary:
+    size = codec.tokenizer.get_vocab_size(with_added_tokens=True)
+    if size > vocab_size:
+        raise ModelError(f"structured output: the tokenizer has {size} tokens, the model's logits only {vocab_size}")
+    outside = [token for token in end_tokens if not 0 <= token < vocab_size]
+    if outside or not end_tokens:
+        wrong = f"has {outside[0]}; expected 0 to {vocab_size - 1}" if outside else "is empty: no output could end"
+        raise ModelError(f"structured output: eos_token_ids {wrong}")
+    try:
+        tokenizer = LLTokenizer(codec.tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(end_tokens))
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(f"structured output cannot use this tokenizer: {first_line(str(error))}") from error
+    return Vocabulary(tokenizer, vocab_size, end_tokens)
+
+
+# What the caller asked for, before any of it is parsed
+
+
+def check(guided: Guided, limits: GuidedLimits) -> int:
+    """Bytes of the source; InvalidRequest if it is none, several, or too large. Costs no more than its length."""
+    found = list(structure_violations(guided, limits.source_bytes, limits.choices))
+    if found:
+        raise InvalidRequest(found)
+    return sum(len(text.encode()) for _, text in structure_texts(guided))
+
+
+def _shown(guided: Guided) -> str:
+    texts = [text for _, text in structure_texts(guided)]
+    text = " | ".join(texts[:_SHOWN])
+    return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")
+
+
+# Compiling, on a thread of its own
+
+
+def _compile(vocabulary: Vocabulary, guided: Guided) -> _Result:
+    try:
+        grammar = CompiledGrammar(vocabulary, _source(guided))
+        if grammar.error:
+            return Violation(structure_field(guided), f"is {_shown(guided)}: {_reason(grammar.error)}")
+        _take_first_steps(grammar)
+    except (ValueError, RecursionError, GrammarFault) as error:
+        return Violation(structure_field(guided), f"is {_shown(guided)}: {_reason(str(error))}")
+    return grammar
+
+
+def _take_first_steps(grammar: CompiledGrammar) -> None:
+    """GrammarFault if it matches nothing or costs too much at once; otherwise the first request finds warm masks."""
+    state, end_tokens = grammar.start(), list(grammar.vocabulary.end_tokens)
+    mask = np.empty(grammar.vocabulary.vocab_size, dtype=np.bool_)
+    for _ in range(_FIRST_STEPS):
+        state.mark(mask)
+        mask[end_tokens] = False
+        if not mask.any():
+            return
+        state.advance([int(mask.argmax())])
+
+
+def _source(guided: Guided) -> str:
+    """The structure in the library's own notation; ValueError says what is wrong with it."""
+    if guided.json_schema is not None:
+        source = f"start: %json {_schema(guided.json_schema)}"
+    elif guided.grammar is not None:
+        _check_multiples(guided.grammar[found.end() :] for found in re.finditer(r"%json\s*", guided.grammar))
+        source = guided.grammar
+    else:
+        regex = "|".join(map(_literal, guided.choice)) if guided.choice is not None else guided.regex or ""
+        source = f"start: /{regex_to_lark(regex, use_ascii='')}/"
+    # At the end, so that errors have the caller's line numbers.
+    return LLMatcher.grammar_from_lark(f"{source}\n{_NO_FORCING}\n")
+
+
+def _schema(text: str) -> str:
+    """The schema with our options in it, as the library's grammars quote it."""
+    _check_multiples([text])
+    spaces = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
+    options: Any = {"whitespace_pattern": spaces, "json_allowed_escapes": _ESCAPES}
+    schema = "{}" if text.strip() == "true" else text  # options need an object
+    grammar = json.loads(LLMatcher.grammar_from_json_schema(schema, overrides=options))
+    quoted = json.dumps(grammar["grammars"][0]["json_schema"])
+    if found := _CONTROL.search(quoted):
+        raise ValueError(f"a string has the control character {found[1]}, which no output can hold")
+    return quoted
+
+
+def _literal(text: str) -> str:
+    r"""A regex for just this text: "a.b" -> "a\x{2e}b"."""
+    return "".join(char if char.isalnum() or not char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _check_multiples(texts: Iterable[str]) -> None:
+    """Every `multipleOf` in the JSON documents that these texts begin with, as if all held for one number."""
+    found: list[Decimal] = []
+
+    def collect(pairs: list[tuple[str, Any]]) -> None:  # sees duplicate keys too
+        found.extend(v for k, v in pairs if k == "multipleOf" and isinstance(v, Decimal) and v.is_finite())
+
+    decoder = json.JSONDecoder(object_pairs_hook=collect, parse_float=Decimal, parse_int=Decimal)
+    for text in texts:
+        decoder.raw_decode(text.lstrip())
+    if found and _common_multiple(found) > MAX_MULTIPLE:
+        raise ValueError(f"the least common multiple of all multipleOf, without decimals, is above {MAX_MULTIPLE}")
+
+
+def _common_multiple(numbers: list[Decimal]) -> int:
+    """0.25 and 2 -> 25 and 200 hundredths -> 200."""
+    decimals = max(0, *(-int(number.normalize().as_tuple().exponent) for number in numbers))
+    if decimals > _MAX_DECIMALS or any(abs(number) > MAX_MULTIPLE for number in numbers):
+        return MAX_MULTIPLE + 1  # instead of integers with as many digits as the caller likes
+    scale = 10**decimals
+    return math.lcm(*(int(abs(number) * scale) for number in numbers if number))
+
+
+def _reason(error: str) -> str:
+    reason = first_line(error).removeprefix("at 1(8): failed to compile JSON schema: ")  # our line, not the caller's
+    return reason if len(reason) <= 200 else reason[:199] + "…"

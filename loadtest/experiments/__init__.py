@@ -1,0 +1,1 @@
+"""Experiments on one server: its curve, overload, and chaos with clients and parts that fail."""

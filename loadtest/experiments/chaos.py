@@ -1,0 +1,176 @@
+"""Everything that callers do to a server, at once and at random; who behaves must not notice. Knows no report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from client import AsyncClient, Delta, Options, RequestFailed
+from loadtest.experiments.mischief import MISCHIEF, Scene
+from loadtest.process import ServerProcess, Usage
+
+PROGRAM = ("-m", "loadtest.experiments.faulty_server")
+OPTIONS = ("--stall-seconds", "2", "--max-batch-size", "16", "--max-model-len", "512", "--page-size", "16")
+CALLERS = 6  # who behave
+MOST_GROWTH = 0.02  # of resident memory
+_PROMPTS = ("def mean(values):\n", "import os\n\n", "class Queue:\n    def push(self, item):\n", "for i in range(")
+_WAYS: tuple[Options, ...] = (
+    {"max_tokens": 48, "ignore_eos": True},
+    {"max_tokens": 96, "ignore_eos": True, "temperature": 0.9, "seed": 5},
+    {"max_tokens": 64, "ignore_eos": True, "temperature": 0.7, "top_p": 0.9, "seed": 6, "repetition_penalty": 1.1},
+    {"max_tokens": 64, "ignore_eos": True, "proposer": "model", "speculation": "fixed"},
+)
+_COUNTED = ("free_pages", "total_pages", "live", "queued", "tasks", "objects")
+Job = tuple[str, int]  # a prompt and the number of a way
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What the server holds when nobody wants anything."""
+
+    usage: Usage
+    census: Mapping[str, Any]
+
+    @property
+    def leaks(self) -> Iterator[str]:
+        """What an idle server should not hold."""
+        census = self.census
+        if census["free_pages"] != census["total_pages"]:
+            yield f"{census['total_pages'] - census['free_pages']} pages are held"
+        if census["live"] or census["queued"]:
+            yield f"{census['live']} requests are live, {census['queued']} wait"
+        if census["broken"]:
+            yield str(census["broken"])
+
+
+@dataclass(slots=True)
+class Notes:
+    """What callers saw."""
+
+    right: int = 0  # streams of those who behave, with the tokens that they have alone
+    wrong: list[str] = field(default_factory=list)
+    refused: int = 0  # of those who behave: there was no room
+    failed: dict[str, int] = field(default_factory=dict)  # of those who behaved, for no good reason
+    deeds: dict[str, int] = field(default_factory=dict)  # what was done, and how it ended
+    strange: list[str] = field(default_factory=list)  # ends that no deed should have
+
+
+@dataclass(frozen=True, slots=True)
+class Chaos:
+    """What came of it, after a warm-up of which only mistakes count."""
+
+    warm_up: Notes
+    notes: Notes
+    before: Holding
+    after: Holding
+
+    @property
+    def growth(self) -> float:
+        """Of resident memory."""
+        return self.after.usage.resident / self.before.usage.resident - 1
+
+    def problems(self, *, timed: bool = True) -> Iterator[str]:
+        """What is not as it should be; `timed` also judges memory, which a short run says little of."""
+        for notes in (self.warm_up, self.notes):
+            yield from notes.wrong
+            yield from notes.strange
+            yield from (f"{count} who behaved got {status}" for status, count in notes.failed.items())
+        yield from self.after.leaks
+        if not self.notes.right:
+            yield "nobody was served"
+        tasks = self.after.census["tasks"] - self.before.census["tasks"]
+        descriptors = self.after.usage.descriptors - self.before.usage.descriptors
+        if tasks > 0 or descriptors > 0:
+            yield f"{tasks} tasks and {descriptors} descriptors more than before"
+        if timed and self.growth > MOST_GROWTH:
+            yield f"memory grew by {self.growth:.1%}; at most {MOST_GROWTH:.0%}"
+
+
+def chaos_lines(found: Chaos) -> list[str]:
+    """What came of it, for people."""
+    notes = found.notes
+    verdict = (
+        f"{notes.right} streams of callers who behaved had the tokens that they have alone, {len(notes.wrong)} had "
+        f"others, {notes.refused} were told to come again."
+    )
+    head = ["", "| what was done, and how it ended | times |", "|---|---|"]
+    deeds = [f"| {deed} | {times} |" for deed, times in sorted(notes.deeds.items())]
+    held = ["", "| the idle server held | before | after |", "|---|---|---|"]
+    rows = [f"| {name} | {found.before.census[name]} | {found.after.census[name]} |" for name in _COUNTED]
+    first, last = found.before.usage, found.after.usage
+    rows.append(f"| descriptors | {first.descriptors} | {last.descriptors} |")
+    rows.append(
+        f"| resident memory, MiB | {first.resident / 2**20:.0f} | {last.resident / 2**20:.0f} ({found.growth:+.1%}) |"
+    )
+    return [verdict, *head, *deeds, *held, *rows]
+
+
+async def _tokens(client: AsyncClient, job: Job) -> tuple[int, ...]:
+    prompt, way = job
+    events = [event async for event in client.stream(prompt, deadline=120, **_WAYS[way])]
+    return tuple(token for event in events if isinstance(event, Delta) for token in event.token_ids)
+
+
+async def holding(server: ServerProcess, client: AsyncClient, patience: float = 30.0) -> Holding:
+    """Wait until nothing is asked of the server, then look."""
+    async with asyncio.timeout(patience):
+        while (load := await client.load()).running_requests or load.waiting_requests:  # noqa: ASYNC110  # a process
+            await asyncio.sleep(0.1)
+    await asyncio.sleep(1.0)  # for connections that are about to close
+    server.process.send_signal(signal.SIGUSR1)
+    assert server.process.stdout is not None, "the census comes from there"
+    line = await asyncio.to_thread(server.process.stdout.readline)
+    return Holding(server.usage(), json.loads(line))
+
+
+async def chaos(server: ServerProcess, warm_up: float, seconds: float, tell: Callable[[str], None]) -> Chaos:
+    """First so long to warm up, which counts for nothing but mistakes, then so long in earnest."""
+    async with AsyncClient(server.address, retry=None) as client:
+        jobs = [(prompt, way) for prompt in _PROMPTS for way in range(len(_WAYS))]
+        tell(f"{len(jobs)} requests one by one")
+        alone = {job: await _tokens(client, job) for job in jobs}
+        tell(f"warming up for {warm_up:g} s")
+        first = await _storm(server, client, alone, warm_up, Random(0))
+        before = await holding(server, client)
+        tell(f"chaos for {seconds:g} s")
+        notes = await _storm(server, client, alone, seconds, Random(1))
+        return Chaos(first, notes, before, await holding(server, client))
+
+
+async def _storm(
+    server: ServerProcess, client: AsyncClient, alone: Mapping[Job, tuple[int, ...]], seconds: float, random: Random
+) -> Notes:
+    found = Notes()
+    end = asyncio.get_running_loop().time() + seconds
+    scene = Scene(server.address, server.http_address, client, end, found.deeds, found.strange)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(CALLERS):
+            tasks.create_task(_behave(scene, found, alone, Random(random.random())))
+        for deed in MISCHIEF:
+            tasks.create_task(scene.repeat(deed, Random(random.random())))
+    return found
+
+
+async def _behave(scene: Scene, found: Notes, alone: Mapping[Job, tuple[int, ...]], random: Random) -> None:
+    """One request after the other; who is refused comes again when told to."""
+    jobs = list(alone)
+    while scene.goes_on:
+        job = random.choice(jobs)
+        try:
+            tokens = await _tokens(scene.client, job)
+        except RequestFailed as error:
+            if error.retry_seconds is None:
+                found.failed[str(error)] = found.failed.get(str(error), 0) + 1
+            else:
+                found.refused += 1
+            await asyncio.sleep(error.retry_seconds or 0.1)
+            continue
+        if tokens == alone[job]:
+            found.right += 1
+        else:
+            found.wrong.append(f"{job}: {tokens}, alone {alone[job]}")

@@ -1,0 +1,161 @@
+"""A server whose parts fail for requests that ask for it by name (`python -m loadtest.experiments.faulty_server`).
+
+The server itself has no way to be told to fail, so its parts are replaced here, from outside. A request whose id or
+prompt holds `fault-PART` fails in that part. On SIGUSR1 a line of JSON says what the process holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import math
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import uvloop
+
+from engine import target_pass
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import PilotfishError
+from engine.text.codec import Codec
+from server.admission import answers
+from server.app import App
+from server.config import ServerConfig
+from server.model import Progress, ServedModel
+from server.streams import stream
+from server.telemetry import logs
+
+MARK = "fault-"  # and the name of a part
+FIRST_TOKENS = 4  # a fault in the engine comes after so many, when there is something to lose
+
+
+class Injected(RuntimeError):
+    """Expected here, and nowhere else."""
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put `make(what is there)` in its place."""
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def _asks_for(part: str, sequence: Any) -> bool:
+    return MARK + part in sequence.request_id and sequence.num_generated >= FIRST_TOKENS
+
+
+def _in_tokenizer(encode: Any) -> Any:
+    def faulty(self: Codec, text: str, **options: Any) -> Any:
+        if MARK + "tokenizer" in text:
+            raise Injected("tokenizer")
+        return encode(self, text, **options)
+
+    return faulty
+
+
+def _in_target(run: Any) -> Any:
+    def faulty(self: Any, plan: Any, proposal: Any, watch: Any) -> Any:
+        if any(_asks_for("target", sequence) for sequence in plan.sequences):
+            raise Injected("target")
+        return run(self, plan, proposal, watch)
+
+    return faulty
+
+
+def _not_a_number(judge: Any) -> Any:
+    def faulty(fed: Any, logits: Any) -> Any:
+        first = 0
+        for one in fed:
+            if _asks_for("nan", one.sequence):
+                logits[first : first + one.num_rows] = math.nan
+            first += one.num_rows
+        return judge(fed, logits)
+
+    return faulty
+
+
+def _in_text(push: Any) -> Any:
+    def faulty(self: stream.OutputStream, event: Any) -> Any:
+        if MARK + "text" in self.request_id:
+            raise Injected("text")
+        return push(self, event)
+
+    return faulty
+
+
+def _in_answers(make: Any) -> Any:
+    def faulty(chunk: Any, asked: Any, model: Any = None, **options: Any) -> Any:
+        if MARK + "answers" in asked.request_id:
+            raise Injected("answers")
+        return make(chunk, asked, **options) if model is None else make(chunk, asked, model, **options)
+
+    return faulty
+
+
+def _in_draft(propose: Any) -> Any:
+    def faulty(sequences: Any, k_each: Any) -> Any:
+        if any(_asks_for("draft", sequence) for sequence in sequences):
+            raise Injected("draft")
+        return propose(sequences, k_each)
+
+    return faulty
+
+
+def make_faulty(engine: Engine) -> None:
+    """Replace the parts of this process, and the drafts of this engine."""
+    replace(Codec, "encode", _in_tokenizer)
+    replace(target_pass.Passes, "_pass", _in_target)
+    replace(target_pass, "judge", _not_a_number)
+    replace(stream.OutputStream, "push", _in_text)
+    replace(answers, "stream_responses", _in_answers)
+    for proposer in engine._proposers._by_name.values():  # noqa: SLF001  # from outside, see above
+        replace(proposer, "propose", _in_draft)
+
+
+def load(config: EngineConfig, progress: Progress) -> ServedModel:
+    """As the server loads it, and then spoilt."""
+    model = ServedModel.load(config, progress)
+    make_faulty(cast("Engine", model.engine))  # what is loaded here is here
+    return model
+
+
+def census(app: App) -> dict[str, Any]:
+    """What this process holds; `broken` says which invariant does not hold."""
+    assert app.driver is not None, "asked before it was ready"
+    gc.collect()
+    engine, broken = cast("Engine", app.driver.model.engine), ""
+    try:
+        engine.check_invariants()
+    except AssertionError as error:
+        broken = str(error)
+    return {
+        "tasks": len(asyncio.all_tasks()),
+        "live": len(app.driver.live()),
+        "queued": len(app.driver.queue),
+        "free_pages": engine.free_pages,
+        "total_pages": engine.total_pages,
+        "objects": len(gc.get_objects()),
+        "broken": broken,
+    }
+
+
+def main() -> int:
+    """Serve, as `pilotfish serve` does with the same options."""
+    config = ServerConfig.load(sys.argv[1:])
+    logs.configure(config.log_format)
+    app = App(config, load=load, on_ready=_listen)
+    return uvloop.run(app.run())
+
+
+def _listen(app: App) -> None:
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(census(app)), flush=True))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except PilotfishError as problem:
+        sys.exit(str(problem))

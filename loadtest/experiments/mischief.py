@@ -1,0 +1,151 @@
+"""What callers do to a server, one deed each: they go away, die, stall, hurry, and find parts that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from itertools import count
+from random import Random
+
+import grpc
+
+from client import AsyncClient, Cancelled, DeadlineExceeded, QueueFull, RequestFailed, ServerFault
+from pilotfish.v1 import generation_pb2 as pb
+from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
+
+FAILING = ("tokenizer", "target", "nan", "text", "answers")  # parts whose faults end the one request at fault
+HARMLESS = "draft"  # the part whose fault costs drafts alone
+LONG = 300  # tokens
+STORM = 24  # requests at once
+# Without these the client's core reads on for its application, and no write of the server's ever waits.
+_STALLING = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024), ("grpc.use_local_subchannel_pool", 1)]
+_numbers = count()
+
+
+@dataclass(slots=True)
+class Scene:
+    """Where it happens, until when, and what is noted."""
+
+    address: str
+    http_address: str
+    client: AsyncClient
+    end: float  # in the loop's time
+    deeds: dict[str, int]
+    strange: list[str]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is time for more."""
+        return asyncio.get_running_loop().time() < self.end
+
+    async def repeat(self, deed: Deed, random: Random) -> None:
+        """Again and again, with pauses."""
+        while self.goes_on:
+            await deed(self, random)
+            await asyncio.sleep(random.uniform(0, 0.3))
+
+    def note(self, deed: str, end: str, *expected: str) -> None:
+        """How a deed ended; what none of those expected is written down."""
+        self.deeds[f"{deed}: {end}"] = self.deeds.get(f"{deed}: {end}", 0) + 1
+        if end not in expected:
+            self.strange.append(f"{deed} ended with {end}; expected {', '.join(expected)}")
+
+
+Deed = Callable[[Scene, Random], Awaitable[None]]
+
+
+async def _read(scene: Scene, **options: object) -> str:
+    """Read a long stream; how it ended."""
+    try:
+        async with contextlib.aclosing(scene.client.stream("def main():\n", max_tokens=LONG, **options)) as events:  # type: ignore[arg-type]
+            async for _ in events:
+                pass
+    except (QueueFull, DeadlineExceeded, Cancelled, ServerFault) as error:
+        return type(error).__name__
+    except RequestFailed as error:
+        return str(error)
+    return "served"
+
+
+async def go_away(scene: Scene, random: Random) -> None:
+    """Cancel at any moment."""
+    try:
+        async with asyncio.timeout(random.uniform(0, 0.6)):
+            end = await _read(scene, ignore_eos=True)
+    except TimeoutError:
+        end = "left"
+    scene.note("cancel", end, "left", "served", "QueueFull")
+
+
+async def hurry(scene: Scene, random: Random) -> None:
+    """Many at once, with deadlines that hardly any can keep."""
+    reads = [_read(scene, ignore_eos=True, deadline=random.uniform(0.001, 0.4)) for _ in range(STORM)]
+    for end in await asyncio.gather(*reads):
+        scene.note("deadline", end, "DeadlineExceeded", "QueueFull", "served")
+    await asyncio.sleep(random.uniform(1, 4))
+
+
+async def fail(scene: Scene, random: Random) -> None:
+    """A request that a part of the server fails for."""
+    part = random.choice((*FAILING, HARMLESS))
+    name = f"fault-{part}"
+    prompt = f"# {name}\n" if part == "tokenizer" else "def main():\n"
+    try:
+        request_id = f"{name}-{next(_numbers)}"
+        async for _ in scene.client.stream(prompt, request_id=request_id, max_tokens=24, ignore_eos=True):
+            pass
+        end = "served"
+    except RequestFailed as error:
+        end = type(error).__name__
+    scene.note(name, end, "served" if part == HARMLESS else "ServerFault", "QueueFull")
+
+
+async def stall(scene: Scene, random: Random) -> None:
+    """Read one message and then none, until the server has had enough."""
+    request = pb.GenerateStreamRequest(prompt="x", stopping=pb.StoppingParams(max_tokens=LONG, ignore_eos=True))
+    request.output.CopyFrom(pb.OutputOptions(logprobs=True, top_logprobs=20))
+    async with grpc.aio.insecure_channel(scene.address, _STALLING) as channel:
+        call = InferenceServiceStub(channel).GenerateStream(request)
+        try:
+            await call.read()
+            await asyncio.sleep(random.uniform(1, 5))
+            while await call.read() is not grpc.aio.EOF:
+                pass
+            end = (await call.code()).name
+        except grpc.aio.AioRpcError as error:
+            end = error.code().name
+    scene.note("stall", end, "ABORTED", "OK", "RESOURCE_EXHAUSTED")
+
+
+async def die(scene: Scene, random: Random) -> None:
+    """A process with streams open, killed in the middle."""
+    command = ("-m", "loadtest.experiments.victim", scene.address, str(random.randint(1, 6)))
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None, "asked for"
+    first = await process.stdout.readline()
+    await asyncio.sleep(random.uniform(0, 0.5))
+    with contextlib.suppress(ProcessLookupError):  # it may have ended: refused
+        process.kill()
+    await process.communicate()
+    scene.note("killed", "refused" if first.startswith(b"refused") else "in the middle", "in the middle", "refused")
+    await asyncio.sleep(random.uniform(2, 6))  # a new process costs more than all it asks for
+
+
+async def hang_up(scene: Scene, random: Random) -> None:
+    """An HTTP stream whose connection breaks."""
+    host, _, port = scene.http_address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"prompt": "import re\n", "max_tokens": LONG, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    status = (await reader.readline()).split()[1].decode()
+    await asyncio.sleep(random.uniform(0, 0.4))
+    writer.transport.abort()
+    scene.note("HTTP broken off", status, "200", "429")
+
+
+MISCHIEF: tuple[Deed, ...] = (go_away, go_away, hurry, fail, stall, die, hang_up)

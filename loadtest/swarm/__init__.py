@@ -1,0 +1,1 @@
+"""Locust: its users, how many of them when, and its processes."""

@@ -1,0 +1,168 @@
+"""The one way in, for gRPC and HTTP alike: a message becomes a live request, or an error before any answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from engine.errors import PilotfishError, Violation
+from engine.types import FinishReason
+from pilotfish.v1 import generation_pb2 as pb
+from server.admission import answers, convert
+from server.admission.grammars import GrammarPool
+from server.admission.security import ANYBODY, Caller, Quotas
+from server.admission.status import refusal
+from server.driver import Driver
+from server.errors import QueueFull
+from server.model import ServedModel
+from server.streams.stream import OutputStream
+from server.telemetry.metrics import Metrics
+from server.telemetry.tracing import Trace, Tracing
+
+# A longer prompt is encoded on another thread, so that other streams need not wait for it.
+MAX_TEXT_ON_LOOP = 2000  # characters
+RETRY_SECONDS = 1.0  # what is being encoded will soon be done
+
+
+def no_deadline() -> float:
+    """Seconds that are left to a caller who set no limit."""
+    return math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request comes from: who asks, how many seconds are left, and headers that may name a trace."""
+
+    caller: Caller = ANYBODY
+    remaining: Callable[[], float] = no_deadline
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An admitted request. Whoever admitted it calls `release` when its reader is gone, whatever the reason."""
+
+    driver: Driver
+    wanted: convert.Wanted
+    stream: OutputStream
+    metrics: Metrics
+    leave: Callable[[], None]  # its caller may have another in its place
+    trace: Trace
+
+    async def response(self) -> pb.GenerateResponse:
+        """All of it, when all of it is there."""
+        return answers.response(await self.stream.read_all(), self.wanted, self.driver.model)
+
+    async def messages(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        """Every round's tokens as they come, or what has gathered while the reader was busy."""
+        first, unfinished = True, len(self.stream.outputs)
+        while unfinished:
+            for chunk in await self.stream.read():
+                unfinished -= chunk.end is not None
+                for message in answers.stream_responses(chunk, self.wanted, first=first):
+                    yield message
+                    first = False
+
+    def release(self, *, late: bool = False) -> None:
+        """Nobody reads any more: end what is still live, and free its pages before the next step."""
+        self.leave()
+        self.trace.end(self.stream)
+        if self.stream.ended:
+            return
+        if not late:
+            self.metrics.requests.disconnects.inc()
+        self.driver.end(self.stream, FinishReason.DEADLINE if late else FinishReason.CANCELLED)
+
+
+class Admission:
+    """Checks, encodes, compiles what must be compiled, and queues."""
+
+    def __init__(
+        self,
+        driver: Callable[[], Driver],
+        metrics: Metrics,
+        grammars: GrammarPool,
+        quotas: Quotas,
+        tracing: Tracing,
+    ) -> None:
+        self._driver, self._metrics, self._grammars = driver, metrics, grammars
+        self._quotas, self._tracing = quotas, tracing
+        self._num_arriving = 0
+
+    async def admit(self, message: convert.AnyGenerateRequest, origin: Origin, known: Sequence[Violation] = ()) -> Call:
+        """A live request, or an error that has been counted; with `known` violations an error that tells those too."""
+        trace = self._tracing.begin(origin.headers)
+        try:
+            leave = self._quotas.enter(origin.caller)
+            try:
+                return await self._admit(message, known, origin, leave, trace)
+            except BaseException:
+                leave()
+                raise
+        except BaseException as error:
+            trace.refuse(error)
+            if isinstance(error, PilotfishError):
+                self._metrics.requests.reject(refusal(error).metric)
+            raise
+
+    async def _admit(
+        self,
+        message: convert.AnyGenerateRequest,
+        known: Sequence[Violation],
+        origin: Origin,
+        leave: Callable[[], None],
+        trace: Trace,
+    ) -> Call:
+        driver = self._driver()
+        driver.require_open()  # before any work is done for it
+        wanted = _of_caller(await self._understood(message, known, driver, origin.remaining), origin.caller)
+        stream = driver.submit(
+            wanted.request, interval=wanted.interval, priority=wanted.priority, remaining=origin.remaining()
+        )
+        stream.trace(trace.trace_id)
+        return Call(driver, wanted, stream, self._metrics, leave, trace)
+
+    async def _understood(
+        self,
+        message: convert.AnyGenerateRequest,
+        known: Sequence[Violation],
+        driver: Driver,
+        remaining: Callable[[], float],
+    ) -> convert.Wanted:
+        """Checked, encoded and compiled. All that are at it at once are bounded like those that wait after it."""
+        if self._num_arriving >= driver.queue.max_requests:
+            problem = f"{self._num_arriving} requests are being encoded; the limit is {driver.queue.max_requests}"
+            raise QueueFull(problem, bound="arrivals", retry_seconds=RETRY_SECONDS)
+        self._num_arriving += 1
+        try:
+            return await self._compiled(await _wanted(message, known, driver.model), driver.model, remaining)
+        finally:
+            self._num_arriving -= 1
+
+    async def _compiled(
+        self, wanted: convert.Wanted, model: ServedModel, remaining: Callable[[], float]
+    ) -> convert.Wanted:
+        guided = wanted.request.sampling.guided
+        if guided is None:
+            return wanted
+        assert model.compile_grammar is not None, "refused before this"
+        grammar = await self._grammars.compile(model.compile_grammar, guided, remaining())
+        return replace(wanted, request=replace(wanted.request, grammar=grammar))
+
+
+def _of_caller(wanted: convert.Wanted, caller: Caller) -> convert.Wanted:
+    """The same, its id and salt apart from those of other callers."""
+    request = wanted.request
+    mine = replace(request, request_id=caller.key(request.request_id), cache_salt=caller.salt(request.cache_salt))
+    return replace(wanted, request=mine)
+
+
+async def _wanted(
+    message: convert.AnyGenerateRequest, known: Sequence[Violation], model: ServedModel
+) -> convert.Wanted:
+    """A chat template may take its time, whatever the length."""
+    if len(message.prompt) > MAX_TEXT_ON_LOOP or message.HasField("messages"):
+        return await asyncio.to_thread(convert.wanted, message, model, known)
+    return convert.wanted(message, model, known)

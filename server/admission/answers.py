@@ -1,0 +1,164 @@
+"""Engine types to messages: one chunk of a stream becomes at most two. Knows no network and no time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+
+from engine.types import Finished, FinishReason, Speculation, SpeculationStats, TokenLogprob
+from pilotfish.v1 import control_pb2 as control_pb
+from pilotfish.v1 import generation_pb2 as pb
+from server.admission.convert import MODES, VERIFICATIONS, Wanted
+from server.model import ServedModel
+from server.streams.output import Chunk, End, Timeline
+
+_FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
+    FinishReason.ABORTED: pb.FINISH_REASON_ABORTED,
+}  # ERROR is a status, never a message
+
+
+def stream_responses(chunk: Chunk, asked: Wanted, *, first: bool) -> Iterator[pb.GenerateStreamResponse]:
+    """A chunk's messages: what its tokens brought if anything, then the end if it is there."""
+    request_id = asked.request_id if first else ""
+    if chunk.text or chunk.logprobs or chunk.prompt_logprobs or (chunk.token_ids and asked.token_ids):
+        delta = pb.TokenDelta(index=chunk.index, text=chunk.text, logprobs=map(_logprob, chunk.logprobs))
+        if asked.token_ids:
+            _add_tokens(delta, chunk)
+        prompt = _prompt_logprobs(chunk.prompt_logprobs)
+        yield pb.GenerateStreamResponse(request_id=request_id, delta=delta, prompt_logprobs=prompt)
+        request_id = ""
+    if chunk.end is not None:
+        yield pb.GenerateStreamResponse(request_id=request_id, finished=finished(chunk.index, chunk.end))
+
+
+def response(chunks: Seq[Chunk], asked: Wanted, model: ServedModel) -> pb.GenerateResponse:
+    """Every output, each whole, in one message."""
+    return pb.GenerateResponse(
+        request_id=asked.request_id,
+        model=model.name,
+        outputs=[_output(chunk, asked) for chunk in chunks],
+        prompt_logprobs=_prompt_logprobs(chunks[0].prompt_logprobs),
+    )
+
+
+def _output(chunk: Chunk, asked: Wanted) -> pb.Output:
+    assert chunk.end is not None, "half an output"
+    output = pb.Output(
+        index=chunk.index,
+        text=chunk.text,
+        logprobs=map(_logprob, chunk.logprobs),
+        finished=finished(chunk.index, chunk.end),
+    )
+    if asked.token_ids:
+        _add_tokens(output, chunk)
+    return output
+
+
+def _add_tokens(message: pb.TokenDelta | pb.Output, chunk: Chunk) -> None:
+    message.token_ids.extend(chunk.token_ids)
+    message.from_draft.extend(chunk.from_draft)
+    message.text_lengths.extend(map(len, chunk.texts))
+
+
+def _logprob(of: TokenLogprob) -> pb.TokenLogprob:
+    top = [pb.Candidate(token_id=candidate.token_id, logprob=candidate.logprob) for candidate in of.top]
+    return pb.TokenLogprob(logprob=of.logprob, top=top)
+
+
+def _prompt_logprobs(found: Iterable[TokenLogprob | None]) -> pb.PromptLogprobs | None:
+    """The engine has None for the first token of a prompt; a message has nothing for it."""
+    known = list(found)
+    return pb.PromptLogprobs(logprobs=[_logprob(of) for of in known if of is not None]) if known else None
+
+
+def finished(index: int, end: End) -> pb.Finished:
+    """The terminal message of one output."""
+    result = end.finished
+    message = pb.Finished(
+        index=index,
+        finish_reason=_FINISH_REASONS[result.reason],
+        usage=_usage(result),
+        speculation_stats=_stats(result.stats, result.spec_gain),
+        timing=_timing(end.timeline),
+        seed=result.seed,
+        speculation=speculation_settings(result.speculation),
+    )
+    _set_matched_stop(message, result, end.stop_string)
+    return message
+
+
+def _usage(result: Finished) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=result.prompt_tokens,
+        completion_tokens=result.completion_tokens,
+        cached_prompt_tokens=result.cached_prompt_tokens,
+    )
+
+
+def _set_matched_stop(message: pb.Finished, result: Finished, stop_string: str | None) -> None:
+    if stop_string is not None:
+        message.stop_string = stop_string
+    elif result.stop_token_id is not None:
+        message.stop_token_id = result.stop_token_id
+
+
+def _timing(timeline: Timeline) -> pb.Timing:
+    arrived, started, first, ended = timeline.arrived, timeline.started, timeline.first_token, timeline.ended
+    assert started is not None, "only what started has an End"
+    assert ended is not None, "an End without a time"
+    return pb.Timing(
+        queue_seconds=started - arrived,
+        time_to_first_token_seconds=None if first is None else first - arrived,
+        total_seconds=ended - arrived,
+    )
+
+
+def _stats(stats: SpeculationStats, gain: float) -> pb.SpeculationStats:
+    return pb.SpeculationStats(
+        rounds=stats.rounds,
+        drafted=stats.drafted,
+        accepted=stats.accepted,
+        accepted_per_position=stats.accepted_per_position,
+        acceptance_length=stats.acceptance_length if stats.rounds else 0.0,
+        gain_ratio=gain,
+    )
+
+
+def speculation_settings(settings: Speculation) -> pb.SpeculationOptions:
+    """Effective settings, every field set."""
+    return pb.SpeculationOptions(
+        mode=next(number for number, mode in MODES.items() if mode is settings.mode),
+        num_draft_tokens=settings.num_draft_tokens,
+        proposer=settings.proposer,
+        verification=next(number for number, rule in VERIFICATIONS.items() if rule is settings.verification),
+    )
+
+
+def model_info(model: ServedModel) -> control_pb.GetModelInfoResponse:
+    """The model, its limits, and what a request gets that asks for nothing."""
+    engine, config = model.engine, model.engine.config
+    return control_pb.GetModelInfoResponse(
+        model=model.name,
+        draft_model=model.draft_name or "",
+        device=model.device,
+        dtype=engine.dtype,
+        vocab_size=engine.vocab_size,
+        max_model_len=engine.max_model_len,
+        eos_token_ids=sorted(engine.eos_token_ids),
+        has_tokenizer=model.codec is not None,
+        proposers=sorted(engine.proposer_names, key=lambda name: (name != engine.default_proposer, name)),
+        speculation=speculation_settings(
+            Speculation(
+                mode=config.speculation,
+                num_draft_tokens=config.num_draft_tokens,
+                proposer=engine.default_proposer,
+                verification=config.verification,
+            )
+        ),
+        max_batch_size=config.max_batch_size,
+        max_batch_tokens=config.max_batch_tokens,
+    )

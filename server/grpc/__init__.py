@@ -1,0 +1,1 @@
+"""The gRPC front end: its server, interceptors and services. Knows messages; knows no engine."""

@@ -1,0 +1,73 @@
+"""What crosses the network's edge: bytes that are no message, and errors, both leave as a proper status.
+
+grpc.aio answers either with UNKNOWN and a Python repr. Here, methods of our own services get their bytes parsed
+and their errors translated; a fault of ours says INTERNAL and no more, and its trace goes to the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from engine.errors import InvalidRequest, PilotfishError
+from server.admission.status import MAX_MESSAGE, Refusal, clipped, refusal, trailers
+
+logger = logging.getLogger(__name__)
+
+Parse = Callable[[bytes], Any]
+
+
+class Boundary(grpc.aio.ServerInterceptor):
+    """Wraps every unary-request method whose name starts with `prefix`."""
+
+    def __init__(self, prefix: str = "/pilotfish.") -> None:
+        self._prefix = prefix
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The method's own handler, wrapped."""
+        handler = await continuation(handler_call_details)
+        if handler is None or not str(handler_call_details.method).startswith(self._prefix):
+            return handler
+        parse, serialize = handler.request_deserializer, handler.response_serializer
+        assert parse is not None, "a method without a request type"
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(_wrap(handler.unary_stream, parse), None, serialize)
+        assert handler.unary_unary is not None, "our methods take one message"
+        return grpc.unary_unary_rpc_method_handler(_wrap(handler.unary_unary, parse), None, serialize)
+
+
+def _wrap(method: Any, parse: Parse) -> Any:
+    async def wrapped(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await method(_parse(parse, data), context)
+        except PilotfishError as error:
+            await refuse(refusal(error), str(error), context)
+        except Exception:
+            logger.exception("a method failed")
+            await refuse(Refusal(grpc.StatusCode.INTERNAL, "internal"), "internal error", context)
+
+    return wrapped
+
+
+async def refuse(refused: Refusal, message: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """End a call with a status and its details, cut to what headers have room for."""
+    try:
+        said = clipped(message, MAX_MESSAGE)
+        await context.abort(refused.code, said, trailers(refused, said))
+    except grpc.aio.InternalError:
+        logger.info("the caller was gone before it could be told: %s", message)
+
+
+def _parse(parse: Parse, data: bytes) -> Any:
+    try:
+        return parse(data)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest.of("request", "is no message of this method, or has text that is no UTF-8") from error

@@ -1,0 +1,128 @@
+"""ControlService: what runs here, how busy it is, and an early end for requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import grpc
+
+from engine.errors import InvalidRequest, Unsupported, shown
+from engine.stats import Clock
+from engine.text.codec import Codec
+from engine.types import FinishReason
+from pilotfish.v1 import control_pb2 as pb
+from pilotfish.v1 import control_pb2_grpc
+from server.admission import answers, convert
+from server.admission.security import Callers
+from server.config import ServerConfig
+from server.driver import Driver
+from server.errors import Forbidden, NotFound
+from server.lifecycle import Lifecycle, State
+from server.model import ServedModel
+from server.version import version
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # only Abort looks at it
+
+_STATES = {
+    State.STARTING: pb.SERVER_STATE_STARTING,
+    State.READY: pb.SERVER_STATE_READY,
+    State.RECOVERING: pb.SERVER_STATE_STARTING,
+    State.DRAINING: pb.SERVER_STATE_DRAINING,
+    State.FAILED: pb.SERVER_STATE_FAILED,
+}
+
+
+class ControlService(control_pb2_grpc.ControlServiceServicer):
+    """Answers from what is at hand; only tokenizing long texts takes time."""
+
+    def __init__(
+        self,
+        driver: Callable[[], Driver],
+        lifecycle: Lifecycle,
+        config: ServerConfig,
+        callers: Callers,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._driver, self._lifecycle, self._config, self._callers = driver, lifecycle, config, callers
+        self._clock, self._started = clock, clock()
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        """Answered in every state."""
+        return pb.GetServerInfoResponse(
+            version=version(),
+            state=_STATES[self._lifecycle.state],
+            uptime_seconds=self._clock() - self._started,
+            max_queue_requests=self._config.max_queue_requests,
+            max_queue_tokens=self._config.max_queue_tokens,
+        )
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: pb.GetModelInfoRequest, context: Context
+    ) -> pb.GetModelInfoResponse:
+        """The model and its limits."""
+        return answers.model_info(self._model(request))
+
+    async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:  # noqa: N802
+        """How busy it is."""
+        driver = self._driver()
+        engine = driver.model.engine
+        return pb.GetLoadResponse(
+            running_requests=engine.num_running,
+            waiting_requests=engine.num_waiting + len(driver.queue),
+            queued_tokens=driver.queue.num_tokens,
+            total_pages=engine.total_pages,
+            free_pages=engine.free_pages,
+            spec_gain_ratio=engine.spec_gain,
+        )
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
+        """End what is asked; what ends by itself meanwhile counts too."""
+        driver, caller = self._driver(), self._callers.of_metadata(context.invocation_metadata())
+        if request.all and not caller.is_operator:
+            raise Forbidden("all is true; only an operator may end everybody's requests")
+        streams = driver.live() if request.all else ()
+        match request.WhichOneof("target"):
+            case None:
+                raise InvalidRequest.of("target", "is missing; expected request_id or all")
+            case "request_id":
+                stream = driver.find(caller.key(request.request_id))
+                if stream is None:
+                    raise NotFound(f"no live request has the id {shown(request.request_id)}")
+                streams = (stream,)
+        for stream in streams:
+            driver.end(stream, FinishReason.ABORTED)
+        return pb.AbortResponse(aborted_requests=len(streams))
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
+        """Text to tokens."""
+        codec = _require_codec(self._model(request))
+        return pb.TokenizeResponse(token_ids=await asyncio.to_thread(codec.encode, request.text))
+
+    async def Detokenize(  # noqa: N802
+        self, request: pb.DetokenizeRequest, context: Context
+    ) -> pb.DetokenizeResponse:
+        """Tokens to text."""
+        model = self._model(request)
+        codec = _require_codec(model)
+        limit = model.engine.vocab_size
+        unknown = next((i for i, token in enumerate(request.token_ids) if token >= limit), None)
+        if unknown is not None:
+            problem = f"is {request.token_ids[unknown]}; expected 0 to {limit - 1}"
+            raise InvalidRequest.of(f"token_ids[{unknown}]", problem)
+        return pb.DetokenizeResponse(text=await asyncio.to_thread(codec.decode, request.token_ids))
+
+    def _model(self, request: pb.GetModelInfoRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> ServedModel:
+        model = self._driver().model
+        convert.require_model(request.model if request.HasField("model") else None, model)
+        return model
+
+
+def _require_codec(model: ServedModel) -> Codec:
+    if model.codec is None:
+        raise Unsupported(f"{model.name} has no tokenizer: it takes and gives token ids alone")
+    return model.codec

@@ -1,0 +1,66 @@
+"""The gRPC door: its options, interceptors, credentials and port. Knows no service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+
+from server.admission.security import Callers
+from server.config import ServerConfig
+from server.grpc.boundary import Boundary
+from server.grpc.guard import Guard
+
+PING_TIMEOUT_SECONDS = 10  # for the answer to a ping
+MIN_PING_SECONDS = 10  # a client that pings more often is disconnected
+
+
+def make_server(config: ServerConfig, callers: Callers) -> grpc.aio.Server:
+    """A server without services, not yet listening."""
+    return grpc.aio.server(interceptors=[Guard(callers), Boundary()], options=_options(config))
+
+
+def listen(server: grpc.aio.Server, config: ServerConfig) -> int:
+    """Open the port; which one it is. OSError if it cannot be had."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    address, credentials = f"{host}:{config.grpc_port}", _credentials(config)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {address}: {error}") from error
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    options = {
+        "grpc.so_reuseport": 0,  # else a second server on this port would share it in silence
+        "grpc.max_receive_message_length": config.max_message_bytes,
+        "grpc.max_metadata_size": config.max_header_bytes,
+        "grpc.absolute_max_metadata_size": config.max_header_bytes,
+        "grpc.max_concurrent_streams": config.max_streams_per_connection,
+        # A client whose machine vanished sends no goodbye: pings find out, and its requests end.
+        "grpc.keepalive_time_ms": round(1000 * config.keepalive_seconds),
+        "grpc.keepalive_timeout_ms": 1000 * PING_TIMEOUT_SECONDS,
+        "grpc.keepalive_permit_without_calls": 1,
+        "grpc.http2.max_pings_without_data": 0,
+        # Not `min_recv_ping_interval...`, which is documented and does nothing.
+        "grpc.http2.min_ping_interval_without_data_ms": 1000 * MIN_PING_SECONDS,
+    }
+    if config.max_connection_seconds is not None:
+        # No grace: a stream may go on as long as it takes, only new ones have to come over a new connection.
+        options["grpc.max_connection_age_ms"] = round(1000 * config.max_connection_seconds)
+    return list(options.items())
+
+
+def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
+    """What TLS needs; None without."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    authority = None if config.tls_client_ca is None else _read(config.tls_client_ca)
+    pair = _read(config.tls_key), _read(config.tls_cert)
+    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes()

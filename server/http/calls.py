@@ -1,0 +1,129 @@
+"""One call over HTTP: an answer or an event stream, for as long as its caller is there. Knows no shape of either."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.errors import PilotfishError
+from engine.types import FinishReason
+from pilotfish.v1 import generation_pb2 as pb
+from server.admission.admission import Admission, Call, Origin
+from server.admission.stalls import stall_limit
+from server.errors import Aborted, DeadlinePassed
+from server.http.errors import INTERNAL, HttpError, http_error
+from server.http.requests import Asked
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Render = Callable[[AsyncIterator[pb.GenerateStreamResponse]], AsyncIterator[dict[str, Any]]]
+
+
+class CallerGone(Exception):  # named by what happened
+    """Expected: nobody waits for the answer any more."""
+
+
+async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """What `work` returns; if the caller leaves before, `work` is cancelled and CallerGone raised."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise CallerGone
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+@asynccontextmanager
+async def in_time(origin: Origin) -> AsyncIterator[None]:
+    """What is awaited inside is cancelled, and DeadlinePassed raised, once the caller's time is up."""
+    remaining = origin.remaining()
+    limit = asyncio.timeout(None if remaining == math.inf else remaining)
+    try:
+        async with limit:
+            yield
+    except TimeoutError:
+        if limit.expired():
+            raise DeadlinePassed("the timeout passed before the end") from None
+        raise  # another one's
+
+
+async def admit(admission: Admission, asked: Asked, origin: Origin) -> Call:
+    """A live request; whoever gets it releases it."""
+    async with in_time(origin):
+        return await admission.admit(asked.message, origin, asked.wrong)
+
+
+async def answer(admission: Admission, asked: Asked, origin: Origin) -> pb.GenerateResponse:
+    """The whole answer."""
+    call = await admit(admission, asked, origin)
+    try:
+        async with in_time(origin):
+            return await call.response()
+    finally:
+        call.release(late=origin.remaining() <= 0)
+
+
+class EventStream(Response):
+    """Server-sent events, one per object that `render` makes of the call's messages, and `[DONE]` after the last."""
+
+    def __init__(self, call: Call, render: Render, origin: Origin, stall_seconds: float) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]  # nobody knows it yet
+        self._call, self._render, self._origin, self._stall_seconds = call, render, origin, stall_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write until the end, or until the caller leaves, stalls or has no more time; nothing stays behind."""
+        try:
+            await unless_gone(self._write(send), receive)
+        except CallerGone:
+            logger.info("request %s: its caller left", self._call.stream.request_id)
+        except TimeoutError:
+            self._call.metrics.requests.stalls.inc()
+            error = Aborted(f"the reader took no event for {self._stall_seconds:g} seconds")
+            self._call.driver.end(self._call.stream, FinishReason.ABORTED, error)
+        finally:
+            self._call.release(late=self._origin.remaining() <= 0)
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with aclosing(self._call.messages()) as messages, stall_limit(self._stall_seconds) as writes:
+            try:
+                async with in_time(self._origin):
+                    async for event in self._render(messages):
+                        with writes:
+                            await _event(send, json.dumps(event, ensure_ascii=False))
+                with writes:
+                    await _event(send, "[DONE]")
+            except Exception as error:  # noqa: BLE001  # the status is out: whatever it is, an event must say so
+                with writes:
+                    await _event(send, json.dumps(_told(error).body()))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _event(send: Send, data: str) -> None:
+    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+
+def _told(error: Exception) -> HttpError:
+    if isinstance(error, PilotfishError):
+        return http_error(error)
+    logger.error("an event could not be made", exc_info=error)
+    return INTERNAL

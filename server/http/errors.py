@@ -1,0 +1,108 @@
+"""Every error as OpenAI's clients expect it: a status and `{"error": {...}}`. Knows no route."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from fastapi.responses import JSONResponse
+
+from engine.errors import InvalidRequest, PilotfishError, Violation, shown
+from server.admission.status import clipped, refusal, told
+
+_STATUSES = {
+    grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
+    grpc.StatusCode.UNIMPLEMENTED: (400, "invalid_request_error"),
+    grpc.StatusCode.NOT_FOUND: (404, "invalid_request_error"),
+    grpc.StatusCode.ALREADY_EXISTS: (409, "invalid_request_error"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    grpc.StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
+    grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error"),
+    grpc.StatusCode.UNAVAILABLE: (503, "server_error"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (504, "server_error"),
+}
+MAX_MESSAGE = 4000  # bytes of UTF-8
+UNAVAILABLE_SECONDS = 1.0  # after which another try may find another state
+_OF_A_UNION = re.compile(r"str|function-\w+\[.*|(list|dict|constrained|nullable)[\[-].*|\[key\]")
+_GROUP = re.compile(r"^(sampling|stopping|output)\.")  # the protocol's groups are not in HTTP bodies
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """An error on its way out."""
+
+    status: int
+    type: str
+    code: str
+    message: str
+    param: str | None = None
+    retry_seconds: float | None = None
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's shape."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole answer. What failed for a reason of its own, or whose time is up, is not to be sent again."""
+        headers = {}
+        if self.retry_seconds is not None:
+            headers["Retry-After"] = str(math.ceil(self.retry_seconds))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.status in (500, 504):
+            headers["x-should-retry"] = "false"
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def http_error(error: PilotfishError) -> HttpError:
+    """What to say about `error`."""
+    refused = refusal(error)
+    status, kind = _STATUSES.get(refused.code, (500, "server_error"))
+    retry = UNAVAILABLE_SECONDS if status == 503 else refused.retry_seconds
+    if not isinstance(error, InvalidRequest):
+        code = "model_not_found" if status == 404 else refused.metric
+        return HttpError(status, kind, code, clipped(str(error), MAX_MESSAGE), retry_seconds=retry)
+    found = [(_GROUP.sub("", violation.field), violation.problem) for violation in told(error.violations)]
+    return HttpError(status, kind, refused.metric, _joined(found), found[0][0])
+
+
+def violations(errors: Sequence[Any]) -> tuple[Violation, ...]:
+    """What pydantic found in a body."""
+    return tuple(Violation(_path(error), _problem(error)) for error in errors)
+
+
+UNREADABLE = HttpError(
+    400, "invalid_request_error", "invalid", "body is no JSON that can be read: too deep, or a number too long", "body"
+)
+INTERNAL = HttpError(500, "server_error", "internal", "internal error")
+
+
+def _joined(found: Sequence[tuple[str, str]]) -> str:
+    return "; ".join(dict.fromkeys(f"{field} {problem}" for field, problem in found))
+
+
+def _path(error: Any) -> str:
+    """("body", "messages", 0, "role") -> "messages[0].role", without pydantic's names for the types of a union."""
+    if error["type"] == "json_invalid":  # then a position in the text follows, which is no field
+        return "body"
+    parts = [part for part in error["loc"][1:] if isinstance(part, int) or not _OF_A_UNION.fullmatch(part)]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    return path.removeprefix(".") or "body"
+
+
+def _problem(error: Any) -> str:
+    value = shown(error.get("input"))
+    match error["type"]:
+        case "missing":
+            return "is missing"
+        case "extra_forbidden":
+            return f"is {value}; this field is not served"
+        case "value_error":
+            return str(error["ctx"]["error"])
+        case "json_invalid":
+            return f"is no JSON: {error['ctx']['error']}"
+    return f"is {value}; {error['msg'][:1].lower()}{error['msg'][1:]}"

@@ -1,0 +1,133 @@
+"""A thin HTTP door on the same event loop: is it healthy, what does it measure, which model. Knows no engine."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from server.admission.security import Callers
+from server.config import ServerConfig
+from server.driver import Driver
+from server.http.guard import HttpGuard
+from server.http.limits import HttpProtocol, RequestLimits
+from server.http.playground import add_playground
+from server.lifecycle import Lifecycle, State
+from server.telemetry.exposition import Exposition
+from server.version import version
+
+LAST_RESPONSES_SECONDS = 2  # for what is written but not yet taken: a stalled reader must not keep the server up
+
+
+def gateway(
+    lifecycle: Lifecycle,
+    driver: Callable[[], Driver | None],
+    exposition: Exposition,
+    config: ServerConfig,
+    callers: Callers,
+) -> FastAPI:
+    """The routes that generate nothing; `driver` gives None until the model is loaded."""
+    app, started = FastAPI(title="Pilotfish", version=version()), time.monotonic()
+    app.add_middleware(HttpGuard, callers=callers)
+    app.add_middleware(  # added last, asked first
+        RequestLimits,
+        max_head=config.max_header_bytes,
+        max_body=config.max_message_bytes,
+        seconds=config.body_seconds,
+    )
+
+    if config.playground:
+        add_playground(app)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200 while requests are taken, else 503."""
+        loaded = driver()
+        body: dict[str, Any] = {"status": lifecycle.state.value}
+        if lifecycle.state in (State.STARTING, State.RECOVERING):
+            body["progress"] = lifecycle.progress
+        body["uptime_seconds"] = round(time.monotonic() - started, 3)
+        if loaded is not None:
+            body |= _vitals(loaded)
+        return JSONResponse(body, status_code=200 if lifecycle.state is State.READY else 503)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Prometheus text format, or OpenMetrics where that is asked for."""
+        page, content_type = exposition.page(request.headers.get("accept", ""))
+        return Response(page, media_type=content_type)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The served model, as OpenAI's clients list it."""
+        loaded = driver()
+        data = [] if loaded is None else [{"id": loaded.model.name, "object": "model", "owned_by": "pilotfish"}]
+        return {"object": "list", "data": data}
+
+    return app
+
+
+def _vitals(driver: Driver) -> dict[str, Any]:
+    """What runs and how it does; of the last steps, and None where there were none."""
+    model, estimates = driver.model, driver.estimates
+    engine = model.engine
+    return {
+        "model": model.name,
+        "draft_model": model.draft_name,
+        "device": model.device,
+        "speculation": engine.config.speculation.value,
+        "num_draft_tokens": engine.config.num_draft_tokens,
+        "acceptance_rate": estimates.acceptance_rate,
+        "acceptance_length": estimates.acceptance_length,
+        "spec_gain": engine.spec_gain,
+        "running": engine.num_running,
+        "waiting": engine.num_waiting + len(driver.queue),
+    }
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn on a socket of ours and without its signal handlers: `app` has its own, for all doors."""
+
+    def __init__(self, app: FastAPI, config: ServerConfig) -> None:
+        class Protocol(HttpProtocol):
+            head_seconds = config.body_seconds
+
+        # h11 by name: another parser, if it happened to be installed, would have other limits.
+        settings = uvicorn.Config(app, http=Protocol, ws="none", log_config=None, access_log=False, lifespan="off")
+        if config.tls_cert is not None:
+            settings.ssl_certfile, settings.ssl_keyfile = config.tls_cert, config.tls_key
+        if config.tls_client_ca is not None:
+            settings.ssl_ca_certs, settings.ssl_cert_reqs = str(config.tls_client_ca), ssl.CERT_REQUIRED
+        settings.h11_max_incomplete_event_size = config.max_header_bytes
+        settings.timeout_graceful_shutdown = LAST_RESPONSES_SECONDS
+        super().__init__(settings)
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        self._socket = socket.create_server((config.host, config.http_port), family=family)
+        # Connections inherit it. uvloop sets it by itself; asyncio only where a socket names TCP as its protocol, which
+        # this one does not. Without it the second part of each answer waits 40 ms for the caller's acknowledgement.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on; of use where 0 was asked for."""
+        return int(self._socket.getsockname()[1])
+
+    async def run_until_stopped(self) -> None:
+        """Answer requests until `stop`."""
+        await self.serve(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """Let `run_until_stopped` return once open responses are out."""
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield

@@ -1,0 +1,84 @@
+"""How large a request over HTTP may be and how long it may take to arrive. Knows no route and no field."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from fastapi import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from server.http.errors import HttpError
+
+
+class RequestLimits:
+    """Refuses a head or body that is larger than gRPC's may be, before all of it is in memory, or that trickles in."""
+
+    def __init__(self, app: ASGIApp, *, max_head: int, max_body: int, seconds: float) -> None:
+        self._app, self._max_head, self._max_body, self._seconds = app, max_head, max_body, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count what is received on its way to the routes."""
+        head = sum(len(name) + len(value) for name, value in scope.get("headers", ())) + len(scope.get("raw_path", b""))
+        if head > self._max_head:
+            problem = f"the headers have {head} bytes; the limit is {self._max_head}"
+            await HttpError(431, "invalid_request_error", "http", problem).response()(scope, receive, send)
+            return
+        await self._app(scope, _Counted(receive, self._max_body, self._seconds), send)
+
+
+class _Counted:
+    """What a route receives, up to a limit and in time; after the body's end there is no hurry."""
+
+    def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
+        self._receive, self._max_bytes, self._seconds = receive, max_bytes, seconds
+        self._left = max_bytes
+        self._deadline: float | None = asyncio.get_running_loop().time() + seconds
+
+    async def __call__(self) -> Message:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body took more than {self._seconds:g} seconds to arrive") from None
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:
+            raise HTTPException(413, f"the body has more than {self._max_bytes} bytes")
+        if not message.get("more_body", False):
+            self._deadline = None
+        return message
+
+
+class HttpProtocol(H11Protocol):
+    """uvicorn's, and a limit on how long the head of a request may take to arrive: it has none of its own."""
+
+    head_seconds = 30.0
+
+    def connection_made(self, transport: Any) -> None:
+        """Wait for a head."""
+        super().connection_made(transport)
+        self._timer: asyncio.TimerHandle | None = None
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and see whether a head is still incomplete."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        self._cancel()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._cancel()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.head_seconds, self.transport.close)
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,170 @@
+"""Messages of the protocol in OpenAI's shapes: whole answers and the chunks of a stream. Knows no engine."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable
+from itertools import accumulate
+from typing import Any, ClassVar
+
+from engine.text.codec import Codec
+from pilotfish.v1 import generation_pb2 as pb
+
+Json = dict[str, Any]
+
+IMPOSSIBLE = -9999.0  # JSON has no minus infinity, which a model's own mask may give
+_FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}  # anything else: "abort"
+
+
+class Shape(ABC):
+    """What completions and chat completions have in common; one per call, for it counts the text of each output."""
+
+    prefix: ClassVar[str]
+    whole: ClassVar[str]  # `object` of an answer
+    chunk: ClassVar[str]  # `object` of an event
+
+    def __init__(self, model: str, codec: Codec | None, *, include_usage: bool = False) -> None:
+        self._model, self._codec, self._include_usage = model, codec, include_usage
+        self._created = int(time.time())
+        self._request_id = ""
+        self._text_lengths: dict[int, int] = defaultdict(int)
+
+    def answer(self, response: pb.GenerateResponse) -> Json:
+        """The whole answer."""
+        self._request_id = response.request_id
+        choices = [
+            self._choice(output) | {"index": output.index} | _ended(output.finished) for output in response.outputs
+        ]
+        return self._envelope(self.whole, choices) | {"usage": _usage(output.finished for output in response.outputs)}
+
+    async def events(self, messages: AsyncIterator[pb.GenerateStreamResponse]) -> AsyncIterator[Json]:
+        """A chunk per message; last, where asked for, the usage of all outputs."""
+        ends: list[pb.Finished] = []
+        begun: set[int] = set()
+        async for message in messages:
+            self._request_id = self._request_id or message.request_id
+            part = message.delta if message.HasField("delta") else message.finished
+            if part.index not in begun:
+                begun.add(part.index)
+                for opening in self._opening():
+                    yield self._event(opening | {"index": part.index, "finish_reason": None})
+            if message.HasField("finished"):
+                ends.append(message.finished)
+                yield self._event(self._closing() | {"index": part.index} | _ended(message.finished))
+            else:
+                yield self._event(self._piece(message.delta) | {"index": part.index, "finish_reason": None})
+        if self._include_usage:
+            yield self._envelope(self.chunk, []) | {"usage": _usage(ends)}
+
+    def _event(self, choice: Json) -> Json:
+        event = self._envelope(self.chunk, [choice])
+        return event | {"usage": None} if self._include_usage else event
+
+    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": f"{self.prefix}-{self._request_id}",
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _name(self, token: int) -> str:
+        """A token as text; one that is no text by itself goes by its id, or several would have one name."""
+        text = "" if self._codec is None else self._codec.tokenizer.decode([token], skip_special_tokens=False)
+        return text if text and "\ufffd" not in text else f"token_id:{token}"
+
+    @abstractmethod
+    def _choice(self, output: pb.Output) -> Json: ...
+
+    @abstractmethod
+    def _piece(self, delta: pb.TokenDelta) -> Json: ...
+
+    @abstractmethod
+    def _opening(self) -> Iterable[Json]: ...
+
+    @abstractmethod
+    def _closing(self) -> Json: ...
+
+
+class TextShape(Shape):
+    """`/v1/completions`."""
+
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+
+    def _choice(self, output: pb.Output) -> Json:
+        return {"text": output.text, "logprobs": self._logprobs(output)}
+
+    _piece = _choice  # type: ignore[assignment]  # a delta has what an output has
+
+    def _opening(self) -> Iterable[Json]:
+        return ()
+
+    def _closing(self) -> Json:
+        return {"text": "", "logprobs": None}
+
+    def _logprobs(self, output: pb.Output | pb.TokenDelta) -> Json | None:
+        start = self._text_lengths[output.index]
+        self._text_lengths[output.index] += len(output.text)
+        if not output.logprobs:
+            return None
+        return {
+            "tokens": [self._name(token) for token in output.token_ids],
+            "token_logprobs": [max(of.logprob, IMPOSSIBLE) for of in output.logprobs],
+            "top_logprobs": [
+                {self._name(c.token_id): max(c.logprob, IMPOSSIBLE) for c in of.top} for of in output.logprobs
+            ],
+            "text_offset": list(accumulate(output.text_lengths, initial=start))[:-1],
+        }
+
+
+class ChatShape(Shape):
+    """`/v1/chat/completions`."""
+
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _choice(self, output: pb.Output) -> Json:
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(output)}
+
+    def _piece(self, delta: pb.TokenDelta) -> Json:
+        return {"delta": {"content": delta.text}, "logprobs": self._logprobs(delta)}
+
+    def _opening(self) -> Iterable[Json]:
+        return ({"delta": {"role": "assistant", "content": ""}, "logprobs": None},)
+
+    def _closing(self) -> Json:
+        return {"delta": {}, "logprobs": None}
+
+    def _logprobs(self, output: pb.Output | pb.TokenDelta) -> Json | None:
+        if not output.logprobs:
+            return None
+        entries = []
+        for token, of in zip(output.token_ids, output.logprobs, strict=True):
+            top = [self._entry(candidate.token_id, candidate.logprob) for candidate in of.top]
+            entries.append(self._entry(token, of.logprob) | {"top_logprobs": top})
+        return {"content": entries, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        name = self._name(token)
+        known = not name.startswith("token_id:")
+        return {"token": name, "logprob": max(logprob, IMPOSSIBLE), "bytes": list(name.encode()) if known else None}
+
+
+def _ended(finished: pb.Finished) -> Json:
+    """Why, and the seed with which the same comes again: no field of OpenAI's, and their clients let it be."""
+    return {"finish_reason": _FINISH_REASONS.get(finished.finish_reason, "abort"), "seed": finished.seed}
+
+
+def _usage(ends: Iterable[pb.Finished]) -> Json:
+    """The prompt counts once, however many outputs it has; all but the first may find it cached by the first."""
+    usages = [end.usage for end in ends]
+    prompt, completion = usages[0].prompt_tokens, sum(usage.completion_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": min(usage.cached_prompt_tokens for usage in usages)},
+    }

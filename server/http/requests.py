@@ -1,0 +1,164 @@
+"""HTTP bodies to messages of the protocol, which one path checks for all. Knows no engine.
+
+Of a body with fields that are wrong by themselves the others are read all the same, so that all is told at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import Violation
+from pilotfish.v1 import generation_pb2 as pb
+from server.http.types import ChatBody, CompletionBody, GenerateBody, OpenAiBody, Options
+
+OPENAI_TEMPERATURE = 1.0  # what OpenAI's users expect where they say nothing; elsewhere it is 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A body as a message, and what is known to be wrong with it."""
+
+    message: pb.GenerateRequest
+    wrong: tuple[Violation, ...] = ()
+    timeout: float | None = None  # seconds
+
+
+def asked(body: Options) -> Asked:
+    """What a body asks for whose fields are right by themselves."""
+    return Asked(_message(body), tuple(body.conflicts()), body.timeout)
+
+
+def rest(kind: type[Options], found: Any, faulty: Iterable[str]) -> Asked | None:
+    """What a body asks for beside its `faulty` fields, an input perhaps not; None if it is no object."""
+    if not isinstance(found, dict):
+        return None
+    kept = {name: value for name, value in found.items() if name not in faulty}
+    field, nothing = kind.no_input
+    has_input = kept.get(field) is not None
+    body = kind.model_validate(kept if has_input else kept | {field: nothing})
+    read = asked(body)
+    if not has_input:
+        read.message.ClearField("prompt")
+        read.message.ClearField("messages")
+    return read
+
+
+def _message(body: Options) -> pb.GenerateRequest:
+    match body:
+        case GenerateBody():
+            return generate_request(body)
+        case CompletionBody():
+            return completion_request(body)
+        case ChatBody():
+            return chat_request(body)
+    raise AssertionError(f"no route takes a {type(body).__name__}")
+
+
+def generate_request(body: GenerateBody) -> pb.GenerateRequest:
+    """`POST /generate`; `k_draft` drafts in every round, none if it is 0."""
+    request = _common(body, body.max_new_tokens)
+    request.prompt = body.prompt
+    if body.k_draft is not None:
+        request.speculation.num_draft_tokens = body.k_draft
+        request.speculation.mode = pb.SPECULATION_MODE_FIXED if body.k_draft else pb.SPECULATION_MODE_OFF
+    return request
+
+
+def completion_request(body: CompletionBody) -> pb.GenerateRequest:
+    """`POST /v1/completions`."""
+    request = _common(body, body.max_tokens)
+    _ask_as_openai(request, body)
+    if isinstance(body.prompt, str):
+        request.prompt = body.prompt
+    else:
+        request.token_ids.CopyFrom(pb.TokenIds(ids=body.prompt))
+    if body.logprobs is not None:
+        request.output.logprobs, request.output.top_logprobs = True, body.logprobs
+    return request
+
+
+def chat_request(body: ChatBody) -> pb.GenerateRequest:
+    """`POST /v1/chat/completions`."""
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    request = _common(body, limit)
+    _ask_as_openai(request, body)
+    turns = [pb.ChatMessage(role=turn.role, content=turn.text) for turn in body.messages]
+    request.messages.CopyFrom(pb.ChatMessages(messages=turns))
+    request.output.logprobs = bool(body.logprobs)
+    request.output.top_logprobs = body.top_logprobs or 0
+    return request
+
+
+def _ask_as_openai(request: pb.GenerateRequest, body: OpenAiBody) -> None:
+    if body.temperature is None:
+        request.sampling.temperature = OPENAI_TEMPERATURE
+    if body.n is not None:
+        request.sampling.n = body.n
+    if body.response_format is None or body.response_format.type == "text":
+        return
+    wanted = body.response_format.json_schema
+    schema = {"type": "object"} if wanted is None else wanted.schema_
+    request.guided.CopyFrom(pb.GuidedDecoding(json_schema=json.dumps(schema)))
+
+
+def _common(body: Options, max_tokens: int | None) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        model=body.model,
+        sampling=_sampling(body),
+        stopping=pb.StoppingParams(
+            max_tokens=max_tokens,
+            min_tokens=body.min_tokens,
+            stop=body.stop or (),
+            stop_token_ids=body.stop_token_ids or (),
+            ignore_eos=body.ignore_eos,
+        ),
+        speculation=_speculation(body),
+        guided=_guided(body),
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+    )
+
+
+def _sampling(body: Options) -> pb.SamplingParams:
+    allowed = body.allowed_token_ids
+    return pb.SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=body.logit_bias or {},
+        allowed_token_ids=None if allowed is None else pb.TokenIds(ids=allowed),
+        banned_token_ids=body.banned_token_ids or (),
+        seed=body.seed,
+    )
+
+
+def _speculation(body: Options) -> pb.SpeculationOptions:
+    asked = body.speculation
+    if asked is None:
+        return pb.SpeculationOptions()
+    mode, rule = asked.mode, asked.verification
+    return pb.SpeculationOptions(
+        mode=pb.SpeculationMode.Value(f"SPECULATION_MODE_{mode.upper()}") if mode else None,
+        num_draft_tokens=asked.num_draft_tokens,
+        proposer=asked.proposer,
+        verification=pb.Verification.Value(f"VERIFICATION_{rule.upper()}") if rule else None,
+    )
+
+
+def _guided(body: Options) -> pb.GuidedDecoding | None:
+    schema = body.guided_json
+    if schema is not None:
+        return pb.GuidedDecoding(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
+    if body.guided_regex is not None:
+        return pb.GuidedDecoding(regex=body.guided_regex)
+    if body.guided_grammar is not None:
+        return pb.GuidedDecoding(grammar=body.guided_grammar)
+    choice = body.guided_choice
+    return None if choice is None else pb.GuidedDecoding(choice=pb.Choice(choices=choice))

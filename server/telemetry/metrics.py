@@ -1,0 +1,207 @@
+"""What Prometheus sees. Knows numbers only; the registry is passed in, and every series exists from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from engine.stats import ForwardKind, StepStats
+from engine.types import MAX_NUM_DRAFT, FinishReason
+from server.streams.output import Timeline
+from server.version import version
+
+PHASES = ("plan", "launch", "propose", "forward", "verify", "commit", "land")
+REJECTIONS = (
+    "invalid", "unsupported", "not_found", "duplicate", "queue_full", "quota", "unavailable", "deadline", "internal",
+)  # fmt: skip
+
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
+_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_DRAFTS = tuple(range(MAX_NUM_DRAFT + 1))
+_LENGTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 17)
+
+
+class Metrics:
+    """The families, by what feeds them: steps, requests, the server itself."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.steps = StepMetrics(registry)
+        self.requests = RequestMetrics(registry)
+        self.engine_up = _gauge(registry, "engine_up", "1 while the engine can take a step, else 0.")
+        self.restarts = _counter(registry, "engine_restarts", "Times that the engine failed and was restarted.")
+        self.model_load = _gauge(registry, "model_load_seconds", "Time from start to ready.")
+        self.loop_lag = _seconds(
+            registry, "event_loop_lag", "How late the event loop ran what was due, asked ten times a second."
+        )
+        build = _gauge(registry, "build_info", "Always 1; the labels say which build this is.", ["version"])
+        build.labels(version()).set(1)
+
+
+class StepMetrics:
+    """Fed once per step."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        kinds = get_args(ForwardKind)
+        size = _histogram(registry, "batch_size", "Sequences in one forward pass.", _SIZES, ["kind"])
+        tokens = _histogram(registry, "batch_tokens", "Tokens fed to one forward pass.", _TOKENS, ["kind"])
+        phase = _histogram(registry, "step_duration_seconds", "Time of one phase of a step.", _SECONDS, ["phase"])
+        position = _counter(
+            registry, "spec_accepted_tokens_per_position", "Rounds that kept the draft at this position.", ["position"]
+        )
+        self._size = {kind: size.labels(kind) for kind in kinds}
+        self._tokens = {kind: tokens.labels(kind) for kind in kinds}
+        self._phases = {name: phase.labels(name) for name in PHASES}
+        self._positions = [position.labels(str(i)) for i in range(MAX_NUM_DRAFT)]
+        self._drafts = _counter(registry, "spec_drafts", "Rounds in which drafts were verified.")
+        self._drafted = _counter(registry, "spec_draft_tokens", "Tokens drafted.")
+        self._accepted = _counter(registry, "spec_accepted_tokens", "Drafts kept.")
+        self._length = _histogram(
+            registry, "spec_acceptance_length", "1 + drafts kept per round, averaged over a step.", _LENGTHS
+        )
+        self._num_draft = _histogram(
+            registry, "draft_tokens_per_sequence", "Drafts of one sequence in one step (K), 0 for plain.", _DRAFTS
+        )
+        self._generated = _counter(registry, "generated_tokens", "Tokens generated.")
+        self._prompt = _counter(registry, "prompt_tokens", "Prompt tokens fed to the target, recomputed ones too.")
+        self._preempted = _counter(registry, "preemptions", "Sequences that lost their pages to others.")
+        self._lookups = _counter(registry, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hits = _counter(registry, "prefix_cache_hits", "Prompt tokens whose keys and values it had.")
+        self._draft_failures = _counter(registry, "draft_failures", "Faults of a proposer, answered by plain decoding.")
+        self._gain = _gauge(registry, "spec_gain_ratio", "Tokens per second of the last steps over plain decoding's.")
+        self._gain.set(1)
+        self._threads = _gauge(
+            registry, "compute_threads", "Threads of our C in the last pass: fewer than asked for where that is faster."
+        )
+        self._steps = _counter(registry, "engine_steps", "Steps taken.")
+        self._last = _gauge(registry, "engine_last_step_timestamp_seconds", "When the last step ended, Unix time.")
+
+    def observe(self, stats: StepStats) -> None:
+        """One step."""
+        for forward in stats.forwards:
+            self._size[forward.kind].observe(forward.sequences)
+            self._tokens[forward.kind].observe(forward.tokens)
+        for name, seconds in stats.phase_seconds.items():
+            self._phases[name].observe(seconds)
+        self._generated.inc(stats.generated_tokens)
+        self._prompt.inc(stats.prompt_tokens)
+        self._preempted.inc(stats.preempted)
+        self._lookups.inc(stats.prefix_lookups)
+        self._hits.inc(stats.prefix_hits)
+        self._draft_failures.inc(stats.draft_failures)
+        self._gain.set(stats.spec_gain)
+        self._threads.set(stats.threads)
+        self._last.set_to_current_time()
+        self._steps.inc()
+        for num_draft, sequences in enumerate(stats.sequences_per_num_draft):
+            for _ in range(sequences):
+                self._num_draft.observe(num_draft)
+        if stats.rounds:
+            self._observe_speculation(stats)
+
+    def _observe_speculation(self, stats: StepStats) -> None:
+        self._drafts.inc(stats.rounds)
+        self._drafted.inc(stats.drafted)
+        self._accepted.inc(stats.accepted)
+        self._length.observe(1 + stats.accepted / stats.rounds)
+        for position, kept in zip(self._positions, stats.accepted_per_position, strict=False):
+            position.inc(kept)
+
+
+class RequestMetrics:
+    """Fed as requests come, get tokens and go."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        total = _counter(
+            registry, "requests", "Requests that ended, by reason of their last output.", ["finish_reason"]
+        )
+        rejected = _counter(registry, "admission_rejected", "Requests refused before they were queued.", ["reason"])
+        self._ended = {reason: total.labels(reason.value) for reason in FinishReason}
+        self._rejected = {reason: rejected.labels(reason) for reason in REJECTIONS}
+        self._running = _gauge(registry, "requests_running", "Outputs of requests that take part in steps.")
+        self._waiting = _gauge(
+            registry, "requests_waiting", "Queued requests, and outputs of others that wait to take part."
+        )
+        self._queue_usage = _gauge(
+            registry,
+            "queue_usage_ratio",
+            "The queue's requests or tokens over their limit, whichever is more; 1 is full.",
+        )
+        self._kv_usage = _gauge(registry, "kv_usage_ratio", "Share of the target's pages in use, 0 to 1.")
+        self._queue = _seconds(registry, "queue_time", "Time from arrival to the engine.")
+        self._first = _seconds(registry, "time_to_first_token", "Time from arrival to the first token of an output.")
+        self._gap = _seconds(registry, "inter_token_latency", "Time between two rounds of tokens of one output.")
+        self._per_token = _seconds(
+            registry, "time_per_output_token", "Mean time per token of an output after its first."
+        )
+        self._duration = _seconds(registry, "request_duration", "Time from arrival to the end.")
+        self.disconnects = _counter(registry, "client_disconnects", "Requests whose caller went away before the end.")
+        self.stalls = _counter(registry, "stream_stalls", "Streams cut because their reader took no message.")
+
+    def watch_queue(self, usage: Callable[[], float]) -> None:
+        """Ask `usage` for the queue's share of its limits whenever somebody looks."""
+        self._queue_usage.set_function(usage)
+
+    def reject(self, reason: str) -> None:
+        """A request was refused."""
+        self._rejected[reason].inc()
+
+    def start(self, timeline: Timeline) -> None:
+        """A request reached the engine."""
+        assert timeline.started is not None, "a start without a time"
+        self._queue.observe(timeline.started - timeline.arrived, _exemplar(timeline))
+
+    def deliver(self, timeline: Timeline, previous: float | None) -> None:
+        """A round brought an output tokens; `previous` is when the one before did."""
+        assert timeline.last_token is not None, "a delivery without tokens"
+        if previous is None:
+            self._first.observe(timeline.last_token - timeline.arrived, _exemplar(timeline))
+        else:
+            self._gap.observe(timeline.last_token - previous)
+
+    def end(self, reason: FinishReason, timeline: Timeline) -> None:
+        """A request ended, the last of its outputs for this reason."""
+        assert timeline.ended is not None, "an end without a time"
+        self._ended[reason].inc()
+        self._duration.observe(timeline.ended - timeline.arrived, _exemplar(timeline))
+
+    def end_output(self, timeline: Timeline, num_tokens: int) -> None:
+        """One output of a request that ended, and how many tokens it has."""
+        if num_tokens > 1 and timeline.first_token is not None and timeline.last_token is not None:
+            self._per_token.observe((timeline.last_token - timeline.first_token) / (num_tokens - 1))
+
+    def set_load(self, running: int, waiting: int, kv_usage: float) -> None:
+        """How busy the server is now."""
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._kv_usage.set(kv_usage)
+
+
+def _exemplar(timeline: Timeline) -> dict[str, str] | None:
+    """Which trace an observation is an example of, where requests are traced."""
+    return {"trace_id": timeline.trace_id} if timeline.trace_id else None
+
+
+def _counter(registry: CollectorRegistry, name: str, help_text: str, labels: list[str] | None = None) -> Counter:
+    return Counter(name, help_text, labels or (), namespace="pilotfish", registry=registry)
+
+
+def _gauge(registry: CollectorRegistry, name: str, help_text: str, labels: list[str] | None = None) -> Gauge:
+    return Gauge(name, help_text, labels or (), namespace="pilotfish", registry=registry)
+
+
+def _histogram(
+    registry: CollectorRegistry,
+    name: str,
+    help_text: str,
+    buckets: tuple[float, ...],
+    labels: list[str] | None = None,
+) -> Histogram:
+    return Histogram(name, help_text, labels or (), namespace="pilotfish", buckets=buckets, registry=registry)
+
+
+def _seconds(registry: CollectorRegistry, name: str, help_text: str) -> Histogram:
+    return _histogram(registry, f"{name}_seconds", help_text, _SECONDS)

@@ -1,0 +1,129 @@
+"""Requests as spans of OpenTelemetry, part of their caller's trace (W3C trace context). Knows no protocol.
+
+The package is an extra: nothing of it is imported unless tracing is asked for. Where spans go is said by its own
+`OTEL_*` variables.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine.stats import Clock
+from server.streams.stream import OutputStream
+from server.version import version
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+EXTRA = "tracing needs packages that are not installed: pip install 'pilotfish[otel]'"
+
+
+class Trace(Protocol):
+    """One request, from its arrival on. Ends once, one way or the other."""
+
+    @property
+    def trace_id(self) -> str | None:
+        """32 hexadecimal digits, or None where the trace is not recorded."""
+
+    def refuse(self, error: BaseException) -> None:
+        """It was not admitted."""
+
+    def end(self, stream: OutputStream) -> None:
+        """Nobody reads it any more."""
+
+
+class Tracing(Protocol):
+    """Begins traces."""
+
+    def begin(self, headers: Mapping[str, str]) -> Trace:
+        """A request has arrived with these headers or metadata, of which `traceparent` says whose part it is."""
+
+
+class NoTracing:
+    """For those who ask for none. All methods do nothing."""
+
+    trace_id = None
+
+    def begin(self, headers: Mapping[str, str]) -> Trace:
+        """Itself."""
+        return self
+
+    def refuse(self, error: BaseException) -> None:
+        """Nothing."""
+
+    def end(self, stream: OutputStream) -> None:
+        """Nothing."""
+
+
+class OpenTelemetry:
+    """Spans named `generate`, with OpenTelemetry's attributes for generative AI where it has some."""
+
+    def __init__(self, tracer: Tracer, model: str, clock: Clock = time.monotonic) -> None:
+        self._tracer, self._model, self._clock = tracer, model, clock
+
+    @classmethod
+    def configured(cls, model: str) -> OpenTelemetry:
+        """With the exporter that the environment names; ValueError where the extra is not installed."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ImportError as error:
+            raise ValueError(EXTRA) from error
+        provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "pilotfish"}))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        return cls(provider.get_tracer("pilotfish", version()), model)
+
+    def begin(self, headers: Mapping[str, str]) -> Trace:
+        """A span, whose parent is the caller's."""
+        from opentelemetry.propagate import extract
+        from opentelemetry.trace import SpanKind
+
+        attributes = {"gen_ai.operation.name": "text_completion", "gen_ai.request.model": self._model}
+        span = self._tracer.start_span("generate", extract(headers), SpanKind.SERVER, attributes)
+        return _SpanOfRequest(span, self._clock)
+
+
+class _SpanOfRequest:
+    def __init__(self, span: Span, clock: Clock) -> None:
+        self._span, self._clock = span, clock
+
+    @property
+    def trace_id(self) -> str | None:
+        context = self._span.get_span_context()
+        return f"{context.trace_id:032x}" if context.trace_flags.sampled else None
+
+    def refuse(self, error: BaseException) -> None:
+        self._fail(error)
+        self._span.end()
+
+    def end(self, stream: OutputStream) -> None:
+        ends = [output.end.finished for output in stream.outputs if output.end is not None]
+        attributes: dict[str, Any] = {
+            "pilotfish.request_id": stream.request_id,
+            "gen_ai.usage.input_tokens": len(stream.request.token_ids),
+            "gen_ai.usage.output_tokens": sum(output.num_tokens for output in stream.outputs),
+            "gen_ai.response.finish_reasons": [end.reason.value for end in ends],
+            "pilotfish.drafted_tokens": sum(end.stats.drafted for end in ends),
+            "pilotfish.accepted_tokens": sum(end.stats.accepted for end in ends),
+        }
+        self._span.set_attributes(attributes)
+        first = min((o.timeline.first_token for o in stream.outputs if o.timeline.first_token), default=None)
+        for name, when in (("started", stream.timeline.started), ("first token", first)):
+            if when is not None:
+                self._span.add_event(name, timestamp=self._unix_nanoseconds(when))
+        if stream.error is not None:
+            self._fail(stream.error)
+        self._span.end()
+
+    def _fail(self, error: BaseException) -> None:
+        from opentelemetry.trace import StatusCode
+
+        self._span.set_attribute("error.type", type(error).__name__)
+        self._span.set_status(StatusCode.ERROR)  # without the message: it may hold text of the prompt
+
+    def _unix_nanoseconds(self, when: float) -> int:
+        return time.time_ns() - round(1e9 * (self._clock() - when))

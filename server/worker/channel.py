@@ -1,0 +1,72 @@
+"""Our end of the sockets to the engine's process. Knows messages, and nothing of what they are about."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from server.errors import EngineCrashed, EngineHung
+from server.worker import wire
+
+logger = logging.getLogger(__name__)
+
+
+class Channel(asyncio.Protocol):
+    """Our end of the sockets: messages in, bytes out, and an ear for silence."""
+
+    def __init__(self, limit: int, take: Callable[[wire.ToDoors], None], lose: Callable[[Exception], None]) -> None:
+        self._frames, self._take, self._lose = wire.Frames(limit), take, lose
+        self._transport: Any = None
+        self._watching: asyncio.TimerHandle | None = None
+        self._heard = self._is_closed = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The sockets are ours."""
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of one message, of half a one or of several."""
+        self._heard = True
+        try:
+            for payload in () if self._is_closed else self._frames.feed(data):
+                self._take(wire.read_to_doors(payload))
+        except wire.WireError as error:
+            logger.error("the engine's process is not understood: %s", error)  # noqa: TRY400  # no trace is of use
+            self._lose(EngineCrashed(str(error)))
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The process ended, or we let go of it."""
+        if not self._is_closed:
+            self._lose(EngineCrashed("the engine's process ended"))
+        self.close()
+
+    def send(self, frame: bytes) -> None:
+        """Write, as soon as there is room; to nobody, once the process is gone."""
+        if not self._transport.is_closing():
+            self._transport.write(frame)
+
+    def watch(self, seconds: float) -> None:
+        """From now on silence for so long is the end: two looks without a word between, as one may be our own pause."""
+        loop, half = asyncio.get_running_loop(), seconds / 2
+        quiet = 0
+
+        def look() -> None:
+            nonlocal quiet
+            quiet, self._heard = 0 if self._heard else quiet + 1, False
+            if quiet >= 2:
+                logger.error("the engine's process has said nothing for %g seconds; it is killed", seconds)
+                self._lose(EngineHung(f"nothing was heard of the engine for {seconds:g} seconds"))
+            else:
+                self._watching = loop.call_later(half, look)
+
+        self._watching = loop.call_later(half, look)
+
+    def close(self) -> None:
+        """Let go: nothing that comes from now on is this process's."""
+        self._is_closed = True
+        if self._watching is not None:
+            self._watching.cancel()
+        self._transport.abort()

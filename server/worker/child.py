@@ -1,0 +1,63 @@
+"""A child process and a pair of sockets to it. Light: it is started before anything else is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Self
+
+# The code that the engine's process runs.
+ENGINE = "from server.worker.engine_process import main; main(ahead='engine.startup.warm')"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process that was started, and our end of the sockets to it."""
+
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+
+    @classmethod
+    def start(cls, source: str) -> Child:
+        """A Python that finds the same modules as this one, and looks nowhere else; its last argument is its socket."""
+        path = os.pathsep.join(filter(None, sys.path))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(  # noqa: S603  # our own program
+                [sys.executable, "-P", "-c", source, str(theirs.fileno())],
+                env=os.environ | {"PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        return cls(process, ours)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is left of it, however far it came."""
+        self.process.kill()
+        self.process.wait()
+        self.socket.close()
+
+
+def said(status: int) -> str:
+    """An exit status in words: 3 -> exit status 3, -9 -> SIGKILL."""
+    if status >= 0:
+        return f"exit status {status}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-status).name
+    return f"signal {-status}"
+
+
+def die_with_parent() -> None:
+    """For the child, even in the middle of a step that does not end. Only Linux can; elsewhere the socket tells."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

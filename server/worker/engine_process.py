@@ -1,0 +1,319 @@
+"""The engine's own process: orders in, outputs out, one thread. Knows no text but that of structures, and no network.
+
+It steps as long as there is work, at most `MAX_LEAD` outputs ahead of what the doors have taken up; between two steps
+it reads what was ordered meanwhile. When the doors' process ends, so does this one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, NoReturn, cast
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.stats import StepStats
+from engine.types import Finished, FinishReason, Grammar, Request, Speculation, SpeculationStats, TokenEvent
+from server.model import CompileGrammar, Load, ServedModel
+from server.telemetry import logs
+from server.worker import wire
+from server.worker.child import die_with_parent
+from server.worker.garbage import freeze_loaded
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+MAX_LEAD = 2  # outputs that may wait to be taken up: the next step need not wait for the doors, cancellations for few
+COMPILE_THREADS = 2
+_RECEIVE_BYTES = 1 << 16
+
+
+class DoorsGone(EOFError):
+    """Expected: the other process has ended, or let go of this one."""
+
+
+class Link:
+    """The engine's end of the sockets. Blocking, but for `receive` with a time."""
+
+    def __init__(self, sock: socket.socket, limit: int) -> None:
+        self._socket = sock
+        self.allow(limit)
+        self._woken, self._waker = socket.socketpair()
+
+    def allow(self, limit: int) -> None:
+        """Most bytes of a message from now on. What has come of the next one is lost."""
+        self._limit, self._frames = limit, wire.Frames(limit)
+
+    def wake(self) -> None:
+        """Let a `receive` that waits return; any thread may call this."""
+        self._waker.send(b"\0")
+
+    def receive(self, seconds: float | None) -> Iterator[wire.ToEngine]:
+        """What has come, after waiting for at most `seconds`. Raises DoorsGone, or WireError for what is no message."""
+        ready, _, _ = select.select([self._socket, self._woken], [], [], seconds)
+        if self._woken in ready:
+            self._woken.recv(_RECEIVE_BYTES)
+        if self._socket in ready:
+            yield from map(wire.read_to_engine, self._frames.feed(self._received()))
+
+    def send(self, message: wire.ToDoors) -> None:
+        """Write all of it. Raises DoorsGone."""
+        try:
+            self._socket.sendall(wire.framed(message, self._limit))
+        except OSError as error:
+            raise DoorsGone from error
+
+    def close(self) -> None:
+        """Let go of it."""
+        for end in (self._socket, self._woken, self._waker):
+            end.close()
+
+    def _received(self) -> bytes:
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except OSError as error:
+            raise DoorsGone from error
+        if not data:
+            raise DoorsGone
+        return data
+
+
+class EngineServer:
+    """Does what is ordered, and tells what comes of it."""
+
+    def __init__(self, link: Link, engine: Engine, compile_grammar: CompileGrammar | None, beat_seconds: float) -> None:
+        self._link, self._engine, self._compile = link, engine, compile_grammar
+        self._beat_seconds, self._spoke = beat_seconds, time.monotonic()
+        self._order = 0  # the last one that was obeyed
+        self._lead = 0  # outputs that the doors have not taken up
+        self._tickets: dict[str, int] = {}  # of whoever is with the engine, by id
+        self._names: dict[int, str] = {}  # the same the other way round
+        self._left: dict[int, int] = {}  # outputs of theirs that have not ended
+        self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
+        self._compiling: dict[int, tuple[Request, Future[Grammar]]] = {}
+        self._events: list[wire.Event] = []  # not told yet
+
+    def run(self) -> NoReturn:
+        """Turn until the doors are gone, or a step raises."""
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """Do what was ordered, tell what came of it, and take a step if there is one to take."""
+        told = self._order
+        for message in self._link.receive(0.0 if self._may_step else self._beat_seconds):
+            self._obey(message)
+        self._add_compiled()
+        if self._events or (self._order != told and not self._may_step):
+            self._tell(None)
+        if self._may_step:
+            output = self._engine.step()
+            self._note(output.events)
+            self._tell(output.stats)
+        elif time.monotonic() - self._spoke >= self._beat_seconds:
+            self._send(wire.Beat())
+            if not self._engine.has_work:
+                self._engine.rest()
+
+    @property
+    def _may_step(self) -> bool:
+        return self._engine.has_work and self._lead < MAX_LEAD
+
+    # ------------------------------------------------------------------------------------------------------ orders
+
+    def _obey(self, message: wire.ToEngine) -> None:
+        match message:
+            case wire.Taken():
+                self._lead -= 1
+                return
+            case wire.Add():
+                self._take(message.ticket, message.request)
+            case wire.Finish():
+                self._finish(message)
+            case wire.Drop():
+                self._end(message.ticket, message.reason)
+            case wire.Start():
+                raise wire.WireError("a second start")
+        self._order = message.order
+
+    def _take(self, ticket: int, request: Request) -> None:
+        """Add a request, or have its structure compiled first: on another thread, as here it would hold up steps."""
+        if request.sampling.guided is None or self._compile is None:
+            self._add(ticket, request)
+            return
+        future = self._threads.submit(self._compile, request.sampling.guided)
+        future.add_done_callback(lambda _: self._link.wake())
+        self._compiling[ticket] = (request, future)
+
+    def _add_compiled(self) -> None:
+        for ticket, (request, future) in list(self._compiling.items()):
+            if future.done():
+                del self._compiling[ticket]
+                try:
+                    grammar = future.result()
+                except Exception as error:
+                    logger.exception("request %s: its structure did not compile again", request.request_id)
+                    self._refuse(ticket, request, str(error))
+                else:
+                    self._add(ticket, replace(request, grammar=grammar))
+
+    def _add(self, ticket: int, request: Request) -> None:
+        try:
+            self._engine.add(request)
+        except Exception as error:  # the doors have checked it: not its caller's mistake
+            logger.exception("request %s: the engine refused it", request.request_id)
+            self._refuse(ticket, request, str(error))
+        else:
+            self._tickets[request.request_id], self._names[ticket] = ticket, request.request_id
+            self._left[ticket] = request.sampling.n
+
+    def _finish(self, order: wire.Finish) -> None:
+        if order.ticket in self._compiling:
+            request, _ = self._compiling.pop(order.ticket)
+            self._never_ran(order.ticket, request, order.reason, None)
+        elif order.ticket in self._names:
+            name = self._names[order.ticket]
+            self._note(self._engine.finish(name, order.reason, index=order.index, keep=order.keep))
+
+    def _end(self, ticket: int, reason: FinishReason) -> None:
+        """Of what is dropped, what is not told yet need not be told."""
+        self._compiling.pop(ticket, None)
+        if ticket in self._names:
+            self._note(self._engine.finish(self._names[ticket], reason))
+        self._events = [event for event in self._events if event.ticket != ticket]
+
+    # ------------------------------------------------------------------------------------------------- what is told
+
+    def _note(self, events: Iterable[TokenEvent]) -> None:
+        """Keep events to be told; whose last output ends has no ticket any more."""
+        for event in events:
+            ticket = self._tickets[event.request_id]
+            self._events.append(wire.Event.of(ticket, event))
+            if event.finished is not None:
+                self._left[ticket] -= 1
+                if not self._left[ticket]:
+                    del self._tickets[event.request_id], self._names[ticket], self._left[ticket]
+
+    def _refuse(self, ticket: int, request: Request, problem: str) -> None:
+        self._never_ran(ticket, request, FinishReason.ERROR, problem)
+
+    def _never_ran(self, ticket: int, request: Request, reason: FinishReason, problem: str | None) -> None:
+        """The ends of a request that the engine never had."""
+        config = self._engine.config
+        finished = Finished(
+            reason=reason,
+            prompt_tokens=len(request.token_ids),
+            completion_tokens=0,
+            seed=request.sampling.seed or 0,
+            speculation=Speculation(
+                mode=config.speculation, num_draft_tokens=0, proposer="none", verification=config.verification
+            ),
+            stats=SpeculationStats(),
+            error=problem,
+        )
+        for index in range(request.sampling.n):
+            event = TokenEvent(request_id=request.request_id, index=index, finished=finished)
+            self._events.append(wire.Event.of(ticket, event))
+
+    def _tell(self, stats: StepStats | None) -> None:
+        """Send what is noted. Log-probabilities of a prompt go apart: together they could be too much for a message."""
+        events, self._events = self._events, []
+        for event in events:
+            if event.prompt_logprobs:
+                self._send(wire.Output((event,), None, self._load()))
+        rest = tuple(event for event in events if not event.prompt_logprobs)
+        self._send(wire.Output(rest, stats, self._load()))
+
+    def _send(self, message: wire.Output | wire.Beat) -> None:
+        self._lead += isinstance(message, wire.Output)
+        self._link.send(message)
+        self._spoke = time.monotonic()
+
+    def _load(self) -> wire.Load:
+        return load_of(self._engine, self._order)
+
+
+def load_of(engine: Engine, order: int = 0) -> wire.Load:
+    """How busy it is."""
+    return wire.Load(
+        order, engine.num_running, engine.num_waiting, engine.free_pages, engine.spare_pages, engine.spec_gain
+    )
+
+
+def ready(model: ServedModel, engine: Engine) -> wire.Ready:
+    """What is true of it from now on."""
+    return wire.Ready(
+        vocab_size=engine.vocab_size,
+        max_model_len=engine.max_model_len,
+        eos_token_ids=engine.eos_token_ids,
+        proposer_names=engine.proposer_names,
+        total_pages=engine.total_pages,
+        page_size=engine.page_size,
+        device=model.device,
+        loop=engine.loop,
+        dtype=engine.dtype,
+        load=load_of(engine),
+    )
+
+
+def serve(link: Link, load: Load) -> None:
+    """Load what the first message asks for and serve it, for as long as there are doors."""
+    start = _first(link)
+    logs.configure(start.log_format)
+    config = EngineConfig.model_validate_json(start.config)
+    link.allow(wire.most_bytes(config))
+    try:
+        model = load(config, lambda stage: link.send(wire.Progress(stage)))
+    except ModelError as error:
+        link.send(wire.Refused(str(error)))
+        return
+    engine = cast("Engine", model.engine)  # what is loaded here is here
+    freeze_loaded()
+    link.send(ready(model, engine))
+    EngineServer(link, engine, model.compile_grammar, start.beat_seconds).run()
+
+
+def main(load: Load = ServedModel.load, ahead: str = "") -> None:
+    """The process: its only argument is the number of an open socket. Never returns.
+
+    `ahead` is a module to import before anything is asked for: the doors may still be busy with their own.
+    """
+    # Both come from terminals and service managers that mean everybody; the doors decide when all is over.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+    code = 1
+    try:
+        link = Link(socket.socket(fileno=int(sys.argv[1])), _RECEIVE_BYTES)
+        if ahead:
+            import_module(ahead)
+        serve(link, load)
+    except DoorsGone:
+        code = 0
+    except wire.WireError as error:
+        logger.error("the doors are not understood: %s", error)  # noqa: TRY400  # no trace is of use
+    except Exception:
+        logger.exception("the engine failed")
+    finally:
+        logging.shutdown()  # before the socket closes: then this process may be killed
+        os._exit(code)  # a structure that compiles on another thread is nobody's any more
+
+
+def _first(link: Link) -> wire.Start:
+    """The start. Nothing follows it until it is answered."""
+    while True:
+        for message in link.receive(None):
+            if not isinstance(message, wire.Start):
+                raise wire.WireError(f"a {type(message).__name__} before the start")
+            return message

@@ -1,0 +1,93 @@
+"""An engine that failed begins again: at once, then after longer and longer pauses, and not for ever.
+
+Whoever fails too often is left to what runs this process (Kubernetes, systemd): it ends with an exit code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable
+
+from engine.stats import Clock
+from server.errors import EngineGone
+from server.lifecycle import Lifecycle, State
+from server.telemetry.metrics import Metrics
+from server.worker.host import Host
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
+
+
+class Crashes:
+    """When the engine failed of late, and so how long to wait before it begins again."""
+
+    def __init__(self, most: int, window_seconds: float, clock: Clock = time.monotonic) -> None:
+        self._most, self._window_seconds, self._clock = most, window_seconds, clock
+        self._times: deque[float] = deque()
+
+    def pause(self) -> float | None:
+        """Count one more: seconds to wait, 0 after the first of late, and doubling; None after too many."""
+        now = self._clock()
+        self._times.append(now)
+        while self._times[0] < now - self._window_seconds:
+            self._times.popleft()
+        if len(self._times) > self._most:
+            return None
+        before = len(self._times) - 1
+        return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (before - 1)) if before else 0.0
+
+
+class Supervisor:
+    """Restarts what a host runs, and lets everyone know how that goes."""
+
+    def __init__(self, host: Host, lifecycle: Lifecycle, metrics: Metrics, crashes: Crashes) -> None:
+        self._host, self._lifecycle, self._metrics, self._crashes = host, lifecycle, metrics, crashes
+
+    async def lost(self) -> None:
+        """The engine failed: take nothing new."""
+        self._metrics.engine_up.set(0)
+        await self._lifecycle.move(State.RECOVERING)
+
+    async def revive(self, stopping: asyncio.Event) -> bool:
+        """Whether it runs again. Otherwise the server has failed, or is `stopping`."""
+        while self._lifecycle.state is State.RECOVERING and not stopping.is_set():
+            pause = self._crashes.pause()
+            if pause is None:
+                logger.error("the engine has failed too often; giving up")
+                break
+            await first_of(asyncio.sleep(pause), stopping.wait())
+            if await self._restarted(stopping):
+                self._metrics.engine_up.set(1)
+                self._metrics.restarts.inc()
+                await self._lifecycle.move(State.READY)
+                return True
+        if not stopping.is_set():
+            await self._lifecycle.move(State.FAILED)
+        return False
+
+    async def _restarted(self, stopping: asyncio.Event) -> bool:
+        """Try once; raises nothing."""
+        restart = asyncio.ensure_future(self._host.restart())
+        await first_of(restart, stopping.wait())
+        if restart.cancelled() or not restart.done():
+            return False
+        error = restart.exception()
+        if error is not None:
+            logger.error("the engine did not begin again", exc_info=error)
+        if isinstance(error, EngineGone):
+            await self._lifecycle.move(State.FAILED)
+        return error is None
+
+
+async def first_of(*waits: Awaitable[object], timeout: float | None = None) -> None:  # noqa: ASYNC109  # it is no error
+    """Return when the first of these is done, or after `timeout` seconds; the others are cancelled, and have ended."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,234 @@
+"""How much of prompts a step reads: a machine of scripted costs is kept to the bound, whatever was believed before."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from engine.control.prefill_budget import _AIM, _ALONE, _MOST, Prefill
+from engine.stats import StepStats
+from engine.types import Request, SamplingParams
+from tests import fakes
+
+BOUND = 0.25
+AIM = _AIM * BOUND
+
+
+class Machine:
+    """What steps cost, and a clock that only they move."""
+
+    def __init__(self, *, sequence: float, token: float, context: float = 0.0, every: float = 0.0) -> None:
+        self.sequence, self.token, self.context, self.every = sequence, token, context, every
+
+    def seconds(self, decoding: int, tokens: int, read: int = 0) -> float:
+        return self.every + decoding * self.sequence + tokens * (self.token + self.context * read)
+
+
+def learned(prefill: Prefill, machine: Machine, decoding: int, steps: int = 20) -> Prefill:
+    """Decoding alone is known, and what a chunk costs."""
+    for _ in range(steps):
+        prefill.learn(decoding, 0, machine.seconds(decoding, 0))
+    prefill.learn(0, 512, machine.seconds(0, 512))
+    return prefill
+
+
+def steps_of(prefill: Prefill, machine: Machine, decoding: int, prompt: int, most: int = 512) -> list[float]:
+    """Seconds of each step in which a prompt is read while so many decode."""
+    read, taken = 0, list[float]()
+    while read < prompt:
+        tokens = int(min(most, prompt - read, prefill.tokens(decoding, alone=not decoding)))
+        taken.append(machine.seconds(decoding, tokens, read))
+        prefill.learn(decoding, tokens, taken[-1])
+        read += tokens
+    return taken
+
+
+def test_nobody_is_slowed_down_on_a_guess():
+    assert Prefill(BOUND).tokens(3, alone=False) == math.inf
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [Machine(sequence=0.05, token=0.002), Machine(sequence=0.1, token=0.02), Machine(sequence=0.001, token=0.0005)],
+    ids=["middling", "slow", "fast"],
+)
+def test_a_prompt_is_read_in_steps_that_fit_the_bound_and_fill_it(machine):
+    taken = steps_of(learned(Prefill(BOUND), machine, 1), machine, 1, 8192)
+    assert max(taken) <= 1.001 * AIM
+    full = [seconds for seconds in taken[:-1] if seconds < machine.seconds(1, 512)]  # else the budget in tokens decides
+    assert all(seconds > AIM - 2 * machine.token for seconds in full)
+
+
+def test_what_grows_with_the_context_is_followed():
+    machine = Machine(sequence=0.03, token=0.001, context=2e-7)
+    taken = steps_of(learned(Prefill(BOUND), machine, 1), machine, 1, 8192)
+    assert max(taken) <= BOUND
+    assert min(taken[3:-1]) > 0.8 * BOUND
+
+
+def test_where_decoding_takes_most_of_the_bound_reading_doubles_the_step():
+    machine = Machine(sequence=0.4, token=0.01)
+    taken = steps_of(learned(Prefill(BOUND), machine, 1), machine, 1, 400)
+    assert taken[:-1] == pytest.approx([0.8] * (len(taken) - 1), rel=0.03)
+
+
+def test_a_prompt_alone_may_take_longer_steps_and_never_endless_ones():
+    slow = Machine(sequence=0.1, token=0.02)
+    taken = steps_of(learned(Prefill(BOUND), slow, 1), slow, 0, 500)
+    assert max(taken) <= _ALONE * AIM
+    assert min(taken[:-1]) > 0.8 * _ALONE * AIM
+
+
+def test_a_pass_that_alone_takes_too_long_still_reads_as_much_again():
+    """A large model: weights are read once per pass, so many small passes would take for ever."""
+    machine = Machine(sequence=0.0, token=0.02, every=1.5)
+    unpractised = Prefill(BOUND)
+    taken = steps_of(unpractised, machine, 0, 2000)
+    assert sum(taken) < 3 * machine.seconds(0, 2000)
+    assert sum(steps_of(unpractised, machine, 1, 2000)) < 3 * machine.seconds(0, 2000)
+
+
+@pytest.mark.parametrize(("before", "after"), [((0.01, 0.0002), (0.1, 0.01)), ((0.1, 0.01), (0.01, 0.0002))])
+def test_a_machine_that_became_another_is_learned_within_some_steps(before, after):
+    """Even where decoding is not seen alone again: a long prompt is being read."""
+    prefill = learned(Prefill(BOUND), Machine(sequence=before[0], token=before[1]), 1)
+    machine = Machine(sequence=after[0], token=after[1])
+    taken = steps_of(prefill, machine, 1, 8192)
+    assert all(seconds <= BOUND for seconds in taken[8:])
+    assert all(seconds > 0.7 * min(BOUND, machine.seconds(1, 512)) for seconds in taken[12:-1])
+
+
+def test_one_stall_is_no_new_machine():
+    machine = Machine(sequence=0.05, token=0.002)
+    prefill = learned(Prefill(BOUND), machine, 1)
+    before = prefill.tokens(1, alone=False)
+    prefill.learn(1, int(before), 60.0)
+    assert prefill.tokens(1, alone=False) >= int(before / _MOST)
+    steps_of(prefill, machine, 1, 1000)
+    assert prefill.tokens(1, alone=False) == pytest.approx(before, rel=0.1)
+
+
+def test_numbers_that_decode_are_known_apart():
+    machine = Machine(sequence=0.002, token=0.002)
+    prefill = Prefill(BOUND)
+    for decoding in (1, 48):
+        learned(prefill, machine, decoding)
+    few, many = (prefill.tokens(decoding, alone=False) for decoding in (1, 48))
+    assert (few, many) == pytest.approx(((AIM - 0.002) / 0.002, (AIM - 48 * 0.002) / 0.002), rel=0.01)
+
+
+def test_a_clock_that_stands_still_teaches_nothing():
+    prefill = Prefill(BOUND)
+    prefill.learn(1, 5, 0.0)
+    assert prefill.tokens(1, alone=False) == math.inf
+
+
+def test_a_draft_model_reads_as_much_as_its_own_speed_allows_in_what_the_target_leaves():
+    prefill = learned(Prefill(BOUND), Machine(sequence=0.02, token=0.01), 1)
+    fitting = int(prefill.tokens(1, alone=False))
+    assert prefill.tokens_of_draft(1) == fitting + 2, "at first it is taken to be as slow as the target"
+    prefill.learn_draft(1, 100, 0.1)
+    assert prefill.tokens_of_draft(1) == int((AIM - 0.02) / 0.001 + 2)
+    prefill.spend(fitting // 2)
+    assert prefill.tokens_of_draft(1) == pytest.approx((AIM - 0.02) / 0.002, rel=0.1)
+    prefill.spend(fitting)
+    assert prefill.tokens_of_draft(1) == fitting + 2
+    prefill.tokens(1, alone=False)
+    prefill.learn_draft(4, 40, 5.0)  # what drafting needs anyway
+    assert prefill.tokens_of_draft(1) == int((AIM - 0.02) / 0.001 + 2)
+
+
+# ------------------------------------------------------------------------------------------- in an engine
+
+
+class Costs:
+    """A clock for an engine: each forward of the target takes what `machine` says."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.now = machine, 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def serve(
+    bound_ms: float, prompts: dict[str, int], machine: Machine, draft: Machine | None = None
+) -> tuple[fakes.Outputs, list[StepStats]]:
+    """One request decodes, then the others come; all tokens, and every step."""
+    clock = Costs(machine)
+    law = fakes.hashed_law(20, salt=3)
+    engine = fakes.fake_engine(
+        law,
+        draft_law=law if draft else None,
+        vocab_size=20,
+        num_pages=200,
+        max_model_len=600,
+        clock=clock,
+        max_step_ms=bound_ms,
+        max_batch_tokens=128,
+        num_draft_tokens=2 if draft else 0,
+    )
+
+    def take_time(model, costs):
+        forward = model.forward
+
+        def timed(feeds):
+            decoding = sum(len(feed.tokens) == 1 for feed in feeds)
+            clock.now += costs.seconds(decoding, sum(len(feed.tokens) for feed in feeds) - decoding)
+            return forward(feeds)
+
+        model.forward = timed
+
+    take_time(engine._passes._target, machine)
+    if draft:
+        take_time(engine._proposers._by_name["model"]._runner, draft)
+    outputs, steps = fakes.Outputs(), []
+    for name, length in prompts.items():
+        tokens, most = tuple((7 * i + length) % 20 for i in range(length)), 300 if draft and length < 300 else 60
+        engine.add(Request(request_id=name, token_ids=tokens, sampling=SamplingParams(max_tokens=most)))
+        for _ in range(8):
+            step = engine.step()
+            outputs.take(step.events)
+            steps.append(step.stats)
+    while engine.has_work:
+        step = engine.step()
+        outputs.take(step.events)
+        steps.append(step.stats)
+    return outputs, steps
+
+
+def test_who_decodes_waits_no_longer_than_the_bound_and_tokens_are_the_same():
+    machine, prompts = Machine(sequence=0.02, token=0.01), {"first": 20, "long": 500, "other": 90}
+    free, unbounded = serve(1e6, prompts, machine)
+    kept, bounded = serve(250.0, prompts, machine)
+    longest = [max(sum(s.phase_seconds.values()) for s in steps if s.running > 1) for steps in (unbounded, bounded)]
+    assert longest[0] > 1.0
+    assert longest[1] <= 0.25
+    assert kept.tokens == free.tokens
+    assert kept.finished.keys() == free.finished.keys() == prompts.keys()
+
+
+def test_a_draft_model_that_catches_up_keeps_the_bound_and_takes_nobodys_drafts():
+    """A prompt that the target has read is news to it; whoever decodes goes on with drafts meanwhile."""
+    machine, draft = Machine(sequence=0.01, token=0.01), Machine(sequence=0.005, token=0.005)
+    prompts = {"first": 20, "long": 500}
+    free, unbounded = serve(1e6, prompts, machine, draft)
+    kept, bounded = serve(250.0, prompts, machine, draft)
+    assert max(s.phase_seconds["propose"] for s in unbounded) > 0.6
+    beside = [s for s in bounded if s.running > 1]
+    assert max(sum(s.phase_seconds.values()) for s in beside) <= 0.25
+    catching_up = [s for s in beside if any(f.kind == "draft" and f.tokens > 6 for f in s.forwards)]
+    assert len(catching_up) > 10
+    assert all(s.drafted >= 1 for s in catching_up)
+    assert kept.tokens == free.tokens
+
+
+def test_a_rehearsal_is_neither_bounded_nor_learned_from():
+    engine = fakes.fake_engine(fakes.hashed_law(20), vocab_size=20, max_step_ms=1.0)
+    engine._scheduler.prefill.learn(0, 4, 1.0)
+    few = engine._scheduler.prefill.tokens(0, alone=True)
+    with engine.rehearsing():
+        assert engine._scheduler.prefill.tokens(0, alone=True) == math.inf
+        engine.warm_up()
+    assert engine._scheduler.prefill.tokens(0, alone=True) == few < 4

@@ -1,0 +1,94 @@
+"""What recording a round asks of CUDA, in which order; torch's calls are stood in for, so nothing is captured."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from engine.device_loop.graphs import Graphs, MemoryBudget
+from engine.device_loop.round import Round
+from tests.loops import PLAIN, loop_of, models
+
+
+class Card:
+    """Notes what is asked for; within a capture operations run as ever."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.told: list[str] = []
+        self.graph = inspect.signature(torch.cuda.graph.__init__)
+        for name in ("Stream", "CUDAGraph", "graph_pool_handle", "current_stream", "graph", "stream"):
+            patch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
+        patch.setattr(Round, "verify", self._told_of("verify", Round.verify))
+
+    def _told_of(self, name: str, method):
+        def told(*args):
+            self.told.append(name)
+            return method(*args)
+
+        return told
+
+    def _Stream(self) -> Card:  # torch's name
+        return self
+
+    def _graph_pool_handle(self) -> str:
+        return "the pool"
+
+    def _CUDAGraph(self) -> Card:
+        return self
+
+    def _current_stream(self) -> Card:
+        return self
+
+    def wait_stream(self, other: Card) -> None:
+        self.told.append("wait")
+
+    def replay(self) -> None:
+        self.told.append("play")
+
+    @contextmanager
+    def _stream(self, stream: Card):
+        self.told.append("on its stream")
+        yield
+
+    @contextmanager
+    def _graph(self, graph: Card, **how: object):
+        self.graph.bind(None, graph, **how)  # torch has these arguments
+        assert how == {"pool": "the pool", "stream": self, "capture_error_mode": "thread_local"}
+        assert not gc.isenabled()
+        self.told.append("capture")
+        yield
+        assert not gc.isenabled()
+        self.told.append("captured")
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_round_is_warmed_up_on_its_stream_captured_and_played_once(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    card, free = Card(monkeypatch), iter([100, 60])
+    loop = loop_of(models())
+    graphs = Graphs(MemoryBudget(30, lambda: next(free)))
+    assert graphs.has_room
+    play = graphs(Round(loop.state, loop._target, loop._draft, PLAIN, 2, k))
+    warm = ["wait", "on its stream", "verify", "verify", "wait"]
+    drafting = ["capture", "captured"] if k else []
+    played = ["play", "play"] if k else ["play"]
+    assert card.told == [*warm, *drafting, "capture", "verify", "captured", *played]
+    assert gc.isenabled()
+    assert not graphs.has_room
+    marks = []
+    play(torch.tensor([0, 0]), lambda: marks.append(len(card.told)))
+    assert marks == [len(card.told) - 1], "the mark is between drafting and verification"
+
+
+def test_a_capture_that_fails_leaves_collection_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    Card(monkeypatch)
+    loop = loop_of(models())
+    round_ = Round(loop.state, loop._target, loop._draft, PLAIN, 2, 1)
+    monkeypatch.setattr(Graphs, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(Round, "propose", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Graphs(MemoryBudget(30, lambda: 0))(round_)
+    assert gc.isenabled()

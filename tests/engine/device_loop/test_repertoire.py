@@ -1,0 +1,245 @@
+"""Rounds are recorded at load and in an idle engine, within memory and time, and never while a request waits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine.attention import paged, registry, sdpa
+from engine.config import EngineConfig
+from engine.device_loop.graphs import MemoryBudget
+from engine.device_loop.repertoire import Repertoire, as_it_is
+from engine.device_loop.round import Round
+from engine.device_loop.shapes import RoundShape, covering, in_order_of_worth, sizes_for
+from engine.engine import Engine
+from engine.errors import ModelError
+from engine.kernels import faults
+from engine.model.runner import ModelRunner
+from engine.startup.calibrate import calibrate
+from engine.startup.memory import GIB, graph_bytes
+from engine.startup.warm import make_ready
+from tests import fakes
+from tests.engine.device_loop.test_round import check
+from tests.engine.startup.test_memory import LLAMA_8B
+from tests.loops import PLAIN, AnyK, engine_of, request, steered
+
+
+class Recorder:
+    """Notes what it records, as long as it may; `fault` may raise for a shape."""
+
+    def __init__(self, room: int = 999, fault: Callable[[Round], None] = lambda _: None) -> None:
+        self.room, self.fault, self.made, self.ran, self.is_open = room, fault, list[Round](), list[Round](), True
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.made) < self.room
+
+    def __call__(self, round_: Round):
+        assert self.is_open, "a round is recorded in a request"
+        self.fault(round_)
+        self.made.append(round_)
+        run = as_it_is(round_)
+        return lambda slots, between: (self.ran.append(round_), run(slots, between))[1]
+
+
+def recorded_by(recorder: Recorder, engine: Engine, **options) -> Engine:
+    rounds = engine._rounds
+    rounds.repertoire = Repertoire(rounds._round, recorder, covering(6, 4), **options)
+    return engine
+
+
+def test_shapes_in_order_of_worth() -> None:
+    shapes = in_order_of_worth(6, 4)
+    assert len(shapes) == len(set(shapes)) == 4 * 5 * 2
+    assert shapes[:5] == covering(6, 4) == [RoundShape(8, k, True) for k in (4, 0, 1, 2, 3)]
+    assert shapes[5:7] == [RoundShape(1, 4, False), RoundShape(1, 0, False)]
+    for shape in shapes:
+        assert any(cover.stands_in_for(shape) for cover in covering(6, 4))
+    assert in_order_of_worth(1, 0) == [RoundShape(1, 0, True), RoundShape(1, 0, False)]
+    assert sizes_for(200)[-3:] == [128, 192, 256]
+
+
+@pytest.mark.parametrize("room", [999, 5, 12, 0])
+def test_nothing_is_recorded_in_a_request(room: int, caplog: pytest.LogCaptureFixture) -> None:
+    """With room for all shapes, for a few that stand in for the others, or for none: the tokens are the same."""
+    recorder, told = Recorder(room), list[str]()
+    engine = recorded_by(recorder, steered(AnyK(room)))
+    with caplog.at_level(logging.INFO):
+        engine.record(told.append)
+    assert len(recorder.made) == min(room, 40)
+    assert told == [f"recording rounds: {i + 1} of 40" for i in range(len(recorder.made))]
+    assert f"recorded {len(recorder.made)} of 40 rounds" in caplog.text
+    recorder.is_open = False
+    asked = [request(i, max_tokens=12) for i in range(9)]
+    said = fakes.run(engine, asked)
+    for one in asked:
+        check(said, one)
+    if room:
+        ran = {round_.size for round_ in recorder.ran}
+        assert 8 in ran
+        assert ran <= ({8} if room == 5 else {1, 8} if room == 12 else {1, 2, 4, 8})
+
+
+def test_a_kernel_that_does_not_fit_leaves_its_shapes_to_others(caplog: pytest.LogCaptureFixture) -> None:
+    def fault(round_: Round) -> None:
+        if round_.k == 3:
+            raise faults()[0]("out of resource: shared memory")
+
+    recorder = Recorder(fault=fault)
+    engine = recorded_by(recorder, steered(AnyK(1)))
+    engine.record()
+    assert len(recorder.made) == 32
+    assert "rounds of 8 places and 3 drafts are not recorded: out of resource" in caplog.text
+    recorder.is_open = False
+    asked = [request(i, max_tokens=12) for i in range(6)]
+    said = fakes.run(engine, asked)
+    for one in asked:
+        check(said, one)
+
+
+def test_a_capture_that_breaks_off_ends_recording(caplog: pytest.LogCaptureFixture) -> None:
+    def fault(round_: Round) -> None:
+        if round_.size == 2:
+            raise RuntimeError("out of memory")
+
+    recorder = Recorder(fault=fault)
+    engine = recorded_by(recorder, engine_of())
+    engine.record()
+    assert {round_.size for round_ in recorder.made} == {8, 1}
+    assert caplog.text.count("not recorded") == 1
+
+
+def test_recording_keeps_to_its_time() -> None:
+    recorder, ticks = Recorder(), iter(range(0, 10_000, 25))
+    recorded_by(recorder, engine_of(), clock=lambda: next(ticks)).record()
+    assert len(recorder.made) == 3  # 25, 50 and 75 seconds
+
+
+def test_an_idle_engine_records_what_was_missed_often() -> None:
+    """In the place of the shape whose last use is longest ago, but of none that stands in for all."""
+    recorder = Recorder(room=7)
+    engine = recorded_by(recorder, engine_of(num_draft_tokens=4))
+    engine.record()
+    repertoire = engine._rounds.repertoire
+    used, unused = RoundShape(1, 4, False), RoundShape(1, 0, False)
+    assert set(repertoire._recorded) == {*covering(6, 4), used, unused}
+    for _ in range(64):
+        assert repertoire.of(1, 4, cuts=False, rejects=False)[0] == 1
+        assert repertoire.of(2, 1, cuts=False, rejects=False)[0] == 8
+        engine_made = len(recorder.made)
+    assert engine_made == 7
+    engine.rest()
+    assert set(repertoire._recorded) == {*covering(6, 4), used, RoundShape(2, 1, False)}
+    engine.rest()
+    assert len(recorder.made) == 8
+
+
+def test_no_timing_holds_a_capture() -> None:
+    """Recording takes an age on this clock, and a round a second: what control learns first is a round's price."""
+    now, learned = [0.0], list[float]()
+    recorder = Recorder()
+    recorder.fault = lambda _: now.__setitem__(0, now[0] + 1.4)
+    engine = recorded_by(recorder, engine_of(speculation="auto"), clock=lambda: now[0])
+    engine._rounds._clock = lambda: now[0]
+    learn = engine.round_control.learn
+    engine.round_control.learn = lambda done: (learned.append(done.seconds), learn(done))
+    recorder.fault, fault = lambda r: fault(r), recorder.fault
+    make_ready(engine, is_compiled=True)
+    recorder.is_open = False
+    calibrate(engine, 1e9)
+    assert len(recorder.made) == 40
+    assert learned
+    assert max(learned) == 0
+
+
+def test_a_budget_is_what_is_gone() -> None:
+    free = [100]
+    room = MemoryBudget(30, lambda: free[0])
+    for taken, left in ((20, True), (-5, True), (10, False)):
+        with room.taken():
+            free[0] -= taken
+        assert room.is_left is left
+
+
+def test_memory_for_rounds_follows_from_their_shapes() -> None:
+    def gib(**options) -> float:
+        return graph_bytes(EngineConfig(target="t", **options), LLAMA_8B) / GIB
+
+    assert gib(loop="plain") == 0
+    assert gib(max_batch_size=8) < gib(draft="d", max_batch_size=8) < gib(draft="d", num_draft_tokens=16)
+    assert 1.4 < gib(draft="d", num_draft_tokens=4) < 2.5  # 90 shapes
+
+
+def test_rehearsals_run_every_kind_of_plain_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of full size, chunks beside decoding, decoding alone in several batches; control hears of none."""
+    passes, told = list[tuple[int, ...]](), list[str]()
+    forward = ModelRunner.forward
+
+    def noting(runner, feeds):
+        passes.append(tuple(len(feed.tokens) for feed in feeds))
+        return forward(runner, feeds)
+
+    monkeypatch.setattr(ModelRunner, "forward", noting)
+    engine = engine_of(speculation="auto", pages=60)
+    make_ready(engine, progress=told.append, is_compiled=True)
+    decoding = {len(rows) for rows in passes if set(rows) == {1}}
+    assert {1, 6} <= decoding
+    assert (32,) in passes
+    assert any(1 <= min(rows) <= 5 and max(rows) > 16 for rows in passes if len(rows) == 2)
+    assert any(rows.count(5) > 2 for rows in passes), "drafts are verified in plain steps, too"
+    assert not engine._rounds.riders
+    assert engine.control.target.count == engine.round_control._inner.target.count == 0
+    assert "compiling for plain passes: 1 of" in told[0]
+    assert told[-1] == "warming up"
+
+
+def refusing(*args, **kwargs):
+    raise faults()[0]("out of resource: shared memory, Required: 300000")
+
+
+def test_attention_that_does_not_fit_means_plain_steps(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    """Triton's error is none of Python's own kinds: it would end the load."""
+    monkeypatch.setattr("engine.startup.loop.ops_on", lambda _: type(PLAIN)(refusing, PLAIN.choose, PLAIN.commit))
+    with pytest.raises(ModelError, match="a round of this model fails: out of resource"):
+        engine_of()
+    for module in ("build", "loops"):
+        monkeypatch.setattr(f"engine.{module}.wants_rounds", lambda *_: True)
+    with caplog.at_level(logging.INFO):
+        assert engine_of(loop="auto").loop == "plain"
+    assert "loop: plain, because" in caplog.text
+
+
+def test_attention_that_does_not_fit_gives_way_to_torchs(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    choose = registry.choose
+    monkeypatch.setattr(
+        registry, "choose", lambda name, *a, **k: refusing if name in ("auto", "triton") else choose(name, *a, **k)
+    )
+    engine = engine_of(attention="auto", loop="plain")
+    assert "attention on cpu: our kernel cannot run here: out of resource" in caplog.text
+    one = request(1)
+    check(fakes.run(engine, [one]), one)
+    with pytest.raises(ModelError, match=r"attention is triton; its kernel cannot run on this device: out of resource"):
+        engine_of(attention="triton", loop="plain")
+
+
+def test_on_cuda_what_gives_way_is_our_kernel() -> None:
+    """By name of the device alone: what runs is only told which attention it is."""
+
+    def try_out(attend) -> None:
+        if attend is paged.attend:
+            refusing()
+
+    assert registry.fitting("auto", torch.device("cuda"), try_out) is sdpa.attend
+
+
+def test_as_it_is_where_nobody_records() -> None:
+    """On a CPU: nothing is missed, and a round has the places that it asks for."""
+    engine = engine_of()
+    engine.record()
+    engine.rest()
+    assert len(engine._rounds.repertoire) == 0
+    assert engine._rounds.repertoire.of(3, 2, cuts=False, rejects=False)[0] == 4
+    assert fakes.run(engine, [request(1, max_tokens=3)]).finished

@@ -1,0 +1,550 @@
+"""Rounds on the device: the tokens of the plain loop, and no look at the device while they are made."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from engine.attention import paged
+from engine.control.controller import FixedK
+from engine.device_loop import draws
+from engine.device_loop.loop import serves
+from engine.device_loop.round import Ops, Round
+from engine.device_loop.shapes import places_for
+from engine.device_loop.slots import REJECTS, Place
+from engine.errors import ModelError
+from engine.kv.batch import Feed
+from engine.model.fusion.fuse_cuda import fuse_for_cuda
+from engine.model.runner import ModelRunner
+from engine.sampling import distribution
+from engine.sampling.distribution import RowParams
+from engine.sampling.noise import Stream
+from engine.scheduler import Work
+from engine.stats import Stopwatch
+from engine.types import (
+    FinishReason,
+    KVCursor,
+    Request,
+    SamplingParams,
+    Sequence,
+    Speculation,
+    SpeculationMode,
+    Verification,
+)
+from tests import fakes, zoo
+from tests.engine.sampling.test_distribution import row
+from tests.hostless import Counting, hostless, looking_away, sent_in_pieces
+from tests.interpreting import WHY_NOT
+from tests.loops import LAWS, LONGEST, PLAIN, AnyK, asking, engine_of, loop_of, models, plainly, request, steered
+
+
+def interpreted(test):
+    """A test that runs kernels."""
+    exp_of_much = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+    return pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))(exp_of_much(test))
+
+
+def kernels() -> Ops:
+    from engine.kernels import commit
+
+    return Ops(paged.attend, distribution.choose, commit.commit)
+
+
+def fused_for_cuda(model):
+    fused = copy.deepcopy(model)
+    fuse_for_cuda(fused)
+    return fused
+
+
+def check(said: fakes.Outputs, asked: Request, family: str = "llama", *, is_cut: bool = False) -> None:
+    """A request has the tokens of plain decoding, or the first of them where it was ended."""
+    tokens, reason = plainly(asked, family)
+    got = said.tokens.get(asked.request_id, [])
+    if is_cut:
+        assert got == tokens[: len(got)]
+    else:
+        assert (got, said.finished[asked.request_id].reason) == (tokens, reason)
+
+
+def mixed(i: int) -> Request:
+    """Some can ride, some cannot, and some ask for other drafts or none."""
+    kind = i % 7
+    if kind == 4:
+        return asking(request(i, logprobs=1))
+    if kind == 5:
+        return asking(request(i, repetition_penalty=1.3), proposer="ngram")
+    wishes = ({}, {"proposer": "model"}, {"num_draft_tokens": 2}, {"mode": SpeculationMode.OFF}, {}, {}, {})[kind]
+    auto = {"mode": SpeculationMode.AUTO} if kind == 6 else {}
+    return asking(request(i), **wishes, **auto)
+
+
+@pytest.mark.parametrize(("pages", "page_size"), [(5, 16), (17, 4), (40, 16)])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_tokens_of_the_plain_loop(seed: int, pages: int, page_size: int) -> None:
+    """Random admissions, ends, Ks and companies, chunks of prompts, and preemptions where pages are few."""
+    rng = random.Random(seed)
+    engine, said, cut = steered(AnyK(seed), pages=pages, page_size=page_size), fakes.Outputs(), set()
+    waiting = [mixed(100 * seed + i) for i in range(21)]
+    asked = list(waiting)
+    while waiting or engine.has_work:
+        if waiting and rng.random() < 0.5:
+            engine.add(waiting.pop(0))
+        if engine.has_work and rng.random() < 0.06:
+            name = rng.choice(sorted(engine._live))
+            cut.add(name)
+            said.take(engine.finish(name, FinishReason.ABORTED))
+        said.take(engine.step().events)
+        engine.check_invariants()
+    for one in asked:
+        check(said, one, is_cut=one.request_id in cut)
+    assert engine.loop == "rounds"
+    assert not engine._rounds.riders
+
+
+def test_some_ride_and_some_do_not() -> None:
+    engine = engine_of()
+    for i in range(7):
+        engine.add(mixed(i))
+    rides = {s.request_id: s.rides for s in engine._scheduler.sequences}
+    assert rides == {str(i): i not in (4, 5) for i in range(7)}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma2", "mistral"])
+def test_other_families(family: str) -> None:
+    """Learned positions, windows, softcaps, norms on heads."""
+    asked = [request(i) for i in (1, 2, 3)]
+    said = fakes.run(engine_of(family), asked)
+    for one in asked:
+        check(said, one, family)
+
+
+class Scripted(FixedK):
+    """These Ks, one after another."""
+
+    def __init__(self, ks: list[int]) -> None:
+        super().__init__()
+        self.ks = ks
+
+    def choose(self, sequences, limits, budget, prompt_rows):
+        return [self.ks.pop(0)] * len(sequences) if sequences else []
+
+
+@pytest.mark.parametrize("ks", [[4, 4, 4, 4], [0, 0, 4, 4, 0, 4], [2, 0, 1, 0, 0, 3]])
+def test_drafts_are_kept(ks: list[int]) -> None:
+    """A draft that is the target is right each time, from the first round on, and after rounds without drafts."""
+    target = models()[0]
+    wanted = next(one for one in map(request, range(1, 99)) if one.sampling.max_tokens == 30 and not one.sampling.stop)
+    engine = steered(Scripted([*ks, *[0] * 30]), pair=(target, target))
+    engine.add(wanted)
+    brought = [event for _ in range(len(ks) + 3) for event in engine.step().events]
+    # The prompt's pass brings the first token; its round is launched with the next step and read with the one after.
+    assert [sum(event.from_draft) for event in brought][: len(ks) + 1] == [0, *ks]
+    assert [len(event.token_ids) for event in brought][: len(ks) + 1] == [1, *(k + 1 for k in ks)]
+
+
+def test_a_prompt_is_fed_between_rounds() -> None:
+    """One decodes while another's long prompt comes in chunks: each step brings the first one a round."""
+    first = request(2, max_tokens=30)
+    long = Request(request_id="long", token_ids=tuple(range(3, 53)), sampling=SamplingParams(max_tokens=5))
+    engine = engine_of(max_batch_tokens=8)
+    engine.add(first)
+    while not engine._rounds.riders:
+        engine.step()
+    engine.step()
+    engine.add(long)
+    for _ in range(6):
+        step = engine.step()
+        assert [event.request_id for event in step.events] == [first.request_id]
+        assert step.stats.prompt_tokens == 8
+
+
+def test_a_prefix_is_found_and_shared_by_riders() -> None:
+    """A second request with the prompt and output of a first finds its pages, the draft's too."""
+    engine = engine_of(page_size=4, proposer="model")
+    first = Request(request_id="a", token_ids=tuple(range(5, 25)), sampling=SamplingParams(max_tokens=20, seed=1))
+    tokens = fakes.run(engine, [first]).tokens["a"]
+    again = Request(request_id="b", token_ids=(*first.token_ids, *tokens[:-3]), sampling=first.sampling)
+    engine.add(again)
+    engine.step()
+    (sequence,) = engine._scheduler.sequences
+    assert sequence.num_cached == (len(again.token_ids) - 1) // 4 * 4
+    engine.step()
+    assert sequence.draft.shared, "the draft was fed what another sequence had fed it"
+    engine.finish("b", FinishReason.ABORTED)
+    assert fakes.run(engine, [again]).tokens["b"] == plainly(again)[0]
+
+
+def test_rounds_that_fail_are_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    engine, asked = engine_of(), [request(i) for i in range(5)]
+    said = fakes.Outputs()
+    for one in asked:
+        engine.add(one)
+    for _ in range(4):
+        said.take(engine.step().events)
+    monkeypatch.setattr(Round, "verify", lambda *_: 1 / 0)
+    while engine.has_work:
+        said.take(engine.step().events)
+        engine.check_invariants()
+    assert engine.loop == "plain"
+    assert "a round on the device failed" in caplog.text
+    for one in asked:
+        check(said, one)
+
+
+def test_no_number_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is no number ends the sequence whose it is, and nobody else's."""
+    engine, asked, verify = engine_of(), [request(i, max_tokens=25) for i in (1, 2, 5)], Round.verify
+    said = fakes.Outputs()
+    for one in asked:
+        engine.add(one)
+    while len(engine._rounds.riders) < 3:
+        said.take(engine.step().events)
+    (victim, *_) = engine._rounds.riders.values()
+
+    def broken(self, slots, drafts):
+        state = self._state
+        brought = verify(self, slots, drafts)
+        mine = slots == victim.slot
+        state.tracks.running[slots] = state.tracks.running[slots] * ~mine
+        ended = torch.where(mine, 3, brought.committed.ended)
+        fresh = torch.where(mine, 0, brought.committed.num_fresh)
+        return replace(brought, committed=replace(brought.committed, ended=ended, num_fresh=fresh))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Round, "verify", broken)
+        said.take(engine.step().events)
+    while engine.has_work:
+        said.take(engine.step().events)
+    ended = said.finished.pop(victim.sequence.request_id)
+    assert (ended.reason, ended.error) == (FinishReason.ERROR, "the model's output was not a number")
+    for one in asked:
+        if one.request_id in said.finished:
+            check(said, one)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"reproducible": True, "attention": "auto"}, "a shape of their own"),
+        ({"family": "phi3-longrope"}, "two rotary tables"),
+    ],
+)
+def test_asked_for_in_vain(options, why) -> None:
+    with pytest.raises(ModelError, match=why):
+        engine_of(**options)
+
+
+def test_a_model_that_a_round_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_):
+        raise RuntimeError("capture")
+
+    monkeypatch.setattr(Round, "verify", refuse)
+    with pytest.raises(ModelError, match="a round of this model fails: capture"):
+        engine_of()
+    monkeypatch.setattr("engine.startup.loop.wants_rounds", lambda *_: True)
+    assert engine_of(loop="auto").loop == "plain"
+
+
+def test_the_loop_of_a_cpu_is_plain(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert engine_of(loop="auto").loop == "plain"
+    assert "loop: plain, on a CPU" in caplog.text
+
+
+def test_places() -> None:
+    assert [places_for(count) for count in (1, 3, 33, 128, 129, 193)] == [1, 4, 48, 128, 192, 256]
+
+
+def round_of(pair, ops: Ops, k: int, **kinds: bool) -> tuple[Round, torch.Tensor]:
+    """A round of three sequences that were fed but for their newest tokens, and an idle place."""
+    loop = loop_of(pair, ops)
+    works = []
+    for i in range(3):
+        sequence = sequence_of(request(i), list(range(10 * i, 10 * i + 4)))
+        for runner in (loop._drafter, ModelRunner(pair[0], loop._target.arena, ops.attend)):
+            if tokens := sequence.tokens[:-1]:
+                runner.forward([Feed(tokens, 0, sequence.target.page_table, num_logits=0)])
+        works.append(Work.feeding(sequence, 1))
+    loop.launch(works)
+    loop.read()
+    slots = loop._laid_out(4)
+    return Round(loop.state, loop._target, loop._draft, ops, 4, k, **kinds), slots
+
+
+def sequence_of(asked: Request, pages: list[int]) -> Sequence:
+    """In the state in which it would board."""
+    tokens = list(asked.token_ids)
+    fixed, coupled = SpeculationMode.FIXED, Verification.COUPLED
+    speculation = Speculation(mode=fixed, num_draft_tokens=4, proposer="model", verification=coupled)
+    cursors = [KVCursor(list(pages), len(tokens) - 1) for _ in range(2)]
+    return Sequence(asked, 2**64 - 1 - int(asked.request_id), speculation, LONGEST, frozenset(), tokens, 0, *cursors)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_round_without_the_host(family: str, k: int) -> None:
+    run, slots = round_of(models(family), PLAIN, k)
+    with hostless():
+        brought = run.verify(slots, run.propose(slots))
+    assert (brought.committed.num_fresh[:3] > 0).all()
+    assert brought.committed.num_fresh[3] == 0
+
+
+def test_a_steady_launch_without_the_host() -> None:
+    """The host's part of it as well, as long as nobody comes or goes: it sends nothing up and reads nothing."""
+    engine = engine_of()
+    for i in (2, 5):
+        engine.add(request(i, max_tokens=30))
+    while len(engine._rounds.riders) < 2 or not engine._rounds._mails:
+        engine.step()
+    for _ in range(3):
+        plan = engine._scheduler.plan()
+        assert len(plan.rides) == 2
+        with hostless():
+            engine._rounds.launch(plan.rides)
+        engine._land(engine._feed(plan, Stopwatch(time.perf_counter)), Stopwatch(time.perf_counter))
+
+
+def test_no_number_is_written_to_the_device_by_itself() -> None:
+    """Whole steps with new pages every few tokens, ends, a removal, changes of K and admissions, prompts and all."""
+    engine, said = steered(AnyK(3), page_size=4, pages=160), fakes.Outputs()
+    waiting = [request(i, max_tokens=20) for i in range(7)]
+    asked = list(waiting)
+    with sent_in_pieces():
+        for step in range(200):
+            if waiting and step % 3 == 0:
+                engine.add(waiting.pop(0))
+            if step == 12:
+                said.take(engine.finish("0", FinishReason.ABORTED))
+            said.take(engine.step().events)
+    assert not engine.has_work
+    for one in asked[1:]:
+        check(said, one)
+
+
+def test_what_has_changed_is_one_copy_and_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, per_step = [], []
+    monkeypatch.setattr(
+        "engine.device_loop.slate.send", lambda numbers, device: sent.append(numbers) or numbers.to(device)
+    )
+    engine = steered(Scripted([0, 0, 0, 4, 2, 0, 0, 0, 0, 0]), page_size=4, pages=160)
+    for i in (2, 5, 9):
+        engine.add(request(i, max_tokens=30))
+    while len(engine._rounds.riders) < 3:
+        engine.step()
+    for _ in range(6):
+        before = len(sent)
+        engine.step()
+        per_step.append(len(sent) - before)
+    assert max(per_step) == 1
+    assert min(per_step) == 0
+
+
+def test_a_slot_keeps_nothing_of_the_sequence_before() -> None:
+    """Its pages may have been given away; what the new one writes beyond its own goes to nobody's."""
+    state = loop_of(models()).state
+    law = SamplingParams(temperature=0.7, top_p=0.5, top_k=7, min_p=0.25)
+    state.place(2, Place(range(40), 50, (3, 4), law, 2**64 - 5, 4, rejects=True))
+    state.target.enter(2, [7, 8, 9])
+    state.send()
+    assert state.target.pages[2].tolist() == [7, 8, 9, *[40] * (state.target.width - 2)]
+    assert state.whole[:, 2].tolist() == [40, 50, 1, 4, 1, -5, 7]
+    assert [float(x[2]) for x in (state.temperature, state.top_p, state.min_p)] == [float(torch.tensor(0.7)), 0.5, 0.25]
+    state.place(2, Place([5], 9, (), SamplingParams(), 6, 0))
+    state.target.enter(2, [1])
+    state.set_num_draft(2, 3)
+    state.send()
+    assert state.target.pages[2].tolist() == [1, *[40] * state.target.width]
+    assert state.tracks.ends[2].tolist() == [-1] * 8
+    assert state.whole[:, 2].tolist() == [1, 9, 1, 3, 0, 6, zoo.VOCAB]
+    assert (state.target.pages[[0, 1, 3, 4]] == 40).all()
+
+
+@pytest.mark.parametrize(("cuts", "most"), [(False, (13, 23)), (True, (15, 25))])
+def test_a_round_is_few_launches(cuts: bool, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At K = 4, besides the models and the kernels of `Ops`: laws and rows of all passes are worked out at once."""
+
+    def unseen(function):
+        def run(*args, **kwargs):
+            with looking_away():
+                return function(*args, **kwargs)
+
+        return run
+
+    pair = [copy.deepcopy(model) for model in models()]
+    for model in pair:
+        monkeypatch.setattr(model, "forward", unseen(model.forward))
+    run, slots = round_of(pair, Ops(*map(unseen, (PLAIN.attend, PLAIN.choose, PLAIN.commit))), 4, cuts=cuts)
+    with Counting() as proposing:
+        drafts = run.propose(slots)
+    with Counting() as verifying:
+        run.verify(slots, drafts)
+    assert (len(proposing.names), len(verifying.names)) <= most, (proposing.names, verifying.names)
+    assert len(verifying.names) <= most[1], verifying.names
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("k", [1, 3, 4])
+def test_what_kernels_are_given_is_aligned(size: int, k: int) -> None:
+    """At 16 bytes for every shape: a kernel that finds another alignment is compiled once more."""
+    loop = loop_of(models())
+    run, slots = Round(loop.state, loop._target, loop._draft, PLAIN, size, k), torch.zeros(size, dtype=torch.int64)
+    for model, passes in ((run._draft, k), (run._target, 1)):
+        laid = model.layout.of(slots)
+        for i in range(passes):
+            batch, laws = model.layout.batch(laid, i, slots), model.layout.laws(laid, i)
+            given = [
+                batch.positions,
+                batch.kv_rows,
+                laid.spans[i],
+                laws.temperature,
+                laws.seed,
+                laws.position,
+                laws.top_k,
+            ]
+            offsets = {tensor.storage_offset() * tensor.itemsize % 16 for tensor in given}
+            assert offsets == {0}
+            assert all(tensor.is_contiguous() for tensor in given)
+
+
+@interpreted
+def test_kernels_are_launched_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What launches them is watched, what interprets them is not. The model runs on our stand-ins."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def unseen(executor, *args, **kwargs):
+        with looking_away():
+            return launch(executor, *args, **kwargs)
+
+    run, slots = round_of([fused_for_cuda(model) for model in models()], kernels(), 2)
+    want, _ = round_of(models(), PLAIN, 2)
+    monkeypatch.setattr(GridExecutor, "__call__", unseen)
+    with hostless():
+        brought = run.verify(slots, run.propose(slots))
+    expected = want.verify(slots, want.propose(slots))
+    for got, wanted, fresh in zip(brought.drawn, expected.drawn, expected.committed.num_fresh, strict=True):
+        assert got[:fresh].tolist() == wanted[:fresh].tolist()
+    assert torch.equal(brought.committed.num_fresh, expected.committed.num_fresh)
+
+
+def test_the_modes_see_what_they_should() -> None:
+    x = torch.arange(3)
+    for touch in (
+        lambda: x.tolist(), lambda: bool(x[0]), lambda: int(x[0]), lambda: x[x > 1], lambda: x.nonzero(),
+        lambda: torch.tensor([1]), lambda: x.repeat_interleave(x), lambda: x.unique(), lambda: x.cpu(),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError), hostless():
+            touch()
+    for write in (
+        lambda: x.__setitem__(1, 5), lambda: x.__setitem__(1, torch.tensor(5)), lambda: x.copy_(torch.tensor([3] * 3)),
+        lambda: x.index_put_((torch.tensor([1]),), x[:1]),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError), sent_in_pieces():
+            write()
+    with sent_in_pieces():
+        x.copy_(torch.tensor([0, 1, 2]).to("cpu"))
+        x[1:].fill_(1)
+        torch.tensor([1, 2])[0] = 5  # it stays on the host
+    with hostless():
+        torch.where(x > 1, x, 0).cumprod(0)[x]
+
+
+def test_a_round_has_no_shape_of_data() -> None:
+    """Tensors without values: whatever reads one raises."""
+    with FakeTensorMode():
+        config = zoo.configs()["llama"]
+        config._attn_implementation = "pilotfish_ragged"
+        from transformers import AutoModelForCausalLM
+
+        loop = loop_of([AutoModelForCausalLM.from_config(config).eval() for _ in range(2)])
+        run, slots = Round(loop.state, loop._target, loop._draft, PLAIN, 4, 3), torch.arange(4)
+        brought = run.verify(slots, run.propose(slots))
+        assert brought.drawn.shape == (4, 4)
+
+
+@interpreted
+def test_rounds_on_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.startup.loop.ops_on", lambda _: kernels())
+    asked = [request(i, max_tokens=4) for i in (1, 2)]
+    said = fakes.run(engine_of(num_draft_tokens=2), asked)
+    for one in asked:
+        check(said, one)
+
+
+def test_few_pages_preempt() -> None:
+    """Two that fit at first and not at their longest: the newer one makes room, comes back, and says the same."""
+    two = [Request(request_id=str(i), token_ids=tuple(range(i, i + 17)), sampling=SamplingParams(max_tokens=30))
+           for i in (3, 9)]  # fmt: skip
+    engine, said, preempted = engine_of(pages=5), fakes.Outputs(), 0
+    for one in two:
+        engine.add(one)
+    while engine.has_work:
+        step = engine.step()
+        said.take(step.events)
+        preempted += step.stats.preempted
+        engine.check_invariants()
+    assert preempted
+    for one in two:
+        check(said, one)
+
+
+def rows_and_laws() -> tuple[torch.Tensor, RowParams, draws.Laws]:
+    """Rows of all four kinds of law, said in the plain loop's words and in the device's."""
+    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(3)).mul(3)
+    rows = [row(LAWS[i % 4], i, 2**63 + i) for i in range(64)]
+    params = RowParams.of(rows, 50, logits.device)
+    greedy = torch.tensor([r.sequence.request.sampling.temperature == 0 for r in rows])
+    laws = draws.Laws(
+        params.temperature.masked_fill(greedy, 0), params.top_k, params.top_p, params.min_p, params.seed,
+        params.position, torch.full((64,), int(Stream.COUPLED)),
+    )  # fmt: skip
+    return logits, params, laws
+
+
+def test_draws_are_the_plain_loops() -> None:
+    logits, params, laws = rows_and_laws()
+    assert torch.equal(draws.choose(logits, laws).token, distribution.choose(logits, params))
+    torch.testing.assert_close(
+        draws.probabilities(logits, laws), distribution.probabilities(logits, params), rtol=1e-12, atol=1e-15
+    )
+
+
+@pytest.mark.parametrize("num_draft", [0, 1, 3])
+@pytest.mark.parametrize("company", [False, True])
+def test_rejection_in_rounds(num_draft: int, company: bool) -> None:
+    """For the same drafts the same tokens as in plain steps; coupled sequences beside it stay what they are."""
+    wishes = {"verification": Verification.REJECTION, "proposer": "model", "num_draft_tokens": num_draft}
+    asked = [asking(request(i), **wishes) if i % 2 or not company else request(i) for i in range(8)]
+    said = {}
+    for loop in ("plain", "rounds"):
+        engine = engine_of(loop=loop, max_batch_tokens=400, max_batch_size=8)
+        said[loop] = fakes.run(engine, asked)
+    assert said["rounds"].tokens == said["plain"].tokens
+    stats = [{name: ended.stats for name, ended in one.finished.items()} for one in said.values()]
+    if not company:
+        assert stats[0] == stats[1]
+    assert any(found.accepted for found in stats[1].values()) is (num_draft > 0 or company)
+
+
+def test_a_round_of_rejection_without_the_host() -> None:
+    both, slots = round_of(models(), PLAIN, 3, rejects=True)
+    both._state.whole[REJECTS, slots[:2]] = 1
+    with hostless():
+        brought = both.verify(slots, both.propose(slots))
+    assert (brought.committed.num_fresh[:3] > 0).all()
+
+
+def test_serves() -> None:
+    assert serves(LAWS[1], [1, 2])
+    assert not serves(LAWS[1], range(9))
+    for unserved in ({"repetition_penalty": 1.1}, {"logprobs": 0}, {"logit_bias": {3: 1.0}}, {"min_tokens": 2}):
+        assert not serves(SamplingParams(**unserved), [])

@@ -1,0 +1,77 @@
+"""What was read from a file leaves memory; what was written stays as it is."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.machine.mapped import let_go
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are counted by Linux")
+
+
+def resident(path: Path) -> int:
+    """KiB of a mapped file that are in this process's memory."""
+    lines, found = Path("/proc/self/smaps").read_text().splitlines(), 0
+    for i, line in enumerate(lines):
+        if line.endswith(str(path)):
+            found += int(next(later for later in lines[i:] if later.startswith("Rss:")).split()[1])
+    return found
+
+
+def written(path: Path) -> torch.Tensor:
+    """A file of numbers, mapped."""
+    torch.arange(2**20, dtype=torch.int32).numpy().tofile(path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return torch.from_numpy(np.memmap(path, np.int32, "c"))
+
+
+def test_mapped_pages_are_let_go_and_read_again(tmp_path: Path) -> None:
+    path, numbers = tmp_path / "weights", torch.arange(2**20, dtype=torch.int32)
+    mapped = written(path)
+    assert torch.equal(mapped, numbers)
+    assert resident(path) == 4096
+    let_go(mapped)
+    assert resident(path) < 1024
+    assert torch.equal(mapped, numbers)
+
+
+def in_cache(path: Path) -> int:
+    """How many pages of a file the system holds."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+        held = (ctypes.c_ubyte * -(-len(view) // mmap.PAGESIZE))()
+        data = np.frombuffer(view, np.uint8)
+        assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(len(view)), held)
+        del data
+        return sum(page & 1 for page in held)
+
+
+def test_what_is_let_go_of_stays_in_the_systems_cache(tmp_path: Path) -> None:
+    """Or whoever starts next would read all of it from the disk again."""
+    mapped = written(tmp_path / "weights")
+    assert int(mapped.sum()) > 0
+    let_go(mapped)
+    assert in_cache(tmp_path / "weights") == 4096 * 1024 // mmap.PAGESIZE
+
+
+def test_a_page_that_was_written_to_is_not_let_go_of(tmp_path: Path) -> None:
+    mapped = written(tmp_path / "weights")
+    mapped[500_000] = -1
+    let_go(mapped)
+    assert mapped[500_000] == -1
+
+
+def test_numbers_of_our_own_survive() -> None:
+    numbers = torch.arange(2**20)
+    let_go(numbers)
+    let_go(numbers[:3])
+    let_go(numbers[:0])
+    assert torch.equal(numbers, torch.arange(2**20))

@@ -1,0 +1,63 @@
+"""Threads by what the process may really use: affinity, and quotas of control groups of both versions."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.machine import threads
+from engine.machine.threads import cores, quota, use_threads
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "want"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        ("0::/a/b\n", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "max 100000"}, 2.0),
+        ("0::/a/b\n", {"a/cpu.max": "300000 100000", "a/b/cpu.max": "100000 100000"}, 1.0),
+        ("0::/docker/of/the/host\n", {"cpu.max": "50000 100000"}, 0.5),
+        (
+            "4:cpu,cpuacct:/c\n1:memory:/m\n",
+            {"cpu/c/cpu.cfs_quota_us": "400000", "cpu/c/cpu.cfs_period_us": "100000"},
+            4,
+        ),
+        ("4:cpu,cpuacct:/c\n", {"cpu,cpuacct/cpu.cfs_quota_us": "-1", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, None),
+        ("0::/\n", {"cpu.max": "nonsense"}, None),
+        ("0::/\n", {}, None),
+    ],
+)
+def test_quota(membership: str, files: dict[str, str], want: float | None, tmp_path: Path) -> None:
+    (tmp_path / "membership").write_text(membership)
+    assert quota(write(tmp_path / "root", files), tmp_path / "membership") == want
+
+
+def test_without_control_groups_there_is_no_quota(tmp_path: Path) -> None:
+    assert quota(tmp_path / "none", tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(("limit", "want"), [(None, 4), (2.9, 2), (0.5, 1), (64.0, 4)])
+def test_cores(limit: float | None, want: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setattr(threads, "quota", lambda: limit)
+    assert cores() == want
+
+
+def test_what_is_asked_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "cores", lambda: 2)
+    try:
+        assert (use_threads(3), torch.get_num_threads()) == (3, 3)
+        assert (use_threads(None), torch.get_num_threads()) == (2, 2)
+    finally:
+        torch.set_num_threads(1)

@@ -1,0 +1,176 @@
+"""Stand-ins for CUDA say what the originals said: with plain torch in the place of kernels, and with kernels."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+
+import pytest
+import torch
+
+from engine.attention import choose
+from engine.kernels import faults, has_triton, reference
+from engine.model.fusion.fuse_cuda import fuse_for_cuda
+from engine.model.fusion.kernel_layers import KernelLayer, KernelNorm, Ops
+from engine.model.runner import Tap
+from engine.proposers.early_exit import first_layers
+from tests import zoo
+from tests.engine.model.test_fuse import ROTARY, logits
+from tests.interpreting import WHY_NOT
+
+TWO_NORMS = {
+    "llama",
+    "llama-tied",
+    "llama-3",
+    "tinyllama-1.1b",
+    "llama-160m",
+    "mistral",
+    "qwen2",
+    "qwen2-window",
+    "qwen3",
+    "phi3",
+}
+FOUR_NORMS = {"gemma2", "gemma3"}
+
+
+@pytest.mark.parametrize("family", zoo.families())
+def test_logits_are_the_same(family: str) -> None:
+    plain = zoo.ours(zoo.reference(family))
+    fused = copy.deepcopy(plain)
+    done = fuse_for_cuda(fused, reference)
+    want = logits(plain)
+    assert torch.allclose(logits(fused), want, rtol=0, atol=2e-5 * float(want.std()))
+    layers = plain.config.num_hidden_layers
+    if family in ROTARY:
+        assert done["attentions"] == layers
+        assert done["norms"] >= 2 * layers + 1
+    if family in TWO_NORMS | FOUR_NORMS:
+        assert (done["layers"], done["gates"], done["sums handed on"]) == (layers, layers, layers)
+
+
+def fused_pair(family: str = "llama"):
+    plain = zoo.ours(zoo.reference(family))
+    fused = copy.deepcopy(plain)
+    fuse_for_cuda(fused, reference)
+    return plain, fused
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return torch.allclose(got, want, rtol=0, atol=2e-5 * float(want.std()))
+
+
+def test_a_last_sum_and_the_norm_that_follows_are_one_operation() -> None:
+    """Two layers, two passes: the first norm alone, each other one with the sum before it, and no sum besides."""
+    _, fused = fused_pair()
+    calls: list[bool] = []
+
+    def add_norm(x, residual, *rest):
+        calls.append(residual is not None)
+        return reference.add_norm(x, residual, *rest)
+
+    for module in fused.modules():
+        if hasattr(module, "ops"):
+            module.ops = dataclasses.replace(module.ops, add_norm=add_norm)
+    logits(fused)
+    assert calls == 2 * [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_whoever_reads_or_changes_hidden_states_between_layers_gets_what_is_right(family: str) -> None:
+    """Hooks see the plain model's sums; one that returns other rows has them normed; features are those of the norm."""
+    plain, fused = fused_pair(family)
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def keep(layer, _inputs, output):
+        seen.setdefault(id(layer), []).append(output.clone())
+        return output * 2 + 1 if layer in firsts else None
+
+    firsts = [model.get_decoder().layers[0] for model in (plain, fused)]
+    for model in (plain, fused):
+        for layer in model.get_decoder().layers:
+            layer.register_forward_hook(keep)
+    taps = Tap(plain), Tap(fused)
+    assert close(logits(fused), logits(plain))
+    for ours, theirs in zip(fused.get_decoder().layers, plain.get_decoder().layers, strict=True):
+        assert all(close(a, b) for a, b in zip(seen[id(ours)], seen[id(theirs)], strict=True))
+    assert close(taps[1].hidden, taps[0].hidden)
+    norms = [module for module in fused.modules() if isinstance(module, KernelNorm)]
+    assert all(norm._handed == (None, None) for norm in norms), "what was handed on is let go of"
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_fused_targets_first_layers_draft_for_it(layers: int) -> None:
+    """They are a copy that shares all weights; the final norm reads the sum of another layer there."""
+    config = copy.deepcopy(zoo.families()["llama"])
+    config.num_hidden_layers = 3
+    plain = zoo.ours(zoo.with_large_weights(config))
+    fused = copy.deepcopy(plain)
+    fuse_for_cuda(fused, reference)
+    mine, theirs = first_layers(fused, layers), first_layers(plain, layers)
+    assert close(logits(mine), logits(theirs))
+    assert close(logits(fused), logits(plain))
+    last = mine.get_decoder().layers[-1]
+    assert last.following == (mine.get_decoder().norm,)
+
+
+def test_without_a_ragged_batch_a_fused_model_is_the_original() -> None:
+    plain, fused = fused_pair()
+    tokens = torch.tensor([list(range(5, 25))])
+    for model in (plain, fused):
+        model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        assert close(fused(tokens, use_cache=False).logits, plain(tokens, use_cache=False).logits)
+
+
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("name", "kind"), [("add_norm", "norms"), ("gate", "gates"), ("rotate_and_write", "attentions")]
+)
+def test_a_kernel_that_does_not_compile_or_fit_stays_out_and_the_log_says_so_once(
+    name: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton's own error is no RuntimeError. It used to end the load."""
+    tried: list[None] = []
+
+    def fails(*_: object) -> None:
+        tried.append(None)
+        raise faults()[0]("out of resource: shared memory, Required: 300000, Hardware limit: 232448")
+
+    plain = zoo.ours(zoo.reference("llama"))
+    fused = copy.deepcopy(plain)
+    with caplog.at_level(logging.WARNING):
+        done = fuse_for_cuda(fused, dataclasses.replace(Ops.of(reference), **{name: fails}))
+    assert done[kind] == 0
+    assert len(tried) == 1, "one failure tells enough: every other would take as long to compile"
+    lines = [record.message for record in caplog.records if "no kernels of ours" in record.message]
+    why = "TritonError: out of resource: shared memory, Required: 300000, Hardware limit: 232448"
+    assert lines == [f"no kernels of ours for {kind}: {why}"]
+    assert close(logits(fused), logits(plain))
+    assert any(isinstance(module, KernelLayer) for module in fused.modules()) == (kind != "norms")
+
+
+def test_a_layer_is_asked_as_before() -> None:
+    """Some versions of transformers ask a layer which kind of attention it has."""
+    model = zoo.ours(zoo.reference("llama"))
+    layer = model.get_decoder().layers[0]
+    layer.attention_type = "full_attention"
+    fuse_for_cuda(model, reference)
+    stand_in = model.get_decoder().layers[0]
+    assert stand_in is not layer
+    assert stand_in.attention_type == "full_attention"
+    with pytest.raises(AttributeError):
+        stand_in.nothing_of_the_kind  # noqa: B018
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_a_whole_model_on_interpreted_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention with windows and softcap, rotation with norms of heads, sums with norms, gates: all at once."""
+    plain = zoo.ours(zoo.reference(family))
+    want = logits(plain)
+    fused = copy.deepcopy(plain)
+    assert fuse_for_cuda(fused)["attentions"] == plain.config.num_hidden_layers
+    kernel = choose("triton", torch.device("cpu"))
+    monkeypatch.setattr("tests.engine.model.test_fuse.choose", lambda *_: kernel)
+    assert torch.allclose(logits(fused), want, rtol=0, atol=2e-5 * float(want.std()))

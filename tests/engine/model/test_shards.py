@@ -1,0 +1,180 @@
+"""A target in shares: what is refused, what is said to the other ranks, and what becomes of a pass that fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from engine.config import EngineConfig
+from engine.errors import ModelError, RankLost
+from engine.kv.arena import KVLayout
+from engine.kv.batch import Feed
+from engine.machine.rank import Place
+from engine.parallel.shards import ShardedRunner, check_shares, decoded, encoded, follow, share_of
+from engine.startup.build import load
+from tests import families, zoo
+
+CPU = torch.device("cpu")
+NUMBERS = st.integers(0, 2**31)
+FEEDS = st.builds(
+    Feed, st.lists(NUMBERS, min_size=1, max_size=9), NUMBERS, st.lists(NUMBERS, max_size=9), NUMBERS, st.integers(0, 1)
+)
+
+
+def test_the_docstring_example():
+    assert encoded([Feed([7, 8], start=3, page_table=[5])]) == [2, 3, 1, 1, 0, 7, 8, 5]
+
+
+@given(st.lists(FEEDS, max_size=6))
+def test_what_is_said_is_what_was_meant(feeds):
+    assert decoded(encoded(feeds)) == feeds
+
+
+class Recorded:
+    """Ranks without a network: what rank 0 says, for another to hear afterwards."""
+
+    def __init__(self, *said):
+        self.said = list(said)
+
+    def say(self, numbers):
+        self.said.append(list(numbers))
+
+    def hear(self):
+        if not self.said:
+            raise RankLost("rank 1 has lost another one: connection closed by peer")
+        return self.said.pop(0)
+
+
+class Echo:
+    """A runner that notes what it is fed, and fails when its list of faults says so."""
+
+    vocab_size = 7
+
+    def __init__(self, *faults):
+        self.fed, self.faults = [], list(faults)
+
+    def forward(self, feeds):
+        self.fed.append(list(feeds))
+        if self.faults and (fault := self.faults.pop(0)) is not None:
+            raise fault
+        return torch.zeros(len(feeds), self.vocab_size)
+
+
+A, B = [Feed([1, 2], 0, [0])], [Feed([3], 2, [0, 1]), Feed([4, 5, 6], 0, [2], 0)]
+
+
+def test_others_run_what_rank_0_runs_until_it_has_ended():
+    ranks, mine, theirs = Recorded(), Echo(), Echo()
+    runner = ShardedRunner(mine, ranks)
+    assert runner.vocab_size == mine.vocab_size
+    for feeds in (A, B):
+        assert len(runner.forward(feeds)) == len(feeds)
+    follow(ranks, theirs)
+    assert theirs.fed == mine.fed == [A, B]
+
+
+def test_a_message_of_nothing_lets_others_go():
+    ranks, theirs = Recorded(encoded(A), [], encoded(B)), Echo()
+    follow(ranks, theirs)
+    assert theirs.fed == [A]
+
+
+def test_a_fault_of_a_follower_is_its_end():
+    with pytest.raises(ValueError, match="broken"):
+        follow(Recorded(encoded(A), encoded(B)), Echo(ValueError("broken")))
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("connection closed by peer"), ValueError("anything")])
+def test_after_a_pass_that_failed_there_is_no_other(fault):
+    """Whoever is still in the collectives of that pass would take the next one's for them."""
+    ranks, mine = Recorded(), Echo(None, fault)
+    runner = ShardedRunner(mine, ranks)
+    runner.forward(A)
+    with pytest.raises(RankLost, match="a pass over all ranks failed") as told:
+        runner.forward(A)
+    assert told.value.__cause__ is fault
+    with pytest.raises(RankLost, match="an earlier pass"):
+        runner.forward(A)
+    assert len(ranks.said) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "problem"),
+    [
+        ("gpt2", 2, "'here' is a gpt2 model, for which transformers has no tp_plan"),
+        ("opt", 2, "'here' is a opt model, for which transformers has no tp_plan"),
+        ("llama", 3, "does not divide num_attention_heads of 'here' (4)"),
+        ("llama", 4, "does not divide num_key_value_heads of 'here' (2)"),
+        ("tinyllama-1.1b", 16, "does not divide num_key_value_heads of 'here' (2)"),
+    ],
+)
+def test_models_that_cannot_be_cut_are_refused(family, size, problem):
+    with pytest.raises(ModelError) as told:
+        check_shares("here", zoo.families()[family], size)
+    assert f"tensor_parallel_size is {size}" in str(told.value)
+    assert problem in str(told.value)
+
+
+@pytest.mark.parametrize(("family", "kept"), [("llama", 4), ("qwen3", 4), ("mixtral", 4), ("phi3", 8)])
+def test_a_share_of_the_keys(family, kept):
+    """Of Phi-3, whose keys are in one matrix with queries and values, each rank attends with all heads."""
+    config, layout = zoo.families()[family], KVLayout(2, 8, 16, torch.float32)
+    check_shares("here", config, 2)
+    share = share_of(layout, config, 2)
+    assert (share.kv_heads, share.layers, share.head_dim) == (kept, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("weights", "int8"),
+        ("weights", "fp8"),
+        ("loop", "rounds"),
+        ("reproducible", True),
+        ("self_layers", 1),
+        ("proposer", "self"),
+        ("medusa", "heads"),
+        ("eagle", "head"),
+    ],
+)
+def test_options_that_need_a_whole_target_are_refused(option, value):
+    EngineConfig(target="t", **{option: value})
+    with pytest.raises(ValidationError, match=rf"tensor_parallel_size is 2; {option} is ({value}|'{value}'|on), "):
+        EngineConfig(target="t", tensor_parallel_size=2, **{option: value})
+
+
+def test_rounded_weights_of_a_checkpoint_are_refused(tmp_path):
+    from engine.model.quantize import save_quantised
+
+    saved = families.save("llama", tmp_path)
+    save_quantised(saved.target, None, tmp_path / "rounded", "int8")
+    config = EngineConfig(target=str(tmp_path / "rounded"), tensor_parallel_size=2)
+    with pytest.raises(ModelError, match=r"tensor_parallel_size is 2; .* has int8 weights, which cannot be cut"):
+        load(config, config.target, None, config.weights, CPU, shares=2)
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+
+
+def test_a_place_is_where_torchrun_says():
+    assert Place.here(TORCHRUN) == Place(rank=3, size=4, local_rank=1, local_size=2)
+    assert Place.here(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
+    assert Place.here({}) == Place(rank=0, size=1, local_rank=0, local_size=1)
+    assert Place.here({"RANK": "3"}).leads, "somebody else's variable"
+    assert not Place.here(TORCHRUN).leads
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "4"), ("WORLD_SIZE", "two"), ("LOCAL_RANK", "-1")])
+def test_an_environment_that_cannot_be_is_refused(name, value):
+    with pytest.raises(ModelError, match=f"{name} is '?{value}"):
+        Place.here(TORCHRUN | {name: value})
+
+
+@pytest.mark.parametrize("asked", [1, 2, 8])
+def test_as_many_processes_as_shares(asked):
+    Place.here(TORCHRUN).check(4)
+    with pytest.raises(ModelError, match=f"tensor_parallel_size is {asked}, and WORLD_SIZE, .*, is 4"):
+        Place.here(TORCHRUN).check(asked)

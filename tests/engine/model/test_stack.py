@@ -1,0 +1,144 @@
+"""All layers in one call: the same bits as layer after layer, and only where that is so."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention import choose, native
+from engine.kv.arena import KVArena
+from engine.kv.batch import Feed
+from engine.model.fusion.fuse import fuse
+from engine.model.fusion.stack import Stack, stack
+from engine.model.linear.packed import PackedLinear, keeps_rows_apart, pack
+from engine.model.quantize import quantise
+from engine.model.runner import ModelRunner, kv_layout
+from engine.native import library, multiplies
+from engine.proposers.early_exit import first_layers
+from tests import zoo
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(
+    library() is None or not all(map(multiplies, (torch.int8, torch.float32))), reason="needs a C compiler"
+)
+DTYPES = [torch.float32, torch.bfloat16]
+# Norm, attention, norm, MLP with a gate; the others differ, and run layer by layer.
+STACKED = {"llama", "llama-3", "llama-tied", "mistral", "qwen2", "qwen2-window"}
+
+
+def plain_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    """With heads that are whole vectors, where the family has such a size."""
+    config = copy.deepcopy(zoo.families()[family])
+    if family in STACKED:
+        config.update({"hidden_size": 128, "intermediate_size": 80, "head_dim": 32})
+    return zoo.ours(zoo.with_large_weights(config)).to(dtype)
+
+
+def model(family: str, dtype: torch.dtype, *, int8: bool) -> PreTrainedModel:
+    made = plain_model(family, dtype)
+    if int8:
+        quantise(made)
+    fuse(made)
+    pack(made)
+    return made
+
+
+def runner_of(made: PreTrainedModel, attention: str = "auto") -> ModelRunner:
+    arena = KVArena(kv_layout(made.config, made.dtype), 8, 32, CPU)
+    return ModelRunner(made, arena, choose(attention, CPU))  # type: ignore[arg-type]
+
+
+def several_passes(made: PreTrainedModel, attention: str = "auto") -> torch.Tensor:
+    """Prompts whole and in parts, decoding and verification."""
+    runner, text = runner_of(made, attention), [(7 * i + 3) % zoo.VOCAB for i in range(30)]
+    feeds = [
+        [Feed(text, 0, [0], 30), Feed(text[:9], 0, [1], 1)],
+        [Feed(text[9:12], 9, [1], 3), Feed(text[:4], 0, [5, 2], 0)],
+        [Feed(text[12:13], 12, [1]), Feed(text[4:20], 4, [5, 2], 5), Feed(text[:1], 0, [7])],
+    ]
+    return torch.cat([runner.forward(batch) for batch in feeds])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", sorted(zoo.families()))
+def test_one_call_gives_the_bits_of_layer_after_layer(family: str, dtype: torch.dtype, int8: bool) -> None:
+    made = model(family, dtype, int8=int8)
+    want = several_passes(made)
+    assert stack(made) == (family in STACKED)
+    assert torch.equal(several_passes(made), want)
+
+
+def test_c_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model("llama", torch.float32, int8=True)
+    assert stack(made)
+    monkeypatch.setattr(Stack, "one_by_one", partial(_never, "one by one"))
+    several_passes(made)
+    with pytest.raises(AssertionError, match="one by one"):  # another attention than ours
+        several_passes(made, "reference")
+
+
+def _never(what: str, *_: object, **__: object) -> None:
+    raise AssertionError(what)
+
+
+def test_without_a_ragged_batch_the_layers_run_as_they_are() -> None:
+    made = model("llama", torch.float32, int8=False)
+    ids = torch.arange(3, 12)[None]
+    made.set_attn_implementation("eager")
+    want = made(input_ids=ids, use_cache=False).logits
+    stack(made)
+    assert torch.equal(made(input_ids=ids, use_cache=False).logits, want)
+
+
+def test_the_first_layers_alone_are_a_stack_too() -> None:
+    made = model("llama", torch.float32, int8=True)
+    early = first_layers(made, 1)
+    want = several_passes(early)
+    stack(made)
+    again = first_layers(made, 1)
+    assert torch.equal(several_passes(again), want)
+    assert again.model.layers[0].self_attn.inner.o_proj.packed is made.model.layers[0].self_attn.inner.o_proj.packed
+
+
+def test_a_copy_keeps_to_its_own_arena() -> None:
+    made = model("llama", torch.float32, int8=True)
+    stack(made)
+    want = several_passes(made)
+    twin = copy.deepcopy(made)
+    assert torch.equal(several_passes(twin), want)
+    assert torch.equal(several_passes(made), want)
+
+
+def test_what_a_layer_does_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that looks like ours and is not: it adds half of what its MLP says."""
+    made = model("llama", torch.float32, int8=False)
+    layer = made.model.layers[1]
+    forward: Callable[..., torch.Tensor] = layer.mlp.forward
+    monkeypatch.setattr(layer.mlp, "forward", lambda x: forward(x) * 0.5)
+    assert not stack(made)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_models_keep_their_rows_apart(dtype: torch.dtype) -> None:
+    made = plain_model("llama", dtype)
+    assert not keeps_rows_apart(made)
+    assert pack(made) == 7 * made.config.num_hidden_layers + 1
+    assert keeps_rows_apart(made)
+    assert isinstance(made.get_output_embeddings(), PackedLinear)
+    assert made.get_output_embeddings()(torch.zeros(1, 2, made.config.hidden_size, dtype=dtype)).dtype == torch.float32
+
+
+def test_experts_are_not_apart() -> None:
+    made = zoo.ours(zoo.reference("mixtral"))
+    pack(made)
+    assert not keeps_rows_apart(made), "how many rows meet an expert hangs on the batch"
+
+
+def test_our_attention_alone_is_served() -> None:
+    assert choose("auto", CPU).func is native.attend  # type: ignore[attr-defined]

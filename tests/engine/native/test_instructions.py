@@ -1,0 +1,197 @@
+"""Our C for other processors than this one: the products are right, and a row's bits its own, by every instruction set.
+
+An x86 processor runs what was compiled for its ancestors; SIMDe emulates its descendants. ARM's
+programs are compiled by a cross compiler and run by qemu. Where one of these is not installed, or this processor is of
+another family, the tests say so and are skipped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.attention import native, reference
+from engine.model.linear.int4 import LEVELS, levels_of
+from engine.model.linear.int8 import OFFSET, Portable
+from engine.native import PackedMatrix, library, matmul
+from tests.drawn import int8s, numbers
+from tests.engine.native.test_native import Problem
+
+NATIVE = Path(matmul.__file__).parent
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
+FLAGS = Path("/proc/cpuinfo").read_text("utf-8").split() if Path("/proc/cpuinfo").exists() else []
+X86 = {  # what to compile for, what it must say of itself, and what a processor needs to run it
+    "x86-64": ("SSE", "sse2"),
+    "nehalem": ("SSE", "ssse3"),
+    "haswell": ("AVX2", "avx2"),
+    "alderlake": ("AVX-VNNI", "avx_vnni"),
+    "skylake-avx512": ("AVX-512", "avx512bw"),
+    "icelake-server": ("AVX-512 VNNI", "avx512_vnni"),
+    "sapphirerapids": ("AVX-512 VNNI", "avx512_bf16"),
+}
+EMULATED = {  # by SIMDe on a processor with AVX2: what the sources are told that there is
+    "alderlake": ("AVXVNNI",),
+    "skylake-avx512": ("AVX512F", "AVX512BW"),
+    "icelake-server": ("AVX512F", "AVX512BW", "AVX512VNNI"),
+    "sapphirerapids": ("AVX512F", "AVX512BW", "AVX512VNNI", "AVX512BF16"),
+}
+ARM = {  # and qemu's name of a processor that has no more
+    "armv8-a": ("NEON", "cortex-a53"),
+    "armv8.2-a+dotprod": ("NEON dot product", "neoverse-n1"),
+    "armv8.6-a": ("NEON i8mm", "max"),
+}
+SIMDE = Path("/usr/include/simde/x86/avx512.h")
+CROSS, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+
+
+@pytest.fixture(scope="module", params=X86)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Our C for another x86 processor: an ancestor of this one, or one whose instructions are emulated."""
+    says, needs = X86[request.param]
+    if not IS_X86 or library() is None:
+        pytest.skip("needs an x86 processor and a C compiler")
+    made = tmp_path_factory.mktemp("x86") / "native.so"
+    if needs in FLAGS:
+        command = ["gcc", "-O1", f"-march={request.param}"]
+    elif request.param in EMULATED and "avx2" in FLAGS and SIMDE.exists():
+        told = [f"-D__{name}__" for name in EMULATED[request.param]]
+        command = ["gcc", "-O0", "-march=haswell", f"-I{Path(__file__).parent / 'emulated'}", *told]
+    else:
+        pytest.skip(f"needs a processor with {needs}, or one with AVX2 and SIMDe (tests/apt.txt)")
+    flags = ["-std=gnu11", "-Wno-psabi", "-shared", "-fPIC", "-pthread"]
+    subprocess.run([*command, *flags, "-o", made, *NATIVE.glob("*.c"), "-lm"], check=True)
+    other = ctypes.CDLL(str(made))
+    other.pilotfish_integer_path.restype = ctypes.c_char_p
+    assert other.pilotfish_integer_path().decode() == says
+    return other
+
+
+@pytest.fixture
+def path(compiled: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What multiplies and attends while it lasts; yields its name."""
+    for module in (matmul, native):
+        monkeypatch.setattr(module, "library", lambda: compiled)
+    matmul.panel.cache_clear()
+    yield compiled.pilotfish_integer_path().decode()
+    matmul.panel.cache_clear()
+
+
+def unsigned(rows: Tensor) -> Tensor:
+    return (rows.int() + OFFSET).to(torch.uint8)
+
+
+def wanted_int4(packed: Tensor, scale: Tensor, x: Tensor, step: Tensor) -> Tensor:
+    """By plain torch, in float64."""
+    weight = levels_of(packed).double() * scale.double().repeat_interleave(64, 1)
+    return ((x.double() - OFFSET) @ weight.t() * step).float()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 40])
+def test_products(path: str, rows: int) -> None:
+    outputs, inputs = 150, 192
+    weight, x = int8s(outputs, inputs, seed=1), unsigned(int8s(rows, inputs, seed=2))
+    weight[0], weight[1], x[0] = 127, -127, 255
+    scale, step = numbers(outputs).abs() + 1e-3, numbers(rows, 1).abs() + 1e-3
+    got = PackedMatrix.of(weight, scale).multiply(x, step, torch.float32)
+    assert torch.equal(got, Portable().multiply(x, weight, scale).mul_(step)), path
+    halves = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    worth = numbers(outputs, 3).abs().bfloat16()
+    halves[0], halves[1] = 255, 0  # the outermost levels
+    got = PackedMatrix.of_levels(halves, worth, None, LEVELS).multiply(x, step, torch.float32)
+    assert torch.allclose(got, wanted_int4(halves, worth, x, step), rtol=1e-4, atol=1e-1)
+    for dtype in (torch.float32, torch.bfloat16):
+        floats, row = numbers(outputs, inputs).to(dtype), numbers(rows, inputs, seed=3).to(dtype)
+        got = PackedMatrix.of(floats).multiply(row, None, torch.float32)
+        assert torch.allclose(got, (row.double() @ floats.double().t()).float(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_alone_and_among_others(path: str, dtype: torch.dtype) -> None:
+    outputs, inputs, m = 100, 128, 13
+    step = numbers(m, 1).abs() if dtype in (torch.int8, torch.uint8) else None
+    x = numbers(m, inputs).to(dtype) if step is None else unsigned(int8s(m, inputs, seed=1))
+    if dtype == torch.uint8:
+        levels = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+        packed = PackedMatrix.of_levels(levels, numbers(outputs, 2).abs().bfloat16(), None, LEVELS)
+    elif dtype == torch.int8:
+        packed = PackedMatrix.of(int8s(outputs, inputs, seed=0), numbers(outputs).abs())
+    else:
+        packed = PackedMatrix.of(numbers(outputs, inputs).to(dtype))
+    together = packed.multiply(x, step, torch.float32)
+    for first, count in [(i, 1) for i in range(m)] + [(2, n) for n in range(2, 11)]:
+        part = slice(first, first + count)
+        alone = packed.multiply(x[part].contiguous(), None if step is None else step[part].contiguous(), torch.float32)
+        assert torch.equal(alone, together[part]), path
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_attention(path: str, dtype: torch.dtype, tolerance: float) -> None:
+    p = Problem([(1, 100), (40, 0), (3, 63)], 16, (2, 3, 48), dtype)
+    k, v = (arena.float().nan_to_num() for arena in (p.k, p.v))
+    want = reference.attend(p.query.float(), k, v, p.batch, 0.2)
+    assert torch.allclose(p.solve().float(), want, atol=tolerance), path
+
+
+@pytest.fixture(scope="module", params=ARM)
+def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command that multiplies on such an ARM (`native_main.c`)."""
+    if not (shutil.which(CROSS) and shutil.which(QEMU)):
+        pytest.skip(f"needs {CROSS} and {QEMU} (tests/apt.txt)")
+    says, cpu = ARM[request.param]
+    made = tmp_path_factory.mktemp("arm") / "products"
+    sources = [Path(__file__).parent / "native_main.c", *NATIVE.glob("*.c")]
+    command = [CROSS, "-O1", f"-march={request.param}", "-std=gnu11", "-static", "-pthread", f"-I{NATIVE}", "-o", made]
+    subprocess.run([*map(str, (*command, *sources)), "-lm"], check=True)
+    told = subprocess.run([QEMU, "-cpu", cpu, made, "path"], capture_output=True, text=True, check=True).stdout
+    assert told == f"16 {says}\n"
+    return [QEMU, "-cpu", cpu, str(made)]
+
+
+def multiplied_by(command: list[str], packed: PackedMatrix, x: Tensor, step: Tensor | None) -> Tensor:
+    """`PackedMatrix.multiply` in another process."""
+    (panels, scale, offset, _), rows = packed._held, len(x)
+    padded = -(-packed.out_features // 64) * 64
+    floats = torch.zeros(padded) if scale is None else F.pad(scale, (0, padded - len(scale)))
+    tables = b"" if offset is None else raw(F.pad(offset, (0, padded - len(offset))))
+    sizes = packed.matrix.bits, packed.in_features, packed.out_features, rows, panels.nbytes, len(tables), x.nbytes
+    told = struct.pack("<7q", *sizes) + bytes(packed.matrix.levels)
+    told += raw(panels) + raw(floats) + tables + raw(torch.ones(rows) if step is None else step) + raw(x)
+    done = subprocess.run(command, input=told, capture_output=True, check=True)
+    return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(rows, packed.out_features)
+
+
+def raw(x: Tensor) -> bytes:
+    return bytes(x.contiguous().flatten().view(torch.uint8).numpy())
+
+
+def test_products_on_arm(arm: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "panel", lambda: 16)
+    outputs, inputs, rows = 70, 128, 9
+    weight, x = int8s(outputs, inputs, seed=1), unsigned(int8s(rows, inputs, seed=2))
+    weight[0], weight[1], x[0] = 127, -127, 255
+    scale, step = numbers(outputs).abs() + 1e-3, numbers(rows, 1).abs() + 1e-3
+    got = multiplied_by(arm, PackedMatrix.of(weight, scale), x, step)
+    assert torch.equal(got, Portable().multiply(x, weight, scale).mul_(step))
+    halves = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    worth = numbers(outputs, 2).abs().bfloat16()
+    halves[0], halves[1] = 255, 0  # the outermost levels
+    packed = PackedMatrix.of_levels(halves, worth, None, LEVELS)
+    together = multiplied_by(arm, packed, x, step)
+    assert torch.allclose(together, wanted_int4(halves, worth, x, step), rtol=1e-4, atol=1e-1)
+    assert torch.equal(multiplied_by(arm, packed, x[4:5], step[4:5]), together[4:5])
+    for dtype in (torch.float32, torch.bfloat16):
+        floats, row = numbers(outputs, inputs).to(dtype), numbers(rows, inputs, seed=3).to(dtype)
+        packed = PackedMatrix.of(floats)
+        together = multiplied_by(arm, packed, row, None)
+        assert torch.allclose(together, (row.double() @ floats.double().t()).float(), rtol=1e-4, atol=1e-3)
+        assert torch.equal(multiplied_by(arm, packed, row[3:5], None), together[3:5])

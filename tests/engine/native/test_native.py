@@ -1,0 +1,249 @@
+"""The C kernel against the formula, a row against itself in other company, and life without a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.attention import native, reference, sdpa
+from engine.kv.batch import Feed, RaggedBatch
+from engine.machine.threads import exactly
+from engine.native import library, rows
+from engine.native.compiled import _compiled, cache_folders, loaded
+
+needs_kernel = pytest.mark.skipif(library() is None, reason="no C compiler here")
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+# (fed now, fed before): prompts longer than a block and than a tile, verification, decoding
+LENS = st.lists(st.tuples(st.integers(1, 80), st.integers(0, 150)), min_size=1, max_size=4)
+SHAPES = st.sampled_from(
+    [(1, 1, 64), (2, 4, 64), (4, 8, 64), (2, 3, 16), (3, 1, 48), (1, 5, 80), (2, 2, 96), (1, 2, 256)]
+)
+
+
+class Problem:
+    """Random queries over an arena in which whatever no sequence wrote is NaN."""
+
+    def __init__(self, lens: list[tuple[int, int]], page: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+        kv_heads, group, dim = shape
+        generator = torch.Generator().manual_seed(sum(map(sum, lens)) + page)
+        pages = [-(-(now + before) // page) for now, before in lens]
+        order = torch.randperm(sum(pages) + 2, generator=generator).tolist()
+        self.feeds = [
+            Feed([0] * now, before, [order.pop() for _ in range(n)])
+            for (now, before), n in zip(lens, pages, strict=True)
+        ]
+        self.page = page
+        self.batch = RaggedBatch.of(self.feeds, page, CPU)
+        tokens = len(self.batch.positions)
+        self.query = torch.randn(tokens, kv_heads * group, dim, generator=generator).to(dtype)
+        self.k, self.v = (torch.full(((sum(pages) + 2) * page, kv_heads, dim), float("nan"), dtype=dtype) for _ in "kv")
+        for i in range(len(lens)):
+            rows = reference.arena_rows(self.batch, i, CPU)
+            for arena in (self.k, self.v):
+                arena[rows] = torch.randn(len(rows), kv_heads, dim, generator=generator).to(dtype)
+
+    def solve(self, **options: object) -> Tensor:
+        return native.attend(self.query, self.k, self.v, self.batch, 0.2, **options)
+
+    def solve_one(self, i: int, tokens: slice, **options: object) -> Tensor:
+        """Some tokens of sequence i, in a pass of their own."""
+        feed, start = self.feeds[i], self.batch.cu_seqlens[i]
+        here = range(*tokens.indices(len(feed.tokens)))
+        alone = RaggedBatch.of([Feed([0] * len(here), feed.start + here.start, feed.page_table)], self.page, CPU)
+        query = self.query[start + here.start : start + here.stop]
+        return native.attend(query, self.k, self.v, alone, 0.2, **options)
+
+
+@needs_kernel
+@given(
+    LENS,
+    st.sampled_from([1, 16, 32, 500]),
+    SHAPES,
+    st.sampled_from(list(TOLERANCE)),
+    st.sampled_from([None, 1, 7, 100]),
+    st.sampled_from([None, 4.0]),
+)
+def test_it_is_the_formula(lens, page, shape, dtype, window, softcap) -> None:
+    p = Problem(lens, page, shape, dtype)
+    got = p.solve(window=window, softcap=softcap)
+    k, v = (arena.float().nan_to_num() for arena in (p.k, p.v))
+    want = reference.attend(p.query.float(), k, v, p.batch, 0.2, window, softcap)
+    assert got.dtype == dtype
+    assert torch.allclose(got.float(), want, atol=TOLERANCE[dtype])
+
+
+@needs_kernel
+@given(LENS, SHAPES, st.sampled_from(list(TOLERANCE)), st.sampled_from([None, 40]), st.data())
+def test_a_row_is_the_same_bits_in_any_company(lens, shape, dtype, window, data) -> None:
+    """In a batch, alone, with fewer of its own neighbours, on any number of threads."""
+    p = Problem(lens, 16, shape, dtype)
+    together = p.solve(window=window)
+    i = data.draw(st.integers(0, len(lens) - 1))
+    first = data.draw(st.integers(0, lens[i][0] - 1))
+    stop = data.draw(st.integers(first + 1, lens[i][0]))
+    start = p.batch.cu_seqlens[i]
+    assert torch.equal(p.solve_one(i, slice(first, stop), window=window), together[start + first : start + stop])
+    with exactly(2):
+        assert torch.equal(p.solve(window=window), together)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_sick_row_is_sick_alone_and_says_so(dtype: torch.dtype) -> None:
+    p = Problem([(3, 20), (2, 70)], 16, (2, 2, 64), dtype)
+    healthy = p.solve()
+    p.query[1] = float("nan")
+    got = p.solve()
+    assert got[1].isnan().all()
+    assert torch.equal(got[[0, 2, 3, 4]], healthy[[0, 2, 3, 4]])
+
+
+@needs_kernel
+def test_a_query_cut_out_of_a_wider_matrix() -> None:
+    """As fused projections hand it over: tokens lie further apart than their heads are wide."""
+    p = Problem([(4, 9)], 16, (2, 2, 64), torch.float32)
+    wide = torch.cat([p.query.flatten(1), torch.zeros(4, 100)], 1)
+    want, p.query = p.solve(), wide[:, : 4 * 64].unflatten(1, (4, 64))
+    assert torch.equal(p.solve(), want)
+    p.query = p.query.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(p.solve(), want)
+
+
+def test_what_it_cannot_do_goes_to_sdpa() -> None:
+    for shape, dtype in (((2, 2, 20), torch.float32), ((2, 2, 64), torch.float16)):
+        p = Problem([(4, 9)], 16, shape, dtype)
+        assert torch.equal(p.solve(), sdpa.attend(p.query, p.k, p.v, p.batch, 0.2))
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache; what was loaded before is forgotten for the test."""
+    monkeypatch.setenv("PILOTFISH_CACHE", str(tmp_path))
+    loaded.cache_clear()
+    yield tmp_path
+    loaded.cache_clear()
+
+
+@needs_kernel
+def test_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert library() is not None
+    [made] = (fresh / "pilotfish").iterdir()
+    monkeypatch.setenv("PATH", "")
+    assert _compiled() == made
+
+
+@pytest.mark.parametrize("broken", [{"PATH": "", "CC": ""}, {"CC": "false"}, {"PILOTFISH_NATIVE": "0"}])
+def test_without_a_compiler_torch_serves(fresh, broken, monkeypatch, caplog) -> None:
+    caplog.set_level("INFO")
+    for name, value in broken.items():
+        monkeypatch.setenv(name, value)
+    assert library() is None
+    assert "torch's operations serve instead" in caplog.text
+    p = Problem([(4, 9)], 16, (2, 2, 64), torch.float32)
+    assert torch.equal(p.solve(), sdpa.attend(p.query, p.k, p.v, p.batch, 0.2))
+
+
+def test_nothing_is_loaded_from_where_others_can_write(fresh: Path) -> None:
+    ours = fresh / "pilotfish"
+    assert next(cache_folders()) == ours
+    ours.chmod(0o777)
+    assert ours not in list(cache_folders())
+
+
+# What lies between matmuls
+
+
+DTYPES = st.sampled_from(list(TOLERANCE))
+SIZES = st.tuples(st.integers(1, 9), st.sampled_from([16, 48, 256, 1040]))
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Of many sizes, with zeros and ties."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * 10 ** torch.randint(-3, 4, (*shape[:-1], 1), generator=generator)
+    return torch.where(torch.rand(shape, generator=generator) < 0.1, torch.zeros(()), x).to(dtype)
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    peak = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    return ((x.float() * (127 / peak)).round() + 128).to(torch.uint8), peak * (1 / 127)
+
+
+@needs_kernel
+@given(SIZES, DTYPES)
+def test_rounding_is_torchs_bit_for_bit(size, dtype) -> None:
+    x = numbers(size, dtype)
+    x[0, :3] = torch.tensor([0.5, 1.5, 127.0])  # ties, in a row whose step may be 1
+    for got, want in zip(rows().round(x), rounded(x), strict=True):
+        assert torch.equal(got, want)
+    wide = torch.cat([x, x], -1)
+    assert torch.equal(rows().round(wide[:, : size[1]])[0], rounded(x)[0])
+
+
+@needs_kernel
+@given(SIZES, DTYPES)
+def test_gates_norms_and_scales_are_the_formula(size, dtype) -> None:
+    x, (m, n) = numbers((size[0], 2 * size[1]), dtype), size
+    want = torch.nn.functional.silu(x[:, :n].float()) * x[:, n:].float()
+    near = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-6}
+    assert torch.allclose(rows().gate(x).float(), want, **near)
+    steps, scale = rows().gate_round(x)
+    assert ((steps.float() - 128) * scale - want).abs().le(0.51 * scale + 1e-6).all()
+    x, weight = x[:, :n].contiguous(), numbers((n,), torch.float32, 1)
+    want = x.float() * (x.float().pow(2).sum(-1, keepdim=True) + 1e-5).rsqrt() * weight
+    assert torch.allclose(rows().norm(x, weight, 1e-5).float(), want, **near)
+    sums, row_scale = numbers(size, torch.float32), numbers((m, 1), torch.float32, 2)
+    for bias in (None, weight):
+        want = sums * row_scale + (0 if bias is None else bias)
+        assert torch.allclose(rows().scale(sums, row_scale, bias, dtype).float(), want, rtol=1e-2, atol=1e-4)
+
+
+@needs_kernel
+@given(st.sampled_from([(4, 2, 32), (3, 1, 64), (8, 8, 96)]), st.integers(1, 5), DTYPES)
+def test_rotation_on_the_way_into_the_arena(shape, tokens, dtype) -> None:
+    heads, kv_heads, dim = shape
+    qkv = numbers((tokens, (heads + 2 * kv_heads) * dim), dtype)
+    angles = torch.rand(tokens, dim // 2).repeat(1, 2) * 6
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    query, key, value = qkv.clone().unflatten(1, (-1, dim)).float().split([heads, kv_heads, kv_heads], 1)
+    k, v = (torch.zeros(tokens + 3, kv_heads, dim, dtype=dtype) for _ in "kv")
+    places = torch.randperm(tokens + 3)[:tokens]
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return x * cos[:, None].float() + torch.cat([-b, a], -1) * sin[:, None].float()
+
+    got = rows().rotate(qkv, cos, sin, places, k, v)
+    near = {"rtol": 1e-5, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 0.3}
+    assert torch.allclose(got.float(), turned(query), **near)
+    assert torch.allclose(k[places].float(), turned(key), **near)
+    assert torch.equal(v[places].float(), value)
+    untouched = sorted(set(range(tokens + 3)) - set(places.tolist()))
+    assert not k[untouched].any()
+    assert not v[untouched].any()
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_no_row_sees_another_and_what_is_no_number_stays_none(dtype) -> None:
+    x, weight = numbers((200, 1024), dtype), torch.ones(1024)
+    sick = x.clone()
+    sick[7, 5] = float("nan")
+    sick[9, 6] = float("inf")
+    for run in (rows().round, rows().gate_round, rows().gate, lambda x: rows().norm(x, weight, 1e-6)):
+        whole, alone, beside = run(x), run(x[3:4]), run(sick)
+        whole, alone, beside = (out if isinstance(out, tuple) else (out,) for out in (whole, alone, beside))
+        for w, a, b in zip(whole, alone, beside, strict=True):
+            assert torch.equal(w[3:4], a)
+            assert torch.equal(
+                w[[i for i in range(200) if i not in (7, 9)]], b[[i for i in range(200) if i not in (7, 9)]]
+            )
+        assert not beside[-1][7].float().isfinite().all()
+        assert not beside[-1][9].float().isfinite().all()

@@ -1,0 +1,146 @@
+"""What cannot keep a row's bits apart from its neighbours is taken row by row, or refused at load."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import activations
+
+from engine.config import EngineConfig
+from engine.errors import ModelError, Unsupported
+from engine.machine.threads import exactly
+from engine.model.fixed_shape import TILE
+from engine.model.runner import kv_layout
+from engine.startup import build
+from engine.startup.batch_invariance import Piecewise, RowByRow, hold_bits, is_independent
+from engine.startup.build import assemble
+from engine.types import Request, SpeculationParams, Verification
+from tests import zoo
+
+
+class ByPlace(nn.Linear):
+    """Rounds a row by its place, as a kernel with a remainder loop may."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + 1e-6 * torch.arange(x.shape[-2])[:, None])
+
+
+class ByNeighbour(nn.Linear):
+    """Rounds a row by the one before it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1e-6 * x.roll(1, -2).mean(-1, keepdim=True)
+
+
+class ByThreads(nn.Linear):
+    """Even a single row hangs on the number of threads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x) * (1 + 1e-6 * self.calls)
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return zoo.ours(zoo.reference("llama"))
+
+
+def spoil(model: torch.nn.Module, kind: type[nn.Linear]) -> None:
+    old = model.model.layers[1].mlp.down_proj
+    new = kind(old.in_features, old.out_features, bias=False)
+    new.weight = old.weight
+    model.model.layers[1].mlp.down_proj = new
+
+
+@pytest.mark.parametrize("kind", [ByPlace, ByNeighbour])
+def test_a_matmul_that_fails_is_taken_row_by_row(model: torch.nn.Module, kind: type[nn.Linear]) -> None:
+    spoil(model, kind)
+    assert not is_independent(model.model.layers[1].mlp.down_proj)
+    hold_bits(model, kv_layout(model.config, model.dtype))
+    assert isinstance(model.model.layers[1].mlp.down_proj, RowByRow)
+    assert isinstance(model.model.layers[0].mlp.down_proj, nn.Linear)
+
+
+def test_a_matmul_that_fails_even_so_is_refused_by_its_shape(model: torch.nn.Module) -> None:
+    spoil(model, ByThreads)
+    with pytest.raises(ModelError, match=r"down_proj \(ByThreads 32 x 48 float32\)"):
+        hold_bits(model, kv_layout(model.config, model.dtype))
+
+
+def test_what_is_no_matmul_is_found_by_the_whole_model(model: torch.nn.Module) -> None:
+    class Mixing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1e-6 * x.mean(-2, keepdim=True)
+
+    model.model.norm = nn.Sequential(model.model.norm, Mixing())
+    with pytest.raises(ModelError, match="its neighbours in a tile"):
+        hold_bits(model, kv_layout(model.config, model.dtype))
+
+
+def test_twice_is_once(model: torch.nn.Module) -> None:
+    layout = kv_layout(model.config, model.dtype)
+    hold_bits(model, layout)
+    once = [name for name, _ in model.named_modules()]
+    hold_bits(model, layout)
+    assert [name for name, _ in model.named_modules()] == once
+
+
+ACTIVATIONS = ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "relu", "tanh", "mish"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [7, 48, 5632])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_in_pieces_sees_only_numbers(name: str, width: int, dtype: torch.dtype) -> None:
+    """A row gets the same bits at every place of a tile and with any number of threads."""
+    function = Piecewise(activations.ACT2FN[name])
+    row = (torch.randn(width, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    want = function(row)
+    for threads in (1, 2, 3):
+        with exactly(threads):
+            got = function(row.repeat(1, TILE, 1))
+        assert torch.equal(got[0], want.expand(TILE, -1))
+
+
+def test_without_pieces_the_last_numbers_differ() -> None:
+    """Why `Piecewise` is there: torch's scalar exp at the end of a buffer rounds otherwise than its vector exp."""
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 3
+    in_bulk = F.silu(values[:, None].repeat(1, 64))[:, 0]
+    at_the_end = torch.stack([F.silu(value[None])[0] for value in values])
+    if torch.equal(in_bulk, at_the_end):
+        pytest.skip("on this CPU the two agree")
+
+
+def test_refused_where_no_order_is_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.ours(zoo.reference("llama")).to("meta")
+    with pytest.raises(ModelError, match="no order of sums is known"):
+        assemble(EngineConfig(target="x", reproducible=True), model)
+    monkeypatch.setattr(build, "has_triton", lambda: False)
+    with pytest.raises(ModelError, match="needs Triton"):
+        build._check_bits_are_promised(EngineConfig(target="x", reproducible=True), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_refused(dtype: torch.dtype) -> None:
+    """In bfloat16 a check by samples would let this one pass."""
+    model = zoo.ours(zoo.reference("mixtral")).to(dtype)
+    with pytest.raises(ModelError, match=r"experts\.\w+ has 3 dimensions"):
+        assemble(EngineConfig(target="x", reproducible=True), model)
+
+
+def test_a_server_with_rejection_as_its_rule_is_refused() -> None:
+    with pytest.raises(ValueError, match="coupled"):
+        EngineConfig(target="x", reproducible=True, verification="rejection")
+
+
+def test_a_request_for_rejection_is_refused(model: torch.nn.Module) -> None:
+    engine = assemble(EngineConfig(target="x", reproducible=True), model)
+    for rule in (None, *Verification):
+        request = Request(request_id="r", token_ids=(1,), speculation=SpeculationParams(verification=rule))
+        if rule is Verification.REJECTION:
+            with pytest.raises(Unsupported, match=r"speculation\.verification is 'rejection'.*reproducible"):
+                engine.check(request)
+        else:
+            engine.check(request)

@@ -1,0 +1,193 @@
+"""The doctor: what it says of sound pairs, and that what is wrong comes as reasons, never as a traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from engine.config import EngineConfig
+from engine.model.linear.int8 import kernel_name
+from engine.model.quantize import save_quantised
+from engine.native import instructions, multiplies
+from engine.startup.doctor import Report, check
+from models import embedded_draft, embedded_target
+from tests import zoo
+from tests.respell import shuffled
+
+
+def doctor(target: object, draft: object = None, *, load: bool = False, **config: object) -> Report:
+    settings = {"target": str(target), "draft": None if draft is None else str(draft), "threads": 1}
+    return check(EngineConfig(**settings | config), load=load)
+
+
+def line(report: Report, section: str, name: str) -> str:
+    return report.as_dict()[section][name]
+
+
+@pytest.fixture
+def phi3(tmp_path: Path) -> Path:
+    zoo.reference("phi3-longrope").save_pretrained(tmp_path / "phi3")
+    return tmp_path / "phi3"
+
+
+def test_the_embedded_pair_works() -> None:
+    report = doctor(embedded_target(), embedded_draft(), load=True, dtype="float32")
+    assert report.works
+    assert line(report, "target", "family") == "llama (LlamaForCausalLM)"
+    assert line(report, "target", "K/V") == "10240 bytes per token"
+    assert line(report, "target", "end tokens") == "0 <|endoftext|>"
+    assert line(report, "pair", "vocabulary") == "the same"
+    assert line(report, "pair", "proposer") == "model, up to 8 drafts (auto)"
+    assert line(report, "load", "probe").startswith("passed")
+    assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
+
+
+def test_a_target_in_shares() -> None:
+    whole, shared = (doctor(embedded_target(), embedded_draft(), tensor_parallel_size=n) for n in (1, 2))
+    assert line(shared, "pair", "shares") == "2 of the target, one per process of torchrun, K/V heads 1 each"
+    assert shared.works
+    assert line(shared, "pair", "K/V pages") != line(whole, "pair", "K/V pages")
+    [problem] = doctor(embedded_target(), tensor_parallel_size=4).problems
+    assert "does not divide num_key_value_heads" in problem
+    [problem] = doctor(embedded_target(), tensor_parallel_size=2, load=True).problems
+    assert "tensor_parallel_size is 2, and WORLD_SIZE, the number of processes, is 1" in problem
+
+
+def test_it_says_which_type_each_model_is_held_in_and_why(tmp_path: Path) -> None:
+    embedded_draft_as(tmp_path, "float32")
+    report = doctor(embedded_target(), tmp_path)
+    if multiplies(torch.bfloat16):
+        assert line(report, "target", "type") == "bfloat16: the checkpoint's own"
+        assert line(report, "target", "weights").endswith("MiB in bfloat16")
+        assert line(report, "target", "K/V") == "5120 bytes per token"
+    else:
+        assert line(report, "target", "type").startswith("float32: our C multiplies no bfloat16 here")
+        assert line(report, "target", "K/V") == "10240 bytes per token"
+    assert line(report, "draft", "type") == "float32: the checkpoint's own"
+    assert line(report, "draft", "weights").endswith("MiB in float32")
+    asked = doctor(embedded_target(), tmp_path, dtype="bfloat16")
+    assert {line(asked, model, "type") for model in ("target", "draft")} == {"bfloat16: as asked for"}
+    [problem] = doctor(embedded_target(), dtype="float16").problems
+    assert "which is for cuda" in problem
+
+
+def embedded_draft_as(folder: Path, dtype: str) -> None:
+    """The draft's files, and a config that names another type; nothing here reads its weights."""
+    shutil.copytree(embedded_draft(), folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+
+
+def test_eight_billion_weights_take_sixteen_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a card would hold them, and not 32, unless float32 is asked for."""
+    LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=8192, dtype="bfloat16",
+    ).save_pretrained(tmp_path)  # fmt: skip
+    (tmp_path / "model.safetensors").write_bytes(b"nobody reads it")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (80 << 30, 80 << 30))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda _: 0)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda _: 0)
+    own, wide = doctor(tmp_path), doctor(tmp_path, dtype="float32")
+    assert own.works
+    assert line(own, "target", "weights") == "14.96 GiB in bfloat16"
+    assert line(own, "target", "K/V") == "131072 bytes per token"
+    assert line(wide, "target", "weights") == "29.92 GiB in float32"
+    left = [float(line(report, "pair", "K/V pages").split("kv_memory is ")[1].split()[0]) for report in (own, wide)]
+    assert left[0] > left[1] + 14, "what the weights do not take is for K/V"
+
+
+def test_without_a_draft_the_prompt_drafts() -> None:
+    report = doctor(embedded_target())
+    assert report.works
+    assert line(report, "pair", "proposer").startswith("ngram")
+    assert not {"draft", "load"} & set(report.as_dict())
+
+
+def test_weights_are_not_read_unless_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(embedded_target(), folder)
+    (folder / "model.safetensors").write_bytes(b"no weights at all")
+    assert doctor(folder).works
+    [problem] = doctor(folder, load=True).problems
+    assert "model.safetensors is cut short" in problem
+
+
+def test_it_says_why_the_context_ends(phi3: Path, tmp_path: Path) -> None:
+    assert "another table beyond 32 tokens" in line(doctor(phi3), "target", "context")
+    model = zoo.with_large_weights(zoo.configs()["llama"])
+    model.config.rope_parameters = {
+        "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    model.save_pretrained(tmp_path / "dynamic")
+    assert line(doctor(tmp_path / "dynamic"), "target", "context").startswith("64 tokens (dynamic RoPE of llama")
+
+
+def test_a_draft_of_another_vocabulary(phi3: Path, tmp_path: Path) -> None:
+    shuffled(embedded_draft(), tmp_path / "mapped", without=300)
+    report = doctor(embedded_target(), tmp_path / "mapped", load=True)
+    assert report.works
+    assert line(report, "pair", "vocabulary") == "mapped: 1748 of the target's 2047 tokens shared"
+    [problem] = doctor(embedded_target(), phi3).problems
+    assert "needs a tokenizer.json" in problem
+    assert line(doctor(phi3, phi3), "pair", "vocabulary").startswith("of one size, taken to be the same")
+
+
+def test_end_tokens_that_differ_are_told(phi3: Path) -> None:
+    (phi3 / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    other = phi3.parent / "other"
+    zoo.reference("phi3-longrope").save_pretrained(other)
+    assert "target 2, 7; draft 2" in line(doctor(phi3, other), "pair", "end tokens")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"max_model_len": 5000}, "max_model_len is 5000"),
+        ({"kv_memory": 1e-9}, "kv_memory"),
+        ({"proposer": "oracle", "load": True}, "proposer is 'oracle'"),
+        ({"device": "cuda"}, "no CUDA device"),
+    ],
+)
+def test_settings_that_cannot_work(config: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    report = doctor(embedded_target(), **config)
+    assert [reason in problem for problem in report.problems] == [True]
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere"])
+def test_no_such_folder(name: str) -> None:
+    assert doctor(name).problems == [f"cannot load model {name!r}: there is no such folder"]
+    assert len(doctor(name, name + "2").problems) == 2
+
+
+def test_it_tells_of_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_quantised(str(embedded_target()), None, tmp_path / "int8")
+    for target, config in ((embedded_target(), {"weights": "int8"}), (tmp_path / "int8", {})):
+        report = doctor(target, embedded_draft(), load=True, draft_weights="native", dtype="float32", **config)
+        assert report.works
+        assert f"in int8 ({kernel_name()} kernel), the rest in float32" in line(report, "target", "weights")
+        assert line(report, "target", "weights").startswith("9.2 MiB")
+        assert line(report, "draft", "weights").endswith("MiB in float32")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "a GPU")
+    [problem] = doctor(embedded_target(), weights="int8", device="cuda").problems
+    assert "runs on cpu alone" in problem
+
+
+def test_it_says_by_which_instructions_our_c_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = line(doctor(embedded_target()), "environment", "kernels")
+    assert told == instructions()
+    monkeypatch.setattr("engine.native.compiled.loaded", lambda: "not available (no C compiler)")
+    told = line(doctor(embedded_target()), "environment", "kernels")
+    assert (
+        told
+        == "torch's, several times slower: our C is not available (no C compiler); it takes a C compiler (gcc or clang)"
+    )

@@ -1,0 +1,55 @@
+"""Memory for keys and values: as asked, or what a card has free but for what passes need."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.startup.memory import GIB, ON_A_CPU, kv_gib, pass_bytes
+
+LLAMA_8B = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336)
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def free(gib: float):
+    return lambda device: int(gib * GIB)
+
+
+def test_what_is_asked_for_is_given_without_a_look() -> None:
+    config = EngineConfig(target="t", kv_memory=3.5)
+    for device in (CPU, CUDA):
+        assert kv_gib(config, device, LLAMA_8B, lambda _: 1 // 0) == 3.5
+
+
+def test_a_cpu_has_a_default() -> None:
+    assert kv_gib(EngineConfig(target="t"), CPU, LLAMA_8B, lambda _: 1 // 0) == ON_A_CPU
+
+
+def test_a_card_gives_what_is_free_but_for_passes() -> None:
+    """More of what is free is more for K/V, byte for byte but for the share held back; more rows are less."""
+    small, large = (EngineConfig(target="t", max_batch_size=size) for size in (8, 128))
+    at_120, at_60 = (kv_gib(small, CUDA, LLAMA_8B, free(gib)) for gib in (120, 60))
+    assert at_120 - at_60 == pytest.approx(57, abs=0.1)
+    assert 100 < at_120 < 120 * 0.95 - pass_bytes(small, LLAMA_8B) / GIB
+    assert kv_gib(large, CUDA, LLAMA_8B, free(120)) < at_120
+    drawn = 128 * 9 * 128256 * 8  # the noise of one draw for 128 sequences and 8 drafts each
+    assert pass_bytes(large, LLAMA_8B) > 3 * drawn
+
+
+def test_what_long_contexts_share_out_is_counted() -> None:
+    """Parts of attention before they are merged: 8 sequences of 4 drafts see 131072 keys, in a model of 32 heads."""
+    short, long = (
+        EngineConfig(target="t", max_batch_size=8, max_batch_tokens=40, max_model_len=length, num_draft_tokens=4)
+        for length in (256, 131072)
+    )
+    model = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, max_position_embeddings=131072)
+    cell = (128 + 2) * 4  # bytes of one row of one head
+    assert pass_bytes(long, model) - pass_bytes(short, model) == 40 * 32 * 81 * cell
+
+
+def test_a_full_card_says_so() -> None:
+    with pytest.raises(ModelError, match=r"nothing is left for keys and values"):
+        kv_gib(EngineConfig(target="t", max_batch_size=64), CUDA, LLAMA_8B, free(1.5))

@@ -1,0 +1,207 @@
+"""The type that a checkpoint is held in when nobody says: its own, on a CPU if rows then stay apart, else float32."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
+
+from engine import LLM, SamplingParams
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.model.checkpoint import stored_type
+from engine.model.linear.packed import keeps_rows_apart, pack, packs_whole
+from engine.model.quantize import save_quantised
+from engine.native import multiplies
+from engine.startup.build import load
+from engine.startup.precision import Held, held_as, on_meta
+from models import embedded_draft, embedded_target
+from tests import fakes, loops, zoo
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SMALL = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+def anything(_: torch.dtype) -> bool:
+    """A CPU whose C multiplies every type."""
+    return True
+
+
+def no_bfloat16(dtype: torch.dtype) -> bool:
+    return dtype != torch.bfloat16
+
+
+def folder_of(tmp_path: Path, dtype: str | None, kind: type[PreTrainedConfig] = LlamaConfig, **shape: object) -> str:
+    """A checkpoint of which there is the config alone, and in that no type where `dtype` is None."""
+    kind(**SMALL | shape).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("dtype", None)
+    config |= {} if dtype is None else {"dtype": dtype}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+def held(name: str, device: torch.device = CPU, weights: str = "native", can=anything, **config: object) -> Held:
+    return held_as(EngineConfig(target=name, **config), name, None, weights, device, multiplies=can)
+
+
+@pytest.mark.parametrize(
+    ("own", "on_cuda", "on_cpu", "on_a_cpu_without_bfloat16"),
+    [
+        ("bfloat16", "bfloat16", "bfloat16", "float32"),
+        ("float16", "float16", "float32", "float32"),
+        ("float32", "float32", "float32", "float32"),
+        ("float64", "float32", "float32", "float32"),
+        (None, "bfloat16", "bfloat16", "float32"),  # its files say
+    ],
+)
+def test_auto_is_the_checkpoints_own(
+    own: str | None, on_cuda: str, on_cpu: str, on_a_cpu_without_bfloat16: str, tmp_path: Path
+) -> None:
+    name = folder_of(tmp_path, own)
+    save_file({"wide": torch.zeros(9, dtype=torch.bfloat16), "norm": torch.zeros(8)}, tmp_path / "model.safetensors")
+    found = held(name, CUDA), held(name), held(name, can=no_bfloat16)
+    assert [h.type_name for h in found] == [on_cuda, on_cpu, on_a_cpu_without_bfloat16]
+    assert all(h.weights == "native" for h in found)
+
+
+def test_it_says_why(tmp_path: Path) -> None:
+    name = folder_of(tmp_path, "bfloat16")
+    assert str(held(name)) == "bfloat16: the checkpoint's own"
+    assert str(held(name, can=no_bfloat16)).startswith("float32: our C multiplies no bfloat16 here")
+    assert str(held(name, dtype="float32")) == "float32: as asked for"
+    assert str(held(folder_of(tmp_path, "float64"))) == "float32: the checkpoint has float64"
+    assert "float32 holds all its numbers" in str(held(folder_of(tmp_path, "float16")))
+
+
+def test_of_a_config_that_names_no_type_the_files_are_asked(tmp_path: Path) -> None:
+    name = folder_of(tmp_path, None)
+    files = [
+        {"a": torch.zeros(4, 4, dtype=torch.float16), "steps": torch.zeros(99, dtype=torch.int64)},
+        {"b": torch.zeros(3, 4)},
+    ]
+    for i, tensors in enumerate(files):
+        save_file(tensors, tmp_path / f"model-{i}.safetensors")
+    assert stored_type(name, None) == torch.float16
+    assert str(held(name, CUDA)) == "float16: as its weights are stored; its config names no type"
+    save_file({"a": torch.zeros(4, 4, dtype=torch.int8)}, tmp_path / "model-0.safetensors")
+    (tmp_path / "model-1.safetensors").unlink()
+    assert str(held(name, CUDA)) == "float32: the checkpoint has no type"
+    (tmp_path / "model-0.safetensors").write_bytes(b"no header")
+    with pytest.raises(ModelError, match="cannot load model"):
+        held(name, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"fuse": False}, "fuse is off"),
+        ({"loop": "rounds"}, "loop is rounds"),
+        ({"attention": "sdpa"}, "attention is sdpa"),
+        ({"tensor_parallel_size": 2}, "in shares"),
+    ],
+)
+def test_float32_where_torch_would_multiply_bfloat16_on_a_cpu(
+    config: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    name = folder_of(tmp_path, "bfloat16")
+    assert held(name, **config).type_name == "float32"
+    assert reason in held(name, **config).why
+    assert held(name, **config | {"dtype": "bfloat16"}).type_name == "bfloat16", "asked for"
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [(LlamaConfig, {"intermediate_size": 40}), (MixtralConfig, {"num_local_experts": 2, "num_experts_per_tok": 1})],
+)
+def test_float32_for_matrices_that_our_c_is_not_for(
+    kind: type[PreTrainedConfig], shape: dict[str, object], tmp_path: Path
+) -> None:
+    name = folder_of(tmp_path, "bfloat16", kind, **shape)
+    assert held(name).type_name == "float32"
+    assert "does not multiply all its matrices" in held(name).why
+    assert held(name, CUDA).type_name == "bfloat16"
+
+
+@pytest.mark.skipif(not multiplies(torch.bfloat16), reason="needs a C compiler")
+@pytest.mark.parametrize("family", zoo.families())
+def test_what_is_foretold_of_packing_comes_true(family: str) -> None:
+    model = zoo.ours(zoo.reference(family)).to(torch.bfloat16)
+    foretold = packs_whole(on_meta(family, zoo.families()[family]))
+    pack(model)
+    assert keeps_rows_apart(model) == foretold
+
+
+def test_rounded_weights_keep_what_suits_them(tmp_path: Path) -> None:
+    """Beside int8 and int4 all else stays in float32, as it always was; fp8 is between bfloat16."""
+    name = folder_of(tmp_path, "bfloat16")
+    assert {held(name, weights=weights).type_name for weights in ("int8", "int4")} == {"float32"}
+    assert held(name, CUDA, "fp8").type_name == "bfloat16"
+    assert held(folder_of(tmp_path, "float32"), CUDA, "fp8").type_name == "bfloat16"
+    save_quantised(str(embedded_target()), None, tmp_path / "int4", "int4")
+    saved = held(str(tmp_path / "int4"))
+    assert (saved.weights, saved.type_name) == ("int4", "float32")
+    with pytest.raises(ModelError, match="saved in int4 runs on cpu alone"):
+        held(str(tmp_path / "int4"), CUDA)
+
+
+def test_float16_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    name = folder_of(tmp_path, "float16")
+    with pytest.raises(ModelError, match="on cpu take float32"):
+        held(name, dtype="float16")
+    assert held(name, CUDA, dtype="float16").type_name == "float16"
+
+
+def float32_copy(source: Path, tmp_path: Path) -> Path:
+    """The same checkpoint, widened."""
+    config = EngineConfig(target=str(source), dtype="float32", fuse=False)
+    load(config, str(source), None, "native", CPU).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    return tmp_path
+
+
+def test_target_and_draft_each_have_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever of the two is wide: drafts are kept, and the tokens are those of the target alone."""
+    target, draft = str(embedded_target()), str(float32_copy(embedded_draft(), tmp_path))
+    config = EngineConfig(target=target, draft=draft, threads=1)
+    own = torch.bfloat16 if multiplies(torch.bfloat16) else torch.float32
+    assert load(config, target, None, "native", CPU).dtype == own
+    with caplog.at_level(logging.INFO, "engine.startup.build"):
+        assert load(config, draft, None, "native", CPU).dtype == torch.float32
+    assert f"{draft!r} is held in float32: the checkpoint's own" in caplog.messages
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    alone, pair = (LLM(target, by, threads=1, max_batch_size=2, speculation="fixed") for by in (None, draft))
+    [want], [got] = (llm.generate("def add(a, b):\n    return ", params) for llm in (alone, pair))
+    assert pair.engine.dtype == str(own).removeprefix("torch.")
+    assert got.token_ids == want.token_ids
+    assert got.stats.accepted
+
+
+@pytest.mark.parametrize(
+    ("of_target", "of_draft"),
+    [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"), ("float16", "bfloat16")],
+)
+def test_rounds_of_a_pair_of_unlike_types(of_target: str, of_draft: str) -> None:
+    """Each has an arena of its own type. A float32 target says what it says without drafts."""
+    pair = [
+        copy.deepcopy(model).to(getattr(torch, dtype))
+        for model, dtype in zip(loops.models(), (of_target, of_draft), strict=True)
+    ]
+    engine = loops.engine_of(pair=pair)
+    assert (engine.loop, engine.dtype) == ("rounds", of_target)
+    asked = [loops.request(i) for i in range(4)]
+    said = fakes.run(engine, asked)
+    assert sum(finished.stats.accepted for finished in said.finished.values())
+    engine.check_invariants()
+    if of_target == "float32":
+        assert all(said.tokens[one.request_id] == loops.plainly(one)[0] for one in asked)

@@ -1,0 +1,106 @@
+"""A model that would mix contexts in silence is refused at load, with a reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, LlamaConfig, PreTrainedConfig
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.model.runner import load_model
+from engine.startup.build import assemble
+from tests import zoo
+
+TINY = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def refused(config: PreTrainedConfig, tmp_path: object) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        assemble(EngineConfig(target="x"), load_model(str(tmp_path), None, torch.float32, torch.device("cpu")))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra"),
+    [
+        ("bloom", {"n_layer": 2, "n_head": 4}),
+        ("codegen", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64}),
+        ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64}),
+        ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
+        ("mamba", {"state_size": 4}),
+        ("lfm2", {"intermediate_size": 48, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}),
+        (
+            "gpt_oss",
+            {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2,
+             "num_experts_per_tok": 1},
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_refused_with_a_reason(kind: str, extra: dict[str, object], tmp_path: object) -> None:
+    reason = refused(AutoConfig.for_model(kind, **{**TINY, **extra}), tmp_path)
+    assert len(reason) > 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "reason"),
+    [
+        ("gemma3_text", {"head_dim": 8, "use_bidirectional_attention": True}, "does not know of"),
+        ("llama4_text", {"head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 9, "intermediate_size_mlp": 48},
+         "chunked_attention"),
+        ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
+        ("falcon", {"alibi": True}, "attends in code of its own"),
+        ("stablelm", {}, "not handed the ragged batch"),
+        ("deepseek_v3", {}, "cannot run a ragged batch"),
+        ("doge", {}, "builds its own mask"),
+        ("recurrent_gemma", {}, "linear_attention"),
+        ("xglm", {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}, "attention interface"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_the_reason_says_what(kind: str, extra: dict[str, object], reason: str, tmp_path: object) -> None:
+    sizes = {**TINY, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    assert reason in refused(AutoConfig.for_model(kind, **{**sizes, "pad_token_id": 0, **extra}), tmp_path)
+
+
+def test_a_bidirectional_reader_is_refused(tmp_path: object) -> None:
+    config = BertConfig(**TINY, intermediate_size=48, max_position_embeddings=64)
+    assert "does not know of" in refused(config, tmp_path)
+
+
+def test_a_window_that_only_the_mask_knows_is_refused() -> None:
+    model = zoo.ours(zoo.reference("qwen2-window"))
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    model.config.sliding_window = 50  # beyond what the probe runs: only the numbers tell
+    with pytest.raises(ModelError, match="layer 1 should see 50 positions; it asked for None"):
+        assemble(EngineConfig(target="qwen2"), model)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "longrope", "long_factor": [2.0] * 4, "short_factor": [1.0] * 4,
+         "original_max_position_embeddings": 32},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_one_frequency_table_for_a_whole_batch_is_served_only_where_it_is_the_same_for_all(rope: dict) -> None:
+    """A Llama with these picks its table by the longest sequence of the flat batch: refuse what would need another."""
+    rope = {"rope_theta": 1e4, **rope}
+    sizes = {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    model = zoo.ours(zoo.with_large_weights(LlamaConfig(**TINY, **sizes, rope_parameters=rope)))
+    assert assemble(EngineConfig(target="llama"), model).max_model_len == 32
+    with pytest.raises(ModelError, match="positions up to 32"):
+        assemble(EngineConfig(target="llama", max_model_len=64), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", zoo.families())
+def test_the_zoo_passes(family: str, dtype: torch.dtype) -> None:
+    model = torch.nn.Module.to(zoo.ours(zoo.reference(family)), dtype)
+    assemble(EngineConfig(target=family), model)

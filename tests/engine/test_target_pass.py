@@ -1,0 +1,185 @@
+"""A pass that raises: whoever is at fault ends alone, the others get the very tokens they would have got."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine import engine as engine_module
+from engine import target_pass
+from engine.engine import Engine
+from engine.errors import RankLost
+from engine.types import FinishReason, KVCursor, Request, SamplingParams, Verification
+from tests import fakes
+
+VOCAB = 11
+LAW = fakes.hashed_law(VOCAB)
+SICK = 9  # a prompt that begins with it is poison
+WELL = [(1, 2, 3), (4, 5), (6, 7, 8, 1, 2)]
+
+
+def requests(**sampling: object) -> list[Request]:
+    params = SamplingParams(**{"max_tokens": 15, **sampling})
+    healthy = [Request(request_id=f"well{i}", token_ids=ids, sampling=params) for i, ids in enumerate(WELL)]
+    sick = Request(request_id="sick", token_ids=(SICK, 1), sampling=params)
+    return [healthy[0], sick, *healthy[1:]]
+
+
+def poisoned(context: tuple[int, ...]) -> torch.Tensor:
+    if context[0] == SICK and len(context) > 4:
+        raise RuntimeError("poison")
+    return LAW(context)
+
+
+def engine_with(law: object, **config: object) -> Engine:
+    return fakes.fake_engine(law, vocab_size=VOCAB, draft_law=LAW, **{"num_draft_tokens": 3, **config})
+
+
+def wanted(**sampling: object) -> fakes.Outputs:
+    return fakes.run(engine_with(LAW), requests(**sampling))
+
+
+def assert_only_the_sick_one_ended(found: fakes.Outputs, whole: fakes.Outputs) -> None:
+    for name, tokens in whole.tokens.items():
+        if name == "sick":
+            assert found.finished[name].reason is FinishReason.ERROR
+            assert found.tokens[name] == tokens[: len(found.tokens[name])]
+            assert "poison" not in found.finished[name].error, "what went wrong is for the log"
+        else:
+            assert found.tokens[name] == tokens
+            assert found.finished[name].reason is FinishReason.LENGTH
+            assert found.prompt_logprobs.get(name) == whole.prompt_logprobs.get(name)
+
+
+@pytest.mark.parametrize("rule", list(Verification))
+@pytest.mark.parametrize("proposer", ["none", "model", "ngram"])
+def test_a_poison_in_the_target_ends_its_own_request(rule: Verification, proposer: str) -> None:
+    found = fakes.run(engine_with(poisoned, verification=rule, proposer=proposer), requests())
+    assert_only_the_sick_one_ended(found, wanted())
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0, "seed": 5}, {"prompt_logprobs": 2, "logprobs": 1}], ids=str)
+def test_whatever_they_asked_for(sampling: dict[str, object]) -> None:
+    found = fakes.run(engine_with(poisoned), requests(**sampling))
+    assert_only_the_sick_one_ended(found, wanted(**sampling))
+
+
+def test_a_poison_in_the_sampler_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = target_pass.judge
+
+    def faulty(fed, logits):
+        if any(f.sequence.request_id == "sick" and f.sequence.num_generated > 4 for f in fed):
+            raise RuntimeError("poison")
+        return judge(fed, logits)
+
+    whole = wanted()
+    monkeypatch.setattr(target_pass, "judge", faulty)
+    assert_only_the_sick_one_ended(fakes.run(engine_with(LAW), requests()), whole)
+
+
+def test_a_poison_in_the_commit_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    follow, whole = engine_module.follow, wanted()
+
+    def faulty(sequence, fresh):
+        if sequence.request_id == "sick":
+            raise RuntimeError("poison")
+        follow(sequence, fresh)
+
+    monkeypatch.setattr(engine_module, "follow", faulty)
+    engine, found = engine_with(LAW), fakes.Outputs()
+    for request in requests():
+        engine.add(request)
+    while engine.has_work:
+        found.take(engine.step().events)
+        engine.check_invariants()
+    assert_only_the_sick_one_ended(found, whole)
+
+
+def test_a_batch_that_is_too_large_is_fed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where memory runs out for many at once: nobody is at fault, and nobody ends."""
+    engine = engine_with(LAW)
+    forward = engine._passes._target.forward
+
+    def faulty(feeds):
+        if len(feeds) > 1:
+            raise MemoryError
+        return forward(feeds)
+
+    monkeypatch.setattr(engine._passes._target, "forward", faulty)
+    assert fakes.run(engine, requests()).tokens == wanted().tokens
+
+
+def test_an_engine_that_fails_for_everybody_is_given_up() -> None:
+    broken = False
+
+    def law(context: tuple[int, ...]) -> torch.Tensor:
+        if broken:
+            raise RuntimeError("no device")
+        return LAW(context)
+
+    engine = engine_with(law)
+    for request in requests():
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    broken = True
+    with pytest.raises(RuntimeError, match="no device"):
+        engine.step()
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_no_number_of_poison_requests_stops_an_engine_that_works(together: int) -> None:
+    def law(context: tuple[int, ...]) -> torch.Tensor:
+        if context[0] == SICK:
+            raise RuntimeError("poison")
+        return LAW(context)
+
+    engine = engine_with(law)
+    for _ in range(12):
+        sick = [Request(request_id=f"sick{i}", token_ids=(SICK,)) for i in range(together)]
+        found = fakes.run(engine, sick)
+        assert {end.reason for end in found.finished.values()} == {FinishReason.ERROR}
+        engine.check_invariants()
+    assert fakes.run(engine, requests()).tokens["well0"] == wanted().tokens["well0"]
+
+
+def test_a_full_engine_is_not_tried_while_others_hold_its_pages() -> None:
+    """No page is left for a trial: the others' own passes tell whether it works."""
+    engine = engine_with(poisoned, max_batch_size=2, max_batch_tokens=2)
+    pool = engine._scheduler.target_pool
+    cursor = KVCursor()
+    assert pool.reserve(cursor, pool.num_pages * pool.page_size)
+    engine._try(RuntimeError("poison"))
+    pool.release(cursor)
+
+
+def test_an_engine_recovers_from_a_step_that_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_with(LAW)
+    for request in requests():
+        engine.add(request)
+    for _ in range(3):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._scheduler, "plan", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+        with pytest.raises(ZeroDivisionError):
+            engine.recover()
+    engine.recover()
+    assert not engine.has_work
+    assert fakes.run(engine, requests()).tokens == wanted().tokens
+
+
+def test_a_lost_rank_is_nobodys_fault_and_ends_the_step() -> None:
+    tried = []
+
+    def lost(context: tuple[int, ...]) -> torch.Tensor:
+        tried.append(context)
+        raise RankLost("rank 0 has lost another one")
+
+    engine = engine_with(lost)
+    for request in requests():
+        engine.add(request)
+    with pytest.raises(RankLost):
+        engine.step()
+    assert len(tried) == 1, "what cannot succeed was tried again"

@@ -1,0 +1,201 @@
+"""Laws of `engine.text.codec`: chunks do not matter, joined pieces are the decoded text, stop strings cut at once."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from engine.errors import ModelError
+from engine.text.codec import Codec, Decoder, OutputText, StopMatcher
+
+END = "<|end|>"
+
+
+def byte_level() -> Codec:
+    """One token per byte, some of several bytes that also split characters, and one special token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
+    space, half_euro, euro_and_a = "Ġ", "âĤ", "¬a"  # "€" is E2 82 AC: these two tokens share it
+    merges = [(space, "a"), ("a", "b"), ("âĤ"[0], "âĤ"[1]), ("¬", "a"), ("ab", "ab")]
+    for pair in merges:
+        vocab["".join(pair)] = len(vocab)
+    assert half_euro in vocab
+    assert euro_and_a in vocab
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    return Codec(tokenizer)
+
+
+def byte_fallback() -> Codec:
+    """A decoder whose text is not monotonic: `A` becomes U+FFFD once an invalid byte stands beside it."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "<unk>": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return Codec(tokenizer)
+
+
+CODEC = byte_level()
+VOCAB_SIZE = CODEC.tokenizer.get_vocab_size()
+
+any_tokens = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40)
+text_tokens = st.text("ab €é\n", max_size=25).map(CODEC.encode).map(list)
+stops = st.lists(st.text("ab €", min_size=1, max_size=4), max_size=4)
+
+
+def in_chunks(data: st.DataObject, tokens: list[int]) -> list[list[int]]:
+    chunks, start = [], 0
+    while start < len(tokens):
+        size = data.draw(st.integers(1, 6))
+        chunks.append(tokens[start : start + size])
+        start += size
+    return chunks
+
+
+def run(chunks: list[list[int]], stop: list[str], codec: Codec = CODEC) -> tuple[str, int, str | None, tuple[str, ...]]:
+    """Text, kept tokens, what stopped it, and the text per token."""
+    output, texts, hit = OutputText(codec, stop), (), None
+    for chunk in chunks:
+        piece = output.push(chunk)
+        assert piece.num_tokens == len(piece.texts) <= len(chunk)
+        texts += piece.texts
+        hit = piece.stop
+        if hit is not None:
+            break
+    return "".join(texts) + output.flush(), len(texts), hit, texts
+
+
+def oracle(tokens: list[int], stop: list[str]) -> tuple[str, int, str | None]:
+    """Brute force: decode every prefix, drop what is not settled, look for the stop string that ends first."""
+    for count in range(1, len(tokens) + 1):
+        settled = CODEC.decode(tokens[:count])
+        later = CODEC.decode(tokens)
+        while not later.startswith(settled) or settled.endswith("�"):
+            settled = settled[:-1]
+        ends = [(settled.find(s) + len(s), i) for i, s in enumerate(stop) if s in settled]
+        if ends:
+            end, i = min(ends)
+            return settled[: end - len(stop[i])], count, stop[i]
+    return CODEC.decode(tokens), len(tokens), None
+
+
+@given(st.data(), any_tokens)
+def test_pieces_join_to_the_decoded_text(data: st.DataObject, tokens: list[int]) -> None:
+    text, kept, stop, _ = run(in_chunks(data, tokens), [])
+    assert (text, kept, stop) == (CODEC.decode(tokens), len(tokens), None)
+
+
+@given(st.data(), st.one_of(text_tokens, any_tokens), stops)
+@settings(max_examples=300)
+def test_chunks_do_not_matter(data: st.DataObject, tokens: list[int], stop: list[str]) -> None:
+    assert run(in_chunks(data, tokens), stop) == run([[token] for token in tokens], stop)
+
+
+@given(text_tokens, stops)
+@settings(max_examples=300)
+def test_stop_strings_cut_where_one_by_one_decoding_would(tokens: list[int], stop: list[str]) -> None:
+    text, kept, hit, _ = run([tokens] if tokens else [], stop)
+    assert (text, kept, hit) == oracle(tokens, stop)
+
+
+@given(text_tokens, stops)
+def test_what_is_shown_is_never_taken_back_and_only_the_needed_is_held(tokens: list[int], stop: list[str]) -> None:
+    final = run([tokens], stop)[0]
+    output, shown = OutputText(CODEC, stop), ""
+    for count, token in enumerate(tokens, 1):
+        piece = output.push([token])
+        shown += piece.text
+        assert final.startswith(shown)
+        if piece.stop is not None:
+            return
+        settled = CODEC.decode(tokens[:count]).rstrip("�")
+        held = settled[len(shown) :]
+        assert held == max((s[:n] for s in stop for n in range(len(s)) if settled.endswith(s[:n])), key=len, default="")
+
+
+def test_the_stop_string_that_completes_first_wins_then_the_first_listed() -> None:
+    tokens = list(CODEC.encode("xxabab"))
+    assert run([tokens], ["bab", "ab"])[:3] == ("xx", 3, "ab")  # one token for "ab" brings both: "ab" ends first
+    assert run([list(CODEC.encode("xab"))], ["ab", "b"])[2] == "ab"  # both end with the same character
+    assert run([list(CODEC.encode("xab"))], ["b", "ab"])[2] == "b"
+
+
+def test_tokens_after_the_completing_one_do_not_count() -> None:
+    tokens = list(CODEC.encode("x")) + list(CODEC.encode("ab")) + list(CODEC.encode("yyy"))
+    assert run([tokens], ["a"])[:3] == ("x", 2, "a")
+
+
+def test_a_truncated_character_is_flushed_as_batch_decoding_shows_it() -> None:
+    truncated = list(CODEC.encode("a€"))[:-1]
+    output = OutputText(CODEC)
+    assert output.push(truncated).text == "a"
+    assert output.flush() == "�"
+    assert output.flush() == ""
+
+
+def test_special_tokens_have_no_text() -> None:
+    end = CODEC.encode(END)
+    assert len(end) == 1
+    assert run([[*CODEC.encode("a"), *end, *CODEC.encode("b")]], [])[0] == "ab"
+
+
+def test_a_decoder_that_revises_shown_text_starts_anew() -> None:
+    """tokenizers raises "Invalid prefix encountered" here, which would kill the request."""
+    codec = byte_fallback()
+    tokens = [0x41, 0xC3, 256, 0x42, 0xE2, 0x82, 0xAC]
+    text, kept, _, _ = run([tokens], [], codec)
+    assert kept == len(tokens)
+    assert text == run([[token] for token in tokens], [], codec)[0]
+    assert text.startswith("A")
+    assert text.endswith("€")
+
+
+@given(st.data(), st.lists(st.integers(0, 256), max_size=30))
+def test_chunks_do_not_matter_to_a_byte_fallback_decoder(data: st.DataObject, tokens: list[int]) -> None:
+    codec = byte_fallback()
+    assert run(in_chunks(data, tokens), [], codec) == run([[token] for token in tokens], [], codec)
+
+
+@given(st.text("ab", min_size=1, max_size=6), st.text("ab", max_size=20))
+def test_matcher_knows_the_longest_beginning_that_ends_the_text(stop: str, text: str) -> None:
+    matcher = StopMatcher(stop)
+    for end, char in enumerate(text, 1):
+        done = matcher.push(char)
+        assert matcher.matched == max(n for n in range(len(stop) + 1) if text[:end].endswith(stop[:n]))
+        assert done == text[:end].endswith(stop)
+        if done:
+            return
+
+
+def test_decoder_shows_a_character_with_the_token_that_completes_it() -> None:
+    decoder = Decoder(CODEC)
+    assert [decoder.push(token) for token in CODEC.encode("é")] == ["", "é"]
+
+
+def test_load_from_a_folder(tmp_path) -> None:
+    CODEC.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = Codec.load(tmp_path)
+    assert codec is not None
+    assert codec.decode(codec.encode("a€b")) == "a€b"
+
+
+def test_padding_and_truncation_of_a_checkpoint_are_turned_off(tmp_path) -> None:
+    tokenizer = byte_level().tokenizer
+    tokenizer.enable_padding(length=50)
+    tokenizer.enable_truncation(2)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = Codec.load(str(tmp_path))
+    assert codec is not None
+    assert len(codec.encode("xyz")) == 3
+
+
+def test_no_tokenizer_is_none_and_a_broken_one_an_error(tmp_path) -> None:
+    assert Codec.load(tmp_path) is None
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"no": "tokenizer"}))
+    with pytest.raises(ModelError, match="cannot read"):
+        Codec.load(tmp_path)

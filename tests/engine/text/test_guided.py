@@ -1,0 +1,481 @@
+"""Laws of structured output: whatever is sampled under the masks fits, whatever fits may be said, nothing runs away."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import engine.text.guided
+from engine.errors import GrammarFault, InvalidRequest, ModelError
+from engine.text.codec import Codec
+from engine.text.guided import GrammarCompiler, GuidedLimits
+from engine.text.matcher import MAX_LEXER_STATES, CompiledGrammar
+from engine.types import Guided
+from tests.schemas import random_schema
+
+TARGET = Path(__file__).resolve().parents[3] / "models" / "target"
+CODEC = Codec.load(TARGET)
+TOKENS = 2048
+VOCAB = 2100  # as wide as logits that were padded
+END, SECOND_END = 0, 2047
+COMPILER = GrammarCompiler(CODEC, VOCAB, [END, SECOND_END])
+BYTES = {text: i for i in range(1, TOKENS) if len(text := COMPILER._vocabulary.tokenizer.decode_bytes([i])) == 1}
+GENEROUS = 20.0  # seconds: no test of speed, only that there is an end
+
+
+def fill(state) -> list[int]:
+    mask = torch.ones(VOCAB, dtype=torch.bool)
+    state.fill(mask)
+    return mask.nonzero().flatten().tolist()
+
+
+def walk(state, rng: random.Random, most: int = 4000) -> list[int]:
+    """Random allowed tokens up to an end token, which is not among them; ends early as often as not."""
+    tokens = []
+    for _ in range(most):
+        allowed = fill(state)
+        ends = [token for token in allowed if token in (END, SECOND_END)]
+        token = rng.choice(ends) if ends and (len(ends) == len(allowed) or rng.random() < 0.3) else rng.choice(allowed)
+        assert state.advance([token]) == 1
+        if token in (END, SECOND_END):
+            return tokens
+        tokens.append(token)
+    raise AssertionError(f"no end after {most} tokens: {CODEC.decode(tokens)!r}")
+
+
+def bytewise(text: str) -> list[int]:
+    return [BYTES[bytes([byte])] for byte in text.encode()]
+
+
+def fits(guided: Guided, tokens: list[int]) -> bool:
+    """Whether all of these tokens and then an end token are taken."""
+    return COMPILER.compile(guided).start().advance([*tokens, END]) == len(tokens) + 1
+
+
+def refusal(guided: Guided, compiler: GrammarCompiler = COMPILER) -> str:
+    started = time.monotonic()
+    with pytest.raises(InvalidRequest) as info:
+        compiler.compile(guided)
+    assert time.monotonic() - started < GENEROUS
+    text = str(info.value)
+    assert "\n" not in text
+    assert len(text) < 400
+    return text
+
+
+# What is sampled fits
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_random_walk_ends_in_a_document_of_its_schema(seed):
+    schema = random_schema(seed)
+    state = COMPILER.compile(Guided(json_schema=json.dumps(schema))).start()
+    text = CODEC.decode(walk(state, random.Random(seed)))
+    jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_undeclared_name_is_not_a_declared_one_in_other_spelling(seed):
+    """With `\\u` escapes the name `\\u0061` would be another property to the masks, and `a` to the reader."""
+    guided = Guided(json_schema='{"type": "object", "properties": {"a": {"type": "integer"}}}')
+    assert not fits(guided, bytewise('{"\\u0061":"x"}'))
+    assert fits(guided, bytewise('{"a":1,"b":"x"}'))
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        r"[a-z]{1,3}@[a-z]{1,5}\.(com|org)",
+        r"(a|ab)(c|bcd)(d*){0,2}",
+        r"[^a]{2,4}",
+        "a/b|/|é€",
+        r"\d{3}-\d{4}",
+        "a{0,5}",
+    ],
+)
+def test_a_regex_is_matched_as_a_whole(regex):
+    for seed in range(20):
+        text = CODEC.decode(walk(COMPILER.compile(Guided(regex=regex)).start(), random.Random(seed)))
+        assert re.fullmatch(regex, text), text
+
+
+@pytest.mark.parametrize("regex", ["a+?", "^a+$", r"(?:a)(?P<more>a*)"])
+def test_laziness_and_anchors_change_nothing(regex):
+    assert fits(Guided(regex=regex), bytewise("aaa"))
+    assert not fits(Guided(regex=regex), bytewise("aab"))
+
+
+def test_a_grammar():
+    guided = Guided(grammar='start: sum\nsum: NUMBER ("+" NUMBER)*\nNUMBER: /[1-9][0-9]{0,2}/')
+    for seed in range(20):
+        assert re.fullmatch(r"[1-9]\d{0,2}(\+[1-9]\d{0,2})*", CODEC.decode(walk(start(guided), random.Random(seed))))
+
+
+def start(guided: Guided):
+    return COMPILER.compile(guided).start()
+
+
+@given(st.lists(st.text(max_size=12), min_size=1, max_size=8), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_a_choice_is_one_of_its_texts_whatever_they_hold(texts, rng):
+    guided = Guided(choice=(*texts, "fallback"))
+    assert CODEC.decode(walk(start(guided), rng)) in guided.choice
+    for text in guided.choice:
+        assert fits(guided, bytewise(text)), repr(text)
+
+
+def test_a_choice_may_begin_another_choice():
+    guided = Guided(choice=("yes", "yes please", ""))
+    for text in guided.choice:
+        assert fits(guided, bytewise(text))
+    assert not fits(guided, bytewise("yes p"))
+
+
+def test_plain_json_mode():
+    text = '{"a": [1, -2.5e3, null, true, {"ü": "é\\n"}]}'
+    assert fits(Guided(json_schema='{"type": "object"}'), list(CODEC.encode(text)))
+    assert fits(Guided(json_schema="true"), list(CODEC.encode("[1, 2]")))
+    assert not fits(Guided(json_schema='{"type": "object"}'), bytewise("[1]"))
+
+
+# What fits may be said
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_any_tokenization_is_allowed(rng):
+    text = '{"name": "größer than €", "n": [12345, -1.5e10], "self": null}'
+    pieces, data = [], text.encode()
+    while data:
+        size = rng.randint(1, 12)
+        token = next(i for n in range(size, 0, -1) if (i := TOKEN_OF.get(data[:n])) is not None)
+        pieces.append(token)
+        data = data.removeprefix(COMPILER._vocabulary.tokenizer.decode_bytes([token]))
+    state = start(Guided(json_schema='{"type": "object"}'))
+    for token in pieces:
+        assert token in fill(state)
+        assert state.advance([token]) == 1
+    assert fill(state) == [END, SECOND_END]
+
+
+TOKEN_OF = {COMPILER._vocabulary.tokenizer.decode_bytes([i]): i for i in range(TOKENS) if i not in (END, SECOND_END)}
+
+
+def test_backslashes_are_no_control_characters():
+    assert fits(Guided(json_schema='{"const": "\\\\u0007\\n"}'), bytewise('"\\\\u0007\\n"'))
+
+
+def test_white_space_runs_have_an_end():
+    guided = Guided(json_schema='{"type": "object"}')
+    assert fits(guided, bytewise("{" + " " * engine.guided.MAX_WHITESPACE + "}"))
+    assert not fits(guided, bytewise("{" + " " * (engine.guided.MAX_WHITESPACE + 1) + "}"))
+
+
+# End tokens
+
+
+def test_end_tokens_only_where_it_may_end_and_only_one():
+    state = start(Guided(regex="ab?"))
+    assert END not in fill(state)
+    assert state.advance([END]) == 0
+    assert state.advance(bytewise("a")) == 1
+    assert set(fill(state)) >= {END, SECOND_END, *bytewise("b")}
+    assert state.advance([SECOND_END, END]) == 1
+    assert fill(state) == [END, SECOND_END]
+    assert state.advance([END]) == state.advance(bytewise("b")) == 0
+
+
+def test_rollback_through_an_end_token():
+    state = start(Guided(regex="ab?"))
+    first = fill(state)
+    a, b = bytewise("ab")
+    assert state.advance([a, b, END, b]) == 3
+    state.rollback(1)
+    assert fill(state) == [END, SECOND_END]
+    state.rollback(1)
+    assert b in fill(state)
+    assert state.advance([SECOND_END]) == 1
+    state.rollback(0)
+    assert state.advance([b]) == 0
+    state.rollback(2)
+    assert fill(state) == first
+
+
+def test_an_end_token_is_never_text():
+    """Token 2047 is text to the tokenizer; since it ends outputs, the masks show it only where one may end."""
+    assert CODEC.decode([SECOND_END]).isalpha()
+    state = start(Guided(regex=".*!"))
+    assert SECOND_END not in fill(state)
+    assert state.advance([SECOND_END]) == 0
+
+
+def test_ids_beyond_the_tokenizer_are_never_allowed():
+    state = start(Guided(regex="(?s:.)*"))
+    assert max(fill(state)) < TOKENS
+    assert state.advance([TOKENS + 1]) == 0
+    assert state.advance(bytewise("a")) == 1
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "eos", "problem"),
+    [
+        (TOKENS, [], "is empty"),
+        (TOKENS, [TOKENS], "has 2048; expected 0 to 2047"),
+        (100, [0], "the tokenizer has 2048"),
+    ],
+)
+def test_a_tokenizer_that_cannot_serve_is_refused_at_load(vocab_size, eos, problem):
+    with pytest.raises(ModelError, match=problem):
+        GrammarCompiler(CODEC, vocab_size, eos)
+
+
+# Going forward and back is going there directly
+
+
+@given(st.integers(0, 99), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_any_way_to_a_place_is_the_same_place(seed, rng):
+    grammar = COMPILER.compile(Guided(json_schema=json.dumps(random_schema(seed))))
+    state, taken = grammar.start(), []
+    for _ in range(40):
+        if rng.random() < 0.35:
+            back = rng.randint(0, len(taken))
+            state.rollback(back)
+            taken = taken[: len(taken) - back]
+        else:
+            drafts = [rng.choice(fill(state)), *(rng.randrange(VOCAB) for _ in range(rng.randint(0, 2)))]
+            count = state.advance(drafts)
+            assert (count > 0) == (not taken or taken[-1] not in (END, SECOND_END))
+            taken += drafts[:count]
+        fresh = grammar.start()
+        assert fresh.advance(taken) == len(taken)
+        assert fill(fresh) == fill(state)
+
+
+@given(st.integers(0, 99), st.randoms(use_true_random=False))
+@settings(max_examples=20, deadline=None)
+def test_a_token_is_taken_if_and_only_if_the_mask_has_it(seed, rng):
+    state = start(Guided(json_schema=json.dumps(random_schema(seed))))
+    for _ in range(8):
+        allowed = fill(state)
+        for token in rng.sample(range(VOCAB), 60):
+            assert state.advance([token]) == (token in allowed)
+            state.rollback(int(token in allowed))
+        if state.advance([token := rng.choice(allowed)]) and token in (END, SECOND_END):
+            return
+
+
+# Limits
+
+
+HOSTILE = {
+    "nested brackets": (Guided(regex="(" * 30000 + "a" + ")" * 30000), "maximum number of nested"),
+    "look-ahead": (Guided(regex="(?=a)a"), "look-around"),
+    "back-reference": (Guided(regex=r"(a)\1"), "backreferences are not supported"),
+    "intersection": (Guided(grammar="start: R\nR: /(.*a.{12})/ & /(.*b.{13})/ & /(.*c.{14})/"), "too many expressions"),
+    "coprime periods": (
+        Guided(grammar="start: R\nR: " + " & ".join(f"/(a{{{p}}})+/" for p in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29))),
+        "fuel exhausted",
+    ),
+    "many nullables": (Guided(grammar="start: " + "[A] " * 3000 + "\nA: /a+/"), "Too many items"),
+    "deep grammar": (Guided(grammar="start: " + "(" * 20000 + '"a"' + ")" * 20000), "too deeply nested"),
+    "no start": (Guided(grammar='other: "a"'), "no start rule found"),
+    "endless": (Guided(grammar="start: start"), "the structure fails"),
+    "a special token in the midst": (Guided(grammar='start: <|endoftext|> "a"'), "no way on"),
+    "broken schema": (Guided(json_schema="{"), "Expecting property name"),
+    "no schema": (Guided(json_schema="[]"), "Expecting object schema"),
+    "deep schema": (Guided(json_schema='{"items":' * 6000 + "true" + "}" * 6000), "recursion"),
+    "endless reference": (Guided(json_schema='{"$ref": "#"}'), "the structure fails"),
+    "remote reference": (Guided(json_schema='{"$ref": "http://example.com/x"}'), "Default retriever does not fetch"),
+    "unknown keyword": (Guided(json_schema='{"type": "array", "uniqueItems": true}'), "uniqueItems"),
+    "no document": (Guided(json_schema='{"type": "integer", "minimum": 5, "maximum": 3}'), "minimum (5) is greater"),
+    "combinations": (
+        Guided(
+            json_schema=json.dumps(
+                {"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(3)]} for i in range(12)]}
+            )
+        ),
+        "schema too large",
+    ),
+    "control character": (Guided(json_schema='{"enum": ["a\\u0007"]}'), "the control character \\u0007"),
+    "big multiple": (Guided(json_schema='{"type": "integer", "multipleOf": 99999989}'), "multipleOf"),
+    "hidden multiple": (Guided(json_schema='{"items": {"multiple\\u004ff": 1e300, "multipleOf": 1}}'), "multipleOf"),
+    "multiples": (
+        Guided(json_schema='{"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 9973}]}'),
+        "multipleOf",
+    ),
+    "multiple in a grammar": (Guided(grammar='start: %json {"type": "integer", "multipleOf": 999983}'), "multipleOf"),
+    "many objects": (Guided(json_schema=json.dumps({"enum": [{"a": i, "b": [i]} for i in range(2500)]})), "too big"),
+    "many optional properties": (
+        Guided(
+            json_schema=json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(700)}})
+        ),
+        "Current row has",
+    ),
+    "surrogate": (Guided(choice=("a", "b\ud800")), "guided.choice[1] has '\\ud800' at 1"),
+    "nothing": (Guided(), "guided has none"),
+    "two": (Guided(regex="a", choice=("a",)), "guided has regex and choice"),
+    "no texts": (Guided(choice=()), "guided.choice has 0 texts"),
+    "many texts": (Guided(choice=("a",) * 5000), "guided.choice has 5000 texts; expected 1 to 4096"),
+    "long": (Guided(regex="ä" * 40000), "guided.regex has 80000 bytes; the limit is 65536"),
+    "long choice": (Guided(choice=("a" * 40000, "b" * 40000)), "guided.choice has 80000 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_cannot_be_served_is_refused_with_its_reason(name):
+    guided, reason = HOSTILE[name]
+    assert reason in refusal(guided)
+
+
+COSTLY_LATER = {
+    "nested repeats": Guided(regex="((a{1,1000}){1,1000}){1,1000}"),
+    "overlapping repeats": Guided(regex="(a|aa|aaa|b){50000,100000}"),
+    "counted unicode": Guided(regex=r"(\w\W?){1,5000}"),
+    "long alternatives": Guided(regex="(" + "|".join(f".{{{i}}}x" for i in range(1, 300)) + ")+"),
+    "ambiguous": Guided(grammar='start: s\ns: s s | s s s | "a" | '),
+    "many-branched": Guided(
+        grammar="start: s\ns: " + " | ".join(" ".join("s" * k) for k in range(2, 40)) + ' | "a" | "b" | "ab"'
+    ),
+    "patterns": Guided(json_schema='{"type": "string", "allOf": [{"pattern": ".*a.{12}"}, {"pattern": ".*b.{13}"}]}'),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY_LATER)
+def test_what_costs_too_much_later_ends_its_own_request(name):
+    """Either it goes on for as long as we look, or GrammarFault ends it: nothing hangs, nothing else is raised."""
+    state, rng, started = start(COSTLY_LATER[name]), random.Random(0), time.monotonic()
+    try:
+        for _ in range(300):
+            allowed = [token for token in fill(state) if token not in (END, SECOND_END)]
+            if not allowed or not state.advance([rng.choice(allowed)]):
+                break
+    except GrammarFault:
+        with pytest.raises(GrammarFault, match="the structure"):  # it does not recover in silence
+            fill(state)
+    assert time.monotonic() - started < GENEROUS
+
+
+# Each state fails alone
+
+
+def wear_out(grammar: CompiledGrammar) -> None:
+    """Random walks until the lexer that all states share has met its limit."""
+    for seed in range(40):
+        state, rng = grammar.start(), random.Random(seed)
+        while not grammar.worn and (allowed := [t for t in fill(state) if t not in (END, SECOND_END)]):
+            state.advance([rng.choice(allowed)])
+    assert grammar.worn
+
+
+def test_a_lexer_at_its_limit_is_no_fault_of_the_others(monkeypatch):
+    monkeypatch.setattr("engine.text.matcher.MAX_LEXER_STATES", 300)
+    compiler = GrammarCompiler(CODEC, VOCAB, [END])
+    guided = Guided(regex="([a-c][d-f]){1,400}")
+    bystander = compiler.compile(guided).start()
+    text = bytewise("adbecf" * 20)
+    assert bystander.advance(text) == len(text)
+    grammar = compiler.compile(guided)
+    expected = fill(grammar.start()), fill(bystander)
+    monkeypatch.setattr("engine.text.matcher.MAX_LEXER_STATES", MAX_LEXER_STATES)  # what goes on alone has room
+    wear_out(grammar)
+    assert fill(bystander) == expected[1]
+    assert fill(grammar.start()) == expected[0]
+    bystander.rollback(len(text))
+    assert fill(bystander) == expected[0]
+    assert compiler.compile(guided) is not grammar
+
+
+# The cache, and callers that wait
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """What was compiled, in order; `gate` holds the compiling of regexes that contain `wait`."""
+    compiled, real = [], engine.guided._compile
+    gate = threading.Event()
+
+    def compile_and_count(vocabulary, guided):
+        compiled.append(guided)
+        if "wait" in (guided.regex or ""):
+            assert gate.wait(GENEROUS)
+        return real(vocabulary, guided)
+
+    monkeypatch.setattr(engine.guided, "_compile", compile_and_count)
+    compiled_and_gate = (compiled, gate)
+    yield compiled_and_gate
+    gate.set()
+
+
+def limited(**limits) -> GrammarCompiler:
+    return GrammarCompiler(CODEC, VOCAB, [END], GuidedLimits(**limits))
+
+
+def test_one_source_compiles_once_failures_too(counted):
+    compiled, _ = counted
+    compiler = limited()
+    grammar = compiler.compile(Guided(regex="a"))
+    assert compiler.compile(Guided(regex="a")) is grammar
+    assert refusal(Guided(regex="("), compiler) == refusal(Guided(regex="("), compiler)
+    compiler.compile(Guided(choice=("a",)))
+    assert compiled == [Guided(regex="a"), Guided(regex="("), Guided(choice=("a",))]
+
+
+def test_callers_at_once_share_one_compilation(counted):
+    compiled, gate = counted
+    compiler = limited()
+    with ThreadPoolExecutor(5) as threads:
+        waiting = [threads.submit(compiler.compile, Guided(regex="wait")) for _ in range(4)]
+        other = threads.submit(limited().compile, Guided(regex="b"))
+        other.result(GENEROUS)
+        gate.set()
+        assert len({id(future.result(GENEROUS)) for future in waiting}) == 1
+    assert compiled.count(Guided(regex="wait")) == 1
+
+
+@pytest.mark.parametrize("limits", [{"cache_entries": 2}, {"cache_bytes": 2}])
+def test_the_least_recently_used_goes(counted, limits):
+    compiled, _ = counted
+    compiler = limited(**limits)
+    for letter in "abacab":
+        compiler.compile(Guided(regex=letter))
+    assert [guided.regex for guided in compiled] == ["a", "b", "c", "b"]
+
+
+def test_who_waits_too_long_is_told_and_holds_up_nobody(counted):
+    compiled, gate = counted
+    compiler = limited(compile_seconds=0.3)
+    assert "guided.regex is 'wait': it did not compile within 0.3 s" in refusal(Guided(regex="wait"), compiler)
+    compiler.compile(Guided(regex="a"))  # another thread is free
+    started = time.monotonic()
+    refusal(Guided(regex="wait"), compiler)  # told at once: its time is over
+    assert time.monotonic() - started < 0.25
+    gate.set()
+    deadline = time.monotonic() + GENEROUS
+    while not compiler._entries[Guided(regex="wait")].result.done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    compiler.compile(Guided(regex="wait"))
+    assert compiled.count(Guided(regex="wait")) == 1
+
+
+def test_what_never_began_is_forgotten(counted):
+    compiled, gate = counted
+    compiler = limited(compile_seconds=0.2, compile_threads=1)
+    refusal(Guided(regex="wait"), compiler)
+    refusal(Guided(regex="a"), compiler)
+    assert Guided(regex="a") not in compiler._entries
+    gate.set()
+    compiler._entries[Guided(regex="wait")].result.result(GENEROUS)
+    compiler.compile(Guided(regex="a"))
+    assert compiled == [Guided(regex="wait"), Guided(regex="a")]

@@ -1,0 +1,40 @@
+"""`pilotfish bench`: a row per batch and way, of the same tokens."""
+
+from __future__ import annotations
+
+import json
+
+from server import cli
+from server.commands.bench import Bench, Row, as_text
+
+OPTIONS = ["--tokens", "8", "--rounds", "1", "--batches", "1", "2", "--threads", "1", "--warm-up-seconds", "0"]
+
+
+def test_rows_of_the_embedded_pair(capsys):
+    assert cli.main(["bench", "--json", *OPTIONS, "--proposer", "model"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["batch"], row["speculation"]) for row in rows] == [
+        (batch, way) for batch in (1, 2) for way in ("off", "fixed", "auto")
+    ]
+    assert all(row["same_tokens"] for row in rows)
+    assert rows[0]["gain"] == 1.0
+    assert rows[0]["acceptance_rate"] is None
+    assert rows[1]["acceptance_length"] > 1
+
+
+def test_options_are_those_of_serve_and_some_more():
+    bench = Bench.of(["--tokens", "5", "--num-draft-tokens", "3"])
+    assert (bench.tokens, bench.config.num_draft_tokens, bench.batches) == (5, 3, (1, 8))
+
+
+def test_what_cannot_be_served_is_said(capsys, tmp_path):
+    assert cli.main(["bench", str(tmp_path), *OPTIONS]) == 2
+    assert "pilotfish bench: " in capsys.readouterr().err
+
+
+def test_the_table_lines_up():
+    rows = [Row(1, "off", 100.0, 1.0, None, None, True), Row(1, "auto", 150.0, 1.5, 0.75, 3.25, False)]
+    head, plain, auto = as_text(rows, "title").splitlines()[2:]
+    assert plain.index("100.0") + 5 == auto.index("150.0") + 5 == head.index("tokens/s") + 8
+    assert "near-ties" in auto
+    assert "near-ties" not in plain

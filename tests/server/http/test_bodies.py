@@ -1,0 +1,86 @@
+"""What is wrong with a body is told at once: types, values, and fields that do not go together."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.server.http.test_gateway import talking
+from tests.server.test_life import metric
+
+# Each wrong by itself, with the field that the answer has to name; types, then values, then what is not served.
+WRONG = {
+    "temperature": ({"temperature": "hot"}, "temperature is 'hot'"),
+    "top_k": ({"top_k": -1}, "top_k is -1"),
+    "seed": ({"seed": 1.5}, "seed is 1.5"),
+    "stop": ({"stop": ["x", 5]}, "stop[1] is 5"),
+    "speculation": ({"speculation": {"mode": "often"}}, "speculation.mode is 'often'"),
+    "timeout": ({"timeout": 0}, "timeout is 0"),
+    "stream": ({"stream": "yes"}, "stream is 'yes'"),
+    "temprature": ({"temprature": 1}, "temprature is 1; this field is not served"),
+    "prompt": ({"prompt": {"text": "a"}}, "prompt is {'text': 'a'}"),
+    "top_p": ({"top_p": 7.0}, "top_p is 7.0"),
+    "min_p": ({"min_p": -0.5}, "min_p is -0.5"),
+    "logit_bias": ({"logit_bias": {"5": 200}}, "logit_bias[5] is 200"),
+    "banned": ({"banned_token_ids": [10**6]}, "banned_token_ids[0] is 1000000"),
+    "priority": ({"priority": 101}, "priority is 101"),
+    "structures": ({"guided_regex": "a", "guided_choice": ["b"]}, "body has guided_regex and guided_choice"),
+}
+
+
+async def test_any_mistakes_are_told_together():
+    async with talking() as server:
+        rng = random.Random(5)
+        subsets = [set(WRONG), {"prompt"}, *({*rng.sample(sorted(WRONG), rng.randint(1, 6))} for _ in range(40))]
+        for names in subsets:
+            body = {"prompt": "ab"}
+            for name in names:
+                body |= WRONG[name][0]
+            answer = await server.http.post("/generate", json=body)
+            error = answer.json()["error"]
+            told = {name for name, (_, said) in WRONG.items() if said in error["message"]}
+            assert (answer.status_code, told) == (400, names), error
+            assert error["message"].count("; ") >= len(names) - 1
+        assert not server.engine.requests
+        assert metric(server, "admission_rejected_total", reason="invalid") == len(subsets)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "told"),
+    [
+        ("/generate", {}, {"prompt is missing"}),
+        ("/v1/completions", {"prompt": None, "n": 0}, {"prompt is missing", "n is 0"}),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 0}, {"prompt has 2 prompts", "n is 0"}),
+        ("/v1/completions", {"prompt": "", "n": "2"}, {"prompt is empty", "n is '2'"}),
+        ("/v1/completions", {"prompt": "a", "stream": 1, "logprobs": 21}, {"stream is 1", "top_logprobs is 21"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}], "top_p": 7}, {"messages[0].content", "top_p is 7"}),
+        ("/v1/chat/completions", {"messages": [], "n": "2"}, {"messages", "n is '2'"}),
+        (
+            "/v1/chat/completions",
+            {"messages": 5, "max_tokens": 1, "max_completion_tokens": 2, "top_logprobs": 3},
+            {"messages is 5", "max_completion_tokens 2", "top_logprobs is 3"},
+        ),
+    ],
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
+)
+async def test_without_an_input_the_rest_is_read(path, fields, told):
+    async with talking() as server:
+        answer = await server.http.post(path, json=fields)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400
+        assert {said for said in told if said in message} == told, message
+        assert "input is missing" not in message
+
+
+async def test_what_is_no_object_has_nothing_else_to_tell():
+    async with talking() as server:
+        for raw in (b"[]", b"7", b"{", b'"a"', b"null", b""):
+            answer = await server.http.post("/generate", content=raw, headers={"content-type": "application/json"})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body"), raw
+
+
+async def test_another_model_goes_first_as_over_grpc():
+    async with talking() as server:
+        answer = await server.http.post("/generate", json={"model": "other", "temperature": "hot", "prompt": 5})
+        assert answer.status_code == 404

@@ -1,0 +1,57 @@
+"""An engine's own process around the fake engine, in which a prompt's last token can ask for an accident."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+from server.worker import engine_process
+from tests.server.fake_engine import FakeEngine, served
+from tests.server.fake_grammar import FakeCompiler
+
+PROGRAM = "from tests.server.worker.fake_child import main; main()"
+KILL, SEGFAULT, EXIT, RAISE, HANG, GARBAGE, OVERSIZED, SLOW = range(100, 108)
+
+
+def _write(data: bytes) -> None:
+    os.write(int(sys.argv[1]), data)
+
+
+ACCIDENTS = {
+    KILL: lambda: os.kill(os.getpid(), signal.SIGKILL),
+    SEGFAULT: lambda: ctypes.string_at(0),
+    EXIT: lambda: os._exit(3),
+    RAISE: lambda: 1 / 0,
+    HANG: lambda: time.sleep(1000),
+    GARBAGE: lambda: _write(b"\0\0\0\3abc"),
+    OVERSIZED: lambda: _write(b"\xff\xff\xff\xff"),
+    SLOW: lambda: time.sleep(0.005),
+}
+
+
+class AccidentProne(FakeEngine):
+    """Has the accident in its third step with the request."""
+
+    def step(self):
+        for outputs in list(self._live.values()):
+            for output in outputs.values():
+                if len(output.tokens) > self._burst and output.request.token_ids[-1] in ACCIDENTS:
+                    ACCIDENTS[output.request.token_ids[-1]]()
+        return super().step()
+
+
+def load(config, progress):
+    """Like `ServedModel.load`."""
+    progress("loading a fake")
+    engine = AccidentProne(batch=min(config.max_batch_size, 8))
+    engine.config = config
+    engine.poison = {99}
+    return served(engine, compile_grammar=FakeCompiler())
+
+
+def main() -> None:
+    """The process."""
+    engine_process.main(load)

@@ -1,0 +1,321 @@
+"""The engine in a process of its own: the same streams, and what happens to them when it dies, hangs or babbles."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from engine.errors import ModelError
+from pilotfish.v1 import control_pb2
+from pilotfish.v1 import generation_pb2 as pb
+from server.lifecycle import State
+from server.worker.remote import Program
+from tests.server.conftest import serving, until
+from tests.server.fake_engine import FakeEngine, served
+from tests.server.fake_grammar import FakeCompiler
+from tests.server.test_generate import collect, detail, request
+from tests.server.test_life import LONG, code_of, health_of, metric
+from tests.server.worker import fake_child
+
+EXPECTED = FakeEngine()
+
+
+def around(engine, config, device):
+    return served(engine, compile_grammar=FakeCompiler())
+
+
+@asynccontextmanager
+async def apart(**config):
+    """A server whose fake engine is in another process, which does not outlive it."""
+    async with serving(program=Program(fake_child.PROGRAM, around), engine_process=True, **config) as server:
+        server.host = server.app.host
+        yield server
+    assert server.host._child is None
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def prompt(*tokens: int) -> dict[str, pb.TokenIds]:
+    return {"token_ids": pb.TokenIds(ids=(1, 2, *tokens))}
+
+
+def slow(**fields) -> pb.GenerateStreamRequest:
+    """A stream that lasts until it is ended."""
+    return request(**prompt(fake_child.SLOW), **{"stopping": LONG, **fields})
+
+
+async def answers(server) -> bool:
+    """Whether a request gets what a request gets."""
+    _, ids, ends, _ = await collect(server.inference.GenerateStream(request()))
+    return tuple(ids) == EXPECTED.expected(20) and len(ends) == 1
+
+
+async def begun(calls) -> None:
+    for call in calls:
+        assert (await call.read()).delta.token_ids
+
+
+async def rest(call) -> list[pb.Finished]:
+    """The ends of a stream, some of which has been read."""
+    messages = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    return [message.finished for message in messages if message.HasField("finished")]
+
+
+async def lost(call) -> str:
+    """The reason that a stream which the engine took with it ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await rest(call)
+    assert error.value.code() == grpc.StatusCode.UNAVAILABLE, error.value.details()
+    return detail(error.value, error_details_pb2.ErrorInfo).reason
+
+
+async def restarted(server, times: int = 1) -> None:
+    await until(lambda: metric(server, "engine_restarts_total") == times, 60)
+    assert server.app.lifecycle.state is State.READY
+    assert await health_of(server) == "SERVING"
+    assert metric(server, "engine_up") == 1
+
+
+async def test_streams_are_what_they_are_with_a_thread():
+    async with apart() as server, serving(compile_grammar=FakeCompiler()) as beside:
+        for fields in (
+            {"stopping": pb.StoppingParams(max_tokens=50)},
+            {"stopping": pb.StoppingParams(max_tokens=100, stop=["x says"])},
+            {"sampling": pb.SamplingParams(n=3, seed=5), "stopping": pb.StoppingParams(max_tokens=9)},
+            {"output": pb.OutputOptions(logprobs=True, prompt_logprobs=True, top_logprobs=3)},
+            {"guided": pb.GuidedDecoding(choice=pb.Choice(choices=["ab ab", "babab"]))},
+            {"sampling": pb.SamplingParams(logit_bias={3: 1.5}, banned_token_ids=[4]), "cache_salt": "s"},
+        ):
+            there, here = [s.inference.Generate(request(pb.GenerateRequest, **fields)) for s in (server, beside)]
+            assert shown(await there) == shown(await here), fields
+            text, _, ends, messages = await collect(server.inference.GenerateStream(request(**fields)))
+            assert len(ends) == len((await there).outputs)
+            assert messages[-1].HasField("finished")
+            assert len(text) == sum(len(output.text) for output in (await there).outputs)
+        await until(lambda: not server.host.has_work)
+        assert server.host.free_pages == server.host.total_pages
+        assert metric(server, "spec_draft_tokens_total") > 0
+        assert metric(server, "batch_size_count", kind="verify") > 0
+        assert metric(server, "kv_usage_ratio") == 0
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}") as http:
+            answer = await http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 20})
+            assert answer.json()["choices"][0]["text"] == EXPECTED_TEXT
+            assert "pilotfish_generated_tokens_total" in (await http.get("/metrics")).text
+
+
+EXPECTED_TEXT = served(EXPECTED).codec.decode(EXPECTED.expected(20))
+
+
+def shown(answer: pb.GenerateResponse) -> pb.GenerateResponse:
+    """Without what differs between any two requests."""
+    answer.request_id = ""
+    for output in answer.outputs:
+        output.finished.ClearField("timing")
+    return answer
+
+
+async def test_cancel_deadline_abort_and_poison_reach_it():
+    async with apart(max_batch_size=4) as server:
+        calls = [server.inference.GenerateStream(slow(request_id=f"r{i}")) for i in range(4)]
+        await begun(calls)
+        queued = server.inference.GenerateStream(slow())
+        late = server.inference.GenerateStream(slow(), timeout=0.2)
+        assert await code_of(collect(late)) == grpc.StatusCode.DEADLINE_EXCEEDED
+        calls[0].cancel()
+        await server.control.Abort(control_pb2.AbortRequest(request_id="r1"))
+        (end,) = await rest(calls[1])
+        assert end.finish_reason == pb.FINISH_REASON_ABORTED
+        assert (await queued.read()).delta.token_ids  # there was room for it
+        await server.control.Abort(control_pb2.AbortRequest(all=True))
+        await until(lambda: not server.app.driver.live())
+        await until(lambda: server.host.free_pages == server.host.total_pages)
+        poisoned = server.inference.GenerateStream(request(**prompt(99)))
+        assert await code_of(collect(poisoned)) == grpc.StatusCode.INTERNAL
+        running = server.inference.GenerateStream(slow(), timeout=0.3)
+        assert await code_of(collect(running)) == grpc.StatusCode.DEADLINE_EXCEEDED
+        await until(lambda: server.host.free_pages == server.host.total_pages)
+        assert await answers(server)
+
+
+@pytest.mark.parametrize("accident", ["KILL", "SEGFAULT", "EXIT", "RAISE", "GARBAGE", "OVERSIZED", "HANG"])
+async def test_whatever_befalls_it_streams_end_and_it_begins_again(accident):
+    hang_seconds = 0.5 if accident == "HANG" else 60
+    async with apart(hang_seconds=hang_seconds, max_batch_size=4) as server:
+        calls = [server.inference.GenerateStream(slow()) for _ in range(3)]
+        await begun(calls)
+        watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        bad = request(**prompt(getattr(fake_child, accident)), stopping=LONG)
+        calls.append(server.inference.GenerateStream(bad))
+        calls.append(server.inference.GenerateStream(slow()))  # is queued
+        reasons = await asyncio.gather(*map(lost, calls))
+        assert set(reasons) == {"ENGINE_HUNG" if accident == "HANG" else "ENGINE_DEAD"}
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert not server.app.driver.live()
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+        await restarted(server)
+        assert await answers(server)
+        assert server.host.free_pages == server.host.total_pages
+
+
+async def test_while_it_is_away_callers_hear_of_it_over_both_doors():
+    async with apart() as server:
+        victim = server.host._child.process
+        call = server.inference.GenerateStream(slow())
+        await begun([call])
+        os.kill(victim.pid, signal.SIGKILL)
+        assert await lost(call) == "ENGINE_DEAD"
+        assert server.app.lifecycle.state is State.RECOVERING
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await server.inference.Generate(request(pb.GenerateRequest))
+        assert detail(error.value, error_details_pb2.ErrorInfo).reason == "ENGINE_DEAD"
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}") as http:
+            refused = await http.post("/v1/completions", json={"prompt": "ab"})
+            health = await http.get("/health")
+        assert (refused.status_code, health.status_code) == (503, 503)
+        assert health.json()["status"] == "recovering"
+        assert metric(server, "engine_up") == 0
+        await restarted(server)
+        assert victim.returncode == -signal.SIGKILL
+        assert await answers(server)
+
+
+async def test_it_dies_when_idle_again_and_again_and_leaves_no_descriptor():
+    files = 0
+    async with apart() as server:
+        for times in (1, 2, 3):
+            assert await answers(server)
+            os.kill(server.host._child.process.pid, signal.SIGKILL)
+            await restarted(server, times)
+            await until(lambda: open_files() <= (files or open_files()))  # noqa: B023  # awaited before files moves on
+            files = open_files()
+        assert await answers(server)
+
+
+async def test_a_stopped_process_is_silent_and_so_hung():
+    async with apart(hang_seconds=0.5) as server:
+        os.kill(server.host._child.process.pid, signal.SIGSTOP)
+        await restarted(server)
+        assert await answers(server)
+
+
+async def test_silence_that_is_none_kills_nobody():
+    """Idle for longer than `hang_seconds`, and then steps that are many times as short."""
+    async with apart(hang_seconds=0.4) as server:
+        await asyncio.sleep(1.2)
+        call = server.inference.GenerateStream(slow(stopping=pb.StoppingParams(max_tokens=300)))
+        assert len((await collect(call))[1]) == 300
+        assert metric(server, "engine_restarts_total") == 0
+
+
+async def test_too_many_crashes_end_the_server_with_an_exit_code():
+    async with apart(max_engine_crashes=1) as server:
+        for times in (1, 2):
+            os.kill(server.host._child.process.pid, signal.SIGKILL)
+            if times == 1:
+                await restarted(server)
+        async with asyncio.timeout(30):
+            assert await server.running == 1
+        assert server.app.lifecycle.state is State.FAILED
+
+
+async def test_a_model_that_cannot_be_served_is_no_crash(monkeypatch, caplog):
+    source = f"{fake_child.PROGRAM.partition(';')[0]}; import tests.server.worker.test_engine_process as t; t.refuse()"
+    async with serving(program=Program(source, around), engine_process=True, ready=False) as server:
+        assert await server.running == 1
+        assert metric(server, "engine_restarts_total") == 0
+    assert "no such model" in caplog.text
+
+
+def refuse() -> None:
+    """The program of a process that cannot load."""
+    from server.worker import engine_process
+
+    def load(_config, _progress):
+        raise ModelError("no such model")
+
+    engine_process.main(load)
+
+
+async def test_a_stop_while_it_loads_leaves_no_process():
+    source = "import sys, time; time.sleep(1000)"
+    async with serving(program=Program(source, around), engine_process=True, ready=False) as server:
+        await until(lambda: server.app.host._child is not None)
+        process = server.app.host._child.process
+        server.app.stop()
+        assert await server.running == 0
+        assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("second_signal", [True, False])
+async def test_a_stop_drains_or_cuts(second_signal):
+    async with apart(drain_seconds=60) as server:
+        call = server.inference.GenerateStream(
+            slow(stopping=LONG if second_signal else pb.StoppingParams(max_tokens=200))
+        )
+        await begun([call])
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: server.app.lifecycle.state is State.DRAINING)
+        assert await code_of(server.inference.Generate(request(pb.GenerateRequest))) == grpc.StatusCode.UNAVAILABLE
+        if second_signal:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await lost(call) == "DRAINING"
+        else:
+            assert await rest(call)
+        assert await server.running == 0
+
+
+async def test_a_crash_while_draining_ends_the_drain():
+    async with apart(drain_seconds=60) as server:
+        call = server.inference.GenerateStream(slow())
+        await begun([call])
+        server.app.stop()
+        await until(lambda: server.app.lifecycle.state is State.DRAINING)
+        os.kill(server.host._child.process.pid, signal.SIGKILL)
+        assert await lost(call) == "ENGINE_DEAD"
+        assert await server.running == 1
+
+
+async def test_signals_to_everybody_leave_the_engine_to_the_doors():
+    async with apart() as server:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(server.host._child.process.pid, number)
+        assert await answers(server)
+
+
+async def test_an_id_that_lives_again_gets_its_own_tokens():
+    async with apart() as server:
+        for _ in range(20):
+            call = server.inference.GenerateStream(slow(request_id="again"))
+            await begun([call])
+            call.cancel()
+            await until(lambda: server.app.driver.find("again") is None)
+            asked = request(request_id="again")
+            _, ids, ends, _ = await collect(server.inference.GenerateStream(asked))
+            assert tuple(ids) == EXPECTED.expected(20)
+            assert len(ends) == 1
+
+
+async def test_the_log_of_both_is_one(capfd):
+    async with apart(log_format="json") as server:
+        call = server.inference.GenerateStream(request(**prompt(fake_child.RAISE), stopping=LONG))
+        await lost(call)
+        await restarted(server)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    (failure,) = [line for line in lines if line["logger"] == "server.worker.engine_process"]
+    assert "ZeroDivisionError" in failure["error"]

@@ -1,0 +1,145 @@
+"""When an engine that failed begins again, and when it does not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from server.errors import EngineCrashed, EngineGone
+from server.lifecycle import Lifecycle, State
+from server.telemetry.metrics import Metrics
+from server.worker import supervisor as supervisor_module
+from server.worker.supervisor import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Crashes, Supervisor
+from tests.server.conftest import until
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_pauses_grow_and_end():
+    clock = Clock()
+    crashes = Crashes(9, 300.0, clock)
+    pauses = [crashes.pause() for _ in range(9)]
+    assert pauses[:3] == [0.0, FIRST_PAUSE_SECONDS, 2 * FIRST_PAUSE_SECONDS]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == LONGEST_PAUSE_SECONDS
+    assert crashes.pause() is None
+
+
+def test_crashes_are_forgotten_in_time():
+    clock = Clock()
+    crashes = Crashes(2, 60.0, clock)
+    for _ in range(10):
+        assert crashes.pause() == 0.0
+        clock.now += 61.0
+    assert crashes.pause() == 0.0
+    clock.now += 59.0
+    assert crashes.pause() == FIRST_PAUSE_SECONDS
+    assert crashes.pause() is None
+
+
+def test_none_may_be_allowed():
+    assert Crashes(0, 60.0, Clock()).pause() is None
+
+
+class FakeHost:
+    """Fails to restart as often as it is told, and then does, unless `gate` holds it."""
+
+    def __init__(self, *failures):
+        self.failures, self.starts = list(failures), 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def restart(self):
+        self.starts += 1
+        await self.gate.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+async def supervised(host, most=5):
+    lifecycle, metrics = Lifecycle(), Metrics(CollectorRegistry())
+    await lifecycle.move(State.READY)
+    supervisor = Supervisor(host, lifecycle, metrics, Crashes(most, 60.0))
+    await supervisor.lost()
+    return supervisor, lifecycle, metrics
+
+
+async def test_it_is_not_ready_until_it_runs_again():
+    host = FakeHost()
+    host.gate.clear()
+    supervisor, lifecycle, metrics = await supervised(host)
+    reviving = asyncio.ensure_future(supervisor.revive(asyncio.Event()))
+    await until(lambda: host.starts == 1)
+    assert lifecycle.state is State.RECOVERING
+    assert metrics.registry.get_sample_value("pilotfish_engine_up") == 0
+    host.gate.set()
+    assert await reviving
+    assert lifecycle.state is State.READY
+    assert metrics.registry.get_sample_value("pilotfish_engine_up") == 1
+    assert metrics.registry.get_sample_value("pilotfish_engine_restarts_total") == 1
+
+
+async def test_a_restart_that_fails_is_one_more_crash(monkeypatch):
+    monkeypatch.setattr(supervisor_module, "FIRST_PAUSE_SECONDS", 0.001)
+    host = FakeHost(EngineCrashed("x"), EngineCrashed("y"))
+    supervisor, lifecycle, _ = await supervised(host)
+    assert await supervisor.revive(asyncio.Event())
+    assert host.starts == 3
+    host.failures = [EngineCrashed("z")] * 9
+    await supervisor.lost()
+    assert not await supervisor.revive(asyncio.Event())
+    assert lifecycle.state is State.FAILED
+    assert host.starts == 5
+
+
+async def test_what_cannot_begin_again_is_not_tried_twice():
+    host = FakeHost(EngineGone("for good"))
+    supervisor, lifecycle, _ = await supervised(host)
+    assert not await supervisor.revive(asyncio.Event())
+    assert (host.starts, lifecycle.state) == (1, State.FAILED)
+
+
+@pytest.mark.parametrize("while_it", ["pauses", "starts"])
+async def test_a_stop_need_not_wait_for_it(while_it):
+    host, stopping = FakeHost(), asyncio.Event()
+    host.gate.clear()
+    supervisor, lifecycle, _ = await supervised(host)
+    if while_it == "pauses":
+        host.failures = [EngineCrashed("x")] * 9
+        host.gate.set()
+    reviving = asyncio.ensure_future(supervisor.revive(stopping))
+    await until(lambda: host.starts == 1)
+    stopping.set()
+    async with asyncio.timeout(5):
+        assert not await reviving
+    assert lifecycle.state is State.RECOVERING
+
+
+async def test_a_server_that_drains_does_not_begin_again():
+    host = FakeHost()
+    supervisor, lifecycle, _ = await supervised(host)
+    lifecycle.state = State.DRAINING
+    assert not await supervisor.revive(asyncio.Event())
+    assert (host.starts, lifecycle.state) == (0, State.FAILED)
+
+
+async def test_which_states_follow_which():
+    lifecycle = Lifecycle()
+    for state in (State.READY, State.RECOVERING, State.READY, State.DRAINING):
+        await lifecycle.move(state)
+        assert lifecycle.state is state
+    for state in (State.READY, State.RECOVERING):
+        await lifecycle.move(state)
+        assert lifecycle.state is State.DRAINING
+    await lifecycle.move(State.FAILED)
+    await lifecycle.move(State.READY)
+    assert lifecycle.state is State.FAILED

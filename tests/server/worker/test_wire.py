@@ -1,0 +1,267 @@
+"""What two processes say to each other: everything comes back as it went, and what is no message is none."""
+
+from __future__ import annotations
+
+import math
+import socket
+from contextlib import closing
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import Bounds
+from engine.stats import Forward, StepStats
+from engine.types import (
+    Candidate,
+    Finished,
+    FinishReason,
+    Guided,
+    Request,
+    SamplingParams,
+    Speculation,
+    SpeculationMode,
+    SpeculationParams,
+    SpeculationStats,
+    TokenEvent,
+    TokenLogprob,
+    Verification,
+)
+from server.worker import wire
+from server.worker.engine_process import DoorsGone, EngineServer, Link, serve
+from tests.server.fake_engine import FakeEngine
+from tests.server.fake_grammar import FakeCompiler
+
+LIMIT = 1 << 20
+LOAD = wire.Load(3, 1, 0, 7, 6, 1.5)
+REQUEST = Request(
+    request_id="alice/r",
+    token_ids=(1, 2, 2**31),
+    sampling=SamplingParams(
+        temperature=0.5, logit_bias={7: -1.5}, seed=2**64 - 1, stop=("€",), guided=Guided(choice=("a", "b"))
+    ),
+    speculation=SpeculationParams(mode=SpeculationMode.FIXED, verification=Verification.REJECTION),
+    cache_salt="s",
+)
+FINISHED = Finished(
+    reason=FinishReason.STOP,
+    prompt_tokens=3,
+    completion_tokens=2,
+    seed=2**64 - 1,
+    speculation=Speculation(
+        mode=SpeculationMode.AUTO, num_draft_tokens=4, proposer="model", verification=Verification.COUPLED
+    ),
+    stats=SpeculationStats(2, 8, 4, (2, 2)),
+    stop_token_id=0,
+)
+EVENT = TokenEvent(
+    request_id="alice/r",
+    index=1,
+    token_ids=(5, 6),
+    from_draft=(True, False),
+    logprobs=(TokenLogprob(-math.inf, (Candidate(1, -0.5),)), TokenLogprob(-1.0)),
+    prompt_logprobs=(None, TokenLogprob(-2.0)),
+    finished=FINISHED,
+)
+STATS = StepStats(forwards=(Forward("verify", 2, 8),), phase_seconds={"plan": 0.5}, accepted_per_position=(1, 0))
+TO_ENGINE = [
+    wire.Start("{}", "json", 0.5),
+    wire.Add(1, 2, REQUEST),
+    wire.Finish(2, 3, FinishReason.STOP, 1, 20),
+    wire.Drop(3, 4, FinishReason.CANCELLED),
+    wire.Taken(),
+]
+TO_DOORS = [
+    wire.Progress("loading"),
+    wire.Refused("no"),
+    wire.Ready(5, 6, frozenset({0}), ("none",), 7, 8, "cpu", "plain", "bfloat16", LOAD),
+    wire.Output((wire.Event.of(9, EVENT),), STATS, LOAD),
+    wire.Output((), None, LOAD),
+    wire.Beat(),
+]
+
+
+@pytest.mark.parametrize("size", [1, 7, 10**6])
+def test_everything_comes_back_as_it_went(size):
+    for messages, read in ((TO_ENGINE, wire.read_to_engine), (TO_DOORS, wire.read_to_doors)):
+        stream = b"".join(wire.framed(message, LIMIT) for message in messages)
+        frames = wire.Frames(LIMIT)
+        parts = [stream[i : i + size] for i in range(0, len(stream), size)]
+        assert [read(payload) for part in parts for payload in frames.feed(part)] == messages
+    (event,) = TO_DOORS[3].events
+    assert event.named("alice/r") == EVENT
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_an_error_of_ours(data):
+    for read in (wire.read_to_engine, wire.read_to_doors):
+        try:
+            read(data)
+        except wire.WireError:
+            continue
+    try:
+        for payload in wire.Frames(100).feed(data):
+            assert len(payload) <= 100
+    except wire.WireError:
+        pass
+
+
+def test_a_message_cut_or_changed_is_no_other():
+    for message in TO_ENGINE[1:4]:
+        payload = wire.framed(message, LIMIT)[4:]
+        for cut in range(len(payload)):
+            with pytest.raises(wire.WireError):
+                wire.read_to_engine(payload[:cut])
+
+
+@pytest.mark.parametrize("read", [wire.read_to_engine, wire.read_to_doors])
+@pytest.mark.parametrize("data", [["Add", 1], ["Output"], ["Nothing"], {"type": "Add"}, 3, None, ["Add", "1", 2, {}]])
+def test_a_message_of_another_shape_is_refused(read, data):
+    with pytest.raises(wire.WireError):
+        read(msgspec.msgpack.encode(data))
+
+
+def test_what_is_too_large_is_refused_on_both_sides_before_it_is_read():
+    with pytest.raises(wire.Unsayable):
+        wire.framed(TO_ENGINE[1], 10)
+    for sampling in (SamplingParams(stop=("\ud800",)), SamplingParams(seed=2**64)):
+        with pytest.raises(wire.Unsayable):
+            wire.framed(wire.Add(1, 2, replace(REQUEST, sampling=sampling)), LIMIT)
+    with pytest.raises(wire.WireError, match="limit is 10"):
+        list(wire.Frames(10).feed((11).to_bytes(4, "big")))
+
+
+def test_log_probabilities_of_the_largest_request_fit():
+    bounds = Bounds(max_total_logprobs=1 << 12)
+    top = tuple(Candidate(2**31, -1e300) for _ in range(15))
+    found = tuple(TokenLogprob(-1e300, top) for _ in range((1 << 12) // 16))
+    event = TokenEvent(request_id="r", prompt_logprobs=found)
+    size = len(wire.framed(wire.Output((wire.Event.of(1, event),), STATS, LOAD), LIMIT))
+    assert size < wire.most_bytes(bounds) - wire.most_bytes(Bounds(max_total_logprobs=0)) + 1000
+
+
+# ------------------------------------------------------------------------------- the engine's side, on this thread
+
+
+class Doors:
+    """The other end of an `EngineServer` around a fake, which takes one turn at a time."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.engine, self.server = engine, EngineServer(Link(theirs, LIMIT), engine, FakeCompiler(), 0.01)
+        self.frames = wire.Frames(LIMIT)
+        self.socket.setblocking(False)
+
+    def close(self) -> None:
+        self.socket.close()
+        self.server._link.close()
+        self.server._threads.shutdown()
+
+    def say(self, *messages):
+        for message in messages:
+            self.socket.sendall(wire.framed(message, LIMIT))
+
+    def turn(self, times: int = 1):
+        """What it says in these turns, heartbeats aside."""
+        heard = []
+        for _ in range(times):
+            self.server.turn()
+            try:
+                heard += [wire.read_to_doors(p) for p in self.frames.feed(self.socket.recv(1 << 20))]
+            except BlockingIOError:
+                continue
+        return [message for message in heard if not isinstance(message, wire.Beat)]
+
+
+@pytest.fixture
+def doors():
+    with closing(Doors(FakeEngine())) as both:
+        yield both
+
+
+def asked(name: str, **sampling) -> Request:
+    return Request(request_id=name, token_ids=(1, 2), sampling=SamplingParams(**{"max_tokens": 300, **sampling}))
+
+
+def test_it_runs_no_further_ahead_than_two_outputs(doors):
+    doors.say(wire.Add(1, 1, asked("a")))
+    assert len(doors.turn(10)) == 2
+    doors.say(wire.Taken())
+    assert len(doors.turn(10)) == 1
+    assert doors.engine.steps == 3
+
+
+def test_an_end_frees_pages_before_the_next_step_and_comes_at_once(doors):
+    doors.say(wire.Add(1, 1, asked("a")), wire.Add(2, 2, asked("b")))
+    doors.turn()
+    doors.say(wire.Taken(), wire.Finish(3, 1, FinishReason.CANCELLED))
+    first, second = doors.turn()
+    assert [event.ticket for event in first.events] == [1]
+    assert (first.stats, first.load.free_pages) == (None, doors.engine.total_pages - 1)
+    assert [event.ticket for event in second.events] == [2]
+    assert doors.engine.steps == 2
+
+
+def test_what_is_dropped_is_not_told_and_its_name_is_free(doors):
+    doors.say(wire.Add(1, 1, asked("a")))
+    doors.turn()
+    doors.say(wire.Drop(2, 1, FinishReason.CANCELLED), wire.Add(3, 2, asked("a", max_tokens=1)))
+    (output,) = doors.turn()
+    assert [(event.ticket, event.finished.reason) for event in output.events] == [(2, FinishReason.LENGTH)]
+    assert output.load.order == 3
+    doors.say(wire.Finish(4, 2, FinishReason.CANCELLED), wire.Drop(5, 7, FinishReason.CANCELLED))  # both are over
+    (idle,) = doors.turn()
+    assert (idle.events, idle.load.order) == ((), 5)
+
+
+def test_a_structure_that_compiles_holds_up_nobody(doors):
+    doors.server._compile.gate.clear()
+    doors.say(wire.Add(1, 1, asked("g", guided=Guided(choice=("ab",)))), wire.Add(2, 2, asked("a")))
+    (output,) = doors.turn()
+    assert [event.ticket for event in output.events] == [2]
+    doors.say(wire.Taken(), wire.Finish(3, 1, FinishReason.CANCELLED))
+    ends, _ = doors.turn()
+    assert [(event.ticket, event.finished.reason) for event in ends.events] == [(1, FinishReason.CANCELLED)]
+    doors.server._compile.gate.set()
+    doors.say(wire.Taken(), wire.Taken(), wire.Drop(4, 2, FinishReason.CANCELLED))
+    doors.turn(3)
+    assert not doors.engine.has_work
+
+
+def test_what_the_engine_refuses_fails_alone(doors):
+    bad = Request(request_id="bad", token_ids=(10**6,), sampling=SamplingParams(n=2))
+    doors.say(wire.Add(1, 1, bad), wire.Add(2, 2, asked("a", max_tokens=1)))
+    first, second = doors.turn()
+    assert [event.finished.reason for event in first.events] == [FinishReason.ERROR] * 2
+    assert second.events[0].finished.reason is FinishReason.LENGTH
+
+
+def test_logprobs_of_prompts_go_apart(doors):
+    doors.say(*(wire.Add(i, i, asked(f"r{i}", prompt_logprobs=1)) for i in (1, 2)), wire.Add(3, 3, asked("a")))
+    outputs = doors.turn()
+    assert [[event.ticket for event in output.events] for output in outputs] == [[1], [2], [3]]
+    assert [output.stats is None for output in outputs] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "data", [b"\0\0\0\3abc", b"\xff\xff\xff\xff", wire.framed(TO_ENGINE[1], LIMIT), wire.framed(TO_DOORS[0], LIMIT)]
+)
+def test_a_process_that_hears_nonsense_ends(data):
+    ours, theirs = socket.socketpair()
+    ours.sendall(data)
+    with ours, closing(Link(theirs, LIMIT)) as link, pytest.raises(wire.WireError):
+        serve(link, lambda *_: pytest.fail("nothing was to be loaded"))
+
+
+def test_a_process_that_is_left_alone_ends(doors):
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with closing(Link(theirs, LIMIT)) as link, pytest.raises(DoorsGone):
+        serve(link, lambda *_: pytest.fail("nothing was to be loaded"))
+    doors.say(wire.Add(1, 1, asked("a")))
+    doors.turn()
+    doors.socket.close()
+    with pytest.raises(DoorsGone):
+        doors.turn(3)
