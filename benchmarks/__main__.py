@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import report
-from benchmarks.harness.lab import Lab, Options, Section
+from benchmarks.harness.lab import BenchOptions, Lab, Section
 from benchmarks.harness.machine import machine
 from benchmarks.harness.synthetic import SHAPES
 from benchmarks.sections import frontend, grid, moving, ngram, peer_prompts, peers, server, sweep, verify
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names, d = [section.name for section in SECTIONS], Options()
+    names, d = [section.name for section in SECTIONS], BenchOptions()
     parser.add_argument("sections", nargs="*", choices=[*names, []], help="of " + ", ".join(names) + "; none means all")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"), help="folder of the results")
     parser.add_argument("--models", type=Path, default=d.models, help="where the synthetic models are kept")
@@ -79,13 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _options(parsed: argparse.Namespace) -> Options:
-    given = {name: value for name, value in vars(parsed).items() if name in Options.__dataclass_fields__}
+def _options(parsed: argparse.Namespace) -> BenchOptions:
+    given = {name: value for name, value in vars(parsed).items() if name in BenchOptions.__dataclass_fields__}
     kept: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    return replace(Options(), **kept)
+    return replace(BenchOptions(), **kept)
 
 
-def _models(options: Options) -> str:
+def _models(options: BenchOptions) -> str:
     pair = (
         f"{options.target} with a draft of {options.draft} (agrees at {options.agreement:g} where it is not replayed)"
     )

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import count
 
 from client import AsyncClient
-from client.options import Options
+from client.options import GenerateOptions
 from client.results import Delta
 from models import corpus
 
@@ -33,7 +33,7 @@ _salts = count()
 
 
 @dataclass
-class Turn:
+class LoadTurn:
     """One load on one server, as its callers saw it. Times in seconds."""
 
     tokens: list[tuple[int, ...]] = field(default_factory=list)
@@ -66,9 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(_row(streams, way, turns), flush=True)
 
 
-def _interleaved(addresses: dict[str, str], load: partial[Turn], rounds: int) -> dict[str, list[Turn]]:
+def _interleaved(addresses: dict[str, str], load: partial[LoadTurn], rounds: int) -> dict[str, list[LoadTurn]]:
     """Rounds of one turn each, in an order that is turned round every time; the first round warms up."""
-    turns: dict[str, list[Turn]] = {way: [] for way in addresses}
+    turns: dict[str, list[LoadTurn]] = {way: [] for way in addresses}
     for number in range(rounds + 1):
         for way in sorted(addresses, reverse=bool(number % 2)):
             turn = load(addresses[way])
@@ -79,7 +79,7 @@ def _interleaved(addresses: dict[str, str], load: partial[Turn], rounds: int) ->
     return turns
 
 
-def _row(streams: int, way: str, turns: dict[str, list[Turn]]) -> str:
+def _row(streams: int, way: str, turns: dict[str, list[LoadTurn]]) -> str:
     mine = turns[way]
     first = [time for turn in mine for time in turn.first]
     gaps = [time for turn in mine for time in turn.gaps]
@@ -94,14 +94,14 @@ def _at(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def _load(address: str, streams: int, tokens: int, speculation: str) -> Turn:
+def _load(address: str, streams: int, tokens: int, speculation: str) -> LoadTurn:
     return asyncio.run(_gather(address, corpus.held_out_prompts(streams), tokens, speculation))
 
 
-async def _gather(address: str, prompts: Sequence[str], tokens: int, speculation: str) -> Turn:
+async def _gather(address: str, prompts: Sequence[str], tokens: int, speculation: str) -> LoadTurn:
     """All streams at once, over one connection that is there already; nothing is cached from one turn to the next."""
-    turn, salt = Turn([()] * len(prompts)), next(_salts)
-    options: Options = {
+    turn, salt = LoadTurn([()] * len(prompts)), next(_salts)
+    options: GenerateOptions = {
         "max_tokens": tokens,
         "ignore_eos": True,
         "speculation": "auto" if speculation == "auto" else "off",
@@ -116,7 +116,7 @@ async def _gather(address: str, prompts: Sequence[str], tokens: int, speculation
     return turn
 
 
-async def _stream(client: AsyncClient, prompt: str, options: Options, turn: Turn, index: int) -> None:
+async def _stream(client: AsyncClient, prompt: str, options: GenerateOptions, turn: LoadTurn, index: int) -> None:
     last = time.perf_counter()
     async with contextlib.aclosing(client.stream(prompt, **options)) as events:
         async for event in events:

@@ -36,7 +36,7 @@ _names = count()
 
 
 @dataclass(frozen=True)
-class Row:
+class ControlRow:
     """One way to choose K. Gains are ratios of processor time to plain decoding's in the same round."""
 
     proposer: str
@@ -49,7 +49,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ControlTurn:
     """All prompts once."""
 
     tokens: list[list[int]]
@@ -88,10 +88,10 @@ def main() -> None:
 
 def _batch(
     proposer: str, ways: Sequence[str], prompts: Sequence[tuple[int, ...]], batch: int, tokens: int, rounds: int
-) -> Iterator[Row]:
+) -> Iterator[ControlRow]:
     engines = {fixed: _engine(proposer, batch) for fixed in (True, False)}
     calibrate(engines[False], 1.0)
-    turns: dict[str, list[Turn]] = {way: [] for way in ways}
+    turns: dict[str, list[ControlTurn]] = {way: [] for way in ways}
     _turn(engines[True], prompts, tokens, "1", proposer)  # first times of everything
     for _ in track(range(rounds), description=f"{proposer}, batch {batch}"):
         for way in ways:
@@ -101,7 +101,9 @@ def _batch(
         if any(turn.tokens != plain[0].tokens for turn in mine):
             raise RuntimeError(f"K={way} gave other tokens than plain decoding")
         gains = [p.seconds / turn.seconds for p, turn in zip(plain, mine, strict=True)]
-        yield Row(proposer, batch, way, mine[-1].drafts_per_step, statistics.median(gains), gains, mine[-1].estimate)
+        yield ControlRow(
+            proposer, batch, way, mine[-1].drafts_per_step, statistics.median(gains), gains, mine[-1].estimate
+        )
 
 
 def _engine(proposer: str, batch: int) -> Engine:
@@ -119,7 +121,7 @@ def _engine(proposer: str, batch: int) -> Engine:
     return engine
 
 
-def _turn(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, way: str, proposer: str) -> Turn:
+def _turn(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, way: str, proposer: str) -> ControlTurn:
     """Each request is a tenant of its own, so that nothing is cached from one turn to the next."""
     mode = SpeculationMode.AUTO if way == AUTO else SpeculationMode.FIXED if int(way) else SpeculationMode.OFF
     speculation = SpeculationParams(
@@ -146,10 +148,10 @@ def _turn(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, way: 
         fed += len(output.events)
         for event in output.events:
             made[event.request_id] += event.token_ids
-    return Turn(list(made.values()), time.process_time() - start, drafted / fed, engine.spec_gain)
+    return ControlTurn(list(made.values()), time.process_time() - start, drafted / fed, engine.spec_gain)
 
 
-def _markdown(report: Mapping[str, object], rows: Sequence[Row]) -> str:
+def _markdown(report: Mapping[str, object], rows: Sequence[ControlRow]) -> str:
     lines = [
         "# As many drafts as pay",
         "",

@@ -20,12 +20,12 @@ from pathlib import Path
 from rich.progress import track
 
 from benchmarks.harness.machine import machine
-from engine import LLM, Completion, SamplingParams
+from engine import LLM, CompletionOutput, SamplingParams
 from models import corpus, embedded_draft, embedded_target
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """One K. Speeds in tokens per second; `gain` is the median ratio to plain decoding of the same round."""
 
     num_draft: int
@@ -75,10 +75,12 @@ def _llm(num_draft: int, threads: int | None) -> LLM:
     )
 
 
-def _sweep(llms: dict[int, LLM], prompts: Sequence[str], params: SamplingParams, batch: int, rounds: int) -> list[Row]:
+def _sweep(
+    llms: dict[int, LLM], prompts: Sequence[str], params: SamplingParams, batch: int, rounds: int
+) -> list[SweepRow]:
     """All K in each round; the first, uncounted round warms up."""
     speeds: dict[int, list[float]] = {k: [] for k in llms}
-    done: dict[int, list[Completion]] = {}
+    done: dict[int, list[CompletionOutput]] = {}
     for turn in track(range(rounds + 1), description=f"batch {batch}"):
         for k, llm in llms.items():
             start = time.perf_counter()
@@ -92,12 +94,12 @@ def _sweep(llms: dict[int, LLM], prompts: Sequence[str], params: SamplingParams,
     return [_row(k, batch, done[k], speeds[k], speeds[0]) for k in llms]
 
 
-def _row(k: int, batch: int, done: list[Completion], speeds: list[float], plain: list[float]) -> Row:
+def _row(k: int, batch: int, done: list[CompletionOutput], speeds: list[float], plain: list[float]) -> SweepRow:
     stats = [c.stats for c in done]
     rounds, drafted, accepted = (sum(getattr(s, name) for s in stats) for name in ("rounds", "drafted", "accepted"))
     kept = [sum(s.accepted_per_position[i] for s in stats if i < len(s.accepted_per_position)) for i in range(k)]
     gains = [a / b for a, b in zip(speeds, plain, strict=True)]
-    return Row(
+    return SweepRow(
         num_draft=k,
         batch=batch,
         acceptance_rate=accepted / drafted if drafted else 0.0,
@@ -109,7 +111,7 @@ def _row(k: int, batch: int, done: list[Completion], speeds: list[float], plain:
     )
 
 
-def _markdown(report: Mapping[str, object], rows: Sequence[Row]) -> str:
+def _markdown(report: Mapping[str, object], rows: Sequence[SweepRow]) -> str:
     lines = [
         "# The embedded pair on held-out modules",
         "",

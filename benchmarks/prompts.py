@@ -69,7 +69,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PromptPair:
     """A pair, loaded once, and its prompts."""
 
     options: argparse.Namespace
@@ -137,7 +137,7 @@ def within(options: argparse.Namespace, numbers: Iterable[int]) -> Iterator[int]
 
 def measure(options: argparse.Namespace) -> list[Text]:
     """Texts one after another; every engine is warm, and AUTO learns on from text to text."""
-    pair = Pair(options)
+    pair = PromptPair(options)
     numbers = range(options.skip, options.skip + options.prompts)
     seconds = pair.config.warm_up_seconds
     engines = {name: pair.engine(seconds if name == AUTO else 0.0) for name in ("0", *options.fixed, AUTO)}
@@ -147,7 +147,7 @@ def measure(options: argparse.Namespace) -> list[Text]:
 
 def measure_fresh(options: argparse.Namespace) -> list[Text]:
     """Each text is the first request of two engines: one that begins with nothing, one with what that one learned."""
-    pair, texts = Pair(options), list[Text]()
+    pair, texts = PromptPair(options), list[Text]()
     numbers = range(options.skip, options.skip + options.prompts)
     seconds = pair.config.warm_up_seconds
     fixed = {name: pair.engine(0.0) for name in ("0", *options.fixed)}

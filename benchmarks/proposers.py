@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.startup.build import build_engine
 from engine.text.codec import Codec
-from engine.types import Finished, Request, SamplingParams
+from engine.types import FinishedOutput, Request, SamplingParams
 from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 PARTS: dict[str, dict[str, object]] = {
@@ -38,7 +38,7 @@ PROPOSERS = ("none", "ngram", "suffix", "model", "auto", "eagle", "medusa", "sel
 
 
 @dataclass(frozen=True)
-class Row:
+class ProposerRow:
     """One proposer at one K and batch. `gain` is the median ratio to plain decoding in the same round."""
 
     proposer: str
@@ -52,11 +52,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ProposerTurn:
     """One pass over all prompts."""
 
     tokens: list[list[int]]
-    ended: list[Finished]
+    ended: list[FinishedOutput]
     seconds: float
 
 
@@ -84,10 +84,10 @@ def main() -> None:
 
 def _batch(
     cells: Sequence[tuple[str, int]], prompts: Sequence[tuple[int, ...]], batch: int, tokens: int, rounds: int
-) -> Iterator[Row]:
+) -> Iterator[ProposerRow]:
     """All cells in each round; the first, uncounted round warms up."""
     engines = {cell: _engine(*cell, batch) for cell in cells}
-    turns: dict[tuple[str, int], list[Turn]] = {cell: [] for cell in cells}
+    turns: dict[tuple[str, int], list[ProposerTurn]] = {cell: [] for cell in cells}
     for number in track(range(rounds + 1), description=f"batch {batch}"):
         for cell, engine in engines.items():
             turns[cell].append(_turn(engine, prompts, tokens, f"{number}"))
@@ -112,26 +112,26 @@ def _engine(name: str, num_draft: int, batch: int) -> Engine:
     return build_engine(EngineConfig.model_validate(settings | PARTS.get(name, {})))
 
 
-def _turn(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, name: str) -> Turn:
+def _turn(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, name: str) -> ProposerTurn:
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         engine.add(Request(request_id=str(i), token_ids=prompt, sampling=sampling, cache_salt=f"{name}-{i}"))
     made: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
-    ended: list[Finished] = []
+    ended: list[FinishedOutput] = []
     start = time.process_time()
     while engine.has_work:
         for event in engine.step().events:
             made[event.request_id] += event.token_ids
             ended += [event.finished] if event.finished is not None else []
-    return Turn(list(made.values()), ended, time.process_time() - start)
+    return ProposerTurn(list(made.values()), ended, time.process_time() - start)
 
 
-def _row(name: str, k: int, batch: int, turn: Turn, gains: list[float]) -> Row:
+def _row(name: str, k: int, batch: int, turn: ProposerTurn, gains: list[float]) -> ProposerRow:
     stats = [ended.stats for ended in turn.ended]
     rounds, drafted, accepted = (sum(getattr(s, what) for s in stats) for what in ("rounds", "drafted", "accepted"))
     kept = [sum(s.accepted_per_position[i] for s in stats if i < len(s.accepted_per_position)) for i in range(k)]
     made = sum(map(len, turn.tokens))
-    return Row(
+    return ProposerRow(
         proposer=name,
         num_draft=k,
         batch=batch,
@@ -143,7 +143,7 @@ def _row(name: str, k: int, batch: int, turn: Turn, gains: list[float]) -> Row:
     )
 
 
-def _markdown(report: Mapping[str, object], rows: Sequence[Row]) -> str:
+def _markdown(report: Mapping[str, object], rows: Sequence[ProposerRow]) -> str:
     lines = [
         "# Proposers on the embedded pair",
         "",

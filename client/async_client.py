@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from client import convert, errors
 from client.connection import Connection, Retry, Tls
-from client.options import Options, Prompt, build_request
+from client.options import GenerateOptions, Prompt, build_request
 from client.results import Completion, Event, Load, ModelInfo, ServerInfo
 from pilotfish.v1 import control_pb2, generation_pb2
 from pilotfish.v1.control_pb2_grpc import ControlServiceStub
@@ -60,7 +60,7 @@ class AsyncClient:
         await self._channel.close()
 
     async def generate(
-        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
+        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """Continue `prompt`, text, token ids or a conversation, and return all of it at once."""
         request = build_request(generation_pb2.GenerateRequest, prompt, options)
@@ -69,7 +69,7 @@ class AsyncClient:
         )
 
     async def stream(
-        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
+        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Event, None]:
         """Continue `prompt` and yield tokens as they are accepted, `Finished` last of each output.
 
@@ -137,7 +137,7 @@ class AsyncClient:
     async def _serves(self) -> bool:
         try:
             return await self.health() == "SERVING"
-        except (errors.Unavailable, errors.DeadlineExceeded):
+        except (errors.UnavailableError, errors.DeadlineExceededError):
             return False
 
     async def _abort(self, request: control_pb2.AbortRequest) -> int:

@@ -21,7 +21,7 @@ class FieldViolation:
     description: str
 
 
-class RequestFailed(Exception):
+class RequestFailedError(Exception):
     """Base of all errors of this package. `code` is the gRPC status, `message` the server's words.
 
     `retry_seconds` is when the server says to come again, if it does.
@@ -38,66 +38,66 @@ class RequestFailed(Exception):
         super().__init__(f"{code.name}: {message}")
 
 
-class InvalidRequest(RequestFailed):
+class InvalidRequestError(RequestFailedError):
     """Expected: the request is wrong; `violations` tells every field. Mend it before asking again."""
 
 
-class Unsupported(RequestFailed):
+class UnsupportedError(RequestFailedError):
     """Expected: the request is sound, but this server has no such feature."""
 
 
-class NotFound(RequestFailed):
+class NotFoundError(RequestFailedError):
     """Expected: no such model, or no live request of that id."""
 
 
-class AlreadyExists(RequestFailed):
+class AlreadyExistsError(RequestFailedError):
     """Expected: a live request has this id."""
 
 
-class QueueFull(RequestFailed):
+class QueueFullError(RequestFailedError):
     """Expected: the server has no room now, or this caller has had its share. Ask again after `retry_seconds`."""
 
 
-class Unauthenticated(RequestFailed):
+class UnauthenticatedError(RequestFailedError):
     """Expected: the server asks for a token, and this one is nobody's."""
 
 
-class PermissionDenied(RequestFailed):
+class PermissionDeniedError(RequestFailedError):
     """Expected: only others may do this."""
 
 
-class Unavailable(RequestFailed):
+class UnavailableError(RequestFailedError):
     """Expected: nobody answers, or the server is starting, draining or dead. Ask again later or elsewhere."""
 
 
-class DeadlineExceeded(RequestFailed):
+class DeadlineExceededError(RequestFailedError):
     """Expected: the deadline passed; the server has stopped working on the request."""
 
 
-class Cancelled(RequestFailed):
+class CancelledError(RequestFailedError):
     """Expected: the call was cancelled on its way."""
 
 
-class Aborted(RequestFailed):
+class AbortedError(RequestFailedError):
     """Expected: the server gave up the call, for instance because its stream was not read."""
 
 
-class ServerFault(RequestFailed):
+class ServerFault(RequestFailedError):
     """Unexpected: a fault of the server's. Worth a report."""
 
 
-_BY_CODE: dict[grpc.StatusCode, type[RequestFailed]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.UNIMPLEMENTED: Unsupported,
-    grpc.StatusCode.NOT_FOUND: NotFound,
-    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: QueueFull,
-    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
-    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
-    grpc.StatusCode.UNAVAILABLE: Unavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: Cancelled,
-    grpc.StatusCode.ABORTED: Aborted,
+_BY_CODE: dict[grpc.StatusCode, type[RequestFailedError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.UNIMPLEMENTED: UnsupportedError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: QueueFullError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.CANCELLED: CancelledError,
+    grpc.StatusCode.ABORTED: AbortedError,
     grpc.StatusCode.INTERNAL: ServerFault,
     grpc.StatusCode.UNKNOWN: ServerFault,
 }
@@ -111,10 +111,10 @@ class _Failure(Protocol):
     def trailing_metadata(self) -> object: ...
 
 
-def from_grpc(failure: _Failure) -> RequestFailed:
+def from_grpc(failure: _Failure) -> RequestFailedError:
     """The error that says what `failure` says."""
     code, details = failure.code(), list(_details(failure))
-    kind = _BY_CODE.get(code, RequestFailed)
+    kind = _BY_CODE.get(code, RequestFailedError)
     return kind(code, failure.details() or "", _violations(details), _retry_seconds(details))
 
 

@@ -13,17 +13,17 @@ Verification = Literal["coupled", "rejection"]
 RequestT = TypeVar("RequestT", pb.GenerateRequest, pb.GenerateStreamRequest)
 
 
-class Message(TypedDict):
+class ChatMessage(TypedDict):
     """One turn of a conversation."""
 
     role: str
     content: str
 
 
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
-class Options(TypedDict, total=False):
+class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of `generate` and `stream`, named as in the protocol, which tells units and defaults.
 
     What is left out takes the server's default. `speculation` is `speculation.mode` there; of `json_schema` (its
@@ -65,10 +65,10 @@ class Options(TypedDict, total=False):
     verification: Verification | None
 
 
-_NAMES = frozenset(get_type_hints(Options))
+_NAMES = frozenset(get_type_hints(GenerateOptions))
 
 
-def build_request(kind: type[RequestT], prompt: Prompt, options: Options) -> RequestT:
+def build_request(kind: type[RequestT], prompt: Prompt, options: GenerateOptions) -> RequestT:
     """The message that asks for a continuation of `prompt`: text, token ids, or a conversation."""
     if unknown := options.keys() - _NAMES:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
@@ -86,14 +86,14 @@ def build_request(kind: type[RequestT], prompt: Prompt, options: Options) -> Req
     if isinstance(prompt, str):
         request.prompt = prompt
     elif prompt and isinstance(prompt[0], Mapping):
-        turns = [pb.ChatMessage(**message) for message in cast("Sequence[Message]", prompt)]
+        turns = [pb.ChatMessage(**message) for message in cast("Sequence[ChatMessage]", prompt)]
         request.messages.CopyFrom(pb.ChatMessages(messages=turns))
     else:
         request.token_ids.CopyFrom(pb.TokenIds(ids=cast("Sequence[int]", prompt)))
     return request
 
 
-def _sampling(options: Options) -> pb.SamplingParams:
+def _sampling(options: GenerateOptions) -> pb.SamplingParams:
     allowed = options.get("allowed_token_ids")
     return pb.SamplingParams(
         temperature=options.get("temperature"),
@@ -111,7 +111,7 @@ def _sampling(options: Options) -> pb.SamplingParams:
     )
 
 
-def _output(options: Options) -> pb.OutputOptions:
+def _output(options: GenerateOptions) -> pb.OutputOptions:
     return pb.OutputOptions(
         stream_interval=options.get("stream_interval"),
         logprobs=options.get("logprobs"),
@@ -120,7 +120,7 @@ def _output(options: Options) -> pb.OutputOptions:
     )
 
 
-def _guided(options: Options) -> pb.GuidedDecoding | None:
+def _guided(options: GenerateOptions) -> pb.GuidedDecoding | None:
     schema, choice = options.get("json_schema"), options.get("choice")
     regex, grammar = options.get("regex"), options.get("grammar")
     if sum(kind is not None for kind in (schema, regex, grammar, choice)) > 1:
@@ -134,7 +134,7 @@ def _guided(options: Options) -> pb.GuidedDecoding | None:
     return None if choice is None else pb.GuidedDecoding(choice=pb.Choice(choices=choice))
 
 
-def _stopping(options: Options) -> pb.StoppingParams:
+def _stopping(options: GenerateOptions) -> pb.StoppingParams:
     stop = options.get("stop", ())
     if isinstance(stop, str):
         raise TypeError(f"stop is the string {stop!r}; expected a list of strings")  # or each character would stop
@@ -147,7 +147,7 @@ def _stopping(options: Options) -> pb.StoppingParams:
     )
 
 
-def _speculation(options: Options) -> pb.SpeculationOptions:
+def _speculation(options: GenerateOptions) -> pb.SpeculationOptions:
     mode, verification = options.get("speculation"), options.get("verification")
     return pb.SpeculationOptions(
         mode=pb.SpeculationMode.Value(f"SPECULATION_MODE_{mode.upper()}") if mode else None,

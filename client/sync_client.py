@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from client import convert, errors
 from client.connection import Connection, Retry, Tls
-from client.options import Options, Prompt, build_request
+from client.options import GenerateOptions, Prompt, build_request
 from client.results import Completion, Event, Load, ModelInfo, ServerInfo
 from pilotfish.v1 import control_pb2, generation_pb2
 from pilotfish.v1.control_pb2_grpc import ControlServiceStub
@@ -58,13 +58,15 @@ class Client:
         """Cancel what is under way and disconnect."""
         self._channel.close()
 
-    def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]) -> Completion:
+    def generate(
+        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> Completion:
         """Continue `prompt`, text, token ids or a conversation, and return all of it at once."""
         request = build_request(generation_pb2.GenerateRequest, prompt, options)
         return convert.completion(_answer(self._inference.Generate, request, deadline, self._metadata))
 
     def stream(
-        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
+        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[Event, None, None]:
         """Continue `prompt` and yield tokens as they are accepted, `Finished` last of each output.
 
@@ -133,7 +135,7 @@ class Client:
     def _serves(self) -> bool:
         try:
             return self.health() == "SERVING"
-        except (errors.Unavailable, errors.DeadlineExceeded):
+        except (errors.UnavailableError, errors.DeadlineExceededError):
             return False
 
     def _abort(self, request: control_pb2.AbortRequest) -> int:

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from client import report
 from client.connection import Tls
-from client.errors import RequestFailed
-from client.options import Options, SpeculationMode, Verification
+from client.errors import RequestFailedError
+from client.options import GenerateOptions, SpeculationMode, Verification
 from client.results import Delta, Finished, TokenLogprob
 from client.sync_client import Client
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         prompt = _prompt(arguments)
         with Client(arguments.address, token=os.environ.get(VARIABLE), tls=_tls(arguments)) as client:
             _run(client, prompt, arguments, notes)
-    except (RequestFailed, OSError, UnicodeDecodeError) as error:
+    except (RequestFailedError, OSError, UnicodeDecodeError) as error:
         return _fail(error, notes)
     except KeyboardInterrupt:
         notes.print("\ncancelled", markup=False)
@@ -117,8 +117,8 @@ def _prompt(arguments: argparse.Namespace) -> str:
     return arguments.file.read_text("utf-8") if arguments.file else str(arguments.prompt)
 
 
-def _options(arguments: argparse.Namespace) -> Options:
-    return Options(
+def _options(arguments: argparse.Namespace) -> GenerateOptions:
+    return GenerateOptions(
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         top_k=arguments.top_k,
@@ -182,18 +182,18 @@ def _run(client: Client, prompt: str, arguments: argparse.Namespace, notes: Cons
         notes.print(_compared(client, prompt, {**options, "seed": outcomes[0].end.seed}))
 
 
-def _compared(client: Client, prompt: str, options: Options) -> Text:
+def _compared(client: Client, prompt: str, options: GenerateOptions) -> Text:
     """Plain decoding and speculation once more, with the seed that was used, or sampled texts would differ anyway.
 
     Each is a tenant of its own, so that neither finds the prompt, or what the other wrote, in a cache.
     """
-    plain_options: Options = {**options, "speculation": "off"}
+    plain_options: GenerateOptions = {**options, "speculation": "off"}
     [plain, *_] = _stream(client, prompt, {**plain_options, "cache_salt": token_hex(8)}, None)
     [again, *_] = _stream(client, prompt, {**options, "cache_salt": token_hex(8)}, None)
     return report.comparison(again.end, plain.end, same_text=again.text == plain.text)
 
 
-def _stream(client: Client, prompt: str, options: Options, out: Console | None) -> list[_Outcome]:
+def _stream(client: Client, prompt: str, options: GenerateOptions, out: Console | None) -> list[_Outcome]:
     """Generate every output; show each delta on `out` as it arrives."""
     outcomes = [_Outcome() for _ in range(options.get("n") or 1)]
     with closing(client.stream(prompt, **options)) as events:

@@ -13,11 +13,11 @@ from engine.types import FinishReason, Request, SamplingParams, SpeculationParam
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
-    from engine.llm import LLM, Completion
+    from engine.llm import LLM, CompletionOutput
 
 __all__ = [
     "LLM",
-    "Completion",
+    "CompletionOutput",
     "DuplicateRequest",
     "EngineConfig",
     "FinishReason",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-_LATE = {"LLM": "engine.llm", "Completion": "engine.llm", "EngineConfig": "engine.config"}
+_LATE = {"LLM": "engine.llm", "CompletionOutput": "engine.llm", "EngineConfig": "engine.config"}
 
 
 def __getattr__(name: str) -> object:

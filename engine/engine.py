@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 from engine.control import learned
 from engine.control.controller import Control, FixedK
 from engine.control.prefill_budget import Prefill
-from engine.device_loop.mail import NoRounds, Progress, Rounds, untold
+from engine.device_loop.results import NoRounds, Progress, Rounds, untold
 from engine.errors import DuplicateRequest
 from engine.model.runner import Runner
 from engine.proposers import Proposers
 from engine.request.intake import Intake, Limits, trial
 from engine.sampling.processors import follow
-from engine.sampling.verification import Outcome
+from engine.sampling.verification import VerifyOutput
 from engine.scheduler import Scheduler, StepPlan
 from engine.stats import Clock, StepStats, Stopwatch
 from engine.step_stats import measure, round_of, teach, with_rounds
 from engine.target_pass import Decided, Passes
-from engine.types import Finished, FinishReason, Request, Sequence, TokenEvent
+from engine.types import FinishedOutput, FinishReason, Request, Sequence, TokenEvent
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -107,28 +107,28 @@ class Engine:
         """A round that fails costs speed alone: what the host knows of each sequence is all that plain steps need."""
         try:
             with watch.phase("launch"):
-                self._rounds.launch(plan.rides)
+                self._rounds.launch(plan.on_device)
         except Exception:
             log.exception("a round on the device failed; from now on all sequences decode in plain steps")
             for sequence in self._scheduler.sequences:
                 self._rounds.leave(sequence)
-                sequence.rides = False
+                sequence.on_device = False
             self._rounds = NoRounds()
 
     def _land(self, plain: StepOutput, watch: Stopwatch) -> StepOutput:
         """Commit what came of the round before the one just launched."""
         with watch.phase("land"):
-            landed = self._rounds.read()
-            landings = [landing for round_ in landed for landing in round_.landings]
-            events = tuple(self._commit(x.sequence, x.num_draft, x.outcome) for x in landings)
-        for round_ in landed:
+            round_results = self._rounds.read()
+            results = [result for round_ in round_results for result in round_.results]
+            events = tuple(self._commit(x.sequence, x.num_draft, x.outcome) for x in results)
+        for round_ in round_results:
             self.round_control.learn(round_.done)
-        for x, event in zip(landings, events, strict=True):
+        for x, event in zip(results, events, strict=True):
             if event.finished is not None:
                 self.round_control.forget(x.sequence)
-        return StepOutput((*plain.events, *events), with_rounds(plain.stats, landed, events))
+        return StepOutput((*plain.events, *events), with_rounds(plain.stats, round_results, events))
 
-    def _commit(self, sequence: Sequence, num_draft: int, outcome: Outcome) -> TokenEvent:
+    def _commit(self, sequence: Sequence, num_draft: int, outcome: VerifyOutput) -> TokenEvent:
         """Take what a sequence got; a fault in doing so is its own."""
         try:
             return self._keep(sequence, num_draft, outcome)
@@ -156,7 +156,7 @@ class Engine:
     def _end_for_fault(self, sequence: Sequence) -> TokenEvent:
         return self._end(sequence, FinishReason.ERROR, error="the request failed in the engine")
 
-    def _keep(self, sequence: Sequence, num_draft: int, outcome: Outcome) -> TokenEvent:
+    def _keep(self, sequence: Sequence, num_draft: int, outcome: VerifyOutput) -> TokenEvent:
         """Append the kept drafts and the next token, as far as plain decoding would have gone; move the cursors."""
         fresh = list(outcome.tokens[: _length_before_stop(sequence, outcome.tokens)])
         num_accepted = min(outcome.num_accepted, len(fresh))
@@ -195,7 +195,7 @@ class Engine:
             raise DuplicateRequest(f"request_id {request.request_id!r} is live")
         outputs = self._intake.open(request)
         for sequence in outputs:
-            sequence.rides = self._rounds.takes(sequence)
+            sequence.on_device = self._rounds.takes(sequence)
         self._live[request.request_id] = {sequence.index: sequence for sequence in outputs}
         self._scheduler.add(*outputs)
 
@@ -221,7 +221,7 @@ class Engine:
         """End every live request."""
         return tuple(event for name in list(self._live) for event in self.finish(name, reason, error=error))
 
-    def _end_if_over(self, sequence: Sequence, problem: str | None) -> Finished | None:
+    def _end_if_over(self, sequence: Sequence, problem: str | None) -> FinishedOutput | None:
         newest = sequence.tokens[-1]
         if sequence.num_generated and newest in sequence.end_token_ids:
             return self._end(sequence, FinishReason.STOP, stop_token_id=newest).finished
@@ -242,7 +242,7 @@ class Engine:
         gain = self._scheduler.control_of(sequence).gain.of(sequence)
         self._rounds.leave(sequence)
         self._scheduler.remove(sequence, trust=reason is not FinishReason.ERROR)
-        finished = Finished(
+        finished = FinishedOutput(
             reason=reason,
             prompt_tokens=sequence.prompt_len,
             completion_tokens=sequence.num_generated if keep is None else keep,
@@ -304,7 +304,7 @@ class Engine:
         self.check_invariants()
         self.warm_up()
 
-    def end_practice(self) -> None:
+    def end_calibration(self) -> None:
         """What steps cost and how drafts do is known now; what that gained was not asked for."""
         self.control.begin()
         self.round_control.begin()

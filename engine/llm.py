@@ -23,39 +23,39 @@ from engine.startup import warm
 from engine.text.codec import Codec, OutputText
 from engine.text.guided import GrammarCompiler
 from engine.types import (
-    Finished,
+    DraftStats,
+    FinishedOutput,
     FinishReason,
     Grammar,
     Guided,
+    Logprob,
     Request,
     SamplingParams,
-    Speculation,
     SpeculationParams,
-    SpeculationStats,
+    SpeculationSettings,
     TokenEvent,
-    TokenLogprob,
 )
 
 Prompt = str | Seq[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class CompletionOutput:
     """What came of one prompt. `text` is None where the checkpoint has no tokenizer."""
 
     index: int  # which of the prompt's `n` outputs
     text: str | None
     token_ids: tuple[int, ...]
     from_draft: tuple[bool, ...]  # which of `token_ids` were accepted drafts
-    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, where asked for
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # one per prompt token, None for the first
+    logprobs: tuple[Logprob, ...] | None = None  # one per token, where asked for
+    prompt_logprobs: tuple[Logprob | None, ...] | None = None  # one per prompt token, None for the first
     finish_reason: FinishReason
     matched_stop: str | int | None  # the stop string, or the id of the token, that ended it
     prompt_tokens: int
     cached_prompt_tokens: int  # of those, found in the prefix cache
-    speculation: Speculation  # the settings in force
+    speculation: SpeculationSettings  # the settings in force
     seed: int  # asked again with this seed it gives the same tokens (rejection: if K and batch mates are the same too)
-    stats: SpeculationStats
+    stats: DraftStats
     spec_gain: float  # tokens per second over what plain decoding would have made, as far as known
     error: str | None = None  # with finish_reason "error": what went wrong with this prompt, and with no other
 
@@ -87,7 +87,7 @@ class LLM:
         *,
         speculation: SpeculationParams | None = None,
         cache_salt: str | None = None,
-    ) -> list[Completion]:
+    ) -> list[CompletionOutput]:
         """Continue every prompt, all in one ragged batch; completions in the order of the prompts, `n` in a row each.
 
         A prompt is a string or token ids; `params` is one for all, or one for each.
@@ -156,10 +156,10 @@ class _Output:
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: tuple[Logprob | None, ...] = ()
     stop: str | None = None
-    finished: Finished | None = None
+    finished: FinishedOutput | None = None
 
     def take(self, event: TokenEvent, engine: Engine) -> None:
         """Take a step's tokens; a stop string ends the request here and now."""
@@ -182,11 +182,11 @@ class _Output:
         if self.finished is not None and self.text is not None:
             self.pieces.append(self.text.flush())
 
-    def completion(self) -> Completion:
+    def completion(self) -> CompletionOutput:
         """The result, once finished."""
         ended, asked = self.finished, self.request.sampling
         assert ended is not None, "the engine is idle and a request has no end"
-        return Completion(
+        return CompletionOutput(
             index=self.index,
             text=None if self.text is None else "".join(self.pieces),
             token_ids=tuple(self.token_ids),

@@ -43,7 +43,7 @@ class StepPlan:
     """What the next step does, one entry per sequence that takes part."""
 
     works: tuple[Work, ...] = ()
-    rides: tuple[Work, ...] = ()  # of those who decode in a round on the device
+    on_device: tuple[Work, ...] = ()  # of those who decode in a round on the device
     num_preempted: int = 0
     prefix_lookups: int = 0  # tokens of the prompts admitted for it
     prefix_hits: int = 0
@@ -113,7 +113,7 @@ class Scheduler:
 
     def control_of(self, sequence: Sequence) -> Control:
         """Who chooses how many drafts it gets."""
-        return self.round_control if sequence.rides else self.control
+        return self.round_control if sequence.on_device else self.control
 
     def add(self, first: Sequence, *siblings: Sequence) -> None:
         """Wait for a place, first come, first served. `siblings` have the same prompt and wait until it is fed."""
@@ -195,7 +195,7 @@ class Scheduler:
         before = len(self.waiting)
         self._renew_outgrown()
         both = [Work.feeding(s, 1) for s in self._with_pages() if s.todo == 1]
-        steady = [work for work in both if not work.sequence.rides]
+        steady = [work for work in both if not work.sequence.on_device]
         budget = self._max_batch_tokens - len(steady)
         fitting = self.prefill.tokens(len(both), alone=len(self.running) == 1)
         chunks = list(self._chunks(int(min(budget, fitting))))
@@ -203,8 +203,8 @@ class Scheduler:
         self.prefill.spend(prompt_rows)
         lookups, hits, self._prefix_lookups, self._prefix_hits = self._prefix_lookups, self._prefix_hits, 0, 0
         works = (*self._with_drafts(steady, budget - prompt_rows, prompt_rows), *chunks)
-        rides = tuple(self._riding([work for work in both if work.sequence.rides]))
-        return StepPlan(works, rides, len(self.waiting) - before, lookups, hits)
+        on_device = tuple(self._for_round([work for work in both if work.sequence.on_device]))
+        return StepPlan(works, on_device, len(self.waiting) - before, lookups, hits)
 
     def _renew_outgrown(self) -> None:
         """Give up K/V made with another rotary table than a sequence's length now asks for: all of it is fed again."""
@@ -245,7 +245,7 @@ class Scheduler:
         chosen = self.control.choose(sequences, [self._most_drafts(s) for s in sequences], budget, prompt_rows)
         return self._with_room(steady, chosen)
 
-    def _riding(self, works: list[Work]) -> Iterator[Work]:
+    def _for_round(self, works: list[Work]) -> Iterator[Work]:
         """The same for a round on the device: a pass of its own, with a budget of its own."""
         sequences = [work.sequence for work in works]
         limits = [self._most_drafts(s) for s in sequences]

@@ -9,12 +9,12 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import TypedDict
 
-from engine.control.controller import Round
+from engine.control.controller import StepFeedback
 from engine.control.prefill_budget import Prefill
-from engine.device_loop.mail import Landed
+from engine.device_loop.results import RoundResult
 from engine.native import threads_in_use
 from engine.proposers import Proposal
-from engine.sampling.verification import Fed, Outcome
+from engine.sampling.verification import VerifyInput, VerifyOutput
 from engine.scheduler import Scheduler, StepPlan, Work
 from engine.stats import Forward, StepStats
 from engine.types import TokenEvent
@@ -26,13 +26,15 @@ class _Load(TypedDict):
     kv_usage: float
 
 
-def round_of(plan: StepPlan, proposal: Proposal, outcomes: Seq[Outcome], phase_seconds: Mapping[str, float]) -> Round:
+def round_of(
+    plan: StepPlan, proposal: Proposal, outcomes: Seq[VerifyOutput], phase_seconds: Mapping[str, float]
+) -> StepFeedback:
     """What control learns from: the part of a step that fed newest tokens and drafts."""
     works = [(w, drafts) for w, drafts in zip(plan.works, proposal.tokens, strict=True) if w.reaches_end]
     decided = zip(works, outcomes, strict=True)
     steady = [(w, drafts, outcome) for (w, drafts), outcome in decided if _feeds_newest_only(w)]
     draft_seconds = phase_seconds["propose"]
-    return Round(
+    return StepFeedback(
         sequences=[w.sequence for w, _, _ in steady],
         lengths=[w.length for w, _, _ in steady],
         asked=[w.num_draft for w, _, _ in steady],
@@ -48,7 +50,7 @@ def round_of(plan: StepPlan, proposal: Proposal, outcomes: Seq[Outcome], phase_s
 def teach(prefill: Prefill, plan: StepPlan, proposal: Proposal, phase_seconds: Mapping[str, float]) -> None:
     """What a step took, to whoever says how much of prompts the next one may read."""
     chunks = [len(w.span) for w in plan.works if not _feeds_newest_only(w)]
-    decoding = len(plan.works) - len(chunks) + len(plan.rides)  # wherever they do
+    decoding = len(plan.works) - len(chunks) + len(plan.on_device)  # wherever they do
     seconds = sum(phase_seconds.values())
     for first in proposal.forwards[:1]:
         seconds -= prefill.learn_draft(first.sequences, first.tokens, phase_seconds["propose"])
@@ -58,7 +60,7 @@ def teach(prefill: Prefill, plan: StepPlan, proposal: Proposal, phase_seconds: M
 def measure(
     plan: StepPlan,
     proposal: Proposal,
-    fed: Seq[Fed],
+    fed: Seq[VerifyInput],
     events: Seq[TokenEvent],
     phase_seconds: Mapping[str, float],
     draft_failures: int,
@@ -97,16 +99,16 @@ def _counted(numbers: Iterable[int]) -> tuple[int, ...]:
     return tuple(counts[number] for number in range(max(counts, default=-1) + 1))
 
 
-def with_rounds(stats: StepStats, landed: Seq[Landed], events: Seq[TokenEvent]) -> StepStats:
+def with_rounds(stats: StepStats, round_results: Seq[RoundResult], events: Seq[TokenEvent]) -> StepStats:
     """The same and what rounds on the device brought; `events` in the order of the landings."""
-    landings = [landing for round_ in landed for landing in round_.landings]
-    drafted = [(x.num_draft, sum(event.from_draft)) for x, event in zip(landings, events, strict=True) if x.num_draft]
+    results = [result for round_ in round_results for result in round_.results]
+    drafted = [(x.num_draft, sum(event.from_draft)) for x, event in zip(results, events, strict=True) if x.num_draft]
     accepted = zip_longest(stats.accepted_per_position, _per_position(drafted), fillvalue=0)
-    per_num_draft = zip_longest(stats.sequences_per_num_draft, _counted(x.num_draft for x in landings), fillvalue=0)
+    per_num_draft = zip_longest(stats.sequences_per_num_draft, _counted(x.num_draft for x in results), fillvalue=0)
     return replace(
         stats,
-        forwards=(*stats.forwards, *(forward for round_ in landed for forward in round_.forwards)),
-        device_seconds=sum(round_.done.seconds for round_ in landed),
+        forwards=(*stats.forwards, *(forward for round_ in round_results for forward in round_.forwards)),
+        device_seconds=sum(round_.done.seconds for round_ in round_results),
         rounds=stats.rounds + len(drafted),
         drafted=stats.drafted + sum(num_draft for num_draft, _ in drafted),
         accepted_per_position=tuple(map(sum, accepted)),

@@ -16,7 +16,7 @@ from engine.kv.batch import Feed
 from engine.model.runner import Runner
 from engine.proposers import Proposal, Proposers
 from engine.sampling.logprobs import record_prompt
-from engine.sampling.verification import Fed, Outcome, judge
+from engine.sampling.verification import VerifyInput, VerifyOutput, judge
 from engine.scheduler import StepPlan, Work
 from engine.stats import Stopwatch
 from engine.types import Sequence
@@ -29,8 +29,8 @@ class Decided:
     """What a pass brought: outcomes of the sequences whose newest token was fed, and those that cannot go on."""
 
     proposal: Proposal  # as far as it was judged
-    fed: list[Fed]
-    outcomes: list[Outcome]
+    fed: list[VerifyInput]
+    outcomes: list[VerifyOutput]
     faulty: tuple[Sequence, ...] = ()
     is_whole: bool = True  # one pass for all; else its time says nothing
     doubt: Exception | None = None  # nobody succeeded: it may be the engine's own fault
@@ -56,8 +56,8 @@ class Passes:
     def _one_by_one(self, plan: StepPlan, error: Exception, watch: Stopwatch) -> Decided:
         """Feed each sequence alone, without drafts: who fails again is at fault and ends, the others lose nothing."""
         _take_back(plan)
-        fed: list[Fed] = []
-        outcomes: list[Outcome] = []
+        fed: list[VerifyInput] = []
+        outcomes: list[VerifyOutput] = []
         faulty: list[Sequence] = []
         for work in plan.works:
             alone = StepPlan((replace(work, num_draft=0),))
@@ -79,7 +79,9 @@ class Passes:
         plan = StepPlan((Work.feeding(sequence, sequence.todo),))
         self._pass(plan, Proposal.certain([()]), Stopwatch(lambda: 0.0))
 
-    def _pass(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> tuple[list[Fed], list[Outcome]]:
+    def _pass(
+        self, plan: StepPlan, proposal: Proposal, watch: Stopwatch
+    ) -> tuple[list[VerifyInput], list[VerifyOutput]]:
         with watch.phase("forward"):
             feeds = [_feed(work, drafts) for work, drafts in zip(plan.works, proposal.tokens, strict=True)]
             logits = self._target.forward(feeds)
@@ -108,10 +110,10 @@ def _feed(work: Work, drafts: tuple[int, ...]) -> Feed:
     return Feed(tokens, work.span.start, cursor.page_table, num_logits, cursor.table)
 
 
-def _fed_to_the_end(plan: StepPlan, proposal: Proposal) -> list[Fed]:
+def _fed_to_the_end(plan: StepPlan, proposal: Proposal) -> list[VerifyInput]:
     """The sequences whose newest token was fed: they get a next one."""
     everyone = zip(plan.works, proposal.tokens, proposal.draft_probs, strict=True)
-    return [Fed(work.sequence, drafts, probs) for work, drafts, probs in everyone if work.reaches_end]
+    return [VerifyInput(work.sequence, drafts, probs) for work, drafts, probs in everyone if work.reaches_end]
 
 
 def _without_prompt_rows(plan: StepPlan, feeds: list[Feed], logits: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"  # the caller went away
     DEADLINE = "deadline"  # the caller's deadline passed
     ABORTED = "aborted"  # an operator, or a reader that stalled
-    ERROR = "error"  # a fault of the server or of this request alone; `Finished.error` says which
+    ERROR = "error"  # a fault of the server or of this request alone; `FinishedOutput.error` says which
 
 
 class SpeculationMode(StrEnum):
@@ -123,7 +123,7 @@ class SpeculationParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speculation:
+class SpeculationSettings:
     """What is done about it: the effective settings, echoed in the result."""
 
     mode: SpeculationMode
@@ -230,7 +230,7 @@ class KVCursor:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculationStats:
+class DraftStats:
     """What speculation did for one request. `accepted_per_position[i]` counts rounds that kept draft i."""
 
     rounds: int = 0
@@ -248,15 +248,15 @@ class SpeculationStats:
         """1 + mean number of drafts kept per round: tokens per target step; NaN before the first round."""
         return 1 + self.accepted / self.rounds if self.rounds else math.nan
 
-    def after(self, num_draft: int, num_accepted: int) -> SpeculationStats:
+    def after(self, num_draft: int, num_accepted: int) -> DraftStats:
         """These counts and one more verified round."""
         kept = list(self.accepted_per_position) + [0] * (num_draft - len(self.accepted_per_position))
         kept[:num_accepted] = [count + 1 for count in kept[:num_accepted]]
-        return SpeculationStats(self.rounds + 1, self.drafted + num_draft, self.accepted + num_accepted, tuple(kept))
+        return DraftStats(self.rounds + 1, self.drafted + num_draft, self.accepted + num_accepted, tuple(kept))
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class TopLogprob:
     """A token that could have come, and the natural logarithm of its probability."""
 
     token_id: int
@@ -264,11 +264,11 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class Logprob:
     """How likely a token was under the target's own law; `top` holds the likeliest ones there, best first."""
 
     logprob: float
-    top: tuple[Candidate, ...] = ()
+    top: tuple[TopLogprob, ...] = ()
 
 
 @dataclass(eq=False)  # compared by identity: two requests may hold the same tokens
@@ -277,20 +277,20 @@ class Sequence:
 
     request: Request
     seed: int
-    speculation: Speculation
+    speculation: SpeculationSettings
     max_len: int  # prompt plus the most tokens that may be generated
     end_token_ids: frozenset[int]  # what ends the output: the request's stop tokens and the model's own
     tokens: list[int]
     index: int = 0  # which of the request's outputs
     target: KVCursor = field(default_factory=KVCursor)
     draft: KVCursor = field(default_factory=KVCursor)
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    stats: DraftStats = field(default_factory=DraftStats)
     grammar: GrammarState | None = None
     fault: str | None = None  # why this output cannot go on
     num_cached: int = 0  # prompt tokens whose K/V an earlier request had made
-    rides: bool = False  # it decodes in rounds on the device (`round_loop`) and not in the plain loop
+    on_device: bool = False  # it decodes in rounds on the device (`round_loop`) and not in the plain loop
     in_flight: int = 0  # most tokens beyond `tokens` that rounds whose outcome the host has not read may have brought
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # None for the first token
+    prompt_logprobs: list[Logprob | None] = field(default_factory=list)  # None for the first token
 
     @property
     def request_id(self) -> str:
@@ -320,15 +320,15 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class FinishedOutput:
     """The one terminal event of an output (I6)."""
 
     reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
     seed: int
-    speculation: Speculation
-    stats: SpeculationStats
+    speculation: SpeculationSettings
+    stats: DraftStats
     spec_gain: float = 1.0  # tokens per second over what plain decoding would have made, as far as known
     stop_token_id: int | None = None
     cached_prompt_tokens: int = 0
@@ -346,6 +346,6 @@ class TokenEvent:
     index: int = 0
     token_ids: tuple[int, ...] = ()
     from_draft: tuple[bool, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    finished: Finished | None = None
+    logprobs: tuple[Logprob, ...] = ()
+    prompt_logprobs: tuple[Logprob | None, ...] = ()
+    finished: FinishedOutput | None = None

@@ -25,14 +25,14 @@ from rich.rule import Rule
 from rich.table import Table
 
 from client import Client, Completion, Delta, Finished
-from client.options import Options
+from client.options import GenerateOptions
 from client.terminal import DRAFT_STYLE, TARGET_STYLE, show
 from models.corpus import held_out_prompts
 
 NUM_PROMPTS = 3
 MAX_TOKENS = 96
 AUTO, PLAIN = "as many as pay", "none"
-WAYS: dict[str, Options] = {
+WAYS: dict[str, GenerateOptions] = {
     PLAIN: {"speculation": "off"},
     "2": {"speculation": "fixed", "num_draft_tokens": 2},
     "4": {"speculation": "fixed", "num_draft_tokens": 4},
@@ -120,7 +120,7 @@ def compare(client: Client, prompt: str) -> Runs:
     runs: Runs = {way: [] for way in WAYS}
     for number in range(ROUNDS):
         for way in list(WAYS)[:: -1 if number % 2 else 1]:
-            options: Options = {**WAYS[way], "max_tokens": MAX_TOKENS, "cache_salt": token_hex(8)}
+            options: GenerateOptions = {**WAYS[way], "max_tokens": MAX_TOKENS, "cache_salt": token_hex(8)}
             runs[way].append(client.generate(prompt, **options))
     return runs
 

@@ -13,17 +13,20 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from random import Random
 
-from client import AsyncClient, Cancelled, DeadlineExceeded, Delta, QueueFull, RequestFailed
+from client import AsyncClient, CancelledError, DeadlineExceededError, Delta, QueueFullError, RequestFailedError
 from client.results import SpeculationStats
 from loadtest.samples import Outcome, Sample
 from loadtest.workload import Ask, Workload
 
 LONGEST = 120.0  # seconds that a caller waits who set no deadline: nobody waits for ever
-_OUTCOMES: dict[type[RequestFailed], Outcome] = {QueueFull: Outcome.REFUSED, DeadlineExceeded: Outcome.LATE}
+_OUTCOMES: dict[type[RequestFailedError], Outcome] = {
+    QueueFullError: Outcome.REFUSED,
+    DeadlineExceededError: Outcome.LATE,
+}
 
 
 @dataclass(slots=True)
-class _Reading:
+class _StreamReading:
     """One stream as it comes."""
 
     first: float | None = None
@@ -56,20 +59,20 @@ class Run:
 
     async def send(self, ask: Ask, intended: float | None = None) -> Sample:
         """Send one request now and read all of it."""
-        sent, reading = self.now(), _Reading()
+        sent, reading = self.now(), _StreamReading()
         outcome, failure = Outcome.SERVED, None
         try:
             async with asyncio.timeout(ask.patience):
                 await self._read(ask, reading)
         except TimeoutError:
             outcome = Outcome.LEFT
-        except RequestFailed as error:
+        except RequestFailedError as error:
             outcome, failure = _outcome(error, ask), error
         sample = _sample(sent if intended is None else intended, sent, self.now(), reading, outcome, failure)
         self.samples.append(sample)
         return sample
 
-    async def _read(self, ask: Ask, reading: _Reading) -> None:
+    async def _read(self, ask: Ask, reading: _StreamReading) -> None:
         deadline = LONGEST if ask.deadline is None else ask.deadline
         async with aclosing(self._client.stream(ask.prompt, deadline=deadline, **ask.options)) as events:
             async for event in events:
@@ -105,14 +108,19 @@ class Run:
                 tasks.create_task(call())
 
 
-def _outcome(error: RequestFailed, ask: Ask) -> Outcome:
-    if isinstance(error, Cancelled) and ask.patience is not None:
+def _outcome(error: RequestFailedError, ask: Ask) -> Outcome:
+    if isinstance(error, CancelledError) and ask.patience is not None:
         return Outcome.LEFT
     return _OUTCOMES.get(type(error), Outcome.FAILED)
 
 
 def _sample(
-    intended: float, sent: float, ended: float, reading: _Reading, outcome: Outcome, failure: RequestFailed | None
+    intended: float,
+    sent: float,
+    ended: float,
+    reading: _StreamReading,
+    outcome: Outcome,
+    failure: RequestFailedError | None,
 ) -> Sample:
     stats = reading.speculation
     return Sample(

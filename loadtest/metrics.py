@@ -13,28 +13,28 @@ Series = tuple[str, frozenset[tuple[str, str]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
+class ScrapedMetrics:
     """All series at one moment, or what was added to them between two."""
 
     values: Mapping[Series, float]
 
     @classmethod
-    def read(cls, http_address: str) -> Metrics:
+    def read(cls, http_address: str) -> ScrapedMetrics:
         """Ask a server at `host:port` now."""
         url = f"http://{http_address}/metrics"
         with urllib.request.urlopen(url, timeout=10) as answer:
             return cls.parse(answer.read().decode())
 
     @classmethod
-    def parse(cls, text: str) -> Metrics:
+    def parse(cls, text: str) -> ScrapedMetrics:
         """From Prometheus' text format."""
         families = text_string_to_metric_families(text)
         samples = (sample for family in families for sample in family.samples)
         return cls({(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples})
 
-    def since(self, before: Metrics) -> Metrics:
+    def since(self, before: ScrapedMetrics) -> ScrapedMetrics:
         """What was added; of use for counters and histograms."""
-        return Metrics({series: value - before.values.get(series, 0.0) for series, value in self.values.items()})
+        return ScrapedMetrics({series: value - before.values.get(series, 0.0) for series, value in self.values.items()})
 
     def value(self, name: str, **labels: str) -> float:
         """One series, by its name without the prefix."""

@@ -12,8 +12,8 @@ from random import Random
 from client import AsyncClient
 from loadtest.arrivals import Arrivals
 from loadtest.driver import Run
-from loadtest.metrics import Metrics
-from loadtest.process import ServerProcess, Usage
+from loadtest.metrics import ScrapedMetrics
+from loadtest.process import ProcessUsage, ServerProcess
 from loadtest.samples import Objective, Sample, Summary
 from loadtest.workload import Workload
 
@@ -36,7 +36,7 @@ class Account:
     queue_seconds: float  # mean
 
     @classmethod
-    def between(cls, before: Metrics, after: Metrics) -> Account:
+    def between(cls, before: ScrapedMetrics, after: ScrapedMetrics) -> Account:
         """Two readings."""
         added = after.since(before)
         drafted, rounds = added.value("spec_draft_tokens_total"), added.value("spec_drafts_total")
@@ -63,7 +63,7 @@ class Phase:
     concurrency: int | None  # callers, in a closed one
     summary: Summary
     account: Account
-    usages: tuple[Usage, ...]  # of the server's process, once per second
+    usages: tuple[ProcessUsage, ...]  # of the server's process, once per second
 
     @property
     def adds_up(self) -> bool:
@@ -124,7 +124,7 @@ class Site:
         concurrency: int | None = None,
         since: float = 0.0,
     ) -> Phase:
-        before, usages = await asyncio.to_thread(self.server.metrics), list[Usage]()
+        before, usages = await asyncio.to_thread(self.server.metrics), list[ProcessUsage]()
         async with AsyncClient(self.server.address, retry=None) as client, _watching(self.server, usages):
             await client.health()  # connected before the clock starts
             run = Run(client)
@@ -140,7 +140,7 @@ class Site:
             usages=tuple(usages),
         )
 
-    async def _account(self, before: Metrics, sent: int, patience: float = 10.0) -> Account:
+    async def _account(self, before: ScrapedMetrics, sent: int, patience: float = 10.0) -> Account:
         """The server's, as soon as it knows of all ends: a caller may hear of one a moment earlier."""
         end = asyncio.get_running_loop().time() + patience
         while True:
@@ -151,7 +151,7 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def _watching(server: ServerProcess, usages: list[Usage]) -> AsyncIterator[None]:
+async def _watching(server: ServerProcess, usages: list[ProcessUsage]) -> AsyncIterator[None]:
     """Note what the server holds, once per second."""
 
     async def watch() -> None:

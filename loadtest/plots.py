@@ -21,7 +21,7 @@ RATE, CALLERS, BATCH = (
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Series:
     """Points, joined."""
 
     label: str
@@ -29,7 +29,7 @@ class Line:
     dashed: bool = False
 
 
-def draw(path: Path, title: str, axes: tuple[str, str], lines: Sequence[Line], *, log: bool = False) -> Path:
+def draw(path: Path, title: str, axes: tuple[str, str], lines: Sequence[Series], *, log: bool = False) -> Path:
     """One picture; `axes` say what they show, with units."""
     figure, panel = _canvas(title, axes)
     for colour, line in zip(_COLOURS, lines, strict=False):
@@ -73,7 +73,7 @@ def curves(folder: Path, phases: Sequence[Phase], objective: Objective) -> Itera
     if callers:
         points = [(float(p.concurrency or 0), p.summary.tokens_per_second) for p in callers]
         axes = (CALLERS, "tokens per second")
-        yield draw(folder / "throughput.png", "Throughput against concurrency", axes, [Line("all callers", points)])
+        yield draw(folder / "throughput.png", "Throughput against concurrency", axes, [Series("all callers", points)])
     yield from _speculation(folder, sorted(phases, key=lambda p: p.account.batch_size))
 
 
@@ -84,18 +84,18 @@ def _over_rates(folder: Path, rates: Sequence[Phase], objective: Objective) -> I
         ("total", "Time to the last token, of requests that were served"),
     ):
         levels = [(p.rate or 0.0, getattr(p.summary, name)) for p in rates]
-        lines = [Line(level, [(rate, found[level]) for rate, found in levels]) for level in ("p50", "p90", "p99")]
+        lines = [Series(level, [(rate, found[level]) for rate, found in levels]) for level in ("p50", "p90", "p99")]
         yield draw(folder / f"{name.replace('_', '-')}.png", title, (RATE, "seconds"), lines, log=True)
     served = [(p.rate or 0.0, p.summary.served / p.summary.seconds) for p in rates]
     good = [(p.rate or 0.0, p.summary.goodput) for p in rates]
     refused = [(p.rate or 0.0, p.summary.refused / p.summary.seconds) for p in rates]
     best = max(value for _, value in served)
-    ideal = Line("as many as were sent", [(0.0, 0.0), (best, best)], dashed=True)
+    ideal = Series("as many as were sent", [(0.0, 0.0), (best, best)], dashed=True)
     first, each = objective.time_to_first_token, objective.time_per_token
     title = f"Goodput: first token within {first:g} s, then at most {1000 * each:g} ms per token"
-    lines = [Line("served", served), Line("served in time", good), ideal]  # the smaller last: often they are equal
+    lines = [Series("served", served), Series("served in time", good), ideal]  # the smaller last: often they are equal
     yield draw(folder / "goodput.png", title, (RATE, "requests per second"), lines)
-    lines = [Line("told to come again", refused), Line("served", served)]
+    lines = [Series("told to come again", refused), Series("served", served)]
     yield draw(folder / "refused.png", "Refused past saturation", (RATE, "requests per second"), lines)
 
 
@@ -120,7 +120,7 @@ def _speculation(folder: Path, phases: Sequence[Phase]) -> Iterator[Path]:
     drafting = [p for p in phases if not math.isnan(p.account.acceptance_rate)]
     if not drafting:
         return
-    kept = Line("drafts kept of those made", [(p.account.batch_size, p.account.acceptance_rate) for p in drafting])
-    gain = Line("tokens/s over plain decoding's", [(p.account.batch_size, p.account.gain) for p in drafting])
+    kept = Series("drafts kept of those made", [(p.account.batch_size, p.account.acceptance_rate) for p in drafting])
+    gain = Series("tokens/s over plain decoding's", [(p.account.batch_size, p.account.gain) for p in drafting])
     title = "What drafts bring against batch size (AUTO chooses how many)"
     yield draw(folder / "speculation.png", title, (BATCH, "ratio"), [kept, gain])

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from client import Client
-from loadtest.metrics import Metrics
+from loadtest.metrics import ScrapedMetrics
 
 SERVE = ("-c", "from server.cli import main; raise SystemExit(main())", "serve")
 # Server and driver share this machine: one thread each, where there are two cores.
@@ -26,18 +26,18 @@ _STOP_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ProcessUsage:
     """What a process holds at one moment."""
 
     resident: int  # bytes
     descriptors: int
 
 
-def usage(pid: int) -> Usage:
+def usage(pid: int) -> ProcessUsage:
     """Of a process of this machine."""
     folder = Path("/proc") / str(pid)
     pages = int((folder / "statm").read_text("ascii").split()[1])
-    return Usage(pages * os.sysconf("SC_PAGE_SIZE"), len(list((folder / "fd").iterdir())))
+    return ProcessUsage(pages * os.sysconf("SC_PAGE_SIZE"), len(list((folder / "fd").iterdir())))
 
 
 def free_port() -> int:
@@ -83,11 +83,11 @@ class ServerProcess:
         """Of the process."""
         return self.process.pid
 
-    def metrics(self) -> Metrics:
+    def metrics(self) -> ScrapedMetrics:
         """Its own account."""
-        return Metrics.read(self.http_address)
+        return ScrapedMetrics.read(self.http_address)
 
-    def usage(self) -> Usage:
+    def usage(self) -> ProcessUsage:
         """What it holds now."""
         return usage(self.pid)
 

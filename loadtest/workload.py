@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from client.options import Options
+from client.options import GenerateOptions
 
 # Modules of the standard library: text of the kind that the embedded pair continues, present wherever Python is.
 _SOURCES = (json.decoder, json.encoder, textwrap)
@@ -26,7 +26,7 @@ class Ask:
     """One request as its caller thinks of it."""
 
     prompt: str
-    options: Options = field(default_factory=Options)
+    options: GenerateOptions = field(default_factory=GenerateOptions)
     deadline: float | None = None  # seconds
     patience: float | None = None  # seconds after which the caller goes away
 
@@ -47,7 +47,7 @@ def _cut(random: Random, characters: int) -> str:
     return text[start : start + characters]
 
 
-def _options(random: Random) -> Options:
+def _options(random: Random) -> GenerateOptions:
     """Outputs of a chosen length: how much work a request is should not depend on what the model says."""
     return {"max_tokens": random.randint(*MAX_TOKENS), "ignore_eos": True}
 

@@ -32,7 +32,7 @@ from models.train import DRAFT, NUM_CONTINUATIONS, POLISH, TARGET, WORK, batches
 
 
 @dataclass(frozen=True)
-class Recipe:
+class HeadRecipe:
     """Shape and schedule of both heads."""
 
     num_heads: int = 4  # Medusa's: one per draft
@@ -47,7 +47,7 @@ class Recipe:
     seed: int = 23
 
 
-HEADS = Recipe()
+HEADS = HeadRecipe()
 
 
 class Residual(nn.Module):
@@ -67,7 +67,7 @@ class Residual(nn.Module):
 class Medusa(nn.ModuleList):
     """Head i guesses the token i + 2 places on (Cai et al. 2024, arXiv 2401.10774); the output matrix is shared."""
 
-    def __init__(self, recipe: Recipe, hidden: int) -> None:
+    def __init__(self, recipe: HeadRecipe, hidden: int) -> None:
         heads = range(recipe.num_heads)
         super().__init__(nn.Sequential(*[Residual(hidden) for _ in range(recipe.num_layers)]) for _ in heads)
 
@@ -76,7 +76,7 @@ class Medusa(nn.ModuleList):
         for i, head in enumerate(self, start=1):
             yield seen.divergence(head(seen.features[:, :-i]) @ matrix.T, ahead=i)
 
-    def config(self, recipe: Recipe, target: LlamaConfig) -> dict[str, object]:
+    def config(self, recipe: HeadRecipe, target: LlamaConfig) -> dict[str, object]:
         """What the published folders say."""
         return {
             "medusa_num_heads": recipe.num_heads,
@@ -142,7 +142,7 @@ class Seen:
         return F.kl_div(got, wanted, reduction="batchmean", log_target=True)
 
 
-def train(recipe: Recipe, target: LlamaForCausalLM, data: Iterator[tuple[int, Tensor]]) -> tuple[Medusa, Eagle]:
+def train(recipe: HeadRecipe, target: LlamaForCausalLM, data: Iterator[tuple[int, Tensor]]) -> tuple[Medusa, Eagle]:
     """Both heads at once; the target's pass is the larger part of the cost."""
     torch.manual_seed(recipe.seed)
     medusa, eagle = Medusa(recipe, target.config.hidden_size), Eagle(target.config)
@@ -161,7 +161,7 @@ def train(recipe: Recipe, target: LlamaForCausalLM, data: Iterator[tuple[int, Te
     return medusa, eagle
 
 
-def _optimiser(recipe: Recipe, parameters: list[nn.Parameter]) -> Callable[[int], None]:
+def _optimiser(recipe: HeadRecipe, parameters: list[nn.Parameter]) -> Callable[[int], None]:
     """A step of Muon for matrices and AdamW for the rest: warm up, hold, fall to zero over the last 60 %."""
     groups = [[p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]]
     rates = (recipe.matrix_lr, recipe.other_lr)
@@ -181,7 +181,7 @@ def _optimiser(recipe: Recipe, parameters: list[nn.Parameter]) -> Callable[[int]
     return step_of
 
 
-def lessons(recipe: Recipe, target: LlamaForCausalLM) -> Iterator[tuple[int, Tensor]]:
+def lessons(recipe: HeadRecipe, target: LlamaForCausalLM) -> Iterator[tuple[int, Tensor]]:
     """Of four steps one is of the corpus, one of repeats, two of what the target wrote: as the draft was polished."""
     tokenizer = Tokenizer.from_file(str(embedded_target() / "tokenizer.json"))
     stream = token_stream(tokenizer, corpus.find(), seed=TARGET.seed)

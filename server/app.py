@@ -40,7 +40,7 @@ from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import NoTracing, OpenTelemetry, Tracing
 from server.worker.child import Child
 from server.worker.host import Host, LocalHost
-from server.worker.remote import Program, RemoteEngine
+from server.worker.remote import EngineProgram, RemoteEngine
 from server.worker.supervisor import Crashes, Supervisor, first_of
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class App:
         load: Load | None = None,  # default: as the config says; given, the engine runs here
         on_ready: Callable[[App], None] = lambda _: None,
         tracing: Tracing | None = None,  # default: as the config says
-        program: Program | None = None,  # of the engine's own process, if it has one
+        program: EngineProgram | None = None,  # of the engine's own process, if it has one
         child: Child | None = None,  # where that runs already
     ) -> None:
         self.config, self.lifecycle = config, Lifecycle()
@@ -72,7 +72,7 @@ class App:
         self.grpc_port = self.http_port = 0
         self._on_ready = on_ready
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
-        self.host = self._make_host(load, program or Program(), child)
+        self.host = self._make_host(load, program or EngineProgram(), child)
         self._grammars = GrammarPool()
         self._callers = Callers.load(config.token_file)
         quotas = Quotas(config.max_requests_per_token, config.requests_per_second, time.monotonic)
@@ -81,7 +81,7 @@ class App:
         self._admission = Admission(self._require_driver, self.metrics, self._grammars, quotas, tracing)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
 
-    def _make_host(self, load: Load | None, program: Program, child: Child | None) -> Host:
+    def _make_host(self, load: Load | None, program: EngineProgram, child: Child | None) -> Host:
         config = self.config
         if load is None and config.engine_process:
             return RemoteEngine(config.engine(), program, config.hang_seconds, config.log_format, child)

@@ -63,12 +63,12 @@ def serve(arguments: list[str]) -> int:
     from pydantic import ValidationError
 
     from engine.errors import ModelError
-    from engine.machine.rank import Place
+    from engine.machine.rank import RankInfo
     from server.config import ServerConfig
 
     try:
         config = ServerConfig.load(arguments)
-        place = Place.here()
+        place = RankInfo.here()
         place.check(config.tensor_parallel_size)
     except (ValidationError, OSError, ModelError) as error:
         print(f"pilotfish serve: {error}", file=sys.stderr)
@@ -87,10 +87,10 @@ def check(arguments: list[str]) -> int:
     """Look at machine and models; 0 if they work, 1 with the reasons if not."""
     from pydantic import ValidationError
 
-    from server.commands.check import Check
+    from server.commands.check import CheckCommand
 
     try:
-        wanted = Check.of(arguments)
+        wanted = CheckCommand.of(arguments)
     except (ValidationError, OSError) as error:
         print(f"pilotfish check: {error}", file=sys.stderr)
         return 2

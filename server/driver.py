@@ -22,7 +22,7 @@ from server.model import ServedModel
 from server.queue import AdmissionQueue, Outlook
 from server.streams.stream import OutputStream
 from server.telemetry.metrics import Metrics
-from server.worker.host import Brought, Host
+from server.worker.host import Host, TurnOutput
 from server.worker.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Driver:
                 self.host.drop(stream.request_id, FinishReason.ERROR)
                 self._fail(stream, "the engine refused the request", error)
 
-    def _emit(self, brought: Brought) -> None:
+    def _emit(self, brought: TurnOutput) -> None:
         for event in brought.events:
             stream = self._live.get(event.request_id)
             if stream is not None:  # else another output's fault has just ended it

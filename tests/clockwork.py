@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.control.adaptive import AdaptiveK
-from engine.control.controller import Control, Round
+from engine.control.controller import Control, StepFeedback
 from engine.kv.pages import BlockPool
 from engine.scheduler import Scheduler, Work
 from engine.startup.calibrate import SHAPES
-from engine.types import Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
+from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationSettings, Verification
 
 MOST = 8
 BUDGET = 512  # tokens of one pass
@@ -129,7 +129,7 @@ class Machine:
         target_seconds = self._target(len(plan.works), rows, context, attended)
         if steady and not others:
             self._account(steady, drafted, draft_seconds + target_seconds)
-        done = Round(
+        done = StepFeedback(
             sequences=[w.sequence for w in steady],
             lengths=[w.length for w in steady],
             asked=[w.num_draft for w in steady],
@@ -160,14 +160,14 @@ class Machine:
                 passes = [(shape.batch, n) for n in tokens]
                 kept = [min(self._coin(0.6), shape.num_draft) for _ in sequences]
                 done = [self._measured(seconds) for seconds in (drafting, target)]
-                self.control.learn(Round(sequences, lengths, ks, ks, kept, passes, *done, has_prompts=False))
+                self.control.learn(StepFeedback(sequences, lengths, ks, ks, kept, passes, *done, has_prompts=False))
             for sequence in sequences:
                 self.control.forget(sequence)
         self.control.begin()
 
     def _sequence(self) -> Sequence:
         self._count += 1
-        speculation = Speculation(
+        speculation = SpeculationSettings(
             mode=self.mode, num_draft_tokens=MOST, proposer="model", verification=Verification.COUPLED
         )
         request = Request(request_id=str(self._count), token_ids=(1,) * self.prompt, sampling=SamplingParams())

@@ -19,7 +19,7 @@ from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer,
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
 from engine.stats import Clock, StepStats
-from engine.types import Finished, Request, TokenLogprob
+from engine.types import FinishedOutput, Logprob, Request
 
 Law = Callable[[tuple[int, ...]], Tensor]  # context -> logits [vocab]
 STALE = -1
@@ -122,9 +122,9 @@ class Outputs:
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
         self.from_draft: dict[str, list[bool]] = {}
-        self.finished: dict[str, Finished] = {}
-        self.logprobs: dict[str, list[TokenLogprob]] = {}
-        self.prompt_logprobs: dict[str, tuple[TokenLogprob | None, ...]] = {}
+        self.finished: dict[str, FinishedOutput] = {}
+        self.logprobs: dict[str, list[Logprob]] = {}
+        self.prompt_logprobs: dict[str, tuple[Logprob | None, ...]] = {}
 
     def take(self, events: Sequence[object]) -> None:
         for event in events:

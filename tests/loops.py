@@ -12,7 +12,7 @@ from engine.attention import paged
 from engine.control.controller import FixedK
 from engine.device_loop import draws
 from engine.device_loop.loop import RoundLoop
-from engine.device_loop.round import Fed, Ops
+from engine.device_loop.round import DeviceModel, RoundOps
 from engine.engine import Engine
 from engine.kernels import reference
 from engine.kv.arena import KVArena
@@ -21,7 +21,7 @@ from engine.startup.build import assemble
 from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationParams
 from tests import fakes, zoo
 
-PLAIN = Ops(paged.attend_plainly, draws.choose, reference.commit)
+PLAIN = RoundOps(paged.attend_plainly, draws.choose, reference.commit)
 LONGEST, PAGE = 64, 16
 LAWS = (
     SamplingParams(),
@@ -61,13 +61,13 @@ def steered(control, **options) -> Engine:
     return engine
 
 
-def fed(model, num_pages: int) -> Fed:
+def fed(model, num_pages: int) -> DeviceModel:
     """A model with an arena of so many pages and one behind them."""
     arena = KVArena(kv_layout(model.config, model.dtype), num_pages, PAGE, model.device, spare_rows=PAGE)
-    return Fed(model, arena, model.config.max_position_embeddings)
+    return DeviceModel(model, arena, model.config.max_position_embeddings)
 
 
-def loop_of(pair, ops: Ops = PLAIN, num_pages: int = 40, **options) -> RoundLoop:
+def loop_of(pair, ops: RoundOps = PLAIN, num_pages: int = 40, **options) -> RoundLoop:
     """The loop alone, for those who look at a single round."""
     sizes = {"num_slots": 4, "longest": LONGEST, "most_drafts": 4, "vocab": zoo.VOCAB}
     two = tuple(fed(model, num_pages) for model in pair)

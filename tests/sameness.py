@@ -22,13 +22,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.llm import LLM, Completion
+from engine.llm import LLM, CompletionOutput
 from engine.model.runner import kv_layout, load_model
 from engine.proposers.scripted import ScriptedProposer
 from engine.proposers.vocab import VocabMap
 from engine.startup.build import assemble
 from engine.text.codec import Codec
-from engine.types import SamplingParams, Sequence, SpeculationMode, SpeculationParams, TokenLogprob
+from engine.types import Logprob, SamplingParams, Sequence, SpeculationMode, SpeculationParams
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests import heads, zoo
 
@@ -50,7 +50,7 @@ class Pair:
     draft: nn.Module
     respelled: tuple[nn.Module, VocabMap]  # the same draft of another vocabulary
     parts: Mapping[str, object]  # of the config: the heads' folders and how many layers `self` has
-    _known: dict[tuple[object, ...], list[Completion]] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], list[CompletionOutput]] = field(default_factory=dict)
     _futures: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
     _engines: dict[str, LLM] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class Pair:
         other, vocab = respelled(draft)  # while it has weights: what is packed has none
         return cls(prepare(target), prepare(draft), (prepare(other), vocab), parts)
 
-    def plain(self, prompt: str, sampling: SamplingParams) -> list[Completion]:
+    def plain(self, prompt: str, sampling: SamplingParams) -> list[CompletionOutput]:
         """One prompt alone, no drafts, no cache, pages to spare."""
         key = (prompt, repr(sampling))
         if key not in self._known:
@@ -173,7 +173,7 @@ def respelled(draft: nn.Module) -> tuple[nn.Module, VocabMap]:
 
 def assert_speculation_changes_nothing(
     pair: Pair, engine: LLM, sampling: SamplingParams, proposer: str, num_draft: int, prompts: Seq[str] = PROMPTS
-) -> list[Completion]:
+) -> list[CompletionOutput]:
     want = [done for prompt in prompts for done in pair.plain(prompt, sampling)]
     got = engine.generate(list(prompts), sampling, speculation=asking(proposer, num_draft))
     for ours, theirs in zip(got, want, strict=True):
@@ -187,14 +187,14 @@ def asking(proposer: str, num_draft: int) -> SpeculationParams:
     return SpeculationParams(mode=SpeculationMode.FIXED, num_draft_tokens=num_draft, proposer=name)
 
 
-def assert_same(got: Completion, want: Completion) -> None:
+def assert_same(got: CompletionOutput, want: CompletionOutput) -> None:
     for name in ("index", "token_ids", "text", "finish_reason", "matched_stop", "prompt_tokens", "seed", "error"):
         assert getattr(got, name) == getattr(want, name), name
     assert_close(got.logprobs, want.logprobs, len(want.token_ids))
     assert_close(got.prompt_logprobs, want.prompt_logprobs, want.prompt_tokens)
 
 
-def assert_close(got: Seq[TokenLogprob | None] | None, want: Seq[TokenLogprob | None] | None, length: int) -> None:
+def assert_close(got: Seq[Logprob | None] | None, want: Seq[Logprob | None] | None, length: int) -> None:
     assert (got is None) == (want is None)
     if got is None or want is None:
         return

@@ -19,7 +19,7 @@ from engine.kv.pages import BlockPool
 from engine.proposers import Proposal, Proposers
 from engine.proposers.none import NoProposer
 from engine.request.intake import Limits
-from engine.sampling.verification import Fed, Outcome
+from engine.sampling.verification import VerifyInput, VerifyOutput
 from engine.scheduler import Scheduler, StepPlan
 from engine.stats import Stopwatch
 from engine.target_pass import Decided
@@ -74,14 +74,14 @@ class _Passes:
             for work, drafts in zip(plan.works, proposal.tokens, strict=True):
                 work.sequence.target.advance(work.span.stop + len(drafts))
                 if work.reaches_end:
-                    fed.append(Fed(work.sequence, drafts))
+                    fed.append(VerifyInput(work.sequence, drafts))
         return Decided(proposal, fed, [self._outcome(len(one.drafts)) for one in fed])
 
-    def _outcome(self, num_draft: int) -> Outcome:
+    def _outcome(self, num_draft: int) -> VerifyOutput:
         accepted = 0
         while accepted < num_draft and self._random.random() < self._costs.acceptance:
             accepted += 1
-        return Outcome((TOKEN,) * (accepted + 1), accepted)
+        return VerifyOutput((TOKEN,) * (accepted + 1), accepted)
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class Served:
         self.timeline = Timeline(self.arrived)
 
 
-class Replica:
+class SimulatedReplica:
     """One server: arrivals are offered in the order of time, and it steps as long as it has work before them."""
 
     def __init__(self, costs: CostTable, config: EngineConfig, queue: AdmissionQueue, random: Random) -> None:

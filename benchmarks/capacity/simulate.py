@@ -17,7 +17,7 @@ from random import Random
 from typing import TYPE_CHECKING, cast
 
 from benchmarks.capacity.costs import CostTable, observe
-from benchmarks.capacity.replica import Replica, Served
+from benchmarks.capacity.replica import Served, SimulatedReplica
 from benchmarks.harness.machine import machine
 from engine.config import EngineConfig
 from loadtest.arrivals import Arrivals
@@ -39,7 +39,7 @@ _SERVED = ServerConfig.load(["--threads", "1", *SCREEN])
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SimulatedRequest:
     """A request as the engine sees it: seconds and tokens."""
 
     moment: float
@@ -90,27 +90,27 @@ class Forecast:
         )
 
 
-Route = Callable[[Sequence[Replica], int, Random], Replica]
+Route = Callable[[Sequence[SimulatedReplica], int, Random], SimulatedReplica]
 
 
-def at_random(replicas: Sequence[Replica], _number: int, random: Random) -> Replica:
+def at_random(replicas: Sequence[SimulatedReplica], _number: int, random: Random) -> SimulatedReplica:
     """What many callers with a round robin each come to."""
     return random.choice(replicas)
 
 
-def in_turn(replicas: Sequence[Replica], number: int, _random: Random) -> Replica:
+def in_turn(replicas: Sequence[SimulatedReplica], number: int, _random: Random) -> SimulatedReplica:
     """One caller's round robin."""
     return replicas[number % len(replicas)]
 
 
-def better_of_two(replicas: Sequence[Replica], _number: int, random: Random) -> Replica:
+def better_of_two(replicas: Sequence[SimulatedReplica], _number: int, random: Random) -> SimulatedReplica:
     """Two at random, and of these the one with less to do."""
     return min(random.choice(replicas), random.choice(replicas), key=lambda replica: replica.load)
 
 
 def forecast(
     costs: CostTable,
-    asked: Sequence[Asked],
+    asked: Sequence[SimulatedRequest],
     *,
     replicas: int = 1,
     route: Route = at_random,
@@ -125,7 +125,7 @@ def forecast(
     )
     random = Random(SEED)  # noqa: S311
     servers = [
-        Replica(
+        SimulatedReplica(
             costs, config, AdmissionQueue(_SERVED.max_queue_requests, _SERVED.max_queue_tokens, queue_seconds), random
         )
         for _ in range(replicas)
@@ -143,12 +143,13 @@ def forecast(
     return Forecast(done, sum(s.refused for s in servers), max([end, *(s.timeline.ended or 0 for s in done)]))
 
 
-def drawn(rate: float, seconds: float, prompts: Sequence[int]) -> list[Asked]:
+def drawn(rate: float, seconds: float, prompts: Sequence[int]) -> list[SimulatedRequest]:
     """What the driver's workload `long_outputs` asks, its prompts' lengths drawn from those of real ones."""
     random = Random(SEED)  # noqa: S311
     moments = list(Arrivals(rate).times(seconds, random))
     return [
-        Asked(moment, random.choice(prompts), long_outputs(random).options["max_tokens"] or 0) for moment in moments
+        SimulatedRequest(moment, random.choice(prompts), long_outputs(random).options["max_tokens"] or 0)
+        for moment in moments
     ]
 
 
@@ -180,13 +181,13 @@ async def with_network(costs: CostTable, site: Site, seconds: float) -> CostTabl
     return replace(costs, token_overhead=each, step_overhead=max(0.0, first - few * each))
 
 
-def asked_of(site_rate: float, seconds: float, encode: Callable[[str], Sequence[int]]) -> list[Asked]:
+def asked_of(site_rate: float, seconds: float, encode: Callable[[str], Sequence[int]]) -> list[SimulatedRequest]:
     """Exactly what `Site.open` sends at this rate."""
     random = Random(SEED)  # noqa: S311
     moments = list(Arrivals(site_rate).times(seconds, random))
     asks: list[Ask] = [long_outputs(random) for _ in moments]
     pairs = zip(moments, asks, strict=True)
-    return [Asked(moment, len(encode(ask.prompt)), ask.options["max_tokens"] or 0) for moment, ask in pairs]
+    return [SimulatedRequest(moment, len(encode(ask.prompt)), ask.options["max_tokens"] or 0) for moment, ask in pairs]
 
 
 def compare(phase: Phase, found: Forecast) -> Iterator[tuple[str, float, float]]:

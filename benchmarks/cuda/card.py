@@ -11,7 +11,7 @@ from time import perf_counter
 
 import torch
 
-from benchmarks.cuda.report import Section
+from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.harness.machine import commit, processor, versions
 
@@ -57,7 +57,7 @@ class Card:
         return cls(device, found.name, *rates, found.L2_cache_size)
 
 
-def ceilings(setting: Setting, section: Section) -> None:
+def ceilings(setting: Setting, section: PartReport) -> None:
     """Write what this is and the rates that all limits are made of."""
     section.say(f"{versions('torch', 'transformers', *_triton())}; commit {commit()}; {processor()}.")
     if setting.is_cuda:

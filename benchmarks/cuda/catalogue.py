@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-from benchmarks.cuda.report import Section
+from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 
 WHOLE = 540  # seconds: a machine is lent for calls of ten minutes, of which some go into getting there
@@ -27,10 +27,10 @@ class Part:
     limit: int  # seconds
     expected: int  # seconds on an H100, by arithmetic
 
-    def load(self) -> Callable[[Setting, Section], None]:
+    def load(self) -> Callable[[Setting, PartReport], None]:
         """Import what it needs."""
         module, _, function = self.work.rpartition(".")
-        found: Callable[[Setting, Section], None] = getattr(import_module(f"benchmarks.cuda.{module}"), function)
+        found: Callable[[Setting, PartReport], None] = getattr(import_module(f"benchmarks.cuda.{module}"), function)
         return found
 
 

@@ -20,7 +20,7 @@ from benchmarks.cuda.card import Card, wait
 from benchmarks.cuda.shapes import SHAPES
 from benchmarks.harness.bare import options
 from engine.attention.registry import ATTENTION_NAME
-from engine.device_loop.round import Ops
+from engine.device_loop.round import RoundOps
 from engine.device_loop.shapes import places_for
 from engine.engine import Engine
 from engine.kernels.args import Committed, Tracks
@@ -41,14 +41,14 @@ _FEW = 16  # tokens of the prompts of practice, which only makes shapes known
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class RandomPair:
     """Two models with random weights, or the target alone."""
 
     target: PreTrainedModel
     draft: PreTrainedModel | None
 
     @classmethod
-    def of(cls, card: Card, target: str, draft: str | None, attention: str = ATTENTION_NAME) -> Pair:
+    def of(cls, card: Card, target: str, draft: str | None, attention: str = ATTENTION_NAME) -> RandomPair:
         """Made on the device, by names of `SHAPES`; with our attention they are fused for it."""
         made = [_random_model(LlamaConfig(**SHAPES[name]), card, attention) for name in (target, draft) if name]
         return cls(made[0], made[1] if draft else None)
@@ -82,7 +82,7 @@ def pass_seconds(model: PreTrainedModel, card: Card, sequences: int, rows: int, 
     return max((2 * numbers + cached) / card.bytes_per_second, 2 * numbers * sequences * rows / card.flops)
 
 
-def round_limit(pair: Pair, card: Card, size: int, context: int, k: int) -> float:
+def round_limit(pair: RandomPair, card: Card, size: int, context: int, k: int) -> float:
     """The least that a round can take: a draft pass of two rows, K - 1 of one, a verification."""
     drafting = 0.0
     for i in range(k):
@@ -91,13 +91,13 @@ def round_limit(pair: Pair, card: Card, size: int, context: int, k: int) -> floa
     return drafting + pass_seconds(pair.target, card, size, k + 1, context)
 
 
-def best_drafts(pair: Pair, card: Card, size: int, context: int, acceptance: float, most: int) -> int:
+def best_drafts(pair: RandomPair, card: Card, size: int, context: int, acceptance: float, most: int) -> int:
     """The K by which limits allow the largest speed-up."""
     gains = {k: gain_limit(pair, card, size, context, acceptance, k) for k in range(1, most + 1)}
     return max(gains, key=lambda k: gains[k])
 
 
-def gain_limit(pair: Pair, card: Card, size: int, context: int, acceptance: float, k: int) -> float:
+def gain_limit(pair: RandomPair, card: Card, size: int, context: int, acceptance: float, k: int) -> float:
     """The speed-up over plain decoding that K drafts could have at most."""
     plain = round_limit(pair, card, size, context, 0)
     return expected_tokens(acceptance, k) * plain / round_limit(pair, card, size, context, k)
@@ -121,11 +121,17 @@ def kept_at(acceptance: float, commit: Callable[..., Committed]) -> Callable[...
 
 
 def engine_of(
-    pair: Pair, card: Card, size: int, longest: int, acceptance: float = 0.0, most_drafts: int = 0, page: int = PAGE
+    pair: RandomPair,
+    card: Card,
+    size: int,
+    longest: int,
+    acceptance: float = 0.0,
+    most_drafts: int = 0,
+    page: int = PAGE,
 ) -> Engine:
     """An engine for up to `size` sequences, all of them in rounds on the device."""
     real = ops_on(card.device)
-    ops = Ops(real.attend, real.choose, kept_at(acceptance, real.commit))
+    ops = RoundOps(real.attend, real.choose, kept_at(acceptance, real.commit))
     pages = size * -(-longest // page)
     bytes_each = sum(kv_layout(model.config, torch.bfloat16).bytes_per_token for model in pair.models)
     config = options(
@@ -200,13 +206,13 @@ def measure(engine: Engine, card: Card, size: int, steps: int, warm_up: int = _W
 def timed(engine: Engine, card: Card, steps: int) -> tuple[list[StepStats], list[float]]:
     """What steps said of themselves, and the seconds of each. Nothing is waited for between them but by themselves."""
     wait(card.device)
-    stats, marks = list[StepStats](), [perf_counter()]
+    stats, timer = list[StepStats](), [perf_counter()]
     for _ in range(steps):
         stats.append(engine.step().stats)
-        marks.append(perf_counter())
+        timer.append(perf_counter())
     wait(card.device)
-    marks[-1] = perf_counter()
-    return stats, [after - before for before, after in pairwise(marks)]
+    timer[-1] = perf_counter()
+    return stats, [after - before for before, after in pairwise(timer)]
 
 
 def _host_seconds(engine: Engine, card: Card) -> float:

@@ -55,7 +55,7 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class PartReport:
     """What one part writes."""
 
     folder: Folder

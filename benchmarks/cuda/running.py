@@ -19,7 +19,7 @@ from threading import Thread
 from time import monotonic
 
 from benchmarks.cuda.catalogue import START, Part
-from benchmarks.cuda.report import Folder, Section
+from benchmarks.cuda.report import Folder, PartReport
 from benchmarks.cuda.setting import Setting
 
 _TOLD = 3  # exit status of a part that has written itself why it failed
@@ -59,7 +59,7 @@ def _load_for_all(parts: Seq[Part]) -> None:
 
 
 def _sum_up(outcomes: Seq[tuple[Part, str, float]], folder: Folder) -> None:
-    section = Section(folder, "all")
+    section = PartReport(folder, "all")
     folder.write("", "## Parts")
     section.table("part", "how it went", "seconds", "limit")
     for part, outcome, seconds in outcomes:
@@ -70,7 +70,7 @@ def _sum_up(outcomes: Seq[tuple[Part, str, float]], folder: Folder) -> None:
 class _Ahead:
     """The process of a part, which loads what it needs and then waits for its turn."""
 
-    section: Section
+    section: PartReport
     process: BaseProcess
     gate: Connection
 
@@ -80,7 +80,7 @@ class _Ahead:
         get_context = multiprocessing.get_context
         context = get_context("spawn") if setting.is_cuda else get_context("fork")
         theirs, ours = context.Pipe(duplex=False)
-        section = Section(folder, part.name)
+        section = PartReport(folder, part.name)
         process = context.Process(target=_work, args=(part, setting, section, theirs, ours), daemon=True)
         process.start()
         theirs.close()
@@ -106,7 +106,7 @@ class _Ahead:
         return "failed" if self.process.exitcode else "ended"
 
 
-def _work(part: Part, setting: Setting, section: Section, gate: Connection, others: Connection) -> None:
+def _work(part: Part, setting: Setting, section: PartReport, gate: Connection, others: Connection) -> None:
     """All that the process of a part does. Ends with the parent: the gate's other end is closed then."""
     others.close()  # the copy that came along
     _print_into(section)
@@ -135,7 +135,7 @@ def _end_with_the_parent(gate: Connection) -> None:
         os._exit(1)
 
 
-def _print_into(section: Section) -> None:
+def _print_into(section: PartReport) -> None:
     """Everything that is printed from here on, by libraries too, goes to the log."""
     with section.folder.log.open("a") as log:
         sys.stdout.flush()

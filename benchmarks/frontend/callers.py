@@ -101,7 +101,7 @@ class _Reader(asyncio.Protocol):
             self.done.set_exception(exc or RuntimeError(f"a stream was cut: {self._tail!r}"))
 
 
-DOORS: dict[str, Call] = {
+FRONT_ENDS: dict[str, Call] = {
     "gRPC": over_grpc,
     "SSE /v1/completions": over_sse("/v1/completions"),
     "SSE /generate": over_sse("/generate"),

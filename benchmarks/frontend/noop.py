@@ -13,7 +13,7 @@ from engine.errors import InvalidRequest
 from engine.request.validation import violations
 from engine.stats import Forward, StepStats
 from engine.text.codec import Codec
-from engine.types import Finished, FinishReason, Request, Speculation, SpeculationStats, TokenEvent
+from engine.types import DraftStats, FinishedOutput, FinishReason, Request, SpeculationSettings, TokenEvent
 from models import embedded_target
 from server.model import ServedModel
 
@@ -22,7 +22,7 @@ MAX_LEN = 1 << 22  # tokens
 
 
 @dataclass
-class _Live:
+class _NoopOutput:
     request: Request
     done: int = 0  # tokens
 
@@ -40,7 +40,7 @@ class NoopEngine:
         self.config, self.vocab_size = config, codec.tokenizer.get_vocab_size()
         self.total_pages = config.max_batch_size
         self._burst, self._pause, self._next = burst, pause, 0.0
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _NoopOutput] = {}
         script = codec.encode(text)
         self._bursts = [(script * 2)[i : i + burst] for i in range(len(script))]
         self._flags = (True,) * (burst - 1) + (False,)
@@ -73,7 +73,7 @@ class NoopEngine:
 
     def add(self, request: Request) -> None:
         """Take a checked request."""
-        self._live[request.request_id] = _Live(request)
+        self._live[request.request_id] = _NoopOutput(request)
 
     def finish(self, request_id: str, reason: FinishReason, **_: Any) -> tuple[TokenEvent, ...]:
         """End one from outside."""
@@ -99,7 +99,7 @@ class NoopEngine:
         )
         return StepOutput(events, stats)
 
-    def _advance(self, live: _Live) -> TokenEvent:
+    def _advance(self, live: _NoopOutput) -> TokenEvent:
         request, most = live.request, live.request.sampling.max_tokens or 128
         count = min(self._burst, most - live.done)
         tokens = self._bursts[live.done % len(self._bursts)][:count]
@@ -112,17 +112,17 @@ class NoopEngine:
             request_id=request.request_id, token_ids=tokens, from_draft=self._flags[:count], finished=finished
         )
 
-    def _finished(self, live: _Live, reason: FinishReason) -> Finished:
+    def _finished(self, live: _NoopOutput, reason: FinishReason) -> FinishedOutput:
         config = self.config
-        return Finished(
+        return FinishedOutput(
             reason=reason,
             prompt_tokens=len(live.request.token_ids),
             completion_tokens=live.done,
             seed=0,
-            speculation=Speculation(
+            speculation=SpeculationSettings(
                 mode=config.speculation, num_draft_tokens=0, proposer="none", verification=config.verification
             ),
-            stats=SpeculationStats(),
+            stats=DraftStats(),
         )
 
 

@@ -21,8 +21,8 @@ from server.admission import admission, answers
 from server.driver import Driver
 from server.grpc.inference import InferenceService
 from server.http import calls, native_answers
-from server.http.openai_answers import TextShape
-from server.streams.output import Output
+from server.http.openai_answers import TextAnswers
+from server.streams.output import OutputBuffer
 from server.telemetry.metrics import RequestMetrics, StepMetrics
 
 PARTS = {
@@ -66,13 +66,13 @@ class Parts:
             (StepMetrics, ("observe",), "metrics"),
             (RequestMetrics, ("deliver", "set_load", "end", "end_output"), "metrics"),
             (OutputText, ("push", "flush"), "detokenize"),
-            (Output, ("push", "take", "close"), "gather"),
+            (OutputBuffer, ("push", "take", "close"), "gather"),
         ):
             for name in names:
                 setattr(owner, name, self._function(getattr(owner, name), part))
         answers.stream_responses = self._listed(answers.stream_responses, "convert")
         admission.Call.messages = self._generator(admission.Call.messages, "gather")  # type: ignore[method-assign]
-        TextShape.events = self._generator(TextShape.events, "shape")  # type: ignore[method-assign]
+        TextAnswers.events = self._generator(TextAnswers.events, "shape")  # type: ignore[method-assign]
         native_answers.events = self._generator(native_answers.events, "shape")
         vars(calls)["json"] = SimpleNamespace(dumps=self._function(json.dumps, "serialise"))
         calls._event = self._coroutine(calls._event, "write")  # noqa: SLF001

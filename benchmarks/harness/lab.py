@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.replay import NAME, ReplayModels, Script
-from benchmarks.harness.synthetic import POSITIONS, Pair, int8_of
+from benchmarks.harness.synthetic import POSITIONS, SyntheticPair, int8_of
 from benchmarks.harness.timing import AUTO, Batch, abreast, way
 from benchmarks.harness.turns import Turn, foreign, median_speed, promising, ratios
 from engine.config import EngineConfig
@@ -38,7 +38,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """How much is measured; the same for all sections, which take what concerns them."""
 
     models: Path = Path("build/benchmarks")
@@ -64,16 +64,16 @@ class Options:
 class Lab:
     """Options, and what is made of them once."""
 
-    options: Options
+    options: BenchOptions
     tell: Callable[[str], None] = lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
     script: Script = field(default_factory=Script)
 
     @cached_property
-    def pair(self) -> Pair:
+    def pair(self) -> SyntheticPair:
         """On disk; the first time takes half a minute."""
         wanted = self.options
         self.tell(f"weights of {wanted.target} and {wanted.draft} in {wanted.models}")
-        return Pair.make(wanted.models, wanted.target, wanted.draft, wanted.agreement)
+        return SyntheticPair.make(wanted.models, wanted.target, wanted.draft, wanted.agreement)
 
     @property
     def config(self) -> EngineConfig:

@@ -13,7 +13,7 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class CpuUsage:
     """Processor time between two moments, in seconds; None where the system does not tell."""
 
     wall: float
@@ -36,13 +36,13 @@ class Meter:
         meter._wall, meter._own, meter._busy = time.perf_counter(), time.process_time(), _busy()
         return meter
 
-    def stop(self) -> Usage:
+    def stop(self) -> CpuUsage:
         """What was used since."""
         wall, own = time.perf_counter() - self._wall, time.process_time() - self._own
         now, before = _busy(), self._busy
         if now is None or before is None:
-            return Usage(wall, own, None, None)
-        return Usage(wall, own, max(0.0, now[0] - before[0] - own), now[1] - before[1])
+            return CpuUsage(wall, own, None, None)
+        return CpuUsage(wall, own, max(0.0, now[0] - before[0] - own), now[1] - before[1])
 
 
 def _busy() -> tuple[float, float] | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness.synthetic import Pair, int8_of
+from benchmarks.harness.synthetic import SyntheticPair, int8_of
 from engine.config import EngineConfig
 from engine.startup.build import load, pick_device
 from engine.text.codec import Codec
@@ -35,7 +35,7 @@ class Subject:
     @classmethod
     def synthetic(cls, folder: Path, target: str, draft: str, rate: float, count: int) -> Subject:
         """Random weights of these shapes in int8, the draft right at this rate; `folder` keeps what is made."""
-        pair = Pair.make(folder, target, draft, rate)
+        pair = SyntheticPair.make(folder, target, draft, rate)
         settings = {"target": str(int8_of(pair.target)), "draft": str(int8_of(pair.draft)), "dtype": "bfloat16"}
         return cls(settings, pair.rule.prompts(count, 64, seed=0))
 

@@ -121,14 +121,14 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Pair:
+class SyntheticPair:
     """Where a synthetic pair lies on disk: the same weights in bfloat16, for others, and in int8, for us."""
 
     folder: Path
     rule: Rule
 
     @classmethod
-    def make(cls, folder: Path, target: str, draft: str, rate: float, seed: int = 0) -> Pair:
+    def make(cls, folder: Path, target: str, draft: str, rate: float, seed: int = 0) -> SyntheticPair:
         """Write what is not there yet; the draft agrees with the target at `rate`."""
         rule = Rule(int(SHAPES[target]["vocab_size"]), seed)
         pair = cls(folder / f"{target}-{draft}-{rate:g}-{seed}", rule)
@@ -233,7 +233,7 @@ def main() -> None:
     parser.add_argument("--agreement", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    pair = Pair.make(options.folder, options.target, options.draft, options.agreement, options.seed)
+    pair = SyntheticPair.make(options.folder, options.target, options.draft, options.agreement, options.seed)
     print(f"{pair.folder}: target, draft, and both in int8")
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.harness.meter import Meter, Usage
+from benchmarks.harness.meter import CpuUsage, Meter
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Turn:
     seconds: float
     decode_tokens: int
     decode_seconds: float
-    usage: Usage
+    usage: CpuUsage
     verify_seconds: list[float] = field(default_factory=list)  # of decoding steps, without their drafting
     draft_seconds: list[float] = field(default_factory=list)  # of the same steps
     drafted: int = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.synthetic import Pair, int8_of
+from benchmarks.harness.synthetic import SyntheticPair, int8_of
 from benchmarks.peers.remote import NotMeasured, Remote
 
 OURS = "pilotfish int8"
@@ -17,10 +17,10 @@ _CACHE = 4  # GB of K/V for those who want to be told
 
 
 @dataclass(frozen=True)
-class Setting:
+class PeerSetting:
     """What all programs are told."""
 
-    pair: Pair
+    pair: SyntheticPair
     pythons: Mapping[str, str]  # that have the peers installed, by module; the one under "" is for the rest
     threads: int
     batch: int  # most sequences at once
@@ -51,7 +51,7 @@ class Peer:
     drafts: int = 0  # the one number that it takes, where that is told at the start
     how: str = ""
 
-    def start(self, setting: Setting) -> Remote:
+    def start(self, setting: PeerSetting) -> Remote:
         """Convert what has to be converted, and load.
 
         Raises:
@@ -89,7 +89,7 @@ PEERS = (
 )
 
 
-def _ours(peer: Peer, setting: Setting) -> dict[str, Any]:
+def _ours(peer: Peer, setting: PeerSetting) -> dict[str, Any]:
     target, draft = setting.pair.target, setting.pair.draft
     draft_weights = peer.draft_weights or peer.weights
     # Rounded to 4 bits at load; in 8 they lie on disk.
@@ -107,7 +107,7 @@ def _ours(peer: Peer, setting: Setting) -> dict[str, Any]:
     }
 
 
-def _openvino(peer: Peer, setting: Setting) -> dict[str, Any]:
+def _openvino(peer: Peer, setting: PeerSetting) -> dict[str, Any]:
     bits = peer.weights.removeprefix("int")
     models = [model.with_name(f"{model.name}-openvino-{peer.weights}") for model in _both(peer, setting.pair)]
     for source, out in zip(_both(peer, setting.pair), models, strict=True):
@@ -116,7 +116,7 @@ def _openvino(peer: Peer, setting: Setting) -> dict[str, Any]:
     return {**_named(models), "batch": setting.batch, "cache": _CACHE}
 
 
-def _llama(peer: Peer, setting: Setting) -> dict[str, Any]:
+def _llama(peer: Peer, setting: PeerSetting) -> dict[str, Any]:
     models = [model.with_name(f"{model.name}-llama-{peer.weights}.gguf") for model in _both(peer, setting.pair)]
     for source, out in zip(_both(peer, setting.pair), models, strict=True):
         if not out.exists():
@@ -127,7 +127,7 @@ def _llama(peer: Peer, setting: Setting) -> dict[str, Any]:
     return {**_named(models), "batch": setting.batch, "length": setting.length, "how": peer.how}
 
 
-def _vllm(peer: Peer, setting: Setting) -> dict[str, Any]:
+def _vllm(peer: Peer, setting: PeerSetting) -> dict[str, Any]:
     models = _both(peer, setting.pair)
     if peer.weights == "int8":
         models = [model.with_name(f"{model.name}-vllm-int8") for model in models]
@@ -139,7 +139,7 @@ def _vllm(peer: Peer, setting: Setting) -> dict[str, Any]:
     return {**_named(models), **sizes, "drafts": peer.drafts, "dtype": dtype}
 
 
-def _transformers(peer: Peer, setting: Setting) -> dict[str, Any]:
+def _transformers(peer: Peer, setting: PeerSetting) -> dict[str, Any]:
     return {**_named(_both(peer, setting.pair)), "batch": setting.batch, "length": setting.length, "how": peer.how}
 
 
@@ -168,7 +168,7 @@ def pythons(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _both(peer: Peer, pair: Pair) -> list[Path]:
+def _both(peer: Peer, pair: SyntheticPair) -> list[Path]:
     return [pair.target, pair.draft] if peer.speculates else [pair.target]
 
 
@@ -176,7 +176,7 @@ def _named(models: list[Path]) -> dict[str, str | None]:
     return {"model": str(models[0]), "draft": str(models[1]) if len(models) > 1 else None}
 
 
-def _convert(setting: Setting, module: str, *arguments: str) -> None:
+def _convert(setting: PeerSetting, module: str, *arguments: str) -> None:
     command = [setting.python(module), "-m", f"benchmarks.peers.{module}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

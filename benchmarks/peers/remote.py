@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.harness.meter import Usage
+from benchmarks.harness.meter import CpuUsage
 from benchmarks.harness.turns import Turn
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ class Remote:
         except BrokenPipeError:
             raise NotMeasured(f"ended with code {self._process.wait()}; see {self._log.name}") from None
         answer = self._answer()
-        return Turn(**answer | {"usage": Usage(**answer["usage"])})
+        return Turn(**answer | {"usage": CpuUsage(**answer["usage"])})
 
     def close(self) -> None:
         """No more orders: the process ends by itself."""

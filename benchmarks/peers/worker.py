@@ -17,7 +17,7 @@ from benchmarks.harness.turns import Turn
 Prompts = Sequence[Sequence[int]]
 
 
-class Program(Protocol):
+class PeerProgram(Protocol):
     """A peer with a model loaded."""
 
     version: str
@@ -27,7 +27,7 @@ class Program(Protocol):
         ...
 
 
-def serve(load: Callable[[dict[str, Any]], Program]) -> None:
+def serve(load: Callable[[dict[str, Any]], PeerProgram]) -> None:
     """Load with the settings in the first argument, say so, and run what is ordered until nobody orders any more."""
     # What libraries print must not come between the answers.
     answers = os.fdopen(os.dup(1), "w")

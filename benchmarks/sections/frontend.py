@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from benchmarks.frontend.callers import DOORS, Streamed, stream
+from benchmarks.frontend.callers import FRONT_ENDS, Streamed, stream
 from benchmarks.frontend.parts import PARTS
 from benchmarks.frontend.process import Server, Used, serving
 from benchmarks.harness.lab import Lab, Row, Section
@@ -25,7 +25,7 @@ def measure(lab: Lab) -> list[Row]:
     """Every door with every number of streams, steps as fast as they are taken."""
     wanted = lab.options.streams or STREAMS
     with serving() as server:
-        return [_row(lab, server, door, streams) for door in DOORS for streams in wanted]
+        return [_row(lab, server, door, streams) for door in FRONT_ENDS for streams in wanted]
 
 
 def _row(lab: Lab, server: Server, door: str, streams: int) -> Row:
@@ -46,10 +46,10 @@ def _row(lab: Lab, server: Server, door: str, streams: int) -> Row:
 def _turns(lab: Lab, server: Server, door: str, streams: int) -> Iterator[tuple[Streamed, Used]]:
     """A turn that warms up, then as many as the options say."""
     tokens = max(10, (TOKENS if lab.options.streams is None else lab.options.tokens) // streams)
-    asyncio.run(stream(DOORS[door], server, streams, round(WARM_UP * tokens)))
+    asyncio.run(stream(FRONT_ENDS[door], server, streams, round(WARM_UP * tokens)))
     for _ in range(lab.options.rounds):
         before = server.used()
-        turn = asyncio.run(stream(DOORS[door], server, streams, tokens))
+        turn = asyncio.run(stream(FRONT_ENDS[door], server, streams, tokens))
         yield turn, server.used().since(before)
 
 
@@ -62,14 +62,14 @@ def measure_parts(lab: Lab) -> list[Row]:
     streams = max(lab.options.streams or STREAMS)
     with serving(pause=PAUSE, parts=True) as apart, serving(pause=PAUSE) as whole:
         lab.tell(f"frontend-parts: {streams} streams")
-        found = {door: _costs(list(_turns(lab, apart, door, streams))) for door in DOORS}
+        found = {door: _costs(list(_turns(lab, apart, door, streams))) for door in FRONT_ENDS}
         known = {
             door: _median(list(_turns(lab, whole, door, streams)), lambda turn, used: 1e6 * used.total / turn.tokens)
-            for door in DOORS
+            for door in FRONT_ENDS
         }
     rows = [_part(name, {door: costs[name] / sum(costs.values()) for door, costs in found.items()}, known)
             for name in [*PARTS.values(), REST_OF_LOOP, OTHER_THREADS]]  # fmt: skip
-    return [*rows, {"part": "all, per token", **known, **{f"{door} share": 1.0 for door in DOORS}}]
+    return [*rows, {"part": "all, per token", **known, **{f"{door} share": 1.0 for door in FRONT_ENDS}}]
 
 
 def _part(name: str, shares: dict[str, float], known: dict[str, float]) -> Row:
@@ -104,7 +104,7 @@ def verdict_of_parts(rows: Sequence[Row]) -> Sequence[str]:
     """The largest part of each door."""
     told = (
         f"{door} {rows[-1][door]:.0f} µs per token, most of it in “{largest['part']}” ({largest[f'{door} share']:.0%})"
-        for door in DOORS
+        for door in FRONT_ENDS
         for largest in [max(rows[:-1], key=lambda row, door=door: row[door])]  # type: ignore[misc]
     )
     return ["; ".join(told) + "."]
@@ -145,7 +145,7 @@ SECTIONS = (
             "part": "{part}",
             **{
                 f"{door}{unit}": form
-                for door in DOORS
+                for door in FRONT_ENDS
                 for unit, form in ((", µs", f"{{{door}:.1f}}"), (", share", f"{{{door} share:.0%}}"))
             },
         },

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from benchmarks.harness.busy import neighbours
 from benchmarks.harness.lab import Lab, Row, Section
 from benchmarks.harness.turns import Turn, foreign
-from benchmarks.peers.catalogue import Peer, Setting
+from benchmarks.peers.catalogue import Peer, PeerSetting
 from benchmarks.peers.remote import NotMeasured, Remote
 from benchmarks.sections.peers import checked_turn, chosen, not_measured, setting_of, started
 
@@ -110,7 +110,7 @@ def measure_starts(lab: Lab) -> list[Row]:
     return rows
 
 
-def _start(lab: Lab, peer: Peer, setting: Setting) -> tuple[float, float]:
+def _start(lab: Lab, peer: Peer, setting: PeerSetting) -> tuple[float, float]:
     began = time.perf_counter()
     with peer.start(setting) as remote:
         remote.ready()

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.harness.busy import neighbours
-from benchmarks.harness.lab import Lab, Options, Row, Section
+from benchmarks.harness.lab import BenchOptions, Lab, Row, Section
 from benchmarks.harness.machine import Memory
 from benchmarks.harness.synthetic import int8_of, matrix_bytes
 from benchmarks.harness.timing import AUTO
 from benchmarks.harness.turns import Turn, foreign, median_speed, promising, ratios, take_turns, worth_while
-from benchmarks.peers.catalogue import OURS, PEERS, Peer, Setting, pythons
+from benchmarks.peers.catalogue import OURS, PEERS, Peer, PeerSetting, pythons
 from benchmarks.peers.remote import NotMeasured, Remote
 from engine.machine.threads import cores
 
@@ -42,15 +42,15 @@ def measure(lab: Lab) -> list[Row]:
     return rows
 
 
-def setting_of(lab: Lab, batch: int, prompt: int) -> Setting:
+def setting_of(lab: Lab, batch: int, prompt: int) -> PeerSetting:
     """For so many sequences with prompts of at most `prompt` tokens."""
     wanted = lab.options
     length = prompt + wanted.tokens + _SPARE
     threads, logs = wanted.threads or cores(), wanted.models / "logs"
-    return Setting(lab.pair, pythons(wanted.peers_python), threads, batch, length, logs)
+    return PeerSetting(lab.pair, pythons(wanted.peers_python), threads, batch, length, logs)
 
 
-def chosen(options: Options) -> list[Peer]:
+def chosen(options: BenchOptions) -> list[Peer]:
     """The programs that are named, whole or in part; all of ours where none of ours is."""
     if options.peers is None:
         return list(PEERS)
@@ -69,7 +69,7 @@ def started(
     lab: Lab,
     processes: ExitStack,
     peers: Sequence[Peer],
-    setting: Setting,
+    setting: PeerSetting,
     rows: list[Row],
     warm_up: Callable[[Remote], object] = lambda _: None,
 ) -> dict[Peer, Remote]:

@@ -16,10 +16,10 @@ from benchmarks.harness.lab import Lab, Row, Section
 from benchmarks.harness.synthetic import int8_of
 from benchmarks.harness.timing import AUTO
 from benchmarks.harness.turns import Clock, Turn, foreign, interleave, median_speed
-from benchmarks.peers.catalogue import PEERS, Peer, Setting, pythons
+from benchmarks.peers.catalogue import PEERS, Peer, PeerSetting, pythons
 from benchmarks.peers.remote import Remote
 from client import AsyncClient
-from client.options import Options
+from client.options import GenerateOptions
 from client.results import Delta
 from engine.machine.threads import cores
 
@@ -37,7 +37,7 @@ def measure(lab: Lab) -> list[Row]:
     ours: dict[int | str, Peer] = {0: plain, AUTO: auto}
     length = lab.options.prompt + lab.options.tokens + _SPARE
     logs = lab.options.models / "logs"
-    setting = Setting(lab.pair, pythons(()), lab.options.threads or cores(), max(batches), length, logs)
+    setting = PeerSetting(lab.pair, pythons(()), lab.options.threads or cores(), max(batches), length, logs)
     with contextlib.ExitStack() as processes:
         offline = {k: processes.enter_context(peer.start(setting)) for k, peer in ours.items()}
         for remote in offline.values():
@@ -69,7 +69,7 @@ def _batch(lab: Lab, address: str, offline: dict[int | str, Remote], batch: int)
 
 
 @contextlib.contextmanager
-def _serving(setting: Setting) -> Iterator[str]:
+def _serving(setting: PeerSetting) -> Iterator[str]:
     """A server in a process of its own; its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -110,7 +110,7 @@ def _streams(address: str, prompts: Sequence[tuple[int, ...]], tokens: int, k: i
 
 async def _gather(address: str, prompts: Sequence[tuple[int, ...]], tokens: int, k: int | str) -> Turn:
     """All streams at once, over one connection that is there already."""
-    options: Options = {"max_tokens": tokens, "ignore_eos": True, "speculation": "auto" if k else "off"}
+    options: GenerateOptions = {"max_tokens": tokens, "ignore_eos": True, "speculation": "auto" if k else "off"}
     async with AsyncClient(address) as client:
         await client.health()
         clock, salt = Clock.of(len(prompts)), next(_salts)
@@ -120,7 +120,9 @@ async def _gather(address: str, prompts: Sequence[tuple[int, ...]], tokens: int,
         return clock.turn()
 
 
-async def _stream(client: AsyncClient, prompt: tuple[int, ...], options: Options, clock: Clock, index: int) -> None:
+async def _stream(
+    client: AsyncClient, prompt: tuple[int, ...], options: GenerateOptions, clock: Clock, index: int
+) -> None:
     async with contextlib.aclosing(client.stream(prompt, **options)) as events:
         async for event in events:
             if isinstance(event, Delta):

@@ -30,15 +30,15 @@ Parse = Callable[[bytes], Any]
 
 def add_inference(servicer: Any, server: Any) -> None:
     """For `grpc_servicer_functions`: InferenceService."""
-    generation_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, _Door(server))  # type: ignore[arg-type]
+    generation_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, _RayServer(server))  # type: ignore[arg-type]
 
 
 def add_control(servicer: Any, server: Any) -> None:
     """For `grpc_servicer_functions`: ControlService."""
-    control_pb2_grpc.add_ControlServiceServicer_to_server(servicer, _Door(server))  # type: ignore[arg-type]
+    control_pb2_grpc.add_ControlServiceServicer_to_server(servicer, _RayServer(server))  # type: ignore[arg-type]
 
 
-class _Door:
+class _RayServer:
     """Ray's server as the generated code sees it."""
 
     def __init__(self, server: Any) -> None:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.control.acceptance import Acceptance, Bools, Ints, Source
-from engine.control.controller import Round, within
+from engine.control.controller import StepFeedback, within
 from engine.control.cost_model import Prices, quantities, with_rows
-from engine.control.goodput import Choice, Load, Offer, drafting_seconds
+from engine.control.goodput import BatchLoad, Choice, Offer, drafting_seconds
 from engine.control.speedup import Gain
 from engine.types import Sequence, SpeculationMode
 
@@ -91,7 +91,7 @@ class AdaptiveK:
         self._look_back()
         if not any(free) or not self.target.count or self._is_plain_due():
             return chosen
-        load = Load.of([len(s.tokens) for s in sequences], chosen, prompt_rows)
+        load = BatchLoad.of([len(s.tokens) for s in sequences], chosen, prompt_rows)
         budget -= sum(chosen)
         for name in sorted({s.speculation.proposer for s, f in zip(sequences, free, strict=True) if f}):
             mine = [i for i, s in enumerate(sequences) if free[i] and s.speculation.proposer == name]
@@ -133,7 +133,7 @@ class AdaptiveK:
                 self.acceptance.learn([sequence], source, np.array([len(came)]), np.array([kept]))
         self._found.clear()
 
-    def _choose_for(self, group: _Group, load: Load, budget: int) -> Choice | None:
+    def _choose_for(self, group: _Group, load: BatchLoad, budget: int) -> Choice | None:
         if not group.limits.any():
             return None
         best = self._offer(group).best(load, self.target, budget)
@@ -142,7 +142,7 @@ class AdaptiveK:
             return best
         return None if load.prompt_rows else self._try(group, load, budget)
 
-    def _try(self, group: _Group, load: Load, budget: int) -> Choice | None:
+    def _try(self, group: _Group, load: BatchLoad, budget: int) -> Choice | None:
         """One draft each for some, as many as the budget pays for, if they could pay at all."""
         held = self._budget.held
         these = np.array([s in held for s in group.sequences]) & (group.limits > 0)
@@ -197,7 +197,7 @@ class AdaptiveK:
 
     # ---------------------------------------------------------------------------------------------------- learning
 
-    def learn(self, done: Round) -> None:
+    def learn(self, done: StepFeedback) -> None:
         """Prices, chances and gain, from one step."""
         asked = sorted({s.speculation.proposer for s, k in zip(done.sequences, done.asked, strict=True) if k})
         self._learn_chances(done)
@@ -207,13 +207,15 @@ class AdaptiveK:
             return
         self._num_steps += 1
         self.target.learn(done.load.quantities, done.other_seconds)
-        plain = self.target.of(Load.of(done.lengths, [0] * len(done.lengths)).quantities) if asked else done.seconds
+        plain = (
+            self.target.of(BatchLoad.of(done.lengths, [0] * len(done.lengths)).quantities) if asked else done.seconds
+        )
         self._since_plain = self._since_plain + 1 if asked else 0
         self.gain.add(done.sequences, [accepted + 1 for accepted in done.accepted], done.seconds, plain)
         tokens = 1 + sum(done.accepted) / len(done.sequences)
         self._budget.charge(done.seconds - plain * tokens if asked else 0.0, plain)
 
-    def _learn_chances(self, done: Round) -> None:
+    def _learn_chances(self, done: StepFeedback) -> None:
         groups = defaultdict[Source, list[int]](list)
         for i, sequence in enumerate(done.sequences):
             if done.drafted[i]:
@@ -224,7 +226,7 @@ class AdaptiveK:
             self.acceptance.learn([done.sequences[i] for i in mine], source, drafted[mine], accepted[mine])
 
     @staticmethod
-    def _learn_drafting(prices: Prices, done: Round) -> None:
+    def _learn_drafting(prices: Prices, done: StepFeedback) -> None:
         lengths = [length for length, k in zip(done.lengths, done.asked, strict=True) if k]
         in_passes = sum(count for count, _ in done.draft_passes)
         work = quantities(

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from engine.control.goodput import Load
+from engine.control.goodput import BatchLoad
 from engine.control.speedup import Gain
 from engine.types import Sequence, SpeculationMode
 
@@ -15,7 +15,7 @@ _NEAR = 4  # tokens that a draft model has missed are fed in a pass that hardly 
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class StepFeedback:
     """What a step did for sequences that fed their newest token, and the seconds it took."""
 
     sequences: Seq[Sequence]
@@ -35,9 +35,9 @@ class Round:
         return self.draft_seconds + self.other_seconds
 
     @property
-    def load(self) -> Load:
+    def load(self) -> BatchLoad:
         """What the target was fed."""
-        load = Load.of(self.lengths, self.drafted)
+        load = BatchLoad.of(self.lengths, self.drafted)
         return load if self.rows is None else replace(load, rows=self.rows)
 
 
@@ -53,7 +53,7 @@ class Control(Protocol):
         """K of each sequence in the step that is being planned, at most its limit; they share the budget."""
         ...
 
-    def learn(self, done: Round) -> None:
+    def learn(self, done: StepFeedback) -> None:
         """What became of it."""
         ...
 
@@ -86,7 +86,7 @@ class FixedK:
         """First come, first served."""
         return within(limits, budget)
 
-    def learn(self, done: Round) -> None:
+    def learn(self, done: StepFeedback) -> None:
         """Nothing to learn."""
 
     def begin(self) -> None:
@@ -112,7 +112,7 @@ class Explorer(Control, Protocol):
         ...
 
 
-class Late:
+class DelayedFeedback:
     """Adapts a control to delayed feedback: it hears of a choice only when the next one is made, as of rounds.
 
     After a requested plain step the choice before it repeats once, until that step is known: else a second one would
@@ -141,7 +141,7 @@ class Late:
         self._last = dict(zip(sequences, chosen, strict=True)) if drafts else {}
         return chosen
 
-    def learn(self, done: Round) -> None:
+    def learn(self, done: StepFeedback) -> None:
         """As the inner one."""
         self._inner.learn(done)
 

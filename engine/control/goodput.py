@@ -17,7 +17,7 @@ from engine.control.cost_model import Floats, Prices, quantities, with_rows
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class BatchLoad:
     """What a step does already, before more drafts are added."""
 
     sequences: int
@@ -29,7 +29,7 @@ class Load:
     prompt_rows: int = 0
 
     @classmethod
-    def of(cls, lengths: Seq[int], num_draft: Seq[int], prompt_rows: int = 0) -> Load:
+    def of(cls, lengths: Seq[int], num_draft: Seq[int], prompt_rows: int = 0) -> BatchLoad:
         """A step of sequences that are so long and feed their newest token and so many drafts."""
         sequences, context = len(lengths), sum(lengths)
         drafted = sum(length * k for length, k in zip(lengths, num_draft, strict=True))
@@ -53,7 +53,7 @@ class Offer:
     a_call: float  # seconds of asking at all
     contexts: Floats  # [sequences]
 
-    def best(self, load: Load, target: Prices, budget: int) -> Choice:
+    def best(self, load: BatchLoad, target: Prices, budget: int) -> Choice:
         """As many slots, from the likeliest on, as make the rate highest."""
         sums = self._sums(load, budget)
         steady = np.maximum(_pass_seconds(target, load, sums) + sums.seconds, 1e-9)
@@ -67,7 +67,7 @@ class Offer:
             count = int(value.argmax())
         return self._choice(load, sums, count, gain, steady)
 
-    def all_of(self, load: Load, target: Prices, budget: int) -> Choice:
+    def all_of(self, load: BatchLoad, target: Prices, budget: int) -> Choice:
         """Every slot, whether it pays or not."""
         sums = self._sums(load, budget)
         seconds = np.maximum(_pass_seconds(target, load, sums) + sums.seconds, 1e-9)
@@ -80,7 +80,7 @@ class Offer:
         limits[order] = np.minimum(self.limits[order], 1)
         return replace(self, limits=limits)
 
-    def _sums(self, load: Load, budget: int) -> _Sums:
+    def _sums(self, load: BatchLoad, budget: int) -> _Sums:
         """What the first 0, 1, 2, ... slots come to."""
         allowed = np.arange(self.tokens.shape[1]) < self.limits[:, None]
         most = max(0, min(budget, int(allowed.sum())))
@@ -95,7 +95,7 @@ class Offer:
             seconds=seconds,
         )
 
-    def _choice(self, load: Load, sums: _Sums, count: int, gain: float, seconds: Floats) -> Choice:
+    def _choice(self, load: BatchLoad, sums: _Sums, count: int, gain: float, seconds: Floats) -> Choice:
         after = replace(
             load,
             rows=float(sums.rows[count]),
@@ -124,12 +124,12 @@ class Choice:
     """How many drafts for each sequence of an offer, and what that comes to."""
 
     num_draft: Ints  # [sequences]
-    load: Load
+    load: BatchLoad
     gain: float  # of the best number of drafts over none, in tokens per second, without prompts
     loss: float  # seconds that this number takes beyond what its tokens would take without
 
 
-def _pass_seconds(target: Prices, load: Load, sums: _Sums) -> Floats:
+def _pass_seconds(target: Prices, load: BatchLoad, sums: _Sums) -> Floats:
     """Of the target's pass."""
     each, per_row = target.context
     fixed = target.a_pass + target.a_sequence * load.sequences + each * load.context

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.device_loop.repertoire import Run
-from engine.device_loop.round import Brought, Round
+from engine.device_loop.round import Round, RoundOutput
 from engine.device_loop.slots import IDLE
 
 
@@ -37,7 +37,7 @@ class Graphs:
     """Records rounds, all in one pool of memory and on one stream: they never run at the same time.
 
     What a round brings lies in that pool, and its next play writes over it: whoever keeps it copies it first, on the
-    stream that plays (`mail.Mail` does).
+    stream that plays (`results.PendingRound` does).
     """
 
     def __init__(self, budget: MemoryBudget) -> None:
@@ -63,7 +63,7 @@ class Graphs:
             with self._capture() as verifying:
                 brought = round_.verify(slots, drafts)
 
-        def play(now: Tensor, between: Callable[[], None]) -> Brought:
+        def play(now: Tensor, between: Callable[[], None]) -> RoundOutput:
             slots.copy_(now)
             if drafting is not None:
                 drafting.replay()

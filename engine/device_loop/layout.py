@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.device_loop.slots import LENGTH, REJECTS, SEED, TOP_K, Resident, Tables
-from engine.kernels.args import Laws
+from engine.device_loop.slots import LENGTH, REJECTS, SEED, TOP_K, DeviceSlots, Tables
+from engine.kernels.args import SamplerRows
 from engine.kernels.paging import Paging, send
 from engine.kv.batch import RaggedBatch
 from engine.sampling.noise import Stream
@@ -43,22 +43,22 @@ class Laid:
     position_ids: Tensor  # [F] int64, none below 0
     kv_rows: Tensor  # [F] int64, of the arena
     spans: Tensor  # [passes, B, 4] int32, as in `Paging`
-    drawn: Laws  # of R rows, of which those that are drawn are asked for
+    drawn: SamplerRows  # of R rows, of which those that are drawn are asked for
 
 
 class Layout:
     """Lays the `passes` of one model out for `size` sequences.
 
-    `cuts` says whether any law may have a top-k, top-p or min-p. Under the rejection rule a row's noise is of the
+    `truncated` says whether any law may have a top-k, top-p or min-p. Under the rejection rule a row's noise is of the
     stream `apart`; where that is None there is no sequence of this rule.
     """
 
     def __init__(
-        self, state: Resident, tables: Tables, size: int, passes: Seq[Pass], *, key: tuple[str, int], tile_rows: int,
-        page_size: int, positions: int, cuts: bool, apart: Stream | None,
+        self, state: DeviceSlots, tables: Tables, size: int, passes: Seq[Pass], *, key: tuple[str, int], tile_rows: int,
+        page_size: int, positions: int, truncated: bool, apart: Stream | None,
     ) -> None:  # fmt: skip
         self._state, self._tables, self._size, self._passes = state, tables, size, passes
-        self._page_size, self._positions, self._cuts, self._apart = page_size, positions, cuts, apart
+        self._page_size, self._positions, self._truncated, self._apart = page_size, positions, truncated, apart
         self._slices, place, offset = list[slice](), list[int](), list[int]()
         drawn = [Pass(p.draws, p.begin + p.rows - p.draws + 1) for p in passes]  # what a row draws is fed one later
         for rows in (*passes, *drawn):
@@ -92,18 +92,18 @@ class Layout:
         moved = torch.stack([self._nothing, self._nothing, whole[LENGTH, : self._slices[0].stop : first], slots], 1)
         spans = torch.add(self._spans, moved, out=torch.empty_like(self._spans))
         ids = fed.clamp(0, self._positions - 1)
-        return Laid(owner, whole, position, ids, kv_rows, spans, self._laws(owner, whole, position))
+        return Laid(owner, whole, position, ids, kv_rows, spans, self._samplers(owner, whole, position))
 
-    def _laws(self, owner: Tensor, whole: Tensor, position: Tensor) -> Laws:
+    def _samplers(self, owner: Tensor, whole: Tensor, position: Tensor) -> SamplerRows:
         state, (zeros, ones) = self._state, self._off
         stream = self._coupled
         if self._apart is not None:
             stream = torch.add(stream, whole[REJECTS], alpha=int(self._apart) - int(Stream.COUPLED))
-        return Laws(
+        return SamplerRows(
             temperature=state.temperature[owner],
             top_k=whole[TOP_K],
-            top_p=state.top_p[owner] if self._cuts else ones,
-            min_p=state.min_p[owner] if self._cuts else zeros,
+            top_p=state.top_p[owner] if self._truncated else ones,
+            min_p=state.min_p[owner] if self._truncated else zeros,
             seed=whole[SEED],
             position=position,
             stream=stream,
@@ -113,7 +113,7 @@ class Layout:
         """Of pass i."""
         return self._slices[i]
 
-    def laws(self, laid: Laid, i: int) -> Laws:
+    def samplers(self, laid: Laid, i: int) -> SamplerRows:
         """Of what is drawn after pass i."""
         return laid.drawn.rows(self._slices[len(self._passes) + i])
 

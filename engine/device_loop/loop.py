@@ -13,12 +13,12 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.control.controller import Round as Done
-from engine.device_loop.mail import Landed, Mail, Marks, Progress, Rider, Share
+from engine.control.controller import StepFeedback as Done
 from engine.device_loop.repertoire import Recorder, Repertoire
-from engine.device_loop.round import Fed, Ops, Round
+from engine.device_loop.results import DeviceSequence, DeviceTimer, PendingRound, Progress, RoundEntry, RoundResult
+from engine.device_loop.round import DeviceModel, Round, RoundOps
 from engine.device_loop.shapes import RoundShape, covering, in_order_of_worth
-from engine.device_loop.slots import IDLE, MOST_ENDS, Place, Resident
+from engine.device_loop.slots import IDLE, MOST_ENDS, DeviceSlots, SlotState
 from engine.kernels.paging import send
 from engine.kv.batch import Feed
 from engine.model.runner import ModelRunner
@@ -51,9 +51,9 @@ class RoundLoop:
 
     def __init__(
         self,
-        target: Fed,
-        draft: Fed | None,
-        ops: Ops,
+        target: DeviceModel,
+        draft: DeviceModel | None,
+        ops: RoundOps,
         *,
         num_slots: int,
         longest: int,
@@ -72,13 +72,13 @@ class RoundLoop:
         width = -(-(longest + most_drafts + 1) // target.arena.page_size)
         # The last row of pages in each arena is behind those that are given away: nobody's.
         spare = target.arena.num_pages, (draft or target).arena.num_pages
-        self.state = Resident(num_slots, longest, width, spare, vocab, target.model.device)
+        self.state = DeviceSlots(num_slots, longest, width, spare, vocab, target.model.device)
         self._free = list(range(num_slots, IDLE, -1))
         self._drafter = None if draft is None else ModelRunner(draft.model, draft.arena, ops.attend)
         self.repertoire = Repertoire(self._round, recorder, covering(num_slots, self._most_drafts), clock=clock)
-        self.riders: dict[Sequence, Rider] = {}  # in the order in which they came
+        self.on_device: dict[Sequence, DeviceSequence] = {}  # in the order in which they came
         self._slots = dict[int, Tensor]()  # who stands at which place of a batch of so many; empty: to be laid out anew
-        self._mails: deque[Mail] = deque()  # launched and not yet read: one between steps, two within
+        self._pending: deque[PendingRound] = deque()  # launched and not yet read: one between steps, two within
         self._has_launched = False
 
     def takes(self, sequence: Sequence) -> bool:
@@ -92,9 +92,9 @@ class RoundLoop:
     def try_out(self) -> None:
         """Run rounds of nobody. What a model does that a round cannot hold raises here, and not in a request."""
         nobody = torch.full((1,), IDLE, dtype=torch.int64, device=self.state.tracks.length.device)
-        for cuts in (False, True):
+        for truncated in (False, True):
             for k in (0, min(1, self._most_drafts)):
-                self.repertoire.try_out(RoundShape(1, k, cuts))(nobody, lambda: None)
+                self.repertoire.try_out(RoundShape(1, k, truncated))(nobody, lambda: None)
 
     def record(self, progress: Progress, sizes: Seq[int] | None, ks: Seq[int] | None) -> None:
         """Record rounds of every shape that can occur, or of these sizes and Ks alone, as far as room and time go."""
@@ -111,12 +111,12 @@ class RoundLoop:
     def launch(self, works: Seq[Work]) -> None:
         """Launch a round of these and nobody else. Their pages reach as far as `Scheduler` reserves for riders."""
         wanted = {work.sequence: work for work in works}
-        for sequence in [s for s in self.riders if s not in wanted]:
+        for sequence in [s for s in self.on_device if s not in wanted]:
             self.leave(sequence)
         for sequence in wanted:
-            if sequence not in self.riders:
+            if sequence not in self.on_device:
                 self._board(sequence)
-        self._has_launched = not all(map(_is_ending, self.riders))
+        self._has_launched = not all(map(_is_ending, self.on_device))
         if self._has_launched:
             self._launch(wanted)
 
@@ -124,34 +124,37 @@ class RoundLoop:
         slot, sampling = self._free.pop(), sequence.request.sampling
         ends = tuple(sequence.end_token_ids)
         rejects = sequence.speculation.verification is Verification.REJECTION
-        place = Place(sequence.tokens, sequence.max_len, ends, sampling, sequence.seed, 0, rejects)
+        place = SlotState(sequence.tokens, sequence.max_len, ends, sampling, sequence.seed, 0, rejects)
         self.state.place(slot, place)
-        self.riders[sequence] = Rider(sequence, slot)
+        self.on_device[sequence] = DeviceSequence(sequence, slot)
         self._slots.clear()
 
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence out, if it is here, whatever a round in flight may still say of it."""
-        rider = self.riders.pop(sequence, None)
-        if rider is not None:
-            self._free.append(rider.slot)  # no round that is launched from now on looks at it, until it is filled anew
+        member = self.on_device.pop(sequence, None)
+        if member is not None:
+            self._free.append(member.slot)  # no round that is launched from now on looks at it, until it is filled anew
             self._slots.clear()
             sequence.in_flight = 0
 
     def _launch(self, wanted: dict[Sequence, Work]) -> None:
-        marks = Marks(self.state.tracks.length.device, self._clock)
-        marks.mark()
+        timer = DeviceTimer(self.state.tracks.length.device, self._clock)
+        timer.mark()
         fed = self._catch_up(wanted)
-        given = {s: work.num_draft if self.riders[s].in_step else 0 for s, work in wanted.items()}
+        given = {s: work.num_draft if self.on_device[s].draft_caught_up else 0 for s, work in wanted.items()}
         k = max(given.values())
-        for rider in self.riders.values():
-            self._prepare(rider, given[rider.sequence], k)
+        for member in self.on_device.values():
+            self._prepare(member, given[member.sequence], k)
         self.state.send()
-        cuts, rejects = self._kinds()
-        size, run = self.repertoire.of(len(self.riders), k, cuts=cuts, rejects=rejects)
-        brought = run(self._laid_out(size), marks.mark)
-        marks.mark()
-        shares = [Share(r, len(s.tokens), wanted[s].num_draft, given[s], r.in_step) for s, r in self.riders.items()]
-        self._mails.append(Mail(k, size, shares, fed, marks, brought))
+        truncated, rejects = self._kinds()
+        size, run = self.repertoire.of(len(self.on_device), k, truncated=truncated, rejects=rejects)
+        brought = run(self._laid_out(size), timer.mark)
+        timer.mark()
+        entries = [
+            RoundEntry(r, len(s.tokens), wanted[s].num_draft, given[s], r.draft_caught_up)
+            for s, r in self.on_device.items()
+        ]
+        self._pending.append(PendingRound(k, size, entries, fed, timer, brought))
         for sequence, num_draft in given.items():
             sequence.in_flight += num_draft + 1
 
@@ -162,8 +165,8 @@ class RoundLoop:
         newest is all tokens but the last two. Who is not done within a chunk gets no drafts yet.
         """
         feeds, room = list[Feed](), self._chunk
-        for sequence, rider in self.riders.items():
-            if not wanted[sequence].num_draft or rider.in_step:
+        for sequence, member in self.on_device.items():
+            if not wanted[sequence].num_draft or member.draft_caught_up:
                 continue
             cursor, stop = sequence.draft, len(sequence.tokens) - 1
             chunk = sequence.tokens[cursor.kv_len : min(stop, cursor.kv_len + room)]
@@ -171,72 +174,72 @@ class RoundLoop:
                 feeds.append(Feed(chunk, cursor.kv_len, cursor.page_table, num_logits=0))
                 cursor.advance(feeds[-1].kv_len)
             room -= len(chunk)
-            rider.in_step = cursor.kv_len == stop
+            member.draft_caught_up = cursor.kv_len == stop
         if feeds:
             assert self._drafter is not None, "drafts were asked for, and there is no draft model"
             self._drafter.forward(feeds)
         return [len(feed.tokens) for feed in feeds]
 
-    def _prepare(self, rider: Rider, num_draft: int, k: int) -> None:
+    def _prepare(self, member: DeviceSequence, num_draft: int, k: int) -> None:
         """Note for its slot what is new of its pages and of its drafts."""
-        sequence = rider.sequence
-        self.state.target.enter(rider.slot, sequence.target.page_table)
-        self.state.draft.enter(rider.slot, sequence.draft.page_table)
-        if min(rider.num_draft, k) != num_draft:
-            rider.num_draft = self._most_drafts if num_draft == k else num_draft
-            self.state.set_num_draft(rider.slot, rider.num_draft)
-        if rider.in_step and not num_draft:  # a round without drafts, or without pages for its own
-            rider.in_step = False
+        sequence = member.sequence
+        self.state.target.enter(member.slot, sequence.target.page_table)
+        self.state.draft.enter(member.slot, sequence.draft.page_table)
+        if min(member.num_draft, k) != num_draft:
+            member.num_draft = self._most_drafts if num_draft == k else num_draft
+            self.state.set_num_draft(member.slot, member.num_draft)
+        if member.draft_caught_up and not num_draft:  # a round without drafts, or without pages for its own
+            member.draft_caught_up = False
             sequence.draft.kv_len = max(0, min(sequence.draft.kv_len, len(sequence.tokens) - 2))
 
     def _laid_out(self, size: int) -> Tensor:
         """The slot at each of `size` places; uploaded only when somebody came or went."""
         if size not in self._slots:
-            slots = [rider.slot for rider in self.riders.values()] + [IDLE] * (size - len(self.riders))
+            slots = [member.slot for member in self.on_device.values()] + [IDLE] * (size - len(self.on_device))
             self._slots[size] = send(torch.tensor(slots, dtype=torch.int64), self.state.tracks.length.device)
         return self._slots[size]
 
     def _kinds(self) -> tuple[bool, bool]:
         """Whether any law is cut, and whether any sequence is of the rejection rule: most rounds do without either."""
-        cuts = any(Kind.of(s.request.sampling) is Kind.CUT for s in self.riders)
-        return cuts, any(s.speculation.verification is Verification.REJECTION for s in self.riders)
+        truncated = any(Kind.of(s.request.sampling) is Kind.TRUNCATED for s in self.on_device)
+        return truncated, any(s.speculation.verification is Verification.REJECTION for s in self.on_device)
 
     def _round(self, shape: RoundShape, rejects: bool) -> Round:
         draft = self._draft if shape.k else None
-        size, k, cuts = shape
-        return Round(self.state, self._target, draft, self._ops, size, k, cuts=cuts, rejects=rejects)
+        size, k, truncated = shape
+        return Round(self.state, self._target, draft, self._ops, size, k, truncated=truncated, rejects=rejects)
 
     # --------------------------------------------------------------------------------------------------- reading
 
-    def read(self) -> list[Landed]:
+    def read(self) -> list[RoundResult]:
         """What came of all rounds but the one just launched. Cursors stand as if its tokens were committed already."""
-        landed = []
-        while len(self._mails) > self._has_launched:
-            landed.append(self._land(self._mails.popleft()))
+        round_results = []
+        while len(self._pending) > self._has_launched:
+            round_results.append(self._land(self._pending.popleft()))
         self._has_launched = False
-        return landed
+        return round_results
 
-    def _land(self, mail: Mail) -> Landed:
-        rows = mail.read()
-        here = [(s, row) for s, row in zip(mail.shares, rows, strict=False) if self._is_here(s.rider)]
-        landings = tuple(share.land(row) for share, row in here)
-        drafting, other = mail.marks.seconds()
+    def _land(self, pending: PendingRound) -> RoundResult:
+        rows = pending.read()
+        here = [(s, row) for s, row in zip(pending.entries, rows, strict=False) if self._is_here(s.member)]
+        results = tuple(entry.settle(row) for entry, row in here)
+        drafting, other = pending.timer.seconds()
         done = Done(
-            sequences=[landing.sequence for landing in landings],
-            lengths=[share.length for share, _ in here],
-            asked=[share.asked for share, _ in here],
-            drafted=[landing.num_draft for landing in landings],
-            accepted=[landing.outcome.num_accepted for landing in landings],
-            draft_passes=mail.draft_passes(mail.size),
+            sequences=[result.sequence for result in results],
+            lengths=[entry.length for entry, _ in here],
+            asked=[entry.asked for entry, _ in here],
+            drafted=[result.num_draft for result in results],
+            accepted=[result.outcome.num_accepted for result in results],
+            draft_passes=pending.draft_passes(pending.size),
             draft_seconds=drafting,
             other_seconds=other,
             has_prompts=False,
-            rows=mail.size * (mail.k + 1),
+            rows=pending.size * (pending.k + 1),
         )
-        return Landed(landings, done, mail.forwards())
+        return RoundResult(results, done, pending.forwards())
 
-    def _is_here(self, rider: Rider) -> bool:
-        return self.riders.get(rider.sequence) is rider
+    def _is_here(self, member: DeviceSequence) -> bool:
+        return self.on_device.get(member.sequence) is member
 
 
 def _is_ending(sequence: Sequence) -> bool:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.device_loop.round import Brought, Round
+from engine.device_loop.round import Round, RoundOutput
 from engine.device_loop.shapes import MOST_RECORDED, RoundShape, places_for
 from engine.kernels import faults
 from engine.stats import Clock
@@ -24,13 +24,13 @@ SECONDS = 60.0  # for recording at load: about as long as the weights of a large
 _OFTEN = 64  # rounds of a shape that was not recorded, after which an idle engine records it
 _KEPT = 32  # rounds that are run as they are, kept for the next time: they hold little
 
-Run = Callable[[Tensor, Callable[[], None]], Brought]  # slots, and what to call between drafting and verification
+Run = Callable[[Tensor, Callable[[], None]], RoundOutput]  # slots, and what to call between drafting and verification
 
 
 def as_it_is(round_: Round) -> Run:
     """The round, run operation by operation."""
 
-    def run(slots: Tensor, between: Callable[[], None]) -> Brought:
+    def run(slots: Tensor, between: Callable[[], None]) -> RoundOutput:
         drafts = round_.propose(slots)
         between()
         return round_.verify(slots, drafts)
@@ -79,12 +79,12 @@ class Repertoire:
         """How many are recorded."""
         return len(self._recorded)
 
-    def of(self, count: int, k: int, *, cuts: bool, rejects: bool) -> tuple[int, Run]:
+    def of(self, count: int, k: int, *, truncated: bool, rejects: bool) -> tuple[int, Run]:
         """How to run a round of `count` sequences, and how many places it has. Records nothing.
 
         Rounds of the rejection rule are never recorded: their laws would take all memory.
         """
-        wanted = RoundShape(places_for(count), k, cuts)
+        wanted = RoundShape(places_for(count), k, truncated)
         found = None if rejects else self._nearest(wanted)
         if self._recorder is not None and found != wanted and not rejects:
             self._missed[wanted] += 1

@@ -19,8 +19,8 @@ from engine.attention.paged import key_of
 from engine.attention.registry import Attend, Ragged
 from engine.device_loop import draws
 from engine.device_loop.layout import Layout, Pass
-from engine.device_loop.slots import LENGTH, MAX_LENGTH, NUM_DRAFT, REJECTS, Resident, Tables
-from engine.kernels.args import Committed, Drawn, Laws, Tracks
+from engine.device_loop.slots import LENGTH, MAX_LENGTH, NUM_DRAFT, REJECTS, DeviceSlots, Tables
+from engine.kernels.args import Committed, Drawn, SamplerRows, Tracks
 from engine.kernels.paging import tile_of
 from engine.kv.arena import KVArena
 from engine.kv.batch import RaggedBatch
@@ -32,13 +32,13 @@ from engine.verify import NO_DRAFT, rejection
 class Choose(Protocol):
     """`engine.kernels.sampling.choose`, or `engine.device_loop.draws.choose`, which means the same."""
 
-    def __call__(self, logits: Tensor, laws: Laws, *, cuts: bool = True) -> Drawn:
+    def __call__(self, logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Drawn:
         """One token per row, and whether the row is sound."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Ops:
+class RoundOps:
     """What a round is made of besides the models: kernels, or plain torch."""
 
     attend: Attend
@@ -47,7 +47,7 @@ class Ops:
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
+class DeviceModel:
     """A model, its arena with one page more than are given away, and what its passes have in common."""
 
     model: PreTrainedModel
@@ -62,7 +62,7 @@ class Fed:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class RoundOutput:
     """What a round brought B sequences."""
 
     drawn: Tensor  # [B, K + 1] int64, of which the first `committed.num_fresh` count
@@ -74,37 +74,46 @@ class Drafts:
     """What the draft model proposed, and the laws that it was drawn from, where a rule asks for them."""
 
     tokens: Tensor  # [B, K] int64
-    laws: Tensor | None  # [B, K, vocab] float64
+    samplers: Tensor | None  # [B, K, vocab] float64
 
 
 class Round:
     """B places, K drafts. `state` and the arenas are changed in place; the same addresses in every call.
 
-    `cuts` says whether any of its sequences may have a top-k, top-p or min-p, `rejects` whether any is of that rule.
+    `truncated`: whether any sequence may have a top-k, top-p or min-p; `rejects`: whether any uses the rejection rule.
     """
 
     def __init__(
         self,
-        state: Resident,
-        target: Fed,
-        draft: Fed | None,
-        ops: Ops,
+        state: DeviceSlots,
+        target: DeviceModel,
+        draft: DeviceModel | None,
+        ops: RoundOps,
         size: int,
         k: int,
         *,
-        cuts: bool = True,
+        truncated: bool = True,
         rejects: bool = False,
     ) -> None:
         assert draft is not None or k == 0, "drafts need a draft model"
-        self._state, self._ops, self._cuts, self._rejects = state, ops, cuts, rejects
+        self._state, self._ops, self._truncated, self._rejects = state, ops, truncated, rejects
         self.size, self.k, self.device = size, k, state.tracks.tokens.device
         self._target = _Model(
-            state, state.target, target, ops.attend, size, [Pass(k + 1, -1, k + 1)], cuts, self._apart(Stream.RESAMPLE)
+            state,
+            state.target,
+            target,
+            ops.attend,
+            size,
+            [Pass(k + 1, -1, k + 1)],
+            truncated,
+            self._apart(Stream.RESAMPLE),
         )
         self._draft: _Model | None = None
         if draft is not None and k:
             passes = [Pass(2, -2), *(Pass(1, i) for i in range(k - 1))]
-            self._draft = _Model(state, state.draft, draft, ops.attend, size, passes, cuts, self._apart(Stream.DRAFT))
+            self._draft = _Model(
+                state, state.draft, draft, ops.attend, size, passes, truncated, self._apart(Stream.DRAFT)
+            )
         self._steps = torch.arange(k, device=self.device)
         self._no_drafts = torch.full((size, k), NO_DRAFT, device=self.device)
 
@@ -116,53 +125,55 @@ class Round:
         """
         if self._draft is None:
             nothing = slots.new_empty((self.size, 0))
-            no_laws = self._state.temperature.new_empty((self.size, 0, self._state.vocab), dtype=torch.float64)
-            return Drafts(nothing, no_laws if self._rejects else None)
+            no_samplers = self._state.temperature.new_empty((self.size, 0, self._state.vocab), dtype=torch.float64)
+            return Drafts(nothing, no_samplers if self._rejects else None)
         layout = self._draft.layout
         laid, tokens, found = layout.of(slots), list[Tensor](), list[Tensor]()
         newest = layout.rows(0)
         ids = self._state.tracks.tokens[laid.owner[newest], laid.position_ids[newest]]
         for i in range(self.k):
             logits = self._draft(layout.batch(laid, i, ids))
-            laws = layout.laws(laid, i)
+            samplers = layout.samplers(laid, i)
             if self._rejects:
-                found.append(draws.probabilities(logits, laws, cuts=self._cuts))
-            ids = self._ops.choose(logits, laws, cuts=self._cuts).token
+                found.append(draws.probabilities(logits, samplers, truncated=self._truncated))
+            ids = self._ops.choose(logits, samplers, truncated=self._truncated).token
             tokens.append(ids)
         return Drafts(torch.stack(tokens, 1), torch.stack(found, 1) if found else None)
 
     @torch.inference_mode()
-    def verify(self, slots: Tensor, drafts: Drafts) -> Brought:
+    def verify(self, slots: Tensor, drafts: Drafts) -> RoundOutput:
         """Verify and commit what stays. A draft that could only be followed by nothing is not looked at."""
         tracks, layout = self._state.tracks, self._target.layout
         laid = layout.of(slots)
         each = layout.sequences(laid)
         newest = tracks.tokens[slots, laid.position[layout.rows(0)].view(self.size, -1)[:, 0]]
         logits = self._target(layout.batch(laid, 0, torch.cat([newest[:, None], drafts.tokens], 1)))
-        laws = layout.laws(laid, 0)
-        chosen = self._ops.choose(logits, laws, cuts=self._cuts)
+        samplers = layout.samplers(laid, 0)
+        chosen = self._ops.choose(logits, samplers, truncated=self._truncated)
         drawn = chosen.token.view(self.size, -1)
         num_sound = chosen.sound.view(self.size, -1).long().cumprod(1).sum(1)
         most = each[NUM_DRAFT].minimum(each[MAX_LENGTH] - each[LENGTH] - 1)
         tokens = torch.where(self._steps < most[:, None], drafts.tokens, self._no_drafts)
-        if drafts.laws is not None:
+        if drafts.samplers is not None:
             mine = each[REJECTS][:, None] > 0
-            decided, kept = self._judged(logits, laws, tokens, drafts.laws)
+            decided, kept = self._judged(logits, samplers, tokens, drafts.samplers)
             drawn, tokens = torch.where(mine, decided, drawn), torch.where(mine, kept, tokens)
-        return Brought(drawn, self._ops.commit(drawn, tokens, num_sound, slots, tracks))
+        return RoundOutput(drawn, self._ops.commit(drawn, tokens, num_sound, slots, tracks))
 
     def _apart(self, stream: Stream) -> Stream | None:
         return stream if self._rejects else None
 
-    def _judged(self, logits: Tensor, laws: Laws, drafts: Tensor, draft_laws: Tensor) -> tuple[Tensor, Tensor]:
+    def _judged(
+        self, logits: Tensor, samplers: SamplerRows, drafts: Tensor, draft_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The rejection rule in words that a commit knows: tokens `[B, K + 1]`, and the drafts that equal them."""
         shape = self.size, self.k + 1, -1
-        target_laws = draws.probabilities(logits, laws, cuts=self._cuts).view(shape)
-        vocab = target_laws.shape[-1]
-        accept = noise.uniform(laws.seed, laws.position, Stream.ACCEPT).view(self.size, -1)[:, : self.k]
-        resample = noise.gumbel(laws.seed, laws.position, laws.stream, vocab).view(shape)
-        given = draft_laws * (drafts != NO_DRAFT)[..., None]
-        verdict = rejection(target_laws, given, drafts, accept, resample)
+        target_probs = draws.probabilities(logits, samplers, truncated=self._truncated).view(shape)
+        vocab = target_probs.shape[-1]
+        accept = noise.uniform(samplers.seed, samplers.position, Stream.ACCEPT).view(self.size, -1)[:, : self.k]
+        resample = noise.gumbel(samplers.seed, samplers.position, samplers.stream, vocab).view(shape)
+        given = draft_probs * (drafts != NO_DRAFT)[..., None]
+        verdict = rejection(target_probs, given, drafts, accept, resample)
         is_kept = self._steps < verdict.num_accepted[:, None]
         next_token = verdict.next_token[:, None]
         decided = torch.cat([torch.where(is_kept, drafts, next_token), next_token], 1)
@@ -173,13 +184,13 @@ class _Model:
     """A model, and where the rows of its passes in a round lie."""
 
     def __init__(
-        self, state: Resident, tables: Tables, fed: Fed, attend: Attend, size: int, passes: Seq[Pass], cuts: bool,
-        apart: Stream | None,
+        self, state: DeviceSlots, tables: Tables, fed: DeviceModel, attend: Attend, size: int, passes: Seq[Pass],
+        truncated: bool, apart: Stream | None,
     ) -> None:  # fmt: skip
         self._fed, self._attend = fed, attend
         self.layout = Layout(
             state, tables, size, passes, key=key_of(fed.group), tile_rows=tile_of(fed.group).rows,
-            page_size=fed.arena.page_size, positions=fed.positions, cuts=cuts, apart=apart,
+            page_size=fed.arena.page_size, positions=fed.positions, truncated=truncated, apart=apart,
         )  # fmt: skip
 
     def __call__(self, batch: RaggedBatch) -> Tensor:

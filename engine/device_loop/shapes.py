@@ -14,18 +14,18 @@ _BEYOND = 64  # and multiples of this
 
 
 class RoundShape(NamedTuple):
-    """A round of `size` places and `k` drafts; `cuts`: where laws may have a top-k, top-p or min-p."""
+    """A round of `size` places and `k` drafts; `truncated`: where laws may have a top-k, top-p or min-p."""
 
     size: int
     k: int
-    cuts: bool
+    truncated: bool
 
     def stands_in_for(self, other: RoundShape) -> bool:
         """Whether it does what the other does: with idle places, or looking for cuts that are not there."""
-        return self.k == other.k and self.size >= other.size and self.cuts >= other.cuts
+        return self.k == other.k and self.size >= other.size and self.truncated >= other.truncated
 
 
-def rides(config: EngineConfig) -> bool:
+def allows_rounds(config: EngineConfig) -> bool:
     """Whether rounds on a device are not ruled out by what is asked for."""
     return config.loop != "plain" and config.tensor_parallel_size == 1
 
@@ -43,14 +43,14 @@ def sizes_for(count: int) -> list[int]:
 
 def covering(most_places: int, most_drafts: int) -> list[RoundShape]:
     """A few that can stand in for all; the largest come first, as memory is then laid out for all that follow."""
-    return [RoundShape(places_for(most_places), k, cuts=True) for k in _in_order(most_drafts)]
+    return [RoundShape(places_for(most_places), k, truncated=True) for k in _in_order(most_drafts)]
 
 
 def in_order_of_worth(most_places: int, most_drafts: int) -> list[RoundShape]:
     """All shapes: first those that can stand in for all, then small batches before large ones, and cuts last."""
     every = [
-        RoundShape(size, k, cuts)
-        for cuts in (False, True)
+        RoundShape(size, k, truncated)
+        for truncated in (False, True)
         for size in sizes_for(most_places)
         for k in _in_order(most_drafts)
     ]

@@ -20,12 +20,12 @@ from engine.types import SamplingParams
 IDLE = 0  # the slot of nobody, for the idle places of a batch
 MOST_ENDS = 8  # tokens that may end an output
 
-LENGTH, MAX_LENGTH, RUNNING, NUM_DRAFT, REJECTS, SEED, TOP_K = range(7)  # rows of `Resident.whole`
+LENGTH, MAX_LENGTH, RUNNING, NUM_DRAFT, REJECTS, SEED, TOP_K = range(7)  # rows of `DeviceSlots.whole`
 _ALIGNED = 16  # columns of that: kernels are compiled for rows that begin at a multiple of so many bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlotState:
     """What the host says of a sequence that it places."""
 
     tokens: Seq[int]
@@ -67,7 +67,7 @@ class Tables:
         self._entered[slot] = 0
 
 
-class Resident:
+class DeviceSlots:
     """`num_slots` sequences of at most `longest` tokens, and their pages in the target's and the draft's arena."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Resident:
         self.temperature, self.min_p = self._slate["temperature"], self._slate["min_p"]
         self.top_p = self._slate["top_p"].fill_(1)
 
-    def place(self, slot: int, place: Place) -> None:
+    def place(self, slot: int, place: SlotState) -> None:
         """Fill a slot, all but its pages. Its tokens go up at once, the rest with `send`."""
         wanted, ends = place.sampling, [*place.ends, *[-1] * (MOST_ENDS - len(place.ends))]
         self.target.clear(slot)

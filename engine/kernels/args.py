@@ -56,7 +56,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Laws:
+class SamplerRows:
     """What shapes R rows, all on the device. A row with temperature 0 is greedy and needs nothing else."""
 
     temperature: Tensor  # [R] float32
@@ -67,10 +67,10 @@ class Laws:
     position: Tensor  # [R] int64
     stream: Tensor  # [R] int64
 
-    def rows(self, some: slice) -> Laws:
+    def rows(self, some: slice) -> SamplerRows:
         """Those of some rows."""
-        return Laws(*(getattr(self, field.name)[some] for field in fields(self)))
+        return SamplerRows(*(getattr(self, field.name)[some] for field in fields(self)))
 
-    def dense(self) -> Laws:
+    def dense(self) -> SamplerRows:
         """The same without gaps between numbers: a kernel is told where the first one is."""
-        return Laws(*(getattr(self, field.name).contiguous() for field in fields(self)))
+        return SamplerRows(*(getattr(self, field.name).contiguous() for field in fields(self)))

@@ -1,7 +1,7 @@
 """From logits to tokens: argmax of a row's law plus Gumbel noise, with the bits of noise of `engine.sampling.noise`.
 
 A logit of -inf masks its token. Greedy, whole and cut laws stand side by side in one batch, told apart on the device by
-their parameters; where a law is cut, `cuts` finds its end. Ten launches with cuts, three without.
+their parameters; where a law is cut, `truncated` finds its end. Ten launches with cuts, three without.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.args import Drawn, Laws
-from engine.kernels.cuts import NEVER, Search, clear, find_ends, largest_of, ranks
+from engine.kernels.args import Drawn, SamplerRows
+from engine.kernels.truncation import NEVER, Search, clear, find_ends, largest_of, ranks
 
 _BLOCK = 2048  # tokens that one program looks at
 
 
-def choose(logits: Tensor, laws: Laws, *, cuts: bool = True) -> Drawn:
+def choose(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Drawn:
     """One token per row of `logits` `[R, vocab]`, the tokens of `engine.sampling.distribution.choose`.
 
-    `cuts` says whether any row may have a top-k, top-p or min-p; where none has, most kernels are saved. Nothing but
+    `truncated`: whether any row may have a top-k, top-p or min-p; where none has, most kernels are skipped. Nothing but
     the vocabulary, the type of the logits and whether their rows are aligned makes Triton compile anew.
     """
     num_rows, vocab = logits.shape
-    laws = laws.dense()
+    samplers = samplers.dense()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     blocks = triton.cdiv(vocab, _BLOCK)
@@ -32,20 +32,30 @@ def choose(logits: Tensor, laws: Laws, *, cuts: bool = True) -> Drawn:
     peaks = logits.new_empty((num_rows, blocks), dtype=torch.float32)
     at = logits.new_empty((num_rows, blocks), dtype=torch.int32)
     best, best_at = torch.empty_like(peaks, dtype=torch.float64), torch.empty_like(at)
-    drawn = Drawn(laws.seed.new_empty(num_rows), laws.seed.new_empty(num_rows, dtype=torch.bool))
+    drawn = Drawn(samplers.seed.new_empty(num_rows), samplers.seed.new_empty(num_rows, dtype=torch.bool))
     if not num_rows:
         return drawn
-    search = Search.empty(num_rows if cuts else 0, blocks, logits.device)
-    grid, sizes = (num_rows, blocks), (logits.stride(0), vocab, blocks, int(cuts))
+    search = Search.empty(num_rows if truncated else 0, blocks, logits.device)
+    grid, sizes = (num_rows, blocks), (logits.stride(0), vocab, blocks, int(truncated))
     _peaks_kernel[grid](logits, peaks, at, search.bins, *sizes, BLOCK=_BLOCK)
-    if cuts:
-        find_ends(logits, laws, peaks, search, _BLOCK)
+    if truncated:
+        find_ends(logits, samplers, peaks, search, _BLOCK)
     _noise_kernel[grid](
-        logits, laws.temperature, laws.min_p, laws.seed, laws.position, laws.stream, peaks, search.last,
-        search.allowed, search.ties, best, best_at, *sizes, BLOCK=_BLOCK, BLOCKS=size,
+        logits, samplers.temperature, samplers.min_p, samplers.seed, samplers.position, samplers.stream, peaks,
+        search.last, search.allowed, search.ties, best, best_at, *sizes, BLOCK=_BLOCK, BLOCKS=size,
     )  # fmt: skip
     _first_kernel[(num_rows,)](
-        laws.temperature, peaks, at, best, best_at, drawn.token, drawn.sound, vocab, blocks, BLOCKS=size, num_warps=1
+        samplers.temperature,
+        peaks,
+        at,
+        best,
+        best_at,
+        drawn.token,
+        drawn.sound,
+        vocab,
+        blocks,
+        BLOCKS=size,
+        num_warps=1,
     )
     return drawn
 
@@ -58,10 +68,10 @@ def _first_largest(value, at):
 
 
 @triton.jit(
-    do_not_specialize=["blocks", "cuts"],
+    do_not_specialize=["blocks", "truncated"],
     do_not_specialize_on_alignment=["peaks_ptr", "at_ptr", "bins_ptr"],
 )
-def _peaks_kernel(logits_ptr, peaks_ptr, at_ptr, bins_ptr, stride, vocab, blocks, cuts, BLOCK: tl.constexpr):
+def _peaks_kernel(logits_ptr, peaks_ptr, at_ptr, bins_ptr, stride, vocab, blocks, truncated, BLOCK: tl.constexpr):
     """The largest logit of a block and the first token that has it; zeros for the search to come.
 
     What is no number counts as infinite, as in `argmax`, so that the largest of a row shows whether it is sound.
@@ -72,7 +82,7 @@ def _peaks_kernel(logits_ptr, peaks_ptr, at_ptr, bins_ptr, stride, vocab, blocks
     largest, at = _first_largest(tl.where(value == value, value, float("inf")), token)
     tl.store(peaks_ptr + row * blocks + block, largest)
     tl.store(at_ptr + row * blocks + block, at)
-    if cuts:
+    if truncated:
         clear(bins_ptr, row, block, blocks)
 
 
@@ -92,7 +102,7 @@ def _earlier(tie, other_tie, ties_ptr, block, BLOCKS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["blocks", "cuts"],
+    do_not_specialize=["blocks", "truncated"],
     do_not_specialize_on_alignment=[
         "temperature_ptr", "min_p_ptr", "seed_ptr", "position_ptr", "stream_ptr", "peaks_ptr", "last_ptr",
         "allowed_ptr", "ties_ptr", "best_ptr", "best_at_ptr",
@@ -100,7 +110,7 @@ def _earlier(tie, other_tie, ties_ptr, block, BLOCKS: tl.constexpr):
 )  # fmt: skip
 def _noise_kernel(
     logits_ptr, temperature_ptr, min_p_ptr, seed_ptr, position_ptr, stream_ptr, peaks_ptr, last_ptr, allowed_ptr,
-    ties_ptr, best_ptr, best_at_ptr, stride, vocab, blocks, cuts, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    ties_ptr, best_ptr, best_at_ptr, stride, vocab, blocks, truncated, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The best of a block of tokens of one row under noise; one Philox call feeds two neighbouring tokens."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -114,7 +124,7 @@ def _noise_kernel(
         even, even_rank = ranks(even, 2 * pair, vocab, largest, temperature)
         odd, odd_rank = ranks(odd, 2 * pair + 1, vocab, largest, temperature)
         even_in, odd_in = 2 * pair < vocab, 2 * pair + 1 < vocab
-        if cuts:
+        if truncated:
             last, allowed, min_p = tl.load(last_ptr + row), tl.load(allowed_ptr + row), tl.load(min_p_ptr + row)
             if allowed < NEVER:
                 even_tie, odd_tie = even_in & (even_rank == last), odd_in & (odd_rank == last)

@@ -21,7 +21,7 @@ Key = tuple[Hashable, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _CachedPage:
     """A page in the prefix cache: its name there, and what finds it."""
 
     number: int
@@ -38,7 +38,7 @@ class BlockPool:
         self._holders = [0] * num_pages
         self._numbers = count()
         self._pages: dict[Key, int] = {}  # the prefix cache
-        self._entries: dict[int, _Entry] = {}  # by page
+        self._entries: dict[int, _CachedPage] = {}  # by page
         self._kept: OrderedDict[int, None] = OrderedDict()  # cached pages that nobody holds, oldest first
 
     @property
@@ -139,7 +139,7 @@ class BlockPool:
         """The number under which `key` is known from now on. A twin that is there already keeps the place."""
         known = self._pages.get(key)
         if known is None:
-            self._pages[key], self._entries[page] = page, _Entry(next(self._numbers), key)
+            self._pages[key], self._entries[page] = page, _CachedPage(next(self._numbers), key)
             known = page
         return self._entries[known].number
 

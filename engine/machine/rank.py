@@ -10,7 +10,7 @@ from engine.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """A process among those that torchrun started; one alone where nothing did."""
 
     rank: int = 0  # 0 leads: it has the requests
@@ -20,7 +20,7 @@ class Place:
     attempt: int = 0  # how often torchrun has begun again with all of them
 
     @classmethod
-    def here(cls, environment: Mapping[str, str] = os.environ) -> Place:
+    def here(cls, environment: Mapping[str, str] = os.environ) -> RankInfo:
         """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE -> a place.
 
         Raises:

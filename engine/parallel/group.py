@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from engine.errors import ModelError, RankLost
-from engine.machine.rank import Place
+from engine.machine.rank import RankInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,12 +33,12 @@ _FRAME = 1024  # integers that go at once; what is longer goes in two parts
 class Ranks:
     """This process's end of the group."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankInfo) -> None:
         self.place = place
         self._talk = dist.new_group(backend="gloo", timeout=_IDLE)
 
     @classmethod
-    def join(cls, place: Place, device: torch.device) -> Ranks:
+    def join(cls, place: RankInfo, device: torch.device) -> Ranks:
         """Meet the others, as torchrun's environment says where; this process takes the GPU of its local rank.
 
         Raises:
@@ -87,14 +87,14 @@ class Ranks:
         return brought.item()
 
 
-def _meeting_place(place: Place) -> Store:
+def _meeting_place(place: RankInfo) -> Store:
     """Where MASTER_ADDR and MASTER_PORT say, apart from earlier attempts: torchrun keeps what those left there."""
     store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=_MEET))
     store.set_timeout(_MEET)
     return PrefixStore(f"attempt {place.attempt}", store)
 
 
-def _take_device(place: Place, device: torch.device) -> None:
+def _take_device(place: RankInfo, device: torch.device) -> None:
     if device.type == "cpu" and torch.accelerator.is_available():
         raise ModelError(
             "device is cpu, and transformers would spread the target over this machine's "
@@ -107,7 +107,7 @@ def _take_device(place: Place, device: torch.device) -> None:
 
 
 @contextmanager
-def _losses_told(place: Place) -> Iterator[None]:
+def _losses_told(place: RankInfo) -> Iterator[None]:
     """What torch says of a peer that closed its connection becomes RankLost."""
     try:
         yield

@@ -13,7 +13,7 @@ from engine.sampling import distribution
 from engine.sampling.distribution import RowParams
 from engine.sampling.noise import Stream
 from engine.sampling.processors import process
-from engine.sampling.row import Row
+from engine.sampling.row import LogitsRow
 from engine.stats import Forward
 from engine.types import Sequence, Verification
 
@@ -33,10 +33,10 @@ class Chain:
         return len(self.tokens) < self.k
 
     @property
-    def row(self) -> Row:
+    def row(self) -> LogitsRow:
         """The draw of the next draft: with the target's own noise under the coupled rule, apart under rejection."""
         coupled = self.sequence.speculation.verification is Verification.COUPLED
-        return Row(self.sequence, tuple(self.tokens), Stream.COUPLED if coupled else Stream.DRAFT)
+        return LogitsRow(self.sequence, tuple(self.tokens), Stream.COUPLED if coupled else Stream.DRAFT)
 
     @property
     def is_judged_by_law(self) -> bool:

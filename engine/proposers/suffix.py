@@ -21,7 +21,7 @@ from engine.types import Sequence
 Pair = tuple[int, int]
 
 
-class Place(NamedTuple):
+class Match(NamedTuple):
     """Somewhere in a text: the run in question ended just before `text[end]`."""
 
     text: list[int]
@@ -56,7 +56,7 @@ class SuffixIndex:
     """
 
     def __init__(self, capacity: int | None = None) -> None:
-        self._places: dict[Pair, list[Place]] = {}
+        self._places: dict[Pair, list[Match]] = {}
         self._order: list[Pair] = []  # of `_places`' entries, oldest first; the first `_forgotten` are gone
         self._forgotten, self._capacity = 0, capacity
 
@@ -68,12 +68,12 @@ class SuffixIndex:
         """Take in `text` from `start` to its end. The list is kept, not copied: it may grow, and change no token."""
         for end in range(max(start, 1) + 1, len(text) + 1):
             pair = (text[end - 2], text[end - 1])
-            self._places.setdefault(pair, []).append(Place(text, end))
+            self._places.setdefault(pair, []).append(Match(text, end))
             self._order.append(pair)
         while self._capacity is not None and len(self) > self._capacity:
             self._forget_oldest()
 
-    def places(self, tokens: list[int], most: int) -> list[Place]:
+    def places(self, tokens: list[int], most: int) -> list[Match]:
         """The newest places, at most `most`, where the last pair of `tokens` ended before."""
         if len(tokens) < 2:
             return []
@@ -93,7 +93,7 @@ class SuffixIndex:
             self._forgotten = 0
 
 
-def match_length(tokens: list[int], place: Place, longest: int) -> int:
+def match_length(tokens: list[int], place: Match, longest: int) -> int:
     """How many tokens before `place` are those at the end of `tokens`, up to `longest`."""
     text, end = place
     limit = min(longest, end, len(tokens))
@@ -103,7 +103,7 @@ def match_length(tokens: list[int], place: Place, longest: int) -> int:
     return length
 
 
-def best_guess(tokens: list[int], places: Seq[Place], k: int, rules: Rules) -> Guess:
+def best_guess(tokens: list[int], places: Seq[Match], k: int, rules: Rules) -> Guess:
     """The continuation with the highest score over all lengths of match."""
     lengths = [match_length(tokens, place, rules.longest) for place in places]
     guesses = [Guess()]
@@ -115,7 +115,7 @@ def best_guess(tokens: list[int], places: Seq[Place], k: int, rules: Rules) -> G
     return max(guesses, key=lambda guess: (guess.score, guess.match))
 
 
-def _likeliest(tokens: list[int], places: list[Place], least: float) -> Iterator[tuple[int, float]]:
+def _likeliest(tokens: list[int], places: list[Match], least: float) -> Iterator[tuple[int, float]]:
     """Tokens that most often came next, with the estimated chance that all so far are right, while it is high enough.
 
     A text that ends is continued by the guess itself if it is the request's own: [.. a b a b] goes round.
@@ -136,7 +136,7 @@ def _likeliest(tokens: list[int], places: list[Place], least: float) -> Iterator
         places = [place for place, t in following if t == token]
 
 
-def _next(place: Place, offset: int, tokens: list[int], made: list[int]) -> int | None:
+def _next(place: Match, offset: int, tokens: list[int], made: list[int]) -> int | None:
     """The token `offset` places on, or None where the text ends."""
     at = place.end + offset
     if at < len(place.text):
@@ -168,7 +168,7 @@ class PastOutputs:
 
 
 @dataclass(slots=True)
-class _Reading:
+class _IndexedText:
     """How far one sequence has been read: into its own index, and into its tenant's."""
 
     own: SuffixIndex = field(default_factory=SuffixIndex)
@@ -187,7 +187,7 @@ class SuffixProposer:
 
     def __init__(self, rules: Rules | None = None, capacity: int = 2**17) -> None:
         self._rules, self._past = rules or Rules(), PastOutputs(capacity)
-        self._readings: WeakKeyDictionary[Sequence, _Reading] = WeakKeyDictionary()
+        self._readings: WeakKeyDictionary[Sequence, _IndexedText] = WeakKeyDictionary()
 
     def find(self, sequence: Sequence, k: int) -> tuple[int, ...]:
         """The drafts that there are."""
@@ -211,16 +211,16 @@ class SuffixProposer:
         reading.guess = self._guess(sequence, reading, past, k)
         return reading.guess
 
-    def _guess(self, sequence: Sequence, reading: _Reading, past: SuffixIndex, k: int) -> Guess:
+    def _guess(self, sequence: Sequence, reading: _IndexedText, past: SuffixIndex, k: int) -> Guess:
         tokens, rules = sequence.tokens, self._rules
         own = best_guess(tokens, reading.own.places(tokens, rules.most_places), k, rules)
         # The sequence's own output is in the past too, where it would count twice.
         others = [p for p in past.places(tokens, rules.most_places) if p.text is not reading.output]
         return max(own, best_guess(tokens, others, k, rules), key=lambda guess: guess.score)
 
-    def _read(self, sequence: Sequence, past: SuffixIndex) -> _Reading:
+    def _read(self, sequence: Sequence, past: SuffixIndex) -> _IndexedText:
         """Take in what is new of a sequence. Its last round is never seen: nobody asks for drafts after it."""
-        reading = self._readings.setdefault(sequence, _Reading())
+        reading = self._readings.setdefault(sequence, _IndexedText())
         reading.own.grow(sequence.tokens, reading.num_read)
         # The end of the prompt goes along, so that an output can be found from its first token on.
         first = max(reading.num_read, sequence.prompt_len - self._rules.longest)

@@ -31,7 +31,7 @@ _ABSENT = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class DraftVocabulary:
     """What each token of one checkpoint stands for. `width` is that of its logits, which may be padded."""
 
     name: str
@@ -45,7 +45,7 @@ class Vocabulary:
     @classmethod
     def of(
         cls, name: str, width: int, tokenizer: Tokenizer | None, begin: int | None, ends: Iterable[int]
-    ) -> Vocabulary:
+    ) -> DraftVocabulary:
         """Read a tokenizer; `begin` and `ends` are the ids that the model's config gives these roles."""
         if tokenizer is None:
             return cls(name, width, {}, {}, {}, None, None)
@@ -80,7 +80,7 @@ class VocabMap:
         return sum(column != _ABSENT for column in self.column_of)
 
     @classmethod
-    def between(cls, target: Vocabulary, draft: Vocabulary) -> VocabMap | None:
+    def between(cls, target: DraftVocabulary, draft: DraftVocabulary) -> VocabMap | None:
         """The map, or None where equal ids are equal tokens and no map is needed.
 
         Without both tokenizers equal widths are taken for equal tokens: drafts are only guesses.
@@ -134,7 +134,7 @@ class MappedRunner:
         return logits[:, self._columns].masked_fill_(self._absent, float("-inf"))
 
 
-def _columns(target: Vocabulary, draft: Vocabulary) -> tuple[int, ...]:
+def _columns(target: DraftVocabulary, draft: DraftVocabulary) -> tuple[int, ...]:
     """The draft's logit for each target token, each used once: the end for the end, then the same id, then the text."""
     columns, used = [_ABSENT] * target.width, set()
     for ours, theirs in _pairs(target, draft):
@@ -144,7 +144,7 @@ def _columns(target: Vocabulary, draft: Vocabulary) -> tuple[int, ...]:
     return tuple(columns)
 
 
-def _pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int, int]]:
+def _pairs(target: DraftVocabulary, draft: DraftVocabulary) -> Iterator[tuple[int, int]]:
     if target.end is not None and draft.end is not None:
         yield target.end, draft.end
     yield from ((i, i) for i, text in target.texts.items() if draft.texts.get(i) == text)
@@ -157,7 +157,7 @@ def _pairs(target: Vocabulary, draft: Vocabulary) -> Iterator[tuple[int, int]]:
     yield from ((i, by_name[name]) for i, name in named if name in by_name)
 
 
-def _fed(target: Vocabulary, draft: Vocabulary, column_of: Seq[int]) -> tuple[int, ...]:
+def _fed(target: DraftVocabulary, draft: DraftVocabulary, column_of: Seq[int]) -> tuple[int, ...]:
     """One draft token for every target token: its counterpart, or the one that ends alike, or a token of no meaning."""
     nothing = next((i for i in (draft.begin, draft.end) if i is not None), 0)
     by_text = {text: i for i, text in draft.texts.items()}

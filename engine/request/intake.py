@@ -15,8 +15,8 @@ from engine.types import (
     Request,
     SamplingParams,
     Sequence,
-    Speculation,
     SpeculationMode,
+    SpeculationSettings,
     Verification,
 )
 
@@ -89,13 +89,13 @@ class Intake:
             for index in range(wanted.n)
         ]
 
-    def _speculation(self, request: Request) -> Speculation:
+    def _speculation(self, request: Request) -> SpeculationSettings:
         """The request's wishes over the server's defaults; the server's limit on drafts holds for all."""
         asked, config = request.speculation, self.config
         mode = asked.mode or config.speculation
         wanted = config.num_draft_tokens if asked.num_draft_tokens is None else asked.num_draft_tokens
         proposer = "none" if mode is SpeculationMode.OFF else asked.proposer or self.default_proposer
-        return Speculation(
+        return SpeculationSettings(
             mode=mode,
             num_draft_tokens=0 if proposer == "none" else min(wanted, config.num_draft_tokens),
             proposer=proposer,

@@ -14,9 +14,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from engine.kernels.args import Laws
+from engine.kernels.args import SamplerRows
 from engine.sampling import noise
-from engine.sampling.row import Row
+from engine.sampling.row import LogitsRow
 from engine.types import SamplingParams
 
 TINY = torch.finfo(torch.float32).tiny  # no positive temperature rounds to zero
@@ -27,14 +27,14 @@ class Kind(Enum):
 
     GREEDY = "greedy"  # an argmax
     WHOLE = "whole"  # temperature alone: every token may come
-    CUT = "cut"  # top-k, top-p or min-p: only some may
+    TRUNCATED = "cut"  # top-k, top-p or min-p: only some may
 
     @classmethod
     def of(cls, wanted: SamplingParams) -> Kind:
         """The kind of a request's rows."""
         if wanted.temperature == 0:
             return cls.GREEDY
-        return cls.CUT if wanted.top_k or wanted.top_p < 1 or wanted.min_p > 0 else cls.WHOLE
+        return cls.TRUNCATED if wanted.top_k or wanted.top_p < 1 or wanted.min_p > 0 else cls.WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class RowParams:
     kinds: tuple[Kind, ...]  # [R], on the host
 
     @classmethod
-    def of(cls, rows: Iterable[Row], vocab_size: int, device: torch.device) -> RowParams:
+    def of(cls, rows: Iterable[LogitsRow], vocab_size: int, device: torch.device) -> RowParams:
         """Gather the parameters of `rows`."""
         rows = list(rows)
         wanted = [row.sequence.request.sampling for row in rows]
@@ -111,7 +111,7 @@ def choose(logits: Tensor, params: RowParams) -> Tensor:
         p = params.at(rows)
         drawn = noise.gumbel(p.seed, p.position, p.stream, logits.shape[1])
         chosen[rows] = drawn.add_(_tempered(logits[rows], p)).argmax(-1)
-    rows = params.rows(Kind.CUT)
+    rows = params.rows(Kind.TRUNCATED)
     if rows is not None:
         p = params.at(rows)
         scores, tokens = _support(logits[rows], p)
@@ -126,7 +126,7 @@ def probabilities(logits: Tensor, params: RowParams) -> Tensor:
     rows = params.rows(Kind.WHOLE)
     if rows is not None:
         law[rows] = _tempered(logits[rows], params.at(rows)).double().softmax(-1)
-    rows = params.rows(Kind.CUT)
+    rows = params.rows(Kind.TRUNCATED)
     if rows is not None:
         scores, tokens = _support(logits[rows], params.at(rows))
         nothing = torch.zeros_like(logits[rows], dtype=torch.float64)
@@ -151,7 +151,7 @@ def _support(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
     return scores.masked_fill(~stay, float("-inf"))[:, :widest], tokens[:, :widest]
 
 
-def kept(scores: Tensor, params: RowParams | Laws) -> Tensor:
+def kept(scores: Tensor, params: RowParams | SamplerRows) -> Tensor:
     """Which of the sorted `scores` `[R, vocab]` stay, always the leading ones and at least one: bool `[R, vocab]`."""
     rank = torch.arange(scores.shape[1], device=scores.device)
     by_k = rank < params.top_k[:, None]

@@ -11,23 +11,23 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.types import Candidate, Sequence, TokenLogprob
+from engine.types import Logprob, Sequence, TopLogprob
 
 
-def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> tuple[TokenLogprob, ...]:
+def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> tuple[Logprob, ...]:
     """Of token i at row i of `logits` `[R, vocab]`, and of the `top` likeliest there; ties by the lower id."""
-    laws = logits.double().log_softmax(-1)
-    chosen = laws.gather(1, torch.tensor(tokens, device=laws.device)[:, None]).squeeze(1).tolist()
-    best = _likeliest(laws, top)
-    return tuple(TokenLogprob(logprob, candidates) for logprob, candidates in zip(chosen, best, strict=True))
+    samplers = logits.double().log_softmax(-1)
+    chosen = samplers.gather(1, torch.tensor(tokens, device=samplers.device)[:, None]).squeeze(1).tolist()
+    best = _likeliest(samplers, top)
+    return tuple(Logprob(logprob, candidates) for logprob, candidates in zip(chosen, best, strict=True))
 
 
-def _likeliest(laws: Tensor, top: int) -> list[tuple[Candidate, ...]]:
+def _likeliest(samplers: Tensor, top: int) -> list[tuple[TopLogprob, ...]]:
     if not top:
-        return [()] * len(laws)
-    values, ids = laws.sort(dim=-1, descending=True, stable=True)
+        return [()] * len(samplers)
+    values, ids = samplers.sort(dim=-1, descending=True, stable=True)
     pairs = zip(ids[:, :top].tolist(), values[:, :top].tolist(), strict=True)
-    return [tuple(map(Candidate, tokens, logprobs)) for tokens, logprobs in pairs]
+    return [tuple(map(TopLogprob, tokens, logprobs)) for tokens, logprobs in pairs]
 
 
 def record_prompt(sequence: Sequence, start: int, logits: Tensor) -> None:

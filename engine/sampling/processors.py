@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from engine.errors import GrammarFault
-from engine.sampling.row import Row
+from engine.sampling.row import LogitsRow
 from engine.types import SamplingParams, Sequence
 
 NEVER = float("-inf")
 
 
-def process(logits: Tensor, rows: Seq[Row]) -> Tensor:
+def process(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     """Logits `[R, vocab]` as the requests of `rows` want them; `logits` itself, never changed, if none wants any."""
     concerned = [i for i, row in enumerate(rows) if _is_concerned(row.sequence)]
     if not concerned:
@@ -81,7 +81,7 @@ def _renew(sequence: Sequence, fault: GrammarFault) -> None:
 # ------------------------------------------------------------------------------------------------------ penalties
 
 
-def _penalised(logits: Tensor, rows: Seq[Row]) -> Tensor:
+def _penalised(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     if not any(_is_penalised(row.sequence.request.sampling) for row in rows):
         return logits
     wanted = [row.sequence.request.sampling for row in rows]
@@ -93,7 +93,7 @@ def _penalised(logits: Tensor, rows: Seq[Row]) -> Tensor:
     return logits - frequency * output - presence * (output > 0)
 
 
-def _counts(rows: Seq[Row], logits: Tensor) -> tuple[Tensor, Tensor]:
+def _counts(rows: Seq[LogitsRow], logits: Tensor) -> tuple[Tensor, Tensor]:
     """How often the prompt, and the output before each row, have each token: two of float32 `[R, vocab]`.
 
     Tokens are counted once per sequence; a row adds the drafts before it. Small whole numbers: any order adds
@@ -119,7 +119,7 @@ def _bincount(lists: Seq[Seq[int]], like: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------ bias, bans
 
 
-def _biased(logits: Tensor, rows: Seq[Row]) -> Tensor:
+def _biased(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
     biases = [row.sequence.request.sampling.logit_bias for row in rows]
     if not any(biases):
         return logits
@@ -128,7 +128,7 @@ def _biased(logits: Tensor, rows: Seq[Row]) -> Tensor:
     return logits.index_put((row, token), values.to(logits.dtype), accumulate=True)
 
 
-def _forbidden(rows: Seq[Row], logits: Tensor) -> Tensor:
+def _forbidden(rows: Seq[LogitsRow], logits: Tensor) -> Tensor:
     """What may not come: bool `[R, vocab]`."""
     masks = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     masks[_flat([row.sequence.request.sampling.banned_token_ids for row in rows], logits.device)] = True
@@ -146,7 +146,7 @@ def _forbidden(rows: Seq[Row], logits: Tensor) -> Tensor:
     return masks | ~structured.to(logits.device)
 
 
-def _runs(rows: Seq[Row]) -> Iterator[tuple[int, list[Row]]]:
+def _runs(rows: Seq[LogitsRow]) -> Iterator[tuple[int, list[LogitsRow]]]:
     """Rows of the same sequence that stand together, each run with the number of its first."""
     start = 0
     for sequence, same in groupby(rows, key=lambda row: row.sequence):
@@ -156,7 +156,7 @@ def _runs(rows: Seq[Row]) -> Iterator[tuple[int, list[Row]]]:
         start += len(run)
 
 
-def _fill(masks: Tensor, rows: Seq[Row]) -> None:
+def _fill(masks: Tensor, rows: Seq[LogitsRow]) -> None:
     """Masks `[len(rows), vocab]` of one sequence's rows, each with more drafts before it than the last.
 
     From the first draft that does not fit on, rows are left open: that draft falls, so nobody reads them. A row at
@@ -178,7 +178,7 @@ def _fill(masks: Tensor, rows: Seq[Row]) -> None:
     state.rollback(taken)
 
 
-def _ends_too_early(row: Row, may_come: Tensor) -> Iterable[int]:
+def _ends_too_early(row: LogitsRow, may_come: Tensor) -> Iterable[int]:
     """End tokens that `min_tokens` forbids; none where the structure is complete and allows nothing else."""
     sequence = row.sequence
     if row.position - sequence.prompt_len >= sequence.request.sampling.min_tokens:

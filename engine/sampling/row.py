@@ -8,7 +8,7 @@ from engine.sampling.noise import Stream
 from engine.types import Sequence
 
 
-class Row(NamedTuple):
+class LogitsRow(NamedTuple):
     """The token after all of `sequence` and the drafts `before` is to be drawn from `stream`."""
 
     sequence: Sequence

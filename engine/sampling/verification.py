@@ -15,13 +15,13 @@ from engine.sampling.distribution import RowParams
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import Stream
 from engine.sampling.processors import process
-from engine.sampling.row import Row
-from engine.types import Sequence, TokenLogprob, Verification
+from engine.sampling.row import LogitsRow
+from engine.types import Logprob, Sequence, Verification
 from engine.verify import NO_DRAFT, Verdict, coupled, leading_run, rejection
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
+class VerifyInput:
     """A sequence whose newest token was fed, with its drafts and the laws they came from (None: certainty)."""
 
     sequence: Sequence
@@ -33,13 +33,13 @@ class Fed:
         """Rows of logits: one after the newest token and one after each draft."""
         return len(self.drafts) + 1
 
-    def rows(self, stream: Stream) -> list[Row]:
+    def rows(self, stream: Stream) -> list[LogitsRow]:
         """The positions that those speak of."""
-        return [Row(self.sequence, self.drafts[:i], stream) for i in range(self.num_rows)]
+        return [LogitsRow(self.sequence, self.drafts[:i], stream) for i in range(self.num_rows)]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class VerifyOutput:
     """What one sequence gets from one step: tokens, and why there can be no more of them, if so.
 
     Plain decoding would have met `problem` only after these tokens, and never if one of them ends the output.
@@ -48,12 +48,12 @@ class Outcome:
     tokens: tuple[int, ...]  # kept drafts, then the target's own
     num_accepted: int
     problem: str | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, where asked for
+    logprobs: tuple[Logprob, ...] = ()  # of `tokens`, where asked for
 
 
-def judge(fed: Seq[Fed], logits: Tensor) -> list[Outcome]:
+def judge(fed: Seq[VerifyInput], logits: Tensor) -> list[VerifyOutput]:
     """Decide all sequences; `logits` `[sum of (K_i + 1), vocab]` in their order."""
-    outcomes: list[Outcome | None] = [None] * len(fed)
+    outcomes: list[VerifyOutput | None] = [None] * len(fed)
     first_rows = _offsets(fed)
     for rule, decide in _RULES.items():
         mine = [i for i, f in enumerate(fed) if f.sequence.speculation.verification is rule]
@@ -65,10 +65,10 @@ def judge(fed: Seq[Fed], logits: Tensor) -> list[Outcome]:
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-Decide = Callable[[Seq[Fed], Tensor, Tensor], Verdict]
+Decide = Callable[[Seq[VerifyInput], Tensor, Tensor], Verdict]
 
 
-def _decide(decide: Decide, fed: Seq[Fed], logits: Tensor) -> list[Outcome]:
+def _decide(decide: Decide, fed: Seq[VerifyInput], logits: Tensor) -> list[VerifyOutput]:
     """One rule on the sequences that asked for it."""
     processed = process(logits, [row for f in fed for row in f.rows(Stream.COUPLED)])
     rows = _padded_rows(fed, logits.device)
@@ -82,17 +82,17 @@ def _decide(decide: Decide, fed: Seq[Fed], logits: Tensor) -> list[Outcome]:
     return _with_logprobs(fed, logits, outcomes)
 
 
-def _outcome(fed: Fed, num_accepted: int, next_token: int, num_sound: int, num_open: int) -> Outcome:
+def _outcome(fed: VerifyInput, num_accepted: int, next_token: int, num_sound: int, num_open: int) -> VerifyOutput:
     tokens = (*fed.drafts[:num_accepted], next_token)
     if num_sound < len(tokens) and num_sound <= num_open:
-        return Outcome(tokens[:num_sound], min(num_accepted, num_sound), "the model's output was not a number")
+        return VerifyOutput(tokens[:num_sound], min(num_accepted, num_sound), "the model's output was not a number")
     if num_open < len(tokens):
         problem = fed.sequence.fault or "no token may come here: what is allowed, banned and required leaves none"
-        return Outcome(tokens[:num_open], min(num_accepted, num_open), problem)
-    return Outcome(tokens, num_accepted)
+        return VerifyOutput(tokens[:num_open], min(num_accepted, num_open), problem)
+    return VerifyOutput(tokens, num_accepted)
 
 
-def _with_logprobs(fed: Seq[Fed], logits: Tensor, outcomes: list[Outcome]) -> list[Outcome]:
+def _with_logprobs(fed: Seq[VerifyInput], logits: Tensor, outcomes: list[VerifyOutput]) -> list[VerifyOutput]:
     """The same outcomes; those that asked for logprobs have them, of the unprocessed logits."""
     for i, (f, outcome, first) in enumerate(zip(fed, outcomes, _offsets(fed), strict=False)):
         wanted = f.sequence.request.sampling.logprobs
@@ -102,12 +102,12 @@ def _with_logprobs(fed: Seq[Fed], logits: Tensor, outcomes: list[Outcome]) -> li
     return outcomes
 
 
-def _coupled(fed: Seq[Fed], logits: Tensor, rows: Tensor) -> Verdict:
+def _coupled(fed: Seq[VerifyInput], logits: Tensor, rows: Tensor) -> Verdict:
     tokens = distribution.choose(logits, _params(fed, logits, Stream.COUPLED))
     return coupled(tokens[rows], _padded_drafts(fed, logits.device))
 
 
-def _rejection(fed: Seq[Fed], logits: Tensor, rows: Tensor) -> Verdict:
+def _rejection(fed: Seq[VerifyInput], logits: Tensor, rows: Tensor) -> Verdict:
     params = _params(fed, logits, Stream.RESAMPLE)
     vocab, drafts = logits.shape[1], _padded_drafts(fed, logits.device)
     target_probs = distribution.probabilities(logits, params)[rows]
@@ -120,25 +120,25 @@ def _rejection(fed: Seq[Fed], logits: Tensor, rows: Tensor) -> Verdict:
 _RULES: dict[Verification, Decide] = {Verification.COUPLED: _coupled, Verification.REJECTION: _rejection}
 
 
-def _params(fed: Seq[Fed], logits: Tensor, stream: Stream) -> RowParams:
+def _params(fed: Seq[VerifyInput], logits: Tensor, stream: Stream) -> RowParams:
     return RowParams.of([row for f in fed for row in f.rows(stream)], logits.shape[1], logits.device)
 
 
-def _padded_rows(fed: Seq[Fed], device: torch.device) -> Tensor:
+def _padded_rows(fed: Seq[VerifyInput], device: torch.device) -> Tensor:
     """Row of each position, `[B, K + 1]`; K_i [1, 0] -> [[0, 1], [2, 2]]: padding repeats the last, never read."""
     widest = max(f.num_rows for f in fed)
     rows = [[min(first + i, stop - 1) for i in range(widest)] for first, stop in pairwise(_offsets(fed))]
     return torch.tensor(rows, device=device)
 
 
-def _padded_drafts(fed: Seq[Fed], device: torch.device) -> Tensor:
+def _padded_drafts(fed: Seq[VerifyInput], device: torch.device) -> Tensor:
     """Drafts `[B, K]`, `NO_DRAFT` where a sequence has fewer."""
     widest = max(len(f.drafts) for f in fed)
     padded = [[*f.drafts, *[NO_DRAFT] * (widest - len(f.drafts))] for f in fed]
     return torch.tensor(padded, dtype=torch.int64, device=device)
 
 
-def _padded_draft_probs(fed: Seq[Fed], drafts: Tensor, vocab: int) -> Tensor:
+def _padded_draft_probs(fed: Seq[VerifyInput], drafts: Tensor, vocab: int) -> Tensor:
     """Laws of the drafts, float64 `[B, K, vocab]`: 0 for a missing draft, one-hot for a certain one."""
     probs = torch.zeros((*drafts.shape, vocab), dtype=torch.float64, device=drafts.device)
     for i, f in enumerate(fed):
@@ -149,6 +149,6 @@ def _padded_draft_probs(fed: Seq[Fed], drafts: Tensor, vocab: int) -> Tensor:
     return probs
 
 
-def _offsets(fed: Seq[Fed]) -> list[int]:
+def _offsets(fed: Seq[VerifyInput]) -> list[int]:
     """First row of each, and the end; K_i [1, 0, 2] -> [0, 2, 3, 6]."""
     return list(accumulate((f.num_rows for f in fed), initial=0))

@@ -14,16 +14,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine import attention
 from engine.choices import Weights
 from engine.control.adaptive import AdaptiveK
-from engine.control.controller import Late
+from engine.control.controller import DelayedFeedback
 from engine.control.prefill_budget import Prefill
-from engine.device_loop.round import Ops
+from engine.device_loop.round import RoundOps
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.kernels import has_triton
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.pages import BlockPool
 from engine.machine.mapped import Reading, told
-from engine.machine.rank import Place
+from engine.machine.rank import RankInfo
 from engine.machine.threads import cores, leave_to_pool, use_threads
 from engine.model.checkpoint import read_config, weights_size
 from engine.model.fixed_shape import TILE, TiledRunner
@@ -66,7 +66,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
     Raises:
         ModelError: a checkpoint that cannot be served, or a pair that does not fit together.
     """
-    if config.tensor_parallel_size > 1 and not Place.here().leads:
+    if config.tensor_parallel_size > 1 and not RankInfo.here().leads:
         load_share(config, progress)()
         raise SystemExit(0)
     device = pick_device(config.device)
@@ -104,7 +104,7 @@ def _load_target(
 ) -> tuple[PreTrainedModel, Ranks | None]:
     """The target, or this process's share of it and the group that has the others."""
     shares, ranks = config.tensor_parallel_size, None
-    place = Place.here() if shares > 1 else Place()
+    place = RankInfo.here() if shares > 1 else RankInfo()
     use_threads(config.threads or max(1, cores() // place.local_size))
     if shares > 1:
         place.check(shares)
@@ -173,7 +173,7 @@ def assemble(
     extra_proposers: Mapping[str, Proposer] = MappingProxyType({}),
     vocab: VocabMap | None = None,
     wrappers: Mapping[str, Callable[[Proposer], Proposer]] = MappingProxyType({}),
-    ops: Ops | None = None,
+    ops: RoundOps | None = None,
     ranks: Ranks | None = None,
 ) -> Engine:
     """An engine of models that are loaded already (with our attention: `runner.load_model`).
@@ -220,14 +220,16 @@ def assemble(
         proposers.draft_kv_users,
         proposers.draft_kv_sharers,
         AdaptiveK(proposers.draft_kv_users, proposers.finders),
-        Late(AdaptiveK(proposers.draft_kv_users)),
+        DelayedFeedback(AdaptiveK(proposers.draft_kv_users)),
         prefill,
     )
     borders = [longrope_border(model.config) for model in (target, draft or target)]
     limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)
-    rides = frozenset(("model", "auto")) - {*extra_proposers, *wrappers} if draft is not None and vocab is None else ()
-    mine, dtype = runners.get("model") if rides else None, str(target.dtype).removeprefix("torch.")
-    rounds = rounds_for(config, runner, mine, limits.max_model_len, frozenset(rides), ops)
+    on_device = (
+        frozenset(("model", "auto")) - {*extra_proposers, *wrappers} if draft is not None and vocab is None else ()
+    )
+    mine, dtype = runners.get("model") if on_device else None, str(target.dtype).removeprefix("torch.")
+    rounds = rounds_for(config, runner, mine, limits.max_model_len, frozenset(on_device), ops)
     if all(map(runs_in_c, (target, *drafters.models.values()))):
         leave_to_pool()
     return Engine(config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype)

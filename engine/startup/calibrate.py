@@ -13,7 +13,7 @@ from engine.types import FinishReason, Request, SamplingParams, SpeculationMode,
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CalibrationShape:
     """So many sequences, each with a prompt and drafts of these sizes, for so many steps."""
 
     batch: int
@@ -24,20 +24,20 @@ class Shape:
 
 # The most telling first: a large model has time for few of them.
 SHAPES = (
-    Shape(1, 0, 16),
-    Shape(1, 4, 16),
-    Shape(1, 8, 128, 12),
-    Shape(8, 0, 16),
-    Shape(8, 4, 16),
-    Shape(1, 4, 512),
-    Shape(1, 1, 16),
-    Shape(32, 0, 16),
-    Shape(32, 2, 16),
-    Shape(1, 0, 512),
-    Shape(4, 8, 128),
-    Shape(1, 8, 16),
-    Shape(16, 1, 64),
-    Shape(4, 0, 512),
+    CalibrationShape(1, 0, 16),
+    CalibrationShape(1, 4, 16),
+    CalibrationShape(1, 8, 128, 12),
+    CalibrationShape(8, 0, 16),
+    CalibrationShape(8, 4, 16),
+    CalibrationShape(1, 4, 512),
+    CalibrationShape(1, 1, 16),
+    CalibrationShape(32, 0, 16),
+    CalibrationShape(32, 2, 16),
+    CalibrationShape(1, 0, 512),
+    CalibrationShape(4, 8, 128),
+    CalibrationShape(1, 8, 16),
+    CalibrationShape(16, 1, 64),
+    CalibrationShape(4, 0, 512),
 )
 
 
@@ -55,10 +55,10 @@ def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter, 
         if clock() - start >= seconds:
             break
         _run(engine, shape, text)
-    engine.end_practice()
+    engine.end_calibration()
 
 
-def _run(engine: Engine, shape: Shape, text: Seq[int]) -> None:
+def _run(engine: Engine, shape: CalibrationShape, text: Seq[int]) -> None:
     prompt = min(shape.prompt, engine.max_model_len - 2)
     batch = min(shape.batch, engine.config.max_batch_size)
     run(engine, [prompt] * batch, shape.num_draft, shape.steps, text=text)

@@ -31,7 +31,7 @@ from engine.model.quantize import weight_bytes
 from engine.model.runner import kv_layout
 from engine.native import instructions
 from engine.parallel.shards import check_shares, share_of
-from engine.proposers.vocab import VocabMap, Vocabulary
+from engine.proposers.vocab import DraftVocabulary, VocabMap
 from engine.startup import warm
 from engine.startup.build import max_model_len, pages_within, pick_device
 from engine.startup.drafters import read_vocabulary
@@ -81,7 +81,7 @@ class Facts:
     kernel: str  # that multiplies rounded weights
     class_name: str
     codec: Codec | None
-    vocabulary: Vocabulary
+    vocabulary: DraftVocabulary
     end_tokens: frozenset[int]
     has_chat_template: bool
 

@@ -20,7 +20,7 @@ from engine.proposers.first_of import FirstOf
 from engine.proposers.heads.eagle import EagleProposer
 from engine.proposers.heads.eagle_head import EagleHead, EagleRunner, load_eagle
 from engine.proposers.heads.medusa import MedusaHeads, MedusaProposer, load_medusa
-from engine.proposers.vocab import MappedRunner, VocabMap, Vocabulary
+from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
 from engine.text.codec import TOKENIZER_FILE, Codec, find_file
 
 if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
@@ -144,8 +144,8 @@ def match_vocabularies(config: EngineConfig, target: PreTrainedModel, draft: Pre
 
 def read_vocabulary(
     name: str, revision: str | None, width: int, config: PreTrainedConfig, ends: Iterable[int]
-) -> Vocabulary:
+) -> DraftVocabulary:
     """The tokens of a checkpoint."""
     codec = Codec.load(name, revision)
     begin = getattr(config.get_text_config(), "bos_token_id", None)
-    return Vocabulary.of(name, width, None if codec is None else codec.tokenizer, begin, ends)
+    return DraftVocabulary.of(name, width, None if codec is None else codec.tokenizer, begin, ends)

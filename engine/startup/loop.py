@@ -11,8 +11,8 @@ from engine.attention import paged
 from engine.device_loop import draws
 from engine.device_loop.graphs import Graphs
 from engine.device_loop.loop import RoundLoop
-from engine.device_loop.round import Fed, Ops
-from engine.device_loop.shapes import rides
+from engine.device_loop.round import DeviceModel, RoundOps
+from engine.device_loop.shapes import allows_rounds
 from engine.errors import ModelError
 from engine.kernels import faults, has_triton, reference
 from engine.model.linear.packed import keeps_rows_apart
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 def wants_rounds(config: EngineConfig, device: torch.device) -> bool:
     """Whether rounds are to be had if they can be: on a CPU, which has nothing to wait for, only when asked for."""
-    return rides(config) and (config.loop == "rounds" or device.type == "cuda")
+    return allows_rounds(config) and (config.loop == "rounds" or device.type == "cuda")
 
 
 def rounds_for(
@@ -37,7 +37,7 @@ def rounds_for(
     draft: ModelRunner | None,
     longest: int,
     drafts_for: frozenset[str],
-    ops: Ops | None = None,
+    ops: RoundOps | None = None,
 ) -> RoundLoop | None:
     """Rounds of `target` and `draft`, tried once; None where they are not wanted or cannot run.
 
@@ -65,7 +65,7 @@ def _rounds(
     draft: ModelRunner | None,
     longest: int,
     drafts_for: frozenset[str],
-    ops: Ops | None,
+    ops: RoundOps | None,
 ) -> RoundLoop:
     """ModelError says why not."""
     if not isinstance(target, ModelRunner):
@@ -87,13 +87,13 @@ def _rounds(
     return rounds
 
 
-def ops_on(device: torch.device) -> Ops:
+def ops_on(device: torch.device) -> RoundOps:
     """Kernels; on a CPU, where rounds are for tests, what they mean in plain torch."""
     if device.type == "cpu":
-        return Ops(paged.attend_plainly, draws.choose, reference.commit)
+        return RoundOps(paged.attend_plainly, draws.choose, reference.commit)
     from engine.kernels import commit, sampling  # brings Triton
 
-    return Ops(paged.attend, sampling.choose, commit.commit)
+    return RoundOps(paged.attend, sampling.choose, commit.commit)
 
 
 def _refusals() -> tuple[type[Exception], ...]:
@@ -114,5 +114,5 @@ def _why_not(config: EngineConfig, target: ModelRunner) -> str | None:
     return None
 
 
-def _fed(runner: ModelRunner) -> Fed:
-    return Fed(runner.model, runner.arena, known_positions(runner.model.config))
+def _fed(runner: ModelRunner) -> DeviceModel:
+    return DeviceModel(runner.model, runner.arena, known_positions(runner.model.config))

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from engine.device_loop.graphs import MemoryBudget
-from engine.device_loop.shapes import MOST_RECORDED, in_order_of_worth, places_for, rides
+from engine.device_loop.shapes import MOST_RECORDED, allows_rounds, in_order_of_worth, places_for
 from engine.errors import ModelError
 from engine.kernels.paging import scratch_bytes
 
@@ -69,7 +69,7 @@ def kv_gib(config: EngineConfig, device: torch.device, target: PreTrainedConfig,
 
 def graph_bytes(config: EngineConfig, target: PreTrainedConfig) -> int:
     """What rounds of all shapes take when they are recorded: each its graphs, and all one pool to work in."""
-    if not rides(config):
+    if not allows_rounds(config):
         return 0
     text, most_drafts = target.get_text_config(), config.num_draft_tokens if config.draft is not None else 0
     rows = places_for(config.max_batch_size) * (most_drafts + 1)

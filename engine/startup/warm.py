@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.device_loop.mail import Progress, untold
+from engine.device_loop.results import Progress, untold
 from engine.engine import Engine
 from engine.startup.build import build_engine, pick_device
 from engine.startup.calibrate import calibrate, run

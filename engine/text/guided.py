@@ -28,7 +28,7 @@ from engine.config import Bounds
 from engine.errors import GrammarFault, InvalidRequest, ModelError, Violation
 from engine.request.validation import structure_field, structure_texts, structure_violations
 from engine.text.codec import Codec
-from engine.text.matcher import CompiledGrammar, Vocabulary, first_line
+from engine.text.matcher import CompiledGrammar, GrammarVocabulary, first_line
 from engine.types import Grammar, Guided
 
 MAX_WHITESPACE = 64  # a small model that begins to write spaces must come back
@@ -76,7 +76,7 @@ class GuidedLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _CachedStructure:
     """A structure in the cache: what became of it, or will."""
 
     result: Future[_Result]
@@ -102,7 +102,7 @@ class GrammarCompiler:
         # The library lets go of the GIL while it compiles, so a thread that nobody waits for any more disturbs nobody.
         self._threads = ThreadPoolExecutor(self._limits.compile_threads, thread_name_prefix="guided")
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Guided, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Guided, _CachedStructure] = OrderedDict()
 
     @classmethod
     def of(
@@ -133,18 +133,18 @@ class GrammarCompiler:
             raise InvalidRequest([result])
         return result
 
-    def _entry(self, guided: Guided, num_bytes: int) -> _Entry:
+    def _entry(self, guided: Guided, num_bytes: int) -> _CachedStructure:
         with self._lock:
             entry = self._entries.get(guided)
             if entry is None or _is_useless(entry.result):
                 deadline = time.monotonic() + self._limits.compile_seconds
-                entry = _Entry(self._threads.submit(_compile, self._vocabulary, guided), deadline, num_bytes)
+                entry = _CachedStructure(self._threads.submit(_compile, self._vocabulary, guided), deadline, num_bytes)
                 self._entries[guided] = entry
             self._entries.move_to_end(guided)
             self._shrink()
             return entry
 
-    def _abandon(self, guided: Guided, entry: _Entry) -> None:
+    def _abandon(self, guided: Guided, entry: _CachedStructure) -> None:
         """Work that has not begun is dropped; work that has goes on to its end, for whoever asks again."""
         with self._lock:
             if entry.result.cancel() and self._entries.get(guided) is entry:
@@ -168,7 +168,7 @@ def _is_useless(result: Future[_Result]) -> bool:
     return isinstance(grammar, CompiledGrammar) and grammar.worn
 
 
-def _vocabulary(codec: Codec, vocab_size: int, end_tokens: tuple[int, ...]) -> Vocabulary:
+def _vocabulary(codec: Codec, vocab_size: int, end_tokens: tuple[int, ...]) -> GrammarVocabulary:
     size = codec.tokenizer.get_vocab_size(with_added_tokens=True)
     if size > vocab_size:
         raise ModelError(f"structured output: the tokenizer has {size} tokens, the model's logits only {vocab_size}")
@@ -180,7 +180,7 @@ def _vocabulary(codec: Codec, vocab_size: int, end_tokens: tuple[int, ...]) -> V
         tokenizer = LLTokenizer(codec.tokenizer.to_str(), n_vocab=vocab_size, eos_token=list(end_tokens))
     except (ValueError, RuntimeError) as error:
         raise ModelError(f"structured output cannot use this tokenizer: {first_line(str(error))}") from error
-    return Vocabulary(tokenizer, vocab_size, end_tokens)
+    return GrammarVocabulary(tokenizer, vocab_size, end_tokens)
 
 
 # What the caller asked for, before any of it is parsed
@@ -203,7 +203,7 @@ def _shown(guided: Guided) -> str:
 # Compiling, on a thread of its own
 
 
-def _compile(vocabulary: Vocabulary, guided: Guided) -> _Result:
+def _compile(vocabulary: GrammarVocabulary, guided: Guided) -> _Result:
     try:
         grammar = CompiledGrammar(vocabulary, _source(guided))
         if grammar.error:

@@ -50,7 +50,7 @@ def parser_limits() -> LLParserLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class GrammarVocabulary:
     """The tokens as the library knows them; ids of the logits beyond the tokenizer's are never allowed."""
 
     tokenizer: LLTokenizer
@@ -65,7 +65,7 @@ class Vocabulary:
 class CompiledGrammar:
     """A structure that compiled; `source` is in the library's own notation. See `engine.types.Grammar`."""
 
-    def __init__(self, vocabulary: Vocabulary, source: str) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, source: str) -> None:
         self.vocabulary = vocabulary
         started = time.perf_counter()
         self._source = source

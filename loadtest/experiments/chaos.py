@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from client import AsyncClient, Delta, Options, RequestFailed
+from client import AsyncClient, Delta, GenerateOptions, RequestFailedError
 from loadtest.experiments.mischief import MISCHIEF, Scene
-from loadtest.process import ServerProcess, Usage
+from loadtest.process import ProcessUsage, ServerProcess
 
 PROGRAM = ("-m", "loadtest.experiments.faulty_server")
 OPTIONS = ("--stall-seconds", "2", "--max-batch-size", "16", "--max-model-len", "512", "--page-size", "16")
 CALLERS = 6  # who behave
 MOST_GROWTH = 0.02  # of resident memory
 _PROMPTS = ("def mean(values):\n", "import os\n\n", "class Queue:\n    def push(self, item):\n", "for i in range(")
-_WAYS: tuple[Options, ...] = (
+_WAYS: tuple[GenerateOptions, ...] = (
     {"max_tokens": 48, "ignore_eos": True},
     {"max_tokens": 96, "ignore_eos": True, "temperature": 0.9, "seed": 5},
     {"max_tokens": 64, "ignore_eos": True, "temperature": 0.7, "top_p": 0.9, "seed": 6, "repetition_penalty": 1.1},
@@ -33,7 +33,7 @@ Job = tuple[str, int]  # a prompt and the number of a way
 class Holding:
     """What the server holds when nobody wants anything."""
 
-    usage: Usage
+    usage: ProcessUsage
     census: Mapping[str, Any]
 
     @property
@@ -163,7 +163,7 @@ async def _behave(scene: Scene, found: Notes, alone: Mapping[Job, tuple[int, ...
         job = random.choice(jobs)
         try:
             tokens = await _tokens(scene.client, job)
-        except RequestFailed as error:
+        except RequestFailedError as error:
             if error.retry_seconds is None:
                 found.failed[str(error)] = found.failed.get(str(error), 0) + 1
             else:

@@ -13,7 +13,7 @@ from random import Random
 
 import grpc
 
-from client import AsyncClient, Cancelled, DeadlineExceeded, QueueFull, RequestFailed, ServerFault
+from client import AsyncClient, CancelledError, DeadlineExceededError, QueueFullError, RequestFailedError, ServerFault
 from pilotfish.v1 import generation_pb2 as pb
 from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
 
@@ -64,9 +64,9 @@ async def _read(scene: Scene, **options: object) -> str:
         async with contextlib.aclosing(scene.client.stream("def main():\n", max_tokens=LONG, **options)) as events:  # type: ignore[arg-type]
             async for _ in events:
                 pass
-    except (QueueFull, DeadlineExceeded, Cancelled, ServerFault) as error:
+    except (QueueFullError, DeadlineExceededError, CancelledError, ServerFault) as error:
         return type(error).__name__
-    except RequestFailed as error:
+    except RequestFailedError as error:
         return str(error)
     return "served"
 
@@ -78,14 +78,14 @@ async def go_away(scene: Scene, random: Random) -> None:
             end = await _read(scene, ignore_eos=True)
     except TimeoutError:
         end = "left"
-    scene.note("cancel", end, "left", "served", "QueueFull")
+    scene.note("cancel", end, "left", "served", "QueueFullError")
 
 
 async def hurry(scene: Scene, random: Random) -> None:
     """Many at once, with deadlines that hardly any can keep."""
     reads = [_read(scene, ignore_eos=True, deadline=random.uniform(0.001, 0.4)) for _ in range(STORM)]
     for end in await asyncio.gather(*reads):
-        scene.note("deadline", end, "DeadlineExceeded", "QueueFull", "served")
+        scene.note("deadline", end, "DeadlineExceededError", "QueueFullError", "served")
     await asyncio.sleep(random.uniform(1, 4))
 
 
@@ -99,9 +99,9 @@ async def fail(scene: Scene, random: Random) -> None:
         async for _ in scene.client.stream(prompt, request_id=request_id, max_tokens=24, ignore_eos=True):
             pass
         end = "served"
-    except RequestFailed as error:
+    except RequestFailedError as error:
         end = type(error).__name__
-    scene.note(name, end, "served" if part == HARMLESS else "ServerFault", "QueueFull")
+    scene.note(name, end, "served" if part == HARMLESS else "ServerFault", "QueueFullError")
 
 
 async def stall(scene: Scene, random: Random) -> None:

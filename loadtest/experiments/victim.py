@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from client import AsyncClient, RequestFailed
+from client import AsyncClient, RequestFailedError
 
 ENDLESS = 480  # tokens: more than it will live to see, and all that the server of chaos allows
 
@@ -14,7 +14,7 @@ async def _read(client: AsyncClient, number: int) -> None:
     try:
         async for _ in client.stream(f"import os  # {number}\n", max_tokens=ENDLESS, ignore_eos=True):
             print(number, flush=True)  # whoever kills it wants to know that it is in the middle
-    except RequestFailed:
+    except RequestFailedError:
         print("refused", flush=True)
 
 

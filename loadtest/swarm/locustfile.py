@@ -25,7 +25,7 @@ from locust import HttpUser, LoadTestShape, User, constant, events, runners, tas
 # Before any channel is made, and after locust has patched the standard library, which it does when it is imported.
 grpc.experimental.gevent.init_gevent()
 
-from client import Client, Delta, RequestFailed, Retry  # noqa: E402
+from client import Client, Delta, RequestFailedError, Retry  # noqa: E402
 from loadtest.swarm.shapes import SHAPES, share_of_users  # noqa: E402
 from loadtest.workload import WORKLOADS, Ask  # noqa: E402
 
@@ -54,7 +54,7 @@ def _leave_out_http(environment: Any, **_: Any) -> None:
 
 
 @dataclass(slots=True)
-class Stopwatch:
+class StreamTimer:
     """One stream's times, told to Locust as they come; in milliseconds there."""
 
     user: Any
@@ -65,7 +65,7 @@ class Stopwatch:
     tokens: int = 0
 
     @classmethod
-    def start(cls, user: Any, kind: str, scenario: str) -> Stopwatch:
+    def start(cls, user: Any, kind: str, scenario: str) -> StreamTimer:
         """Now."""
         return cls(user, kind, scenario, time.perf_counter())
 
@@ -109,12 +109,12 @@ class _Streams:
     def ask(self: Any) -> None:
         """One question and its answer."""
         ask: Ask = self._workload(self._random)
-        watch = Stopwatch.start(self, self.kind, self.scenario)
+        watch = StreamTimer.start(self, self.kind, self.scenario)
         try:
             with gevent.Timeout(ask.patience, exception=False), closing(self.tokens(ask)) as messages:
                 for tokens in messages:
                     watch.take(tokens)
-        except (RequestFailed, OSError, RuntimeError) as error:
+        except (RequestFailedError, OSError, RuntimeError) as error:
             watch.end(error)
         else:
             watch.end()
@@ -184,7 +184,7 @@ def _texts(answer: Any) -> Iterator[int]:
             yield 1
 
 
-class Shape(LoadTestShape):  # type: ignore[misc]  # locust is not typed
+class ScenarioShape(LoadTestShape):  # type: ignore[misc]  # locust is not typed
     """As many users as the scenario has at this moment, of those that were asked for."""
 
     use_common_options = True

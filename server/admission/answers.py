@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
-from engine.types import Finished, FinishReason, Speculation, SpeculationStats, TokenLogprob
+from engine.types import DraftStats, FinishedOutput, FinishReason, Logprob, SpeculationSettings
 from pilotfish.v1 import control_pb2 as control_pb
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.convert import MODES, VERIFICATIONS, Wanted
@@ -64,12 +64,12 @@ def _add_tokens(message: pb.TokenDelta | pb.Output, chunk: Chunk) -> None:
     message.text_lengths.extend(map(len, chunk.texts))
 
 
-def _logprob(of: TokenLogprob) -> pb.TokenLogprob:
+def _logprob(of: Logprob) -> pb.TokenLogprob:
     top = [pb.Candidate(token_id=candidate.token_id, logprob=candidate.logprob) for candidate in of.top]
     return pb.TokenLogprob(logprob=of.logprob, top=top)
 
 
-def _prompt_logprobs(found: Iterable[TokenLogprob | None]) -> pb.PromptLogprobs | None:
+def _prompt_logprobs(found: Iterable[Logprob | None]) -> pb.PromptLogprobs | None:
     """The engine has None for the first token of a prompt; a message has nothing for it."""
     known = list(found)
     return pb.PromptLogprobs(logprobs=[_logprob(of) for of in known if of is not None]) if known else None
@@ -91,7 +91,7 @@ def finished(index: int, end: End) -> pb.Finished:
     return message
 
 
-def _usage(result: Finished) -> pb.Usage:
+def _usage(result: FinishedOutput) -> pb.Usage:
     return pb.Usage(
         prompt_tokens=result.prompt_tokens,
         completion_tokens=result.completion_tokens,
@@ -99,7 +99,7 @@ def _usage(result: Finished) -> pb.Usage:
     )
 
 
-def _set_matched_stop(message: pb.Finished, result: Finished, stop_string: str | None) -> None:
+def _set_matched_stop(message: pb.Finished, result: FinishedOutput, stop_string: str | None) -> None:
     if stop_string is not None:
         message.stop_string = stop_string
     elif result.stop_token_id is not None:
@@ -117,7 +117,7 @@ def _timing(timeline: Timeline) -> pb.Timing:
     )
 
 
-def _stats(stats: SpeculationStats, gain: float) -> pb.SpeculationStats:
+def _stats(stats: DraftStats, gain: float) -> pb.SpeculationStats:
     return pb.SpeculationStats(
         rounds=stats.rounds,
         drafted=stats.drafted,
@@ -128,7 +128,7 @@ def _stats(stats: SpeculationStats, gain: float) -> pb.SpeculationStats:
     )
 
 
-def speculation_settings(settings: Speculation) -> pb.SpeculationOptions:
+def speculation_settings(settings: SpeculationSettings) -> pb.SpeculationOptions:
     """Effective settings, every field set."""
     return pb.SpeculationOptions(
         mode=next(number for number, mode in MODES.items() if mode is settings.mode),
@@ -152,7 +152,7 @@ def model_info(model: ServedModel) -> control_pb.GetModelInfoResponse:
         has_tokenizer=model.codec is not None,
         proposers=sorted(engine.proposer_names, key=lambda name: (name != engine.default_proposer, name)),
         speculation=speculation_settings(
-            Speculation(
+            SpeculationSettings(
                 mode=config.speculation,
                 num_draft_tokens=config.num_draft_tokens,
                 proposer=engine.default_proposer,

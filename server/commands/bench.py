@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from pydantic_settings import SettingsConfigDict
 
-from engine.types import Finished, Request, SamplingParams, SpeculationMode, SpeculationParams
+from engine.types import FinishedOutput, Request, SamplingParams, SpeculationMode, SpeculationParams
 from models import corpus
 from server.config import ServerConfig
 
@@ -40,7 +40,7 @@ class BenchConfig(ServerConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One way to decode one batch. Speeds in tokens per second, prompts included."""
 
     batch: int
@@ -53,11 +53,11 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class BenchTurn:
     """All prompts once."""
 
     tokens: list[list[int]]
-    ended: list[Finished]
+    ended: list[FinishedOutput]
     seconds: float
 
 
@@ -99,9 +99,9 @@ class Bench:
             rows, f"{model.name} in {model.engine.dtype}, drafts by {model.engine.default_proposer}, K up to {drafts}"
         )
 
-    def _batch(self, model: ServedModel, batch: int, tell: Callable[[str], None]) -> list[Row]:
+    def _batch(self, model: ServedModel, batch: int, tell: Callable[[str], None]) -> list[BenchRow]:
         prompts = _prompts(model, batch)
-        turns: dict[SpeculationMode, list[Turn]] = {way: [] for way in WAYS}
+        turns: dict[SpeculationMode, list[BenchTurn]] = {way: [] for way in WAYS}
         for number in range(self.rounds + 1):
             for way in WAYS:
                 tell(f"batch {batch}, round {number} of {self.rounds}, {way}")
@@ -119,7 +119,7 @@ def _prompts(model: ServedModel, batch: int) -> list[tuple[int, ...]]:
     return [tuple(model.codec.encode(text)) for text in corpus.held_out_prompts(batch)]
 
 
-def _turn(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, way: SpeculationMode) -> Turn:
+def _turn(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, way: SpeculationMode) -> BenchTurn:
     """Each request is a tenant of its own, so that nothing is cached from one turn to the next."""
     sampling, salt = SamplingParams(max_tokens=tokens, ignore_eos=True), next(_salts)
     for i, prompt in enumerate(prompts):
@@ -128,19 +128,19 @@ def _turn(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, way: 
             Request(request_id=str(i), token_ids=prompt, sampling=sampling, speculation=speculation, cache_salt=tenant)
         )
     made: list[list[int]] = [[] for _ in prompts]
-    ended: list[Finished] = []
+    ended: list[FinishedOutput] = []
     start = time.perf_counter()
     while engine.has_work:
         for event in engine.step().events:
             made[int(event.request_id)] += event.token_ids
             ended += [event.finished] if event.finished is not None else []
-    return Turn(made, ended, time.perf_counter() - start)
+    return BenchTurn(made, ended, time.perf_counter() - start)
 
 
-def _row(batch: int, way: SpeculationMode, turns: Sequence[Turn], plain: Sequence[Turn]) -> Row:
+def _row(batch: int, way: SpeculationMode, turns: Sequence[BenchTurn], plain: Sequence[BenchTurn]) -> BenchRow:
     stats = [ended.stats for ended in turns[-1].ended]
     rounds, drafted, accepted = (sum(getattr(s, name) for s in stats) for name in ("rounds", "drafted", "accepted"))
-    return Row(
+    return BenchRow(
         batch=batch,
         speculation=str(way),
         tokens_per_second=statistics.median(sum(map(len, turn.tokens)) / turn.seconds for turn in turns),
@@ -151,7 +151,7 @@ def _row(batch: int, way: SpeculationMode, turns: Sequence[Turn], plain: Sequenc
     )
 
 
-def as_text(rows: Sequence[Row], title: str) -> str:
+def as_text(rows: Sequence[BenchRow], title: str) -> str:
     """Aligned columns under a title."""
     lines = [title, "", f"{'batch':>5}  {'speculation':<11}  {'tokens/s':>8}  {'gain':>5}  {'kept':>5}  tokens/round"]
     for row in rows:

@@ -27,7 +27,7 @@ class CheckConfig(ServerConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckCommand:
     """One call of the doctor."""
 
     config: CheckConfig
@@ -35,7 +35,7 @@ class Check:
     as_json: bool
 
     @classmethod
-    def of(cls, arguments: Sequence[str]) -> Check:
+    def of(cls, arguments: Sequence[str]) -> CheckCommand:
         """From the command line."""
         own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         own.add_argument("--no-load", action="store_true")

@@ -20,7 +20,7 @@ from server.admission.admission import Admission, Call, Origin
 from server.admission.stalls import stall_limit
 from server.errors import Aborted, DeadlinePassed
 from server.http.errors import INTERNAL, HttpError, http_error
-from server.http.requests import Asked
+from server.http.requests import ParsedBody
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +65,13 @@ async def in_time(origin: Origin) -> AsyncIterator[None]:
         raise  # another one's
 
 
-async def admit(admission: Admission, asked: Asked, origin: Origin) -> Call:
+async def admit(admission: Admission, asked: ParsedBody, origin: Origin) -> Call:
     """A live request; whoever gets it releases it."""
     async with in_time(origin):
         return await admission.admit(asked.message, origin, asked.wrong)
 
 
-async def answer(admission: Admission, asked: Asked, origin: Origin) -> pb.GenerateResponse:
+async def answer(admission: Admission, asked: ParsedBody, origin: Origin) -> pb.GenerateResponse:
     """The whole answer."""
     call = await admit(admission, asked, origin)
     try:

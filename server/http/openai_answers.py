@@ -18,7 +18,7 @@ IMPOSSIBLE = -9999.0  # JSON has no minus infinity, which a model's own mask may
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}  # anything else: "abort"
 
 
-class Shape(ABC):
+class AnswerFormat(ABC):
     """What completions and chat completions have in common; one per call, for it counts the text of each output."""
 
     prefix: ClassVar[str]
@@ -89,7 +89,7 @@ class Shape(ABC):
     def _closing(self) -> Json: ...
 
 
-class TextShape(Shape):
+class TextAnswers(AnswerFormat):
     """`/v1/completions`."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
@@ -120,7 +120,7 @@ class TextShape(Shape):
         }
 
 
-class ChatShape(Shape):
+class ChatAnswers(AnswerFormat):
     """`/v1/chat/completions`."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"

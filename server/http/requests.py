@@ -12,13 +12,13 @@ from typing import Any
 
 from engine.errors import Violation
 from pilotfish.v1 import generation_pb2 as pb
-from server.http.types import ChatBody, CompletionBody, GenerateBody, OpenAiBody, Options
+from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields, OpenAiBody
 
 OPENAI_TEMPERATURE = 1.0  # what OpenAI's users expect where they say nothing; elsewhere it is 0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedBody:
     """A body as a message, and what is known to be wrong with it."""
 
     message: pb.GenerateRequest
@@ -26,12 +26,12 @@ class Asked:
     timeout: float | None = None  # seconds
 
 
-def asked(body: Options) -> Asked:
+def asked(body: GenerationFields) -> ParsedBody:
     """What a body asks for whose fields are right by themselves."""
-    return Asked(_message(body), tuple(body.conflicts()), body.timeout)
+    return ParsedBody(_message(body), tuple(body.conflicts()), body.timeout)
 
 
-def rest(kind: type[Options], found: Any, faulty: Iterable[str]) -> Asked | None:
+def rest(kind: type[GenerationFields], found: Any, faulty: Iterable[str]) -> ParsedBody | None:
     """What a body asks for beside its `faulty` fields, an input perhaps not; None if it is no object."""
     if not isinstance(found, dict):
         return None
@@ -46,7 +46,7 @@ def rest(kind: type[Options], found: Any, faulty: Iterable[str]) -> Asked | None
     return read
 
 
-def _message(body: Options) -> pb.GenerateRequest:
+def _message(body: GenerationFields) -> pb.GenerateRequest:
     match body:
         case GenerateBody():
             return generate_request(body)
@@ -104,7 +104,7 @@ def _ask_as_openai(request: pb.GenerateRequest, body: OpenAiBody) -> None:
     request.guided.CopyFrom(pb.GuidedDecoding(json_schema=json.dumps(schema)))
 
 
-def _common(body: Options, max_tokens: int | None) -> pb.GenerateRequest:
+def _common(body: GenerationFields, max_tokens: int | None) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         model=body.model,
         sampling=_sampling(body),
@@ -122,7 +122,7 @@ def _common(body: Options, max_tokens: int | None) -> pb.GenerateRequest:
     )
 
 
-def _sampling(body: Options) -> pb.SamplingParams:
+def _sampling(body: GenerationFields) -> pb.SamplingParams:
     allowed = body.allowed_token_ids
     return pb.SamplingParams(
         temperature=body.temperature,
@@ -139,7 +139,7 @@ def _sampling(body: Options) -> pb.SamplingParams:
     )
 
 
-def _speculation(body: Options) -> pb.SpeculationOptions:
+def _speculation(body: GenerationFields) -> pb.SpeculationOptions:
     asked = body.speculation
     if asked is None:
         return pb.SpeculationOptions()
@@ -152,7 +152,7 @@ def _speculation(body: Options) -> pb.SpeculationOptions:
     )
 
 
-def _guided(body: Options) -> pb.GuidedDecoding | None:
+def _guided(body: GenerationFields) -> pb.GuidedDecoding | None:
     schema = body.guided_json
     if schema is not None:
         return pb.GuidedDecoding(json_schema=schema if isinstance(schema, str) else json.dumps(schema))

@@ -19,11 +19,11 @@ from server.driver import Driver
 from server.http import native_answers
 from server.http.calls import CallerGone, EventStream, admit, answer, unless_gone
 from server.http.errors import INTERNAL, UNREADABLE, HttpError, http_error, violations
-from server.http.openai_answers import ChatShape, Shape, TextShape
+from server.http.openai_answers import AnswerFormat, ChatAnswers, TextAnswers
 from server.http.requests import asked, rest
-from server.http.types import ChatBody, CompletionBody, GenerateBody, OpenAiBody, Options
+from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields, OpenAiBody
 
-_BODIES: dict[str, type[Options]] = {
+_BODIES: dict[str, type[GenerationFields]] = {
     "/generate": GenerateBody,
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
@@ -44,7 +44,7 @@ class Answers(Protocol):
 
 def add_generation(app: FastAPI, admission: Admission, driver: Callable[[], Driver], stall_seconds: float) -> None:
     """Add the routes, and errors in OpenAI's shape for all of them; `driver` raises until the model is loaded."""
-    router, door = APIRouter(), _Door(admission, driver, stall_seconds)
+    router, door = APIRouter(), _Routes(admission, driver, stall_seconds)
 
     @router.post("/generate", response_model=None)
     async def generate(body: GenerateBody, request: Request) -> Response:
@@ -54,29 +54,29 @@ def add_generation(app: FastAPI, admission: Admission, driver: Callable[[], Driv
     @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """As OpenAI's clients call it."""
-        return await door.respond(body, door.shape(TextShape, body), request)
+        return await door.respond(body, door.shape(TextAnswers, body), request)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """As OpenAI's clients call it."""
-        return await door.respond(body, door.shape(ChatShape, body), request)
+        return await door.respond(body, door.shape(ChatAnswers, body), request)
 
     app.include_router(router)
     _add_errors(app, door)
 
 
-class _Door:
+class _Routes:
     """What all routes do."""
 
     def __init__(self, admission: Admission, driver: Callable[[], Driver], stall_seconds: float) -> None:
         self._admission, self._driver, self._stall_seconds = admission, driver, stall_seconds
 
-    def shape(self, kind: type[Shape], body: OpenAiBody) -> Shape:
+    def shape(self, kind: type[AnswerFormat], body: OpenAiBody) -> AnswerFormat:
         """Of OpenAI's answers to `body`."""
         model = self._driver().model
         return kind(model.name, model.codec, include_usage=body.stream_options.include_usage)
 
-    async def respond(self, body: Options, answers: Answers, request: Request) -> Response:
+    async def respond(self, body: GenerationFields, answers: Answers, request: Request) -> Response:
         """One answer, or a stream of events; a refusal is raised before anything is sent."""
         read, origin = asked(body), _origin(request, body.timeout)
         if not body.stream:
@@ -104,7 +104,7 @@ def _origin(request: Request, timeout: float | None) -> Origin:
     return Origin(request.scope["caller"], lambda: ends - time.monotonic(), dict(request.headers))
 
 
-def _add_errors(app: FastAPI, door: _Door) -> None:
+def _add_errors(app: FastAPI, door: _Routes) -> None:
     @app.exception_handler(PilotfishError)
     async def refused(_: Request, error: PilotfishError) -> JSONResponse:
         return http_error(error).response()

@@ -69,7 +69,7 @@ def _is_neutral(name: str, value: Any) -> bool:
     return name in NEUTRAL and type(value) is type(NEUTRAL[name]) and value == NEUTRAL[name]
 
 
-class Speculation(Body):
+class SpeculationFields(Body):
     """How to speculate, as in the protocol."""
 
     mode: Literal["auto", "off", "fixed"] | None = None
@@ -111,7 +111,7 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class Options(Body):
+class GenerationFields(Body):
     """What every generating route takes, named as in the protocol, without its groups."""
 
     no_input: ClassVar[tuple[str, Any]] = ("prompt", "")  # of the right type, where the one that came is not
@@ -137,7 +137,7 @@ class Options(Body):
     guided_grammar: Text | None = None
     guided_choice: list[Text] | None = None
     cache_salt: Text | None = None
-    speculation: Speculation | None = None
+    speculation: SpeculationFields | None = None
     priority: Int32 | None = None
     stream: Flag = False
     timeout: Seconds | None = None
@@ -159,7 +159,7 @@ def _one_prompt(value: Any) -> Any:
     return value
 
 
-class GenerateBody(Options):
+class GenerateBody(GenerationFields):
     """`POST /generate`."""
 
     prompt: Text
@@ -167,7 +167,7 @@ class GenerateBody(Options):
     k_draft: UInt32 | None = None
 
 
-class OpenAiBody(Options):
+class OpenAiBody(GenerationFields):
     """What both OpenAI routes take."""
 
     n: UInt32 | None = None

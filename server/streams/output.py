@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from engine.stats import Clock
 from engine.text.codec import OutputText
-from engine.types import Finished, FinishReason, TokenEvent, TokenLogprob
+from engine.types import FinishedOutput, FinishReason, Logprob, TokenEvent
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Timeline:
 class End:
     """How an output ended: the engine's word on it, and what only the text layer knows."""
 
-    finished: Finished
+    finished: FinishedOutput
     stop_string: str | None
     timeline: Timeline
 
@@ -46,8 +46,8 @@ class Chunk:
     token_ids: tuple[int, ...] = ()
     from_draft: tuple[bool, ...] = ()
     texts: tuple[str, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
+    prompt_logprobs: tuple[Logprob | None, ...] = ()
     tail: str = ""
     end: End | None = None
 
@@ -77,7 +77,7 @@ def _joined(parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
     return tuple(chain.from_iterable(parts))
 
 
-class Output:
+class OutputBuffer:
     """Tokens of one output, cut where its text stops. The first ones never wait; later ones gather to `interval`."""
 
     def __init__(self, index: int, text: OutputText | None, arrived: float, clock: Clock, interval: int) -> None:
@@ -116,7 +116,7 @@ class Output:
         self.close(self._stopped(event.finished) if stop else event.finished)
         return False
 
-    def close(self, finished: Finished) -> None:
+    def close(self, finished: FinishedOutput) -> None:
         """Take the end."""
         assert self.end is None, f"a second end of output {self.index}"
         tail = "" if self._text is None else self._text.flush()
@@ -162,7 +162,7 @@ class Output:
         if self.timeline.first_token is None:
             self.timeline.first_token = self.timeline.last_token
 
-    def _stopped(self, finished: Finished) -> Finished:
+    def _stopped(self, finished: FinishedOutput) -> FinishedOutput:
         return replace(
             finished, reason=FinishReason.STOP, completion_tokens=self.num_tokens, stop_token_id=None, error=None
         )

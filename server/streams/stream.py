@@ -13,7 +13,7 @@ from engine.errors import PilotfishError
 from engine.stats import Clock
 from engine.text.codec import Codec, OutputText
 from engine.types import Request, TokenEvent
-from server.streams.output import Chunk, Output, Timeline
+from server.streams.output import Chunk, OutputBuffer, Timeline
 
 
 class OutputStream:
@@ -25,7 +25,7 @@ class OutputStream:
         self.request, self.deadline = request, deadline  # in seconds of the clock
         self.timeline = Timeline(arrived=clock())
         self.outputs = tuple(
-            Output(index, _text(request, codec), self.timeline.arrived, clock, interval)
+            OutputBuffer(index, _text(request, codec), self.timeline.arrived, clock, interval)
             for index in range(request.sampling.n)
         )
         self._clock = clock
@@ -75,7 +75,7 @@ class OutputStream:
         self._error = error
         self._readable.set()
 
-    def _after(self, output: Output) -> None:
+    def _after(self, output: OutputBuffer) -> None:
         if self.ended:
             self.timeline.ended = self._clock()
         if output.ready:

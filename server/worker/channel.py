@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 class Channel(asyncio.Protocol):
     """Our end of the sockets: messages in, bytes out, and an ear for silence."""
 
-    def __init__(self, limit: int, take: Callable[[wire.ToDoors], None], lose: Callable[[Exception], None]) -> None:
+    def __init__(self, limit: int, take: Callable[[wire.ToFrontEnd], None], lose: Callable[[Exception], None]) -> None:
         self._frames, self._take, self._lose = wire.Frames(limit), take, lose
         self._transport: Any = None
         self._watching: asyncio.TimerHandle | None = None
@@ -31,7 +31,7 @@ class Channel(asyncio.Protocol):
         self._heard = True
         try:
             for payload in () if self._is_closed else self._frames.feed(data):
-                self._take(wire.read_to_doors(payload))
+                self._take(wire.read_to_front_end(payload))
         except wire.WireError as error:
             logger.error("the engine's process is not understood: %s", error)  # noqa: TRY400  # no trace is of use
             self._lose(EngineCrashed(str(error)))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.stats import StepStats
-from engine.types import Finished, FinishReason, Grammar, Request, Speculation, SpeculationStats, TokenEvent
+from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Request, SpeculationSettings, TokenEvent
 from server.model import CompileGrammar, Load, ServedModel
 from server.telemetry import logs
 from server.worker import wire
@@ -39,7 +39,7 @@ COMPILE_THREADS = 2
 _RECEIVE_BYTES = 1 << 16
 
 
-class DoorsGone(EOFError):
+class FrontEndGone(EOFError):
     """Expected: the other process has ended, or let go of this one."""
 
 
@@ -67,12 +67,12 @@ class Link:
         if self._socket in ready:
             yield from map(wire.read_to_engine, self._frames.feed(self._received()))
 
-    def send(self, message: wire.ToDoors) -> None:
+    def send(self, message: wire.ToFrontEnd) -> None:
         """Write all of it. Raises DoorsGone."""
         try:
             self._socket.sendall(wire.framed(message, self._limit))
         except OSError as error:
-            raise DoorsGone from error
+            raise FrontEndGone from error
 
     def close(self) -> None:
         """Let go of it."""
@@ -83,9 +83,9 @@ class Link:
         try:
             data = self._socket.recv(_RECEIVE_BYTES)
         except OSError as error:
-            raise DoorsGone from error
+            raise FrontEndGone from error
         if not data:
-            raise DoorsGone
+            raise FrontEndGone
         return data
 
 
@@ -211,15 +211,15 @@ class EngineServer:
     def _never_ran(self, ticket: int, request: Request, reason: FinishReason, problem: str | None) -> None:
         """The ends of a request that the engine never had."""
         config = self._engine.config
-        finished = Finished(
+        finished = FinishedOutput(
             reason=reason,
             prompt_tokens=len(request.token_ids),
             completion_tokens=0,
             seed=request.sampling.seed or 0,
-            speculation=Speculation(
+            speculation=SpeculationSettings(
                 mode=config.speculation, num_draft_tokens=0, proposer="none", verification=config.verification
             ),
-            stats=SpeculationStats(),
+            stats=DraftStats(),
             error=problem,
         )
         for index in range(request.sampling.n):
@@ -231,22 +231,22 @@ class EngineServer:
         events, self._events = self._events, []
         for event in events:
             if event.prompt_logprobs:
-                self._send(wire.Output((event,), None, self._load()))
+                self._send(wire.StepReport((event,), None, self._load()))
         rest = tuple(event for event in events if not event.prompt_logprobs)
-        self._send(wire.Output(rest, stats, self._load()))
+        self._send(wire.StepReport(rest, stats, self._load()))
 
-    def _send(self, message: wire.Output | wire.Beat) -> None:
-        self._lead += isinstance(message, wire.Output)
+    def _send(self, message: wire.StepReport | wire.Beat) -> None:
+        self._lead += isinstance(message, wire.StepReport)
         self._link.send(message)
         self._spoke = time.monotonic()
 
-    def _load(self) -> wire.Load:
+    def _load(self) -> wire.LoadReport:
         return load_of(self._engine, self._order)
 
 
-def load_of(engine: Engine, order: int = 0) -> wire.Load:
+def load_of(engine: Engine, order: int = 0) -> wire.LoadReport:
     """How busy it is."""
-    return wire.Load(
+    return wire.LoadReport(
         order, engine.num_running, engine.num_waiting, engine.free_pages, engine.spare_pages, engine.spec_gain
     )
 
@@ -299,7 +299,7 @@ def main(load: Load = ServedModel.load, ahead: str = "") -> None:
         if ahead:
             import_module(ahead)
         serve(link, load)
-    except DoorsGone:
+    except FrontEndGone:
         code = 0
     except wire.WireError as error:
         logger.error("the doors are not understood: %s", error)  # noqa: TRY400  # no trace is of use

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class TurnOutput:
     """What a turn brought: events of a step and its measurements, or without a step the ends that were ordered."""
 
     events: tuple[TokenEvent, ...]
@@ -61,7 +61,7 @@ class Host(Protocol):
         """End a request that nobody reads any more: nothing of it comes with any turn."""
         ...
 
-    async def turn(self, wake: asyncio.Event) -> Brought | None:
+    async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
         """Wait for the next output; None if only `wake` was set. Raises where the engine failed: then `restart`."""
         ...
 
@@ -115,18 +115,18 @@ class LocalHost:
         self.engine.finish(request_id, reason)
         self._ended = [event for event in self._ended if event.request_id != request_id]
 
-    async def turn(self, wake: asyncio.Event) -> Brought | None:
+    async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
         """Ends that were ordered come at once; else one step is taken, or there is nothing to do."""
         if self._ended:
             ended, self._ended = tuple(self._ended), []
-            return Brought(ended, None)
+            return TurnOutput(ended, None)
         if not self.engine.has_work:
             await wake.wait()
             wake.clear()
             return None
         return await self._step()
 
-    async def _step(self) -> Brought:
+    async def _step(self) -> TurnOutput:
         step = asyncio.get_running_loop().run_in_executor(self._compute, self.engine.step)
         await asyncio.wait((step,), timeout=self._hang_seconds)
         if not step.done():
@@ -134,7 +134,7 @@ class LocalHost:
             step.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody asks any more
             raise EngineHung(f"a step has taken more than {self._hang_seconds:g} seconds")
         output = step.result()
-        return Brought(output.events, output.stats)
+        return TurnOutput(output.events, output.stats)
 
     async def restart(self) -> None:
         """End everything and try it, in place: the same weights and pages."""

@@ -21,7 +21,7 @@ from server.model import EngineView, Progress, ServedModel
 from server.worker import wire
 from server.worker.channel import Channel
 from server.worker.child import ENGINE, Child, said
-from server.worker.host import Brought
+from server.worker.host import TurnOutput
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ Around = Callable[[EngineView, EngineConfig, str], ServedModel]
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class EngineProgram:
     """What runs in the engine's process (Python source; its last argument is a socket), and what belongs around it."""
 
     source: str = ENGINE
@@ -40,7 +40,7 @@ class Program:
 
 
 @dataclass(slots=True)
-class _Live:
+class _RemoteRequest:
     """A request that is with the engine."""
 
     request_id: str
@@ -55,7 +55,7 @@ class RemoteEngine:
     is_hung = False  # whatever hangs there can be killed
 
     def __init__(
-        self, config: EngineConfig, program: Program, hang_seconds: float, log_format: LogFormat = "text",
+        self, config: EngineConfig, program: EngineProgram, hang_seconds: float, log_format: LogFormat = "text",
         child: Child | None = None,
     ) -> None:  # fmt: skip
         """`child` runs `program` already; without one it is started when the engine is."""
@@ -66,9 +66,9 @@ class RemoteEngine:
         self._channel: Channel | None = None
         self._order = self._ticket = 0
         self._wake = asyncio.Event()
-        self._live: dict[int, _Live] = {}
+        self._live: dict[int, _RemoteRequest] = {}
         self._tickets: dict[str, int] = {}
-        self._outputs: deque[wire.Output] = deque()
+        self._outputs: deque[wire.StepReport] = deque()
         self._loss: Exception | None = None
 
     # ------------------------------------------------------------------------------------------------ life and death
@@ -120,9 +120,9 @@ class RemoteEngine:
 
     # ----------------------------------------------------------------------------------------------- what it tells
 
-    def _take(self, message: wire.ToDoors) -> None:
+    def _take(self, message: wire.ToFrontEnd) -> None:
         match message:
-            case wire.Output():
+            case wire.StepReport():
                 self._outputs.append(message)
                 self._load = message.load
                 self._wake.set()
@@ -134,7 +134,7 @@ class RemoteEngine:
                 self._loss = ModelError(message.problem)
                 self._ready.set_exception(self._loss)
 
-    async def turn(self, wake: asyncio.Event) -> Brought | None:
+    async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
         """What came first of what came, or None once it is worth looking what else is to be ordered."""
         self._wake = wake
         if not self._outputs and self._loss is None:
@@ -144,7 +144,7 @@ class RemoteEngine:
             self._send(wire.Taken())
             output = self._outputs.popleft()
             read = [(event, self._reader(event)) for event in output.events]
-            return Brought(tuple(event.named(name) for event, name in read if name is not None), output.stats)
+            return TurnOutput(tuple(event.named(name) for event, name in read if name is not None), output.stats)
         if self._loss is not None:
             raise self._loss
         return None
@@ -168,7 +168,7 @@ class RemoteEngine:
         # A compiled structure cannot travel; what it was compiled from is in the request, too.
         self._send(wire.Add(self._next_order(), self._ticket, replace(request, grammar=None)))
         pages = -(-len(request.token_ids) // self._facts.page_size)
-        self._live[self._ticket] = _Live(request.request_id, self._order, request.sampling.n, pages)
+        self._live[self._ticket] = _RemoteRequest(request.request_id, self._order, request.sampling.n, pages)
         self._tickets[request.request_id] = self._ticket
 
     def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:

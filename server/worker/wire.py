@@ -14,7 +14,7 @@ import msgspec
 from engine.config import Bounds
 from engine.errors import PilotfishError
 from engine.stats import StepStats
-from engine.types import Finished, FinishReason, Request, TokenEvent, TokenLogprob
+from engine.types import FinishedOutput, FinishReason, Logprob, Request, TokenEvent
 from server.config import LogFormat
 
 _LENGTH_BYTES = 4  # big-endian, of the payload that follows
@@ -77,7 +77,7 @@ class Drop(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Taken(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """One more `Output` has been taken up: another may be made."""
+    """One more `StepReport` has been taken up: another may be made."""
 
 
 # ------------------------------------------------------------------------------------------ from engine to doors
@@ -120,10 +120,10 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     device: str
     loop: str
     dtype: str
-    load: Load
+    load: LoadReport
 
 
-class Load(msgspec.Struct, array_like=True, frozen=True):
+class LoadReport(msgspec.Struct, array_like=True, frozen=True):
     """How busy the engine is, all orders up to number `order` included; the fields are properties of `Engine`."""
 
     order: int
@@ -141,9 +141,9 @@ class Event(msgspec.Struct, array_like=True, frozen=True):
     index: int
     token_ids: tuple[int, ...]
     from_draft: tuple[bool, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    prompt_logprobs: tuple[TokenLogprob | None, ...]
-    finished: Finished | None
+    logprobs: tuple[Logprob, ...]
+    prompt_logprobs: tuple[Logprob | None, ...]
+    finished: FinishedOutput | None
 
     @classmethod
     def of(cls, ticket: int, event: TokenEvent) -> Event:
@@ -171,12 +171,12 @@ class Event(msgspec.Struct, array_like=True, frozen=True):
         )
 
 
-class Output(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class StepReport(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """What a step brought, or orders without a step: then there are no `stats`."""
 
     events: tuple[Event, ...]
     stats: StepStats | None
-    load: Load
+    load: LoadReport
 
 
 class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -185,11 +185,11 @@ class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 Order: TypeAlias = Add | Finish | Drop
 ToEngine: TypeAlias = Start | Order | Taken
-ToDoors: TypeAlias = Progress | Refused | Ready | Output | Beat
+ToFrontEnd: TypeAlias = Progress | Refused | Ready | StepReport | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_to_doors: msgspec.msgpack.Decoder[ToDoors] = msgspec.msgpack.Decoder(ToDoors)
+_to_front_end: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToFrontEnd)
 
 
 def most_bytes(bounds: Bounds) -> int:
@@ -197,7 +197,7 @@ def most_bytes(bounds: Bounds) -> int:
     return min(_BASE_BYTES + _LOGPROB_BYTES * bounds.max_total_logprobs, (1 << 8 * _LENGTH_BYTES) - 1)
 
 
-def framed(message: ToEngine | ToDoors, limit: int) -> bytes:
+def framed(message: ToEngine | ToFrontEnd, limit: int) -> bytes:
     """A message as it travels; Unsayable beyond `limit` bytes, or with half a surrogate pair in it, or 2**64."""
     try:
         payload = _encoder.encode(message)
@@ -216,10 +216,10 @@ def read_to_engine(payload: bytes) -> ToEngine:
         raise WireError(f"no message for an engine: {error}") from error
 
 
-def read_to_doors(payload: bytes) -> ToDoors:
+def read_to_front_end(payload: bytes) -> ToFrontEnd:
     """A message from the engine; WireError if it is none."""
     try:
-        return _to_doors.decode(payload)
+        return _to_front_end.decode(payload)
     except msgspec.MsgspecError as error:
         raise WireError(f"no message of an engine: {error}") from error
 

@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cuda.catalogue import Part
-from benchmarks.cuda.report import Folder, Section
+from benchmarks.cuda.report import Folder, PartReport
 from benchmarks.cuda.running import run_all
 from benchmarks.cuda.setting import Setting
 
 
-def hangs(_: Setting, section: Section) -> None:
+def hangs(_: Setting, section: PartReport) -> None:
     section.say("before it hangs")
     section.number("before", it=1.0)
     time.sleep(1000)
 
 
-def raises(_: Setting, section: Section) -> None:
+def raises(_: Setting, section: PartReport) -> None:
     section.say("before it raises")
     raise ValueError("what went wrong")
 
 
-def crashes(_: Setting, section: Section) -> None:
+def crashes(_: Setting, section: PartReport) -> None:
     section.say("before it crashes")
     os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -36,7 +36,7 @@ def lacks_a_library() -> None:
     raise ModuleNotFoundError("there is no such library")
 
 
-def works(_: Setting, section: Section) -> None:
+def works(_: Setting, section: PartReport) -> None:
     print("printed by a part that works")
     section.say("it works")
     section.number("works", it=2.0)
@@ -46,7 +46,7 @@ def works(_: Setting, section: Section) -> None:
 class Faulty(Part):
     """`work` is a function of this module."""
 
-    def load(self) -> Callable[[Setting, Section], None]:
+    def load(self) -> Callable[[Setting, PartReport], None]:
         if self.work == "lacks_a_library":
             lacks_a_library()
         return globals()[self.work]

@@ -13,7 +13,7 @@ from benchmarks.cuda import engines
 from benchmarks.cuda.arenas import PAGE, Arenas
 from benchmarks.cuda.card import Card
 from benchmarks.cuda.parts import checks, decoding, peers
-from benchmarks.cuda.report import Folder, Section
+from benchmarks.cuda.report import Folder, PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import Heads
 from engine.device_loop.repertoire import Repertoire
@@ -26,7 +26,7 @@ TINY = Setting.of("cpu", "tiny", "tiny")
 def test_acceptance_is_what_was_asked() -> None:
     """1 + a + a^2 + a^3 tokens for three drafts, each kept with probability a."""
     assert engines.expected_tokens(0.5, 3) == 1.875
-    pair = engines.Pair.of(CPU, "tiny", "tiny")
+    pair = engines.RandomPair.of(CPU, "tiny", "tiny")
     engine = engines.engine_of(pair, CPU, 8, 600, 0.5, 3)
     engines.fill(engine, 8, 4, 3)
     got = engines.measure(engine, CPU, 8, 60)
@@ -58,7 +58,7 @@ def test_no_timed_step_is_the_first_of_its_size_and_number_of_drafts(monkeypatch
     monkeypatch.setattr(engines, "timed", marked)
     folder = Folder(tmp_path, "x")
     folder.begin()
-    decoding.auto(replace(TINY, strange=1, steps=25, context=8), Section(folder, "auto"))
+    decoding.auto(replace(TINY, strange=1, steps=25, context=8), PartReport(folder, "auto"))
     assert fresh == []
     assert len({k for _, _, k in known}) == decoding.MOST_AUTO + 1
 
@@ -94,7 +94,7 @@ def test_continuous_batching_runs_with_the_pages_that_were_asked_for(monkeypatch
         "__init__",
         lambda self, *args, **named: (config_of(self, *args, **named), made.append(self))[0],
     )
-    pair, told = engines.Pair.of(CPU, "tiny", None, "sdpa"), []
+    pair, told = engines.RandomPair.of(CPU, "tiny", None, "sdpa"), []
     monkeypatch.setattr(peers, "tokens_per_second", lambda run, *_, **__: told.append([run(2), run(9)]) or 1.0)
     assert peers.continuous(pair, CPU, 3, 40, (2, 9)) == 3.0
     assert told
@@ -105,7 +105,7 @@ def test_continuous_batching_runs_with_the_pages_that_were_asked_for(monkeypatch
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
 def test_transformers_agree_as_often_as_was_asked(acceptance, monkeypatch):
     """The target's passes over 60 tokens with 3 drafts each tell how many were kept."""
-    pair, passes = engines.Pair.of(CPU, "tiny", "tiny", "sdpa"), []
+    pair, passes = engines.RandomPair.of(CPU, "tiny", "tiny", "sdpa"), []
     pair.target.register_forward_pre_hook(lambda *_: passes.append(1))
     monkeypatch.setattr(peers, "tokens_per_second", lambda run, *_: run(60) is None or 1.0)
     peers.assisted(pair, CPU, acceptance, 8, 3, (1, 60))

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.harness.lab import Options
-from benchmarks.harness.meter import Usage
+from benchmarks.harness.lab import BenchOptions
+from benchmarks.harness.meter import CpuUsage
 from benchmarks.harness.report import table
 from benchmarks.harness.synthetic import Rule
 from benchmarks.harness.turns import Turn
-from benchmarks.peers.catalogue import OURS, PEERS, Setting, pythons
+from benchmarks.peers.catalogue import OURS, PEERS, PeerSetting, pythons
 from benchmarks.peers.remote import NotMeasured
 from benchmarks.sections import peer_prompts, peers
 
@@ -44,7 +44,7 @@ class Program:
             raise NotMeasured("too long")
         texts = [RULE.text(prompt[-1], tokens) for prompt in prompts]
         made = len(prompts) * tokens / (1 + self.peer.busy[0])
-        return Turn(texts, 1 / self.peer.speed, made, 1 / self.peer.speed, Usage(1.0, 1.0, 0.0, 0.0))
+        return Turn(texts, 1 / self.peer.speed, made, 1 / self.peer.speed, CpuUsage(1.0, 1.0, 0.0, 0.0))
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ def lab(monkeypatch):
     monkeypatch.setattr(peers, "matrix_bytes", lambda path: 10**9)
     monkeypatch.setattr(peers, "int8_of", lambda path: path)
     monkeypatch.setattr(peers, "Memory", lambda threads: SimpleNamespace(bandwidth=lambda: 10.0))
-    options = Options(threads=1, rounds=2, batches=(2,), contexts=(16, 200), drafts=(5,), neighbours=(0, 1))
+    options = BenchOptions(threads=1, rounds=2, batches=(2,), contexts=(16, 200), drafts=(5,), neighbours=(0, 1))
     pair = SimpleNamespace(rule=RULE, target="target")
     lab = SimpleNamespace(options=options, pair=pair, told=[], drafts=lambda _: [5], peers=there)
     lab.tell = lab.told.append
@@ -133,12 +133,12 @@ def test_a_start_is_timed_to_the_first_token(lab):
 
 
 def names(*wanted):
-    return [peer.name for peer in peers.chosen(Options(peers=wanted))]
+    return [peer.name for peer in peers.chosen(BenchOptions(peers=wanted))]
 
 
 def test_programs_are_chosen_by_name():
     ours = [peer.name for peer in PEERS if peer.is_ours]
-    assert len(peers.chosen(Options())) == len(PEERS)
+    assert len(peers.chosen(BenchOptions())) == len(PEERS)
     assert names() == ours
     assert names("openvino int8") == [*ours, "openvino int8"]
     assert names(OURS, "openvino int8") == [OURS, "openvino int8"]
@@ -146,7 +146,7 @@ def test_programs_are_chosen_by_name():
 
 
 def test_a_program_may_have_a_python_of_its_own(tmp_path):
-    setting = Setting(None, pythons(["a/python", "vllm=b/python"]), 1, 1, 1, tmp_path)
+    setting = PeerSetting(None, pythons(["a/python", "vllm=b/python"]), 1, 1, 1, tmp_path)
     assert setting.python("vllm") == "b/python"
     assert setting.python("openvino") == "a/python"
     assert setting.python("ours") == setting.python("transformers") == sys.executable

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.__main__ import SECTIONS, main
-from benchmarks.frontend.callers import DOORS
+from benchmarks.frontend.callers import FRONT_ENDS
 from benchmarks.frontend.parts import PARTS
 from benchmarks.harness.report import part, table
 from benchmarks.harness.timing import abreast
@@ -54,11 +54,11 @@ def test_the_doors_are_measured_on_a_page_of_their_own(tmp_path, capsys, monkeyp
     )
     assert "# What a streamed token costs" in (tmp_path / "frontend.md").read_text()
     rows = json.loads((tmp_path / "frontend" / "frontend.json").read_text())["rows"]
-    assert {(row["door"], row["streams"]) for row in rows} == {(door, n) for door in DOORS for n in (1, 3)}
+    assert {(row["door"], row["streams"]) for row in rows} == {(door, n) for door in FRONT_ENDS for n in (1, 3)}
     assert all(row["messages"] >= 1 and row["cpu"] > 0 for row in rows)
     parts = json.loads((tmp_path / "frontend" / "frontend-parts.json").read_text())["rows"]
     assert [row["part"] for row in parts if row.get("gRPC", 0) > 0][:2] == [PARTS["driver"], PARTS["metrics"]]
-    for door in DOORS:
+    for door in FRONT_ENDS:
         assert sum(row[f"{door} share"] for row in parts[:-1]) == pytest.approx(1)
     assert "per token" in capsys.readouterr().out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.capacity.costs import CostTable, Observed
-from benchmarks.capacity.simulate import Asked, at_random, better_of_two, forecast, in_turn
+from benchmarks.capacity.simulate import SimulatedRequest, at_random, better_of_two, forecast, in_turn
 from engine.control.cost_model import NUM_QUANTITIES
 
 A_PASS, A_ROW = 0.01, 0.001
@@ -18,7 +18,7 @@ def table(acceptance=0.0, **fields):
 
 
 def test_one_request_alone_takes_what_its_passes_cost():
-    found = forecast(table(), [Asked(1.0, 10, 5)], num_draft=0)
+    found = forecast(table(), [SimulatedRequest(1.0, 10, 5)], num_draft=0)
     (served,) = found.served
     reading, each = A_PASS + 10 * A_ROW, A_PASS + A_ROW
     assert served.timeline.first_token - served.arrived == pytest.approx(reading)
@@ -27,13 +27,13 @@ def test_one_request_alone_takes_what_its_passes_cost():
 
 def test_the_network_takes_its_time_between_steps():
     slow = table(step_overhead=0.5, token_overhead=0.25)
-    (served,) = forecast(slow, [Asked(0.0, 10, 5)], num_draft=0).served
+    (served,) = forecast(slow, [SimulatedRequest(0.0, 10, 5)], num_draft=0).served
     assert served.timeline.ended == pytest.approx(A_PASS + 10 * A_ROW + 4 * (A_PASS + A_ROW) + 5 * 0.75)
 
 
 @pytest.mark.parametrize("route", [at_random, in_turn, better_of_two])
 def test_nobody_is_lost_and_drafts_gain_time(route):
-    asked = [Asked(0.02 * i, 20, 30) for i in range(200)]
+    asked = [SimulatedRequest(0.02 * i, 20, 30) for i in range(200)]
     plain = forecast(table(), asked, replicas=3, route=route, batch=4, queue_seconds=0.5, num_draft=0)
     assert len(plain.served) + plain.refused == len(asked)
     assert plain.refused
@@ -43,7 +43,7 @@ def test_nobody_is_lost_and_drafts_gain_time(route):
 
 
 def test_a_shorter_queue_means_less_waiting():
-    asked = [Asked(0.02 * i, 20, 30) for i in range(1500)]
+    asked = [SimulatedRequest(0.02 * i, 20, 30) for i in range(1500)]
     found = [forecast(table(), asked, batch=4, queue_seconds=seconds, num_draft=0) for seconds in (0.1, 1.0, 4.0)]
     waits = [one.first_token["p50"] for one in found]  # the first few come when nothing is known, and wait for long
     assert waits == sorted(waits)

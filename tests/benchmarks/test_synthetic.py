@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.harness.replay import NAME, ReplayModels, Script
-from benchmarks.harness.synthetic import LOOP, Pair, Rule, agreement, int8_of, matrix_bytes
+from benchmarks.harness.synthetic import LOOP, Rule, SyntheticPair, agreement, int8_of, matrix_bytes
 from benchmarks.harness.timing import AUTO, run_turn, way
 from engine.config import EngineConfig
 from engine.startup.build import build_engine
@@ -17,7 +17,7 @@ TOKENS, BATCH = 48, 4
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    return Pair.make(tmp_path_factory.mktemp("models"), "tiny", "tinier", 0.75)
+    return SyntheticPair.make(tmp_path_factory.mktemp("models"), "tiny", "tinier", 0.75)
 
 
 @pytest.fixture(scope="module")

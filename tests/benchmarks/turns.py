@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.harness.meter import Usage
+from benchmarks.harness.meter import CpuUsage
 from benchmarks.harness.turns import Turn
 
 
 def turn(speed: float) -> Turn:
     """Tokens per second of the decoding part."""
-    return Turn([[1] * 11], 2.0, 10, 10 / speed, Usage(2.0, 2.0, 0.0, 0.0))
+    return Turn([[1] * 11], 2.0, 10, 10 / speed, CpuUsage(2.0, 2.0, 0.0, 0.0))

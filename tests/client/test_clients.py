@@ -172,7 +172,7 @@ def test_every_structure_arrives_in_its_field(connected, fake):
 
 
 def test_a_conversation_is_a_prompt(connected, fake):
-    connected.generate([{"role": "system", "content": "be brief"}, client.Message(role="user", content="hi")])
+    connected.generate([{"role": "system", "content": "be brief"}, client.ChatMessage(role="user", content="hi")])
     [request] = fake.requests
     assert [(m.role, m.content) for m in request.messages.messages] == [("system", "be brief"), ("user", "hi")]
 
@@ -255,14 +255,14 @@ def test_a_deadline_reaches_the_server(connected, fake):
 def test_a_passed_deadline_says_so(connected, fake):
     fake.hold = True
     events = connected.stream("x", deadline=0.5)
-    with pytest.raises(client.DeadlineExceeded):
+    with pytest.raises(client.DeadlineExceededError):
         list(events)
 
 
 def test_all_violations_arrive(connected, fake):
     fake.status = invalid(**{"sampling.top_p": "is 2", "prompt": "is empty"})
     for ask in (lambda: connected.generate(""), lambda: list(connected.stream("")), connected.load):
-        with pytest.raises(client.InvalidRequest, match="2 problems") as caught:
+        with pytest.raises(client.InvalidRequestError, match="2 problems") as caught:
             ask()
         assert caught.value.violations == (
             client.FieldViolation("sampling.top_p", "is 2"),
@@ -273,30 +273,30 @@ def test_all_violations_arrive(connected, fake):
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
-        (grpc.StatusCode.UNIMPLEMENTED, client.Unsupported),
-        (grpc.StatusCode.NOT_FOUND, client.NotFound),
-        (grpc.StatusCode.ALREADY_EXISTS, client.AlreadyExists),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, client.QueueFull),
-        (grpc.StatusCode.UNAVAILABLE, client.Unavailable),
-        (grpc.StatusCode.ABORTED, client.Aborted),
-        (grpc.StatusCode.CANCELLED, client.Cancelled),
+        (grpc.StatusCode.UNIMPLEMENTED, client.UnsupportedError),
+        (grpc.StatusCode.NOT_FOUND, client.NotFoundError),
+        (grpc.StatusCode.ALREADY_EXISTS, client.AlreadyExistsError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, client.QueueFullError),
+        (grpc.StatusCode.UNAVAILABLE, client.UnavailableError),
+        (grpc.StatusCode.ABORTED, client.AbortedError),
+        (grpc.StatusCode.CANCELLED, client.CancelledError),
         (grpc.StatusCode.INTERNAL, client.ServerFault),
-        (grpc.StatusCode.PERMISSION_DENIED, client.PermissionDenied),
-        (grpc.StatusCode.UNAUTHENTICATED, client.Unauthenticated),
-        (grpc.StatusCode.DATA_LOSS, client.RequestFailed),
+        (grpc.StatusCode.PERMISSION_DENIED, client.PermissionDeniedError),
+        (grpc.StatusCode.UNAUTHENTICATED, client.UnauthenticatedError),
+        (grpc.StatusCode.DATA_LOSS, client.RequestFailedError),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_each_status_has_its_error(connected, fake, code, kind):
     fake.status = status_pb2.Status(code=code.value[0], message="because")
-    with pytest.raises(client.RequestFailed) as caught:
+    with pytest.raises(client.RequestFailedError) as caught:
         connected.generate("x")
     assert type(caught.value) is kind
     assert (caught.value.code, caught.value.message) == (code, "because")
 
 
 def test_nobody_there_is_unavailable():
-    with client.Client("127.0.0.1:1") as connection, pytest.raises(client.Unavailable):
+    with client.Client("127.0.0.1:1") as connection, pytest.raises(client.UnavailableError):
         connection.health()
 
 

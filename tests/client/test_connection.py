@@ -72,7 +72,7 @@ def test_a_call_that_meets_a_closing_door_is_tried_again(fake, stream):
 def test_retries_have_an_end_and_the_error_says_when_to_come_again(fake):
     fake.refusals = [fake_server.full(2.5)] * 9
     with client.Client(fake.address, retry=Retry(attempts=3, first_pause=0.01)) as connection:
-        with pytest.raises(client.QueueFull) as error:
+        with pytest.raises(client.QueueFullError) as error:
             connection.generate("x")
         assert error.value.retry_seconds == 2.5
     assert len(fake.requests) == 3
@@ -81,14 +81,14 @@ def test_retries_have_an_end_and_the_error_says_when_to_come_again(fake):
 def test_retry_none_tries_once(fake):
     fake.refusals = [fake_server.full(0.01)]
     with client.Client(fake.address, retry=None) as connection:
-        with pytest.raises(client.QueueFull):
+        with pytest.raises(client.QueueFullError):
             connection.generate("x")
         assert connection.generate("x")
 
 
 def test_what_is_wrong_is_not_tried_again(fake):
     fake.refusals = [fake_server.invalid(prompt="is empty")]
-    with client.Client(fake.address) as connection, pytest.raises(client.InvalidRequest) as error:
+    with client.Client(fake.address) as connection, pytest.raises(client.InvalidRequestError) as error:
         connection.generate("")
     assert error.value.retry_seconds is None
     assert len(fake.requests) == 1

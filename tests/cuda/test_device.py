@@ -176,7 +176,7 @@ def steps_without_waiting(engine, ks, guard=no_wait):
 def settle(engine):
     """Until all ride, and the newest one's first round is on its way."""
     engine.step()
-    while len(engine._rounds.riders) < engine.num_running or engine.num_waiting:
+    while len(engine._rounds.on_device) < engine.num_running or engine.num_waiting:
         engine.step()
     engine.step()
 

@@ -19,7 +19,7 @@ import yaml
 from google.rpc import error_details_pb2 as details_pb
 
 from client import AsyncClient, Delta
-from client.errors import InvalidRequest, QueueFull, Unavailable, Unsupported
+from client.errors import InvalidRequestError, QueueFullError, UnavailableError, UnsupportedError
 from models.corpus import held_out_prompts
 from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from tests.deploy.prometheus import DEPLOY
@@ -129,14 +129,14 @@ async def test_tokens_are_those_of_plain_decoding_streamed_or_not(two):
 
 async def test_mistakes_are_told_field_by_field(two):
     async with AsyncClient(two, retry=None) as client:
-        with pytest.raises(InvalidRequest) as error:
+        with pytest.raises(InvalidRequestError) as error:
             await client.generate("x", max_tokens=0, top_p=3.0)
         assert {v.field for v in error.value.violations} == {"stopping.max_tokens", "sampling.top_p"}
-        with pytest.raises(InvalidRequest) as error:
+        with pytest.raises(InvalidRequestError) as error:
             async for _ in client.stream("x", max_tokens=0):
                 pass
         assert [v.field for v in error.value.violations] == ["stopping.max_tokens"]
-        with pytest.raises(Unsupported):
+        with pytest.raises(UnsupportedError):
             await client.abort("anything")
 
 
@@ -186,7 +186,7 @@ async def _outcome(client, prompt):
             if isinstance(event, Delta):
                 tokens += len(event.token_ids)
                 yield tokens, None
-    except Unavailable as error:
+    except UnavailableError as error:
         yield tokens, error
 
 
@@ -236,7 +236,7 @@ async def test_too_many_are_refused_with_a_time_to_come_again_and_bring_another_
             refused = [end for end in ends if isinstance(end, BaseException)]
             assert 0 < len(refused) < len(ends)
             for error in refused:
-                assert isinstance(error, QueueFull), error
+                assert isinstance(error, QueueFullError), error
                 assert error.retry_seconds == 1.0
                 assert "\n" not in error.message
 

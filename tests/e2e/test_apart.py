@@ -34,7 +34,7 @@ ASKED = [
 
 
 @asynccontextmanager
-async def doors(**where):
+async def front_ends(**where):
     """A server, and a client at each of its doors."""
     async with serving(**where, **SETTINGS) as server, http_client(server) as http:
         address = f"127.0.0.1:{server.app.grpc_port}"
@@ -69,9 +69,9 @@ async def cut_over_http(http):
 
 
 async def test_the_same_tokens_and_again_after_a_kill():
-    async with doors(load=ServedModel.load) as (_, connection, http):
+    async with front_ends(load=ServedModel.load) as (_, connection, http):
         wanted, texts = await outputs_of(connection), await texts_over_http(http)
-    async with doors(engine_process=True) as (server, connection, http):
+    async with front_ends(engine_process=True) as (server, connection, http):
         assert await outputs_of(connection) == wanted
         assert await texts_over_http(http) == texts
         await killed_under_load(server, connection, http)
@@ -90,7 +90,7 @@ async def killed_under_load(server, connection, http):
     await until(lambda: engine.num_running == 13, 30)
     os.kill(server.app.host._child.process.pid, signal.SIGKILL)
     for error in await asyncio.gather(*running, return_exceptions=True):
-        assert isinstance(error, client.Unavailable), error
+        assert isinstance(error, client.UnavailableError), error
     assert "the engine failed" in await over_http
     assert await health_of(server) == "NOT_SERVING"
     assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 503

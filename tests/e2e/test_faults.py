@@ -25,7 +25,7 @@ from server.admission import answers
 from server.model import ServedModel
 from server.streams import stream
 from server.worker import engine_process
-from server.worker.remote import Program
+from server.worker.remote import EngineProgram
 from tests.e2e.test_bad_inputs import http_client
 from tests.server.conftest import serving, until
 from tests.server.test_life import metric, read_to_end
@@ -153,7 +153,7 @@ async def all_of(connection, name, **poison):
 
 
 IN_ENGINE = [in_target, in_sampler, not_a_number, in_grammar, in_draft]
-IN_DOORS = [in_tokenizer, in_detokenizer, in_serializer]
+IN_FRONT_END = [in_tokenizer, in_detokenizer, in_serializer]
 APART = "from tests.e2e.test_faults import faulty_engine; faulty_engine()"
 
 
@@ -171,14 +171,14 @@ def faulty_engine() -> None:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["thread", "process"])
 async def test_a_poison_request_fails_alone_wherever_it_fails(apart, monkeypatch):
-    where = {"program": Program(APART), "engine_process": True} if apart else {"load": ServedModel.load}
+    where = {"program": EngineProgram(APART), "engine_process": True} if apart else {"load": ServedModel.load}
     async with serving(**where, **SETTINGS) as server:
         address, engine = f"127.0.0.1:{server.app.grpc_port}", server.app.driver.model.engine
         async with client.AsyncClient(address) as connection:
             wanted, _ = await all_of(connection, "nobody")
-            for fault in IN_DOORS if apart else [*IN_DOORS, *IN_ENGINE]:
+            for fault in IN_FRONT_END if apart else [*IN_FRONT_END, *IN_ENGINE]:
                 fault(engine, monkeypatch)
-            for fault in [*IN_DOORS, *IN_ENGINE]:
+            for fault in [*IN_FRONT_END, *IN_ENGINE]:
                 options = {"regex": "[a-z ]{60}"} if fault is in_grammar else {}
                 healthy, sick = await all_of(connection, fault.__name__, **options)
                 assert healthy == wanted, fault.__name__
@@ -196,7 +196,7 @@ async def test_a_poison_request_fails_alone_wherever_it_fails(apart, monkeypatch
 
 @pytest.mark.parametrize("apart", [False, True], ids=["thread", "process"])
 async def test_no_number_of_poison_requests_stops_an_idle_server(apart, monkeypatch):
-    where = {"program": Program(APART), "engine_process": True} if apart else {"load": ServedModel.load}
+    where = {"program": EngineProgram(APART), "engine_process": True} if apart else {"load": ServedModel.load}
     async with serving(**where, **SETTINGS) as server:
         address, engine = f"127.0.0.1:{server.app.grpc_port}", server.app.driver.model.engine
         if not apart:
@@ -299,7 +299,7 @@ async def test_sigterm_under_load_cuts_no_stream_and_a_second_one_does():
             for first, stream in zip(begun, short, strict=True):
                 events = [first, *[event async for event in stream]]
                 assert sum(len(event.token_ids) for event in events if isinstance(event, client.Delta)) == 200
-            with pytest.raises(client.Unavailable):
+            with pytest.raises(client.UnavailableError):
                 await tokens_of(connection, "b")
             server.terminate()
             with pytest.raises(grpc.aio.AioRpcError) as error:

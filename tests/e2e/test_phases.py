@@ -18,7 +18,7 @@ from models import embedded_draft, embedded_target
 from pilotfish.v1 import generation_pb2 as pb
 from server.model import ServedModel
 from server.worker import engine_process
-from server.worker.remote import Program
+from server.worker.remote import EngineProgram
 from tests.server.conftest import serving, until
 from tests.server.test_life import read_to_end
 
@@ -313,7 +313,7 @@ class OutputsAfter:
 @pytest.mark.parametrize("by_deadline", [False, True], ids=["cancel", "deadline"])
 async def test_in_a_process_of_its_own_only_the_step_under_way_is_finished(by_deadline, monkeypatch, tmp_path):
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    async with serving(program=Program(APART), engine_process=True, **SETTINGS) as server:
+    async with serving(program=EngineProgram(APART), engine_process=True, **SETTINGS) as server:
         driver = server.app.driver
         neighbour = asked("neighbour", (7, 8, 9), 400)
         wanted = await tokens_of(server.inference.GenerateStream(neighbour))

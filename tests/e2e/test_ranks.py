@@ -31,8 +31,8 @@ class Group:
     def __init__(self, folder: Path) -> None:
         self.port, meeting = free_port(), free_port()
         self._logs = [folder / f"{rank}.log" for rank in range(SIZE)]
-        doors = ("--grpc-port", str(self.port), "--http-port", str(free_port()))
-        command = [sys.executable, "-c", PROGRAM, "serve", *OPTIONS, *doors]
+        front_ends = ("--grpc-port", str(self.port), "--http-port", str(free_port()))
+        command = [sys.executable, "-c", PROGRAM, "serve", *OPTIONS, *front_ends]
         ours = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(meeting)}
         ours |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
         self._open = ExitStack()
@@ -94,7 +94,7 @@ def test_a_share_that_dies_ends_streams_and_server(tmp_path):
         stream = connection.stream(PROMPT, max_tokens=900, ignore_eos=True)
         next(stream)
         group.ranks[1].kill()
-        with pytest.raises(client.Unavailable):
+        with pytest.raises(client.UnavailableError):
             for _ in stream:
                 pass
         assert group.codes() == [1, -signal.SIGKILL], group.log()

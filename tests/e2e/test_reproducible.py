@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from client import AsyncClient, Completion
-from client.errors import Unsupported
+from client.errors import UnsupportedError
 from engine.engine import Engine, StepOutput
 from engine.model.checkpoint import read_config
 from engine.model.runner import kv_layout
@@ -112,5 +112,7 @@ async def test_alone_in_company_after_preemption_and_after_a_restart(reproducibl
 
 async def test_rejection_is_refused_by_a_reproducible_server() -> None:
     async with running(reproducible=True, draft=None) as server:
-        with pytest.raises(Unsupported, match=r"speculation\.verification is 'rejection'; this server is reproducible"):
+        with pytest.raises(
+            UnsupportedError, match=r"speculation\.verification is 'rejection'; this server is reproducible"
+        ):
             await server.client.generate("x", verification="rejection")

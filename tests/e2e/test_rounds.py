@@ -46,8 +46,8 @@ async def said_by(loop: str) -> list[Case]:
         engine.check_invariants()
         generated = sum(case.finished.usage.completion_tokens for case in together)
         assert sample(app, "pilotfish_generated_tokens_total") >= generated
-        landed = sample(app, "pilotfish_step_duration_seconds_sum", phase="launch")
-        assert (landed > 0.01) is (loop == "rounds")
+        round_results = sample(app, "pilotfish_step_duration_seconds_sum", phase="launch")
+        assert (round_results > 0.01) is (loop == "rounds")
         return together
 
 
@@ -84,6 +84,6 @@ async def test_ends_from_all_sides() -> None:
                 await asyncio.gather(*running, return_exceptions=True)
             await until(lambda: not app.driver.live(), 30)
         assert [case.tokens for case in beside] == [case.tokens for case in alone]
-        assert not engine._rounds.riders
+        assert not engine._rounds.on_device
         assert engine.free_pages == engine.total_pages
         engine.check_invariants()

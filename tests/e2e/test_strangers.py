@@ -38,13 +38,13 @@ async def read(client: AsyncClient, **options: object) -> tuple[list[int], float
     return tokens, still
 
 
-async def attack(client: AsyncClient, guided: Guided) -> errors.RequestFailed | None:
+async def attack(client: AsyncClient, guided: Guided) -> errors.RequestFailedError | None:
     """What became of a request with this structure: None if it was answered."""
     asked = {name: getattr(guided, name) for name in ("json_schema", "regex", "grammar", "choice")}
     asked = {name: value for name, value in asked.items() if value is not None}
     try:
         await client.generate("x = ", deadline=60, max_tokens=200, temperature=1.0, seed=1, **asked)
-    except (errors.InvalidRequest, errors.ServerFault) as error:
+    except (errors.InvalidRequestError, errors.ServerFault) as error:
         return error
     return None
 
@@ -66,7 +66,7 @@ async def test_costly_structures_end_in_time_and_nobody_elses_stream_stalls() ->
         assert got == want
         assert still < PATIENCE
         at_once, later = told[: len(refused)], told[len(refused) :]
-        assert all(isinstance(error, errors.InvalidRequest) and "guided" in str(error) for error in at_once)
+        assert all(isinstance(error, errors.InvalidRequestError) and "guided" in str(error) for error in at_once)
         assert any(later)
         assert all("the structure fails" in str(error) for error in later if error is not None)
         assert (await read(client, **long))[0] == want

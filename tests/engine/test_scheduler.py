@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from engine.kv.pages import BlockPool
 from engine.scheduler import Scheduler
-from engine.types import Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
+from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationSettings, Verification
 
 
 def sequence(name: str, prompt: int, *, max_len: int | None = None, num_draft: int = 0) -> Sequence:
-    speculation = Speculation(
+    speculation = SpeculationSettings(
         mode=SpeculationMode.FIXED, num_draft_tokens=num_draft, proposer="model", verification=Verification.COUPLED
     )
     request = Request(request_id=name, token_ids=(1,) * prompt, sampling=SamplingParams())

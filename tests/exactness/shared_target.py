@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine.llm import LLM, Completion
-from engine.machine.rank import Place
+from engine.llm import LLM, CompletionOutput
+from engine.machine.rank import RankInfo
 from engine.types import SamplingParams, SpeculationMode, SpeculationParams
 from tests import zoo
 
@@ -32,7 +32,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     return [(prompt, LAWS[i % len(LAWS)]) for i, prompt in enumerate(zoo.prompts(18))]
 
 
-def said(completions: list[Completion]) -> list[dict[str, Any]]:
+def said(completions: list[CompletionOutput]) -> list[dict[str, Any]]:
     """What must be the same, as JSON has it."""
     kept = ("token_ids", "finish_reason", "logprobs", "prompt_logprobs")
     return json.loads(json.dumps([{name: asdict(done)[name] for name in kept} for done in completions]))
@@ -84,7 +84,7 @@ def main(folder: Path, families: dict[str, dict[str, Any]]) -> None:
     for family, options in families.items():
         with suppress(SystemExit):
             brought = run(folder / family, **options)
-            assert Place.here().leads, "another rank than the first got an engine"
+            assert RankInfo.here().leads, "another rank than the first got an engine"
             (folder / family / "out.json").write_text(json.dumps(brought), "utf-8")
 
 

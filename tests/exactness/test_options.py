@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from engine.control.controller import FixedK, within
 from engine.engine import Engine
-from engine.llm import LLM, Completion
+from engine.llm import LLM, CompletionOutput
 from engine.types import Guided, Request, SamplingParams, Sequence, SpeculationMode
 from tests.sameness import (
     PROMPTS,
@@ -164,7 +164,7 @@ def test_each_option_bites(option: str) -> None:
     assert seen != [[_visible(done) for done in random_pair().plain(prompt, without)] for prompt in PROMPTS]
 
 
-def _visible(done: Completion) -> tuple[object, ...]:
+def _visible(done: CompletionOutput) -> tuple[object, ...]:
     return done.token_ids, done.text, done.finish_reason, done.logprobs, done.prompt_logprobs
 
 

@@ -163,10 +163,10 @@ DRAFT_TABLE = torch.tensor(
 
 
 PLAIN = SamplingParams(temperature=1.0)
-CUT = SamplingParams(temperature=0.7, top_k=3, top_p=0.9)
+TRUNCATED = SamplingParams(temperature=0.7, top_k=3, top_p=0.9)
 
 
-@pytest.mark.parametrize("law", [PLAIN, CUT], ids=["plain", "cut"])
+@pytest.mark.parametrize("law", [PLAIN, TRUNCATED], ids=["plain", "cut"])
 @pytest.mark.parametrize("rule", list(Verification))
 @pytest.mark.parametrize("num_draft", [0, 2])
 def test_chi_square_through_the_engine(rule: Verification, num_draft: int, law: SamplingParams) -> None:

@@ -30,10 +30,10 @@ from engine.sampling.distribution import RowParams
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import Stream
 from engine.sampling.processors import process
-from engine.sampling.row import Row
+from engine.sampling.row import LogitsRow
 from engine.startup.build import assemble, build_engine
 from engine.text.codec import Codec
-from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationParams, TokenLogprob
+from engine.types import Logprob, Request, SamplingParams, Sequence, SpeculationMode, SpeculationParams
 from models import corpus, embedded_draft, embedded_target
 from tests import fakes, heads, zoo
 
@@ -57,7 +57,7 @@ LAWS = (
     ),
 )
 
-Bits = tuple[list[int], list[TokenLogprob]]
+Bits = tuple[list[int], list[Logprob]]
 
 
 def request(i: int, label: str = "", **speculation: object) -> Request:
@@ -286,14 +286,14 @@ def test_the_sampler_gives_a_row_the_same_bits_alone() -> None:
             Sequence(request(i), seed=i, speculation=None, max_len=99, end_token_ids=frozenset(), tokens=PROMPTS[i])
             for i in range(24)
         ]
-        rows = [Row(s, drafts, Stream.COUPLED) for s in sequences for drafts in ((), (7, 8))]
+        rows = [LogitsRow(s, drafts, Stream.COUPLED) for s in sequences for drafts in ((), (7, 8))]
         together = _sampled(logits, rows)
         for i in range(48):
             for mine, all_rows in zip(_sampled(logits[i : i + 1], rows[i : i + 1]), together, strict=True):
                 assert mine[0].tolist() == all_rows[i].tolist()
 
 
-def _sampled(logits: torch.Tensor, rows: list[Row]) -> tuple[torch.Tensor, ...]:
+def _sampled(logits: torch.Tensor, rows: list[LogitsRow]) -> tuple[torch.Tensor, ...]:
     params, processed = RowParams.of(rows, logits.shape[1], logits.device), process(logits, rows)
     tokens = distribution.choose(processed, params)
     logprobs = token_logprobs(logits, tokens.tolist(), Bounds().max_logprobs)

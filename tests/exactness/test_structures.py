@@ -9,7 +9,7 @@ from functools import cache
 import jsonschema
 import pytest
 
-from engine.llm import LLM, Completion
+from engine.llm import LLM, CompletionOutput
 from engine.types import FinishReason, Guided, SamplingParams
 from tests.sameness import PROPOSERS, asking, assert_same, embedded_pair
 from tests.schemas import random_schema
@@ -25,13 +25,13 @@ def asked(seed: int) -> tuple[str, SamplingParams]:
     return "import json\n\nprint(json.dumps(value)) # -> "[seed % 20 :], sampling
 
 
-def generate(llm: LLM, proposer: str, seeds: Iterable[int] = range(100)) -> list[Completion]:
+def generate(llm: LLM, proposer: str, seeds: Iterable[int] = range(100)) -> list[CompletionOutput]:
     prompts, params = zip(*map(asked, seeds), strict=True)
     return llm.generate(list(prompts), list(params), speculation=asking(proposer, 4))
 
 
 @cache
-def plain() -> list[Completion]:
+def plain() -> list[CompletionOutput]:
     return generate(embedded_pair().llm("none", **OPTIONS, prefix_cache=False), "none")
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is not installed")
 
 from engine.device_loop import draws
-from engine.kernels import cuts
 from engine.kernels import sampling as kernels
-from engine.kernels.args import Laws
+from engine.kernels import truncation
+from engine.kernels.args import SamplerRows
 from engine.sampling import distribution
 from engine.sampling.distribution import TINY, RowParams
 from engine.sampling.noise import Stream
@@ -31,7 +31,7 @@ PARAMS = st.builds(
     top_p=st.sampled_from([1.0, 0.93, 0.5, 0.2, 0.01]),
     min_p=st.sampled_from([0.0, 0.0, 0.03, 0.31, 1.0]),
 )
-CUT = st.builds(
+TRUNCATED = st.builds(
     SamplingParams,
     temperature=st.sampled_from([1e-5, 0.3, 1.0, 2.5, 100.0]),
     top_k=st.sampled_from([0, 1, 2, 7, 40, 64, 200, 300, 301, 500]),
@@ -58,16 +58,16 @@ def logits_of(kind, rows, vocab, seed):
     return logits
 
 
-def laws_of(rows, vocab):
+def samplers_of(rows, vocab):
     params = RowParams.of(rows, vocab, torch.device("cpu"))
     greedy = torch.tensor([r.sequence.request.sampling.temperature == 0 for r in rows])
     temperature = params.temperature.masked_fill(greedy, 0)
     numbers = (params.top_k, params.top_p, params.min_p, params.seed, params.position, params.stream)
-    return params, Laws(*(x.to(DEVICE) for x in (temperature, *numbers)))
+    return params, SamplerRows(*(x.to(DEVICE) for x in (temperature, *numbers)))
 
 
-def choose(logits, laws, **options):
-    return kernels.choose(logits.to(DEVICE), laws, **options).token.cpu()
+def choose(logits, samplers, **options):
+    return kernels.choose(logits.to(DEVICE), samplers, **options).token.cpu()
 
 
 @settings(max_examples=12, phases=LOOKING)
@@ -79,29 +79,29 @@ def choose(logits, laws, **options):
 )
 def test_the_same_tokens_as_on_the_cpu(seed, wanted, vocab, kind):
     logits = logits_of(kind, len(wanted), vocab, seed)
-    params, laws = laws_of([row(p, position, s) for p, s, position in wanted], vocab)
-    with mock.patch.object(kernels, "_BLOCK", 128), mock.patch.object(cuts, "BLOCK", 256):
-        got = choose(logits, laws)
+    params, samplers = samplers_of([row(p, position, s) for p, s, position in wanted], vocab)
+    with mock.patch.object(kernels, "_BLOCK", 128), mock.patch.object(truncation, "BLOCK", 256):
+        got = choose(logits, samplers)
     assert torch.equal(got, distribution.choose(logits, params))
     if not any(p.top_k or p.top_p < 1 or p.min_p for p, _, _ in wanted):
-        assert torch.equal(choose(logits, laws, cuts=False), got)
+        assert torch.equal(choose(logits, samplers, truncated=False), got)
 
 
-def kept_by_the_kernels(logits, laws, block):
+def kept_by_the_kernels(logits, samplers, block):
     """Which tokens the ends that the kernels find leave in: bool `[R, vocab]`."""
     num_rows, vocab = logits.shape
     blocks = -(-vocab // block)
     padded = torch.full((num_rows, blocks * block), -math.inf)
     padded[:, :vocab] = logits
     peaks = padded.view(num_rows, blocks, block).amax(-1)
-    search = cuts.Search.empty(num_rows, blocks, DEVICE)
+    search = truncation.Search.empty(num_rows, blocks, DEVICE)
     search.bins.zero_()
-    cuts.find_ends(logits.to(DEVICE), laws.dense(), peaks.to(DEVICE), search, block)
-    scores = (logits - logits.amax(-1, keepdim=True)) / laws.temperature.cpu().clamp(min=TINY)[:, None]
+    truncation.find_ends(logits.to(DEVICE), samplers.dense(), peaks.to(DEVICE), search, block)
+    scores = (logits - logits.amax(-1, keepdim=True)) / samplers.temperature.cpu().clamp(min=TINY)[:, None]
     rank = scores.view(torch.int32) & 0x7FFFFFFF
     last, allowed = search.last.cpu()[:, None], search.allowed.cpu()[:, None]
     ties = rank == last
-    is_split = allowed[:, 0] < cuts.NEVER.value
+    is_split = allowed[:, 0] < truncation.NEVER.value
     padded = torch.zeros(num_rows, blocks * block, dtype=torch.int32)
     padded[:, :vocab] = ties
     counted = padded.view(num_rows, blocks, block).sum(-1)
@@ -112,7 +112,7 @@ def kept_by_the_kernels(logits, laws, block):
 @settings(max_examples=16, phases=LOOKING)
 @given(
     st.integers(0, 1000),
-    st.lists(CUT, min_size=1, max_size=4),
+    st.lists(TRUNCATED, min_size=1, max_size=4),
     st.sampled_from([64, 301]),
     st.sampled_from(KINDS),
 )
@@ -121,9 +121,9 @@ def kept_by_the_kernels(logits, laws, block):
 def test_laws_end_where_they_end_on_the_cpu(seed, wanted, vocab, kind):
     """Token for token, so that also what is hardly ever drawn is right."""
     logits = logits_of(kind, len(wanted), vocab, seed)
-    params, laws = laws_of([row(p, 5, 1) for p in wanted], vocab)
-    with mock.patch.object(cuts, "BLOCK", 256):
-        got = kept_by_the_kernels(logits, laws, 128)
+    params, samplers = samplers_of([row(p, 5, 1) for p in wanted], vocab)
+    with mock.patch.object(truncation, "BLOCK", 256):
+        got = kept_by_the_kernels(logits, samplers, 128)
     scores = (logits - logits.amax(-1, keepdim=True)) / params.temperature[:, None]
     ranked, tokens = scores.sort(dim=-1, descending=True, stable=True)
     want = torch.zeros_like(got).scatter_(1, tokens, distribution.kept(ranked, params))
@@ -134,9 +134,9 @@ def test_laws_end_where_they_end_on_the_cpu(seed, wanted, vocab, kind):
 def test_streams(stream):
     wanted = SamplingParams(temperature=1.0)
     rows = [row(wanted, 5, seed)._replace(stream=stream) for seed in range(20)]
-    params, laws = laws_of(rows, 90)
+    params, samplers = samplers_of(rows, 90)
     logits = torch.zeros(20, 90)
-    assert torch.equal(choose(logits, laws, cuts=False), distribution.choose(logits, params))
+    assert torch.equal(choose(logits, samplers, truncated=False), distribution.choose(logits, params))
 
 
 @pytest.mark.parametrize("value", [-math.inf, math.nan, math.inf])
@@ -146,9 +146,9 @@ def test_a_row_without_a_law_is_no_ones_fault(value):
     wanted = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=3, top_p=0.9)]
     rows = [row(p, 5, 1) for p in wanted]
     healthy = torch.randn(1, 70, generator=torch.Generator().manual_seed(0))
-    _, laws = laws_of([*rows, rows[2]], 70)
-    _, alone = laws_of(rows[2:], 70)
-    got = choose(torch.cat([torch.full((3, 70), value), healthy]), laws)
+    _, samplers = samplers_of([*rows, rows[2]], 70)
+    _, alone = samplers_of(rows[2:], 70)
+    got = choose(torch.cat([torch.full((3, 70), value), healthy]), samplers)
     assert ((got >= 0) & (got < 70)).all()
     assert got[3] == choose(healthy, alone)[0]
 
@@ -159,7 +159,9 @@ def test_whether_rows_are_sound():
     logits = torch.randn(5, 301, generator=torch.Generator().manual_seed(0))
     logits[0, 300], logits[1, 7], logits[2], logits[3, :300] = math.nan, math.inf, -math.inf, -math.inf
     wanted = SamplingParams(temperature=1.0, top_p=0.9)
-    _, laws = laws_of([row(wanted, 5, 1)] * 5, 301)
+    _, samplers = samplers_of([row(wanted, 5, 1)] * 5, 301)
     for cut in (True, False):
-        got = kernels.choose(logits.to(DEVICE), laws, cuts=cut).sound.tolist()
-        assert got == draws.choose(logits.to(DEVICE), laws, cuts=cut).sound.tolist() == [False] * 3 + [True] * 2
+        got = kernels.choose(logits.to(DEVICE), samplers, truncated=cut).sound.tolist()
+        assert (
+            got == draws.choose(logits.to(DEVICE), samplers, truncated=cut).sound.tolist() == [False] * 3 + [True] * 2
+        )

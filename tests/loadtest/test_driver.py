@@ -6,7 +6,7 @@ import asyncio
 from random import Random
 
 import client
-from client import Options
+from client import GenerateOptions
 from loadtest.arrivals import Arrivals
 from loadtest.driver import Run
 from loadtest.experiments.overload import full_rate
@@ -19,7 +19,7 @@ TOKENS = 20
 
 
 def asks(**fields):
-    return lambda random: Ask("ab", Options(max_tokens=TOKENS), **fields)
+    return lambda random: Ask("ab", GenerateOptions(max_tokens=TOKENS), **fields)
 
 
 def connect(server):
@@ -56,14 +56,14 @@ async def test_every_end_has_its_outcome():
     engine = FakeEngine(batch=1, step_seconds=0.02)
     async with serving(engine, max_queue_requests=1) as server, connect(server) as connection:
         run = Run(connection)
-        endless = Ask("ab", Options(max_tokens=2000), patience=1.0)
+        endless = Ask("ab", GenerateOptions(max_tokens=2000), patience=1.0)
         first = asyncio.create_task(run.send(endless))
         await until(lambda: engine.num_running)
-        late = asyncio.create_task(run.send(Ask("ab", Options(max_tokens=TOKENS), deadline=0.3)))
+        late = asyncio.create_task(run.send(Ask("ab", GenerateOptions(max_tokens=TOKENS), deadline=0.3)))
         await until(lambda: server.app.driver.queue)
         refused = await run.send(asks()(Random()))
         served = [await first, await late]
-        wrong = await run.send(Ask("ab", Options(temperature=-1.0)))
+        wrong = await run.send(Ask("ab", GenerateOptions(temperature=-1.0)))
     assert [s.outcome for s in served] == [Outcome.LEFT, Outcome.LATE]
     assert (refused.outcome, refused.status) == (Outcome.REFUSED, "RESOURCE_EXHAUSTED")
     assert refused.retry_seconds > 0

@@ -20,14 +20,14 @@ from loadtest import plots, report
 from loadtest.arrivals import Arrivals
 from loadtest.experiments.curve import Curve
 from loadtest.experiments.overload import full_rate
-from loadtest.metrics import Metrics
+from loadtest.metrics import ScrapedMetrics
 from loadtest.phases import Account, Phase
-from loadtest.process import Usage
+from loadtest.process import ProcessUsage
 from loadtest.samples import Objective, Outcome, Sample, Summary, levels
 from loadtest.swarm import processes
 from loadtest.workload import LONG_PROMPT, MAX_TOKENS, WORKLOADS, corpus
 from server.config import ServerConfig
-from server.telemetry.metrics import Metrics as ServerMetrics
+from server.telemetry.metrics import ScrapedMetrics as ServerMetrics
 
 
 @pytest.mark.parametrize("variation", [0.0, 0.5, 1.0, 2.0])
@@ -137,7 +137,7 @@ def step(metrics, sequences):
 
 
 def read(metrics):
-    return Metrics.parse(generate_latest(metrics.registry).decode())
+    return ScrapedMetrics.parse(generate_latest(metrics.registry).decode())
 
 
 def test_the_servers_account_is_what_was_added_between_two_readings():
@@ -159,7 +159,7 @@ def phase(name, rate, concurrency, objective=Objective()):  # noqa: B008 - froze
     step(metrics, 3)
     account = Account.between(before, read(metrics))
     summary = Summary.of(SAMPLES, 2.0, objective)
-    usages = (Usage(100, 10), Usage(200, 10))
+    usages = (ProcessUsage(100, 10), ProcessUsage(200, 10))
     return Phase(name=name, rate=rate, concurrency=concurrency, summary=summary, account=account, usages=usages)
 
 

@@ -14,7 +14,7 @@ from engine import LLM, SamplingParams
 from models import corpus, embedded_eagle, embedded_medusa, embedded_target, heads
 
 MEGABYTE = 10**6
-TINY = heads.Recipe(num_heads=2, steps=60, unroll=2)
+TINY = heads.HeadRecipe(num_heads=2, steps=60, unroll=2)
 
 
 def test_size() -> None:

@@ -24,7 +24,7 @@ from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrained
 
 from benchmarks.harness.bare import options as bare_options
 from engine.attention import paged, registry
-from engine.device_loop.round import Ops
+from engine.device_loop.round import RoundOps
 from engine.device_loop.shapes import in_order_of_worth
 from engine.device_loop.slots import IDLE
 from engine.engine import Engine
@@ -99,7 +99,7 @@ class Watch:
         self._stand_in.launched.clear()
 
 
-def engine_of(case: Case, pair: list[PreTrainedModel], ops: Ops, attention: str) -> Engine:
+def engine_of(case: Case, pair: list[PreTrainedModel], ops: RoundOps, attention: str) -> Engine:
     """Few pages, so that the newest must make room now and then."""
     pages = -(-case.longest // PAGE) + 4
     config = bare_options(
@@ -110,10 +110,10 @@ def engine_of(case: Case, pair: list[PreTrainedModel], ops: Ops, attention: str)
     return assemble(config, *pair, ops=ops)
 
 
-def kernels() -> Ops:
+def kernels() -> RoundOps:
     from engine.kernels import commit, sampling
 
-    return Ops(paged.attend, sampling.choose, commit.commit)
+    return RoundOps(paged.attend, sampling.choose, commit.commit)
 
 
 def prompt_sizes(case: Case) -> list[int]:
@@ -127,7 +127,7 @@ def warm_up(engine: Engine) -> None:
     rounds: Any = engine._rounds
     for shape in in_order_of_worth(PLACES, MOST_DRAFTS):
         nobody = torch.full((shape.size,), IDLE, dtype=torch.int64)
-        rounds.repertoire.of(shape.size, shape.k, cuts=shape.cuts, rejects=False)[1](nobody, lambda: None)
+        rounds.repertoire.of(shape.size, shape.k, truncated=shape.truncated, rejects=False)[1](nobody, lambda: None)
 
 
 def request(case: Case, seed: int, i: int) -> Request:
@@ -159,7 +159,7 @@ def serve(engine: Engine, case: Case, seed: int) -> tuple[dict[str, list[int]], 
         step = engine.step()
         said.take(step.events)
         done["preemptions"] += step.stats.preempted
-        done["prompts beside others"] += bool(step.stats.prompt_tokens and engine._rounds.riders)
+        done["prompts beside others"] += bool(step.stats.prompt_tokens and engine._rounds.on_device)
         done["drafts kept"] += sum(sum(event.from_draft) for event in step.events)
         for forward in step.stats.forwards:
             done[forward.kind] += 1
@@ -195,7 +195,7 @@ def main() -> None:
 def launch_as_8b() -> None:
     """What hangs on sizes that whole engines here are too small for: norms, gates, draws."""
     from engine.kernels import rows, sampling, w4
-    from engine.kernels.args import TILE_OUTPUTS, Laws
+    from engine.kernels.args import TILE_OUTPUTS, SamplerRows
 
     raw: Any = inspect.unwrap  # launched, without a meaning
     whole, real = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.float64)
@@ -210,9 +210,9 @@ def launch_as_8b() -> None:
     matrix = W4Linear(torch.nn.Linear(4096, TILE_OUTPUTS, bias=False, dtype=torch.bfloat16), w4.matmul)
     for num_rows in (1, 6, 40, 200):
         matrix(torch.zeros(num_rows, 4096, dtype=torch.bfloat16))
-    laws = Laws(real.float(), whole, real, real, whole, whole, whole)
-    for cuts in (False, True):
-        raw(sampling.choose)(torch.zeros(3, 128256, dtype=torch.bfloat16), laws, cuts=cuts)
+    samplers = SamplerRows(real.float(), whole, real, real, whole, whole, whole)
+    for truncated in (False, True):
+        raw(sampling.choose)(torch.zeros(3, 128256, dtype=torch.bfloat16), samplers, truncated=truncated)
 
 
 def tell_resources(stand_in: StandIn) -> None:

@@ -32,5 +32,5 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _why_not(item: pytest.Item) -> str | None:
     """Why a test would be skipped."""
-    marks = [mark for mark in item.iter_markers() if mark.name == "skip" or (mark.name == "skipif" and mark.args[0])]
-    return str(marks[0].kwargs["reason"]) if marks else None
+    timer = [mark for mark in item.iter_markers() if mark.name == "skip" or (mark.name == "skipif" and mark.args[0])]
+    return str(timer[0].kwargs["reason"]) if timer else None

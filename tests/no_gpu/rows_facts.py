@@ -24,7 +24,7 @@ from engine.kernels.args import GROUP, WORDS
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.fusion.fuse_cuda import fuse_for_cuda, round_ahead
-from engine.model.fusion.kernel_layers import Ops
+from engine.model.fusion.kernel_layers import LayerOps
 from engine.model.linear.fp8 import Fp8Linear, to_fp8
 from engine.model.linear.w4 import W4Linear, to_w4
 from engine.model.runner import kv_layout
@@ -99,7 +99,7 @@ def model_of(family: str, weights: str, layers: int) -> PreTrainedModel:
         to_w4(model, reference.w4_matmul)
     for module in model.modules():
         if hasattr(module, "ops"):
-            module.ops = Ops.of(rows)
+            module.ops = LayerOps.of(rows)
         if isinstance(module, Fp8Linear):
             module.round_rows = rows.round_rows
         if isinstance(module, W4Linear):

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels import commit, sampling
-from engine.kernels.args import Laws, Tracks
+from engine.kernels.args import SamplerRows, Tracks
 from tests.no_gpu.stand_in import StandIn
 
 VOCAB = 128256
@@ -38,21 +38,21 @@ class Watching(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def laws_of(num_rows: int, skipped: int) -> Laws:
+def samplers_of(num_rows: int, skipped: int) -> SamplerRows:
     """Numbers that begin anywhere: what an allocator or a slice gives."""
     whole = torch.zeros(num_rows + skipped, dtype=torch.int64)[skipped:]
     real = torch.zeros(num_rows + skipped, dtype=torch.float64)[skipped:]
-    return Laws(real.float().clone(), whole, real, real, whole, whole, whole)
+    return SamplerRows(real.float().clone(), whole, real, real, whole, whole, whole)
 
 
-def draw(num_rows: int, dtype: torch.dtype, *, cuts: bool, skipped: int = 0) -> None:
-    sampling.choose(torch.empty(num_rows, VOCAB, dtype=dtype), laws_of(num_rows, skipped), cuts=cuts)
+def draw(num_rows: int, dtype: torch.dtype, *, truncated: bool, skipped: int = 0) -> None:
+    sampling.choose(torch.empty(num_rows, VOCAB, dtype=dtype), samplers_of(num_rows, skipped), truncated=truncated)
 
 
-def launches_of(driver: StandIn, cuts: bool) -> tuple[int, list[str]]:
-    logits, laws, before = torch.empty(3, VOCAB), laws_of(3, 0), len(driver.launches)
+def launches_of(driver: StandIn, truncated: bool) -> tuple[int, list[str]]:
+    logits, samplers, before = torch.empty(3, VOCAB), samplers_of(3, 0), len(driver.launches)
     with Watching() as watching:
-        sampling.choose(logits, laws, cuts=cuts)
+        sampling.choose(logits, samplers, truncated=truncated)
     return len(driver.launches) - before, watching.seen
 
 
@@ -72,15 +72,15 @@ def main() -> None:
     at_first = {}
     for dtype in (torch.float32, torch.bfloat16):
         before = len(driver.seen)
-        draw(7, dtype, cuts=True)
+        draw(7, dtype, truncated=True)
         at_first[str(dtype).removeprefix("torch.")] = len(driver.seen) - before
     known, chance = set(driver.seen), random.Random(0)
     for num_rows in (1, 16, 128, *(chance.randint(1, 200) for _ in range(25))):
         for dtype in (torch.float32, torch.bfloat16):
-            for cuts in (True, False):
-                draw(num_rows, dtype, cuts=cuts, skipped=chance.randint(0, 3))
+            for truncated in (True, False):
+                draw(num_rows, dtype, truncated=truncated, skipped=chance.randint(0, 3))
     later = sorted(set(driver.seen) - known)
-    counted = {name: launches_of(driver, cuts) for name, cuts in (("cuts", True), ("no cuts", False))}
+    counted = {name: launches_of(driver, truncated) for name, truncated in (("truncated", True), ("no cuts", False))}
     draws = len(driver.seen)
     commit_all()
     loads = defaultdict(set)

@@ -21,8 +21,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from triton.runtime.interpreter import GridExecutor
 
 from engine.device_loop.loop import RoundLoop
-from engine.device_loop.mail import Mail
 from engine.device_loop.repertoire import as_it_is
+from engine.device_loop.results import PendingRound
 from engine.engine import Engine
 from engine.kernels import reference, rows
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
@@ -102,7 +102,7 @@ def as_on_a_card(model: nn.Module) -> nn.Module:
     return model
 
 
-def one_token_each(mail: Mail) -> list[list[int]]:
+def one_token_each(mail: PendingRound) -> list[list[int]]:
     return [[1] * (mail.k + 1) + [1, 0, 0] for _ in range(mail.size)]
 
 
@@ -118,7 +118,7 @@ def serve(family: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Watch, Watch]:
     monkeypatch.setattr(GridExecutor, "__call__", lambda *_, **__: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(Mail, "read", one_token_each)
+    monkeypatch.setattr(PendingRound, "read", one_token_each)
     monkeypatch.setattr("engine.startup.build.probe", lambda *_: None)  # it compares numbers
     monkeypatch.setattr("engine.startup.loop.graph_budget", lambda *_: None)
     monkeypatch.setattr("engine.startup.loop.Graphs", lambda _: as_it_is)

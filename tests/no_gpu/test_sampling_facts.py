@@ -18,8 +18,8 @@ def facts():
 
 def test_a_draw_is_a_handful_of_launches(facts):
     """Once 37 with cuts and 4 without, of kernels alone."""
-    assert facts["launches"] == {"cuts": 10, "no cuts": 3}
-    assert facts["torch"] == {"cuts": [], "no cuts": []}  # what torch launches beside them
+    assert facts["launches"] == {"truncated": 10, "no cuts": 3}
+    assert facts["torch"] == {"truncated": [], "no cuts": []}  # what torch launches beside them
 
 
 def test_no_draw_compiles_after_the_first(facts):

@@ -13,15 +13,15 @@ from engine.request.validation import violations
 from engine.stats import Forward, StepStats
 from engine.text.codec import Codec
 from engine.types import (
-    Candidate,
-    Finished,
+    DraftStats,
+    FinishedOutput,
     FinishReason,
     GrammarState,
+    Logprob,
     Request,
-    Speculation,
-    SpeculationStats,
+    SpeculationSettings,
     TokenEvent,
-    TokenLogprob,
+    TopLogprob,
 )
 from server.model import ServedModel
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
@@ -38,9 +38,9 @@ class StepOutput(NamedTuple):
     stats: StepStats
 
 
-def logprob_of(token: int, top: int) -> TokenLogprob:
+def logprob_of(token: int, top: int) -> Logprob:
     """What the fake says of a token, wherever it stands; the likeliest ones are always the first ids."""
-    return TokenLogprob(-token / 100, tuple(Candidate(i, -i / 1000) for i in range(top)))
+    return Logprob(-token / 100, tuple(TopLogprob(i, -i / 1000) for i in range(top)))
 
 
 @dataclass
@@ -210,24 +210,24 @@ class FakeEngine:
                 return fresh, FinishReason.LENGTH, None
         return fresh, None, None
 
-    def _end(self, output: Live, reason, keep=None, stop=None, error=None) -> Finished:
+    def _end(self, output: Live, reason, keep=None, stop=None, error=None) -> FinishedOutput:
         request = output.request
         outputs = self._live[request.request_id]
         del outputs[output.index]
         if not outputs:
             del self._live[request.request_id]
-        return Finished(
+        return FinishedOutput(
             reason=reason,
             prompt_tokens=len(request.token_ids),
             completion_tokens=len(output.tokens) if keep is None else keep,
             seed=(7 if request.sampling.seed is None else request.sampling.seed) + output.index,
-            speculation=Speculation(
+            speculation=SpeculationSettings(
                 mode=self.config.speculation,
                 num_draft_tokens=self._burst - 1,
                 proposer="ngram",
                 verification=self.config.verification,
             ),
-            stats=SpeculationStats(2, 8, 4, (2, 2)),
+            stats=DraftStats(2, 8, 4, (2, 2)),
             spec_gain=1.5,
             stop_token_id=stop,
             cached_prompt_tokens=1 if len(request.token_ids) > 1 else 0,

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from benchmarks.cuda.arenas import PAGE, Arenas
 from benchmarks.cuda.card import Card
 from benchmarks.cuda.parts.kernels import law_of
-from benchmarks.cuda.report import Section
+from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import SHAPES, Heads
 from engine.device_loop import draws
 from engine.kernels import reference
-from engine.kernels.args import Committed, Fp8Rows, Laws, Tracks
+from engine.kernels.args import Committed, Fp8Rows, SamplerRows, Tracks
 from engine.kernels.paging import Paging
 from engine.model.linear import fp8
 from engine.model.linear.w4 import W4Linear
@@ -34,7 +34,7 @@ _BENDS: tuple[Bend, ...] = ("silu", "gelu_tanh")
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class KernelCheck:
     """One row of a table."""
 
     kernel: str
@@ -48,12 +48,12 @@ class Unsound(Exception):
     """Unexpected: kernels say something else than what they mean, or fail."""
 
 
-def attention(setting: Setting, section: Section) -> None:
+def attention(setting: Setting, section: PartReport) -> None:
     """Decoding, verification and prompts; and whether a row's bits are its own."""
     _run(_attention_checks(setting, Card.measured(setting.device)), section)
 
 
-def others(setting: Setting, section: Section) -> None:
+def others(setting: Setting, section: PartReport) -> None:
     """Everything but attention."""
     card = Card.measured(setting.device)
     checks = [*_row_checks(setting, card), *_token_checks(setting, card), *_w4_checks(setting, card)]
@@ -64,7 +64,7 @@ def others(setting: Setting, section: Section) -> None:
     _run(checks, section)
 
 
-def _run(checks: Iterable[Check], section: Section) -> None:
+def _run(checks: Iterable[KernelCheck], section: PartReport) -> None:
     """All of them, whatever one of them does; then Unsound if any was not as it should be."""
     section.table("kernel", "type", "shape", "largest difference", "allowed", "")
     wrong, count = list[str](), 0
@@ -101,7 +101,7 @@ def _largest(got: Tensor, want: Tensor) -> float:
     return float(difference.max())
 
 
-def _attention_checks(setting: Setting, card: Card) -> Iterable[Check]:
+def _attention_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
     """(rows, position of the first) of each sequence."""
     batches = {
         "decoding": ([1, 1, 1], [3000, 17, 700]), "verification": ([5, 5], [3000, 40]),
@@ -113,10 +113,10 @@ def _attention_checks(setting: Setting, card: Card) -> Iterable[Check]:
         for shape in dict.fromkeys((setting.target, setting.draft)):
             for name, batch in batches.items():
                 differs = partial(_attended, card, Heads.of(shape), batch, dtype)
-                yield Check(f"attention, {name}", _name(dtype), shape, ATTENDED[dtype], differs)
+                yield KernelCheck(f"attention, {name}", _name(dtype), shape, ATTENDED[dtype], differs)
             if card.is_cuda:  # the interpreter's matmul is the CPU's, whose order of sums hangs on a row's place
                 alone = partial(_bits_alone, card, Heads.of(shape), batches["all at once"], dtype)
-                yield Check("attention, a row alone", _name(dtype), shape, 0.0, alone)
+                yield KernelCheck("attention, a row alone", _name(dtype), shape, 0.0, alone)
 
 
 def _attended(card: Card, heads: Heads, batch: tuple[list[int], list[int]], dtype: torch.dtype) -> float:
@@ -143,19 +143,19 @@ def _bits_alone(card: Card, heads: Heads, batch: tuple[list[int], list[int]], dt
     return max(found)
 
 
-def _row_checks(setting: Setting, card: Card) -> Iterable[Check]:
+def _row_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
     for dtype in _types(card):
         for shape in dict.fromkeys((setting.target, setting.draft)):
             for normed in (False, True):
                 name = "rotate and write, heads normed" if normed else "rotate and write"
                 differs = partial(_rotated, card, Heads.of(shape), dtype, is_normed=normed)
-                yield Check(name, _name(dtype), shape, ROWS[dtype], differs)
+                yield KernelCheck(name, _name(dtype), shape, ROWS[dtype], differs)
             for adds in (False, True):
                 differs = partial(_normed, card, SHAPES[shape]["hidden_size"], dtype, adds=adds)
-                yield Check("norm of a sum" if adds else "norm", _name(dtype), shape, ROWS[dtype], differs)
+                yield KernelCheck("norm of a sum" if adds else "norm", _name(dtype), shape, ROWS[dtype], differs)
             for bend in _BENDS:
                 differs = partial(_gated, card, SHAPES[shape]["intermediate_size"], dtype, bend)
-                yield Check(f"gate, {bend}", _name(dtype), shape, ROWS[dtype], differs)
+                yield KernelCheck(f"gate, {bend}", _name(dtype), shape, ROWS[dtype], differs)
 
 
 def _rotated(card: Card, heads: Heads, dtype: torch.dtype, *, is_normed: bool) -> float:
@@ -196,13 +196,15 @@ def _relative(got: Tensor, want: Tensor) -> float:
     return _largest(got.float() / want.float().abs().clamp(min=1), want.float() / want.float().abs().clamp(min=1))
 
 
-def _token_checks(setting: Setting, card: Card) -> Iterable[Check]:
+def _token_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
     """Differences here are rows whose token, or numbers whose value, is another one."""
     vocab = SHAPES[setting.target]["vocab_size"]
     for dtype in _types(card):
         for name, top_k, top_p in (("greedy", 0, 1.0), ("whole", vocab, 1.0), ("top-k 50, top-p 0.9", 50, 0.9)):
-            yield Check(f"draw, {name}", _name(dtype), str(vocab), 0, partial(_drawn, card, vocab, dtype, top_k, top_p))
-    yield Check("commit", "int64", "", 0, partial(_committed, card))
+            yield KernelCheck(
+                f"draw, {name}", _name(dtype), str(vocab), 0, partial(_drawn, card, vocab, dtype, top_k, top_p)
+            )
+    yield KernelCheck("commit", "int64", "", 0, partial(_committed, card))
 
 
 def _drawn(card: Card, vocab: int, dtype: torch.dtype, top_k: int, top_p: float) -> float:
@@ -210,15 +212,18 @@ def _drawn(card: Card, vocab: int, dtype: torch.dtype, top_k: int, top_p: float)
 
     rows = 32 if card.is_cuda else 2
     logits = 3 * torch.randn(rows, vocab, device=card.device, dtype=dtype)
-    laws = law_of(rows, vocab, top_k or vocab, top_p, card.device)
-    laws = laws if top_k else _greedy(laws)
-    cuts = 0 < top_k < vocab
-    got, want = sampling.choose(logits, laws, cuts=cuts), draws.choose(logits, laws, cuts=cuts)
+    samplers = law_of(rows, vocab, top_k or vocab, top_p, card.device)
+    samplers = samplers if top_k else _greedy(samplers)
+    truncated = 0 < top_k < vocab
+    got, want = (
+        sampling.choose(logits, samplers, truncated=truncated),
+        draws.choose(logits, samplers, truncated=truncated),
+    )
     return float((got.token != want.token).sum() + (got.sound != want.sound).sum())
 
 
-def _greedy(laws: Laws) -> Laws:
-    return replace(laws, temperature=laws.temperature * 0)
+def _greedy(samplers: SamplerRows) -> SamplerRows:
+    return replace(samplers, temperature=samplers.temperature * 0)
 
 
 def _committed(card: Card) -> float:
@@ -241,13 +246,15 @@ def _committed(card: Card) -> float:
     return float(sum(int((mine != theirs).sum()) for mine, theirs in pairs))
 
 
-def _fp8_checks(setting: Setting, card: Card) -> Iterable[Check]:
+def _fp8_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
     for shape in dict.fromkeys((setting.target, setting.draft)):
         wide, inner = SHAPES[shape]["intermediate_size"], SHAPES[shape]["hidden_size"]
         for rows in (1, _NUM_ROWS):
-            yield Check(f"fp8, {rows} rows", "e4m3", f"{inner} to {wide}", _FP8, partial(_fp8, card, rows, inner, wide))
-        yield Check("fp8, rows of a norm", "e4m3", str(inner), _FP8, partial(_normed_in_fp8, card, inner))
-        yield Check("fp8, rows of a gate", "e4m3", str(wide), _FP8, partial(_gated_in_fp8, card, wide))
+            yield KernelCheck(
+                f"fp8, {rows} rows", "e4m3", f"{inner} to {wide}", _FP8, partial(_fp8, card, rows, inner, wide)
+            )
+        yield KernelCheck("fp8, rows of a norm", "e4m3", str(inner), _FP8, partial(_normed_in_fp8, card, inner))
+        yield KernelCheck("fp8, rows of a gate", "e4m3", str(wide), _FP8, partial(_gated_in_fp8, card, wide))
 
 
 def _fp8(card: Card, rows: int, inner: int, outer: int) -> float:
@@ -288,14 +295,14 @@ def _coarsely(got: Fp8Rows, want: Tensor) -> float:
     return float((off / largest).max().clamp(min=0))
 
 
-def _w4_checks(setting: Setting, card: Card) -> Iterable[Check]:
+def _w4_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
     """One number of rows for each size of tile."""
     dtype = torch.bfloat16 if card.is_cuda else torch.float16
     inner, wide = (SHAPES[setting.target][name] for name in ("hidden_size", "intermediate_size"))
     inner, wide = (inner, wide) if card.is_cuda else (128, 64)
     for rows in (1, 5, 40, 100) if card.is_cuda else (3,):
         differs = partial(_w4, card, rows, inner, wide, dtype)
-        yield Check(f"W4A16, {rows} rows", _name(dtype), f"{inner} to {wide}", _W4, differs)
+        yield KernelCheck(f"W4A16, {rows} rows", _name(dtype), f"{inner} to {wide}", _W4, differs)
 
 
 def _w4(card: Card, rows: int, inner: int, outer: int, dtype: torch.dtype) -> float:

@@ -11,7 +11,7 @@ import gc
 from benchmarks.cuda.card import Card
 from benchmarks.cuda.engines import (
     Measured,
-    Pair,
+    RandomPair,
     best_drafts,
     engine_of,
     expected_tokens,
@@ -21,17 +21,17 @@ from benchmarks.cuda.engines import (
     round_limit,
     settled,
 )
-from benchmarks.cuda.report import Section
+from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 
 MOST_DRAFTS, MOST_AUTO = 7, 4
 _STEP = ("ms a step", "longest / median", "tokens each", "tok/s", "of limit", "host ms", "shown ms")
 
 
-def plain(setting: Setting, section: Section) -> None:
+def plain(setting: Setting, section: PartReport) -> None:
     """The target alone, one token of each sequence a step."""
     card = Card.measured(setting.device)
-    pair, size = Pair.of(card, setting.target, None), max(setting.sizes)
+    pair, size = RandomPair.of(card, setting.target, None), max(setting.sizes)
     engine = engine_of(pair, card, size, room_for(setting.context, size, setting.steps, 0))
     _explain(setting, section)
     section.table("batch", *_STEP)
@@ -42,10 +42,10 @@ def plain(setting: Setting, section: Section) -> None:
         section.number(str(size), **_numbers(got, size, limit))
 
 
-def rounds(setting: Setting, section: Section) -> None:
+def rounds(setting: Setting, section: PartReport) -> None:
     """Drafts of the best K by the limits, and of its neighbours, against plain decoding in the same engine."""
     card = Card.measured(setting.device)
-    pair, most = Pair.of(card, setting.target, setting.draft), max(setting.sizes)
+    pair, most = RandomPair.of(card, setting.target, setting.draft), max(setting.sizes)
     longest = room_for(setting.context, most, setting.steps, MOST_DRAFTS)
     engine = engine_of(pair, card, most, longest, setting.acceptance, MOST_DRAFTS)
     _explain(setting, section)
@@ -63,10 +63,10 @@ def rounds(setting: Setting, section: Section) -> None:
             section.number(f"{size}, K {k}", **_numbers(got, size, limit), speed_up=gain, of_its_limit=share)
 
 
-def auto(setting: Setting, section: Section) -> None:
+def auto(setting: Setting, section: PartReport) -> None:
     """As many drafts as pay, against none, where drafts pay and where they hardly do."""
     card = Card.measured(setting.device)
-    pair, most = Pair.of(card, setting.target, setting.draft), max(setting.auto_sizes)
+    pair, most = RandomPair.of(card, setting.target, setting.draft), max(setting.auto_sizes)
     longest = room_for(setting.context, most, setting.strange + setting.steps, MOST_AUTO)
     section.say(f"K up to {MOST_AUTO}; each K has had its rounds before AUTO sees any.")
     section.table("batch", "acceptance", "plain, tok/s", "of limit", "AUTO, tok/s", "AUTO / plain", "tokens each")
@@ -86,7 +86,7 @@ def auto(setting: Setting, section: Section) -> None:
         gc.collect()
 
 
-def _explain(setting: Setting, section: Section) -> None:
+def _explain(setting: Setting, section: PartReport) -> None:
     section.say(
         f"Context {setting.context}, temperature 1, synthetic acceptance {setting.acceptance}. Host: what a step costs "
         "Python; shown: how long the device stood still for it."

@@ -9,15 +9,15 @@ import torch
 
 from benchmarks.cuda.arenas import Arenas
 from benchmarks.cuda.card import Card, seconds_of_each
-from benchmarks.cuda.report import Section
+from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import SHAPES, Heads
-from engine.kernels.args import Laws
+from engine.kernels.args import SamplerRows
 
 DECODED, VERIFIED = 1, 5  # rows of each sequence: a plain step, and a verification of four drafts
 
 
-def attention(setting: Setting, section: Section) -> None:
+def attention(setting: Setting, section: PartReport) -> None:
     """Decoding and verification over long contexts: bytes of K/V that are read each second."""
     card, heads, context = Card.measured(setting.device), Heads.of(setting.target), setting.long_context
     section.say(
@@ -36,7 +36,7 @@ def attention(setting: Setting, section: Section) -> None:
             section.number(f"{size}x{rows}", microseconds=seconds * 1e6, share_of_copy=share)
 
 
-def draws(setting: Setting, section: Section) -> None:
+def draws(setting: Setting, section: PartReport) -> None:
     """Draws of tokens under several laws; what torch takes to sort the same rows beside them."""
     from engine.kernels import sampling
 
@@ -45,10 +45,10 @@ def draws(setting: Setting, section: Section) -> None:
     section.table("rows", "temperature, µs", "top-p 0.9, µs", "top-k 50 and top-p 0.9, µs", "torch.sort, µs")
     for rows in setting.drawn:
         logits = torch.randn(rows, vocab, device=card.device).to(card.dtype).mul_(3)
-        cuts = ((vocab, 1.0), (vocab, 0.9), (50, 0.9))
-        laws = [law_of(rows, vocab, top_k, top_p, card.device) for top_k, top_p in cuts]
+        truncated = ((vocab, 1.0), (vocab, 0.9), (50, 0.9))
+        samplers = [law_of(rows, vocab, top_k, top_p, card.device) for top_k, top_p in truncated]
         calls: list[Callable[[], object]] = [
-            partial(sampling.choose, logits, law, cuts=i > 0) for i, law in enumerate(laws)
+            partial(sampling.choose, logits, law, truncated=i > 0) for i, law in enumerate(samplers)
         ]
         calls.append(partial(torch.sort, logits, dim=-1, descending=True, stable=True))
         micros = [seconds_of_each([call], card.device) * 1e6 for call in calls]
@@ -56,8 +56,10 @@ def draws(setting: Setting, section: Section) -> None:
         section.number(str(rows), temperature=micros[0], top_p=micros[1], both=micros[2], sort=micros[3])
 
 
-def law_of(rows: int, vocab: int, top_k: int, top_p: float, device: torch.device) -> Laws:
+def law_of(rows: int, vocab: int, top_k: int, top_p: float, device: torch.device) -> SamplerRows:
     """Rows of one law, each with a seed of its own."""
     whole = torch.arange(rows, device=device)
     real = torch.ones(rows, dtype=torch.float64, device=device)
-    return Laws(real.float(), whole * 0 + min(top_k, vocab), real * top_p, real * 0, whole, whole * 0 + 9, whole * 0)
+    return SamplerRows(
+        real.float(), whole * 0 + min(top_k, vocab), real * top_p, real * 0, whole, whole * 0 + 9, whole * 0
+    )

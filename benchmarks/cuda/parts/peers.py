@@ -23,23 +23,27 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 from benchmarks.cuda.arenas import PAGE
 from benchmarks.cuda.card import Card, wait
-from benchmarks.cuda.engines import Pair, best_drafts, engine_of, room_for, settled
+from benchmarks.cuda.engines import RandomPair, best_drafts, engine_of, room_for, settled
 from benchmarks.cuda.parts.decoding import MOST_DRAFTS
-from benchmarks.cuda.report import Section
+from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from engine.sampling.noise import Stream, uniform
 
 _CERTAIN = 1e4  # a logit that no random model reaches
 
 
-def compare(setting: Setting, section: Section) -> None:
+def compare(setting: Setting, section: PartReport) -> None:
     """Tokens per second of the same models: rounds with the K that limits prefer, and transformers' own loops."""
     card = Card.measured(setting.device)
     ours = _ours(setting, card)
     gc.collect()
     if card.is_cuda:
         torch.cuda.empty_cache()
-    pair, context, tokens = Pair.of(card, setting.target, setting.draft, "sdpa"), setting.context, setting.peer_tokens
+    pair, context, tokens = (
+        RandomPair.of(card, setting.target, setting.draft, "sdpa"),
+        setting.context,
+        setting.peer_tokens,
+    )
     section.table("batch", "transformers", "tok/s", "Pilotfish, tok/s", "times")
     k = 4
     first = assisted(pair, card, setting.acceptance, context, k, tokens)
@@ -53,7 +57,7 @@ def compare(setting: Setting, section: Section) -> None:
 
 def _ours(setting: Setting, card: Card) -> dict[int, float]:
     """Tokens per second by batch."""
-    pair, most, rates = Pair.of(card, setting.target, setting.draft), max(setting.sizes), dict[int, float]()
+    pair, most, rates = RandomPair.of(card, setting.target, setting.draft), max(setting.sizes), dict[int, float]()
     longest = room_for(setting.context, most, setting.steps, MOST_DRAFTS)
     engine = engine_of(pair, card, most, longest, setting.acceptance, MOST_DRAFTS)
     for size in setting.sizes:
@@ -63,7 +67,7 @@ def _ours(setting: Setting, card: Card) -> dict[int, float]:
     return rates
 
 
-def _row(section: Section, size: int, how: str, theirs: float, ours: float) -> None:
+def _row(section: PartReport, size: int, how: str, theirs: float, ours: float) -> None:
     section.row(size, how, f"{theirs:.0f}", f"{ours:.0f}", f"{ours / theirs:.1f}")
     section.number(str(size), how=how, theirs=theirs, ours=ours)
 
@@ -71,7 +75,7 @@ def _row(section: Section, size: int, how: str, theirs: float, ours: float) -> N
 class Agreement(LogitsProcessor):
     """What comes at each position, and whether the draft knows."""
 
-    def __init__(self, pair: Pair, acceptance: float, longest: int) -> None:
+    def __init__(self, pair: RandomPair, acceptance: float, longest: int) -> None:
         assert pair.draft is not None
         device, vocab = pair.target.device, int(pair.target.config.vocab_size)
         place = torch.arange(longest, device=device)
@@ -113,7 +117,7 @@ def tokens_per_second(run: Callable[[int], object], card: Card, tokens: tuple[in
     return (tokens[1] - tokens[0]) / (more - less) if more > less else math.nan
 
 
-def assisted(pair: Pair, card: Card, acceptance: float, context: int, k: int, tokens: tuple[int, int]) -> float:
+def assisted(pair: RandomPair, card: Card, acceptance: float, context: int, k: int, tokens: tuple[int, int]) -> float:
     """Tokens per second of assisted generation with one prompt and K drafts a round."""
     ids = torch.randint(pair.target.config.vocab_size, (1, context), device=card.device)
     processor = LogitsProcessorList([Agreement(pair, acceptance, context + tokens[1] + k + 2)])
@@ -132,7 +136,7 @@ def assisted(pair: Pair, card: Card, acceptance: float, context: int, k: int, to
         return tokens_per_second(run, card, tokens)
 
 
-def continuous(pair: Pair, card: Card, size: int, context: int, tokens: tuple[int, int]) -> float:
+def continuous(pair: RandomPair, card: Card, size: int, context: int, tokens: tuple[int, int]) -> float:
     """Tokens per second of continuous batching with so many prompts: plain decoding, for it has no drafts.
 
     One manager for all runs: it records its graphs when it begins.

@@ -8,8 +8,8 @@ from time import perf_counter
 import torch
 
 from benchmarks.cuda.card import Card, wait
-from benchmarks.cuda.engines import Pair, engine_of, pass_seconds, room_for
-from benchmarks.cuda.report import Section
+from benchmarks.cuda.engines import RandomPair, engine_of, pass_seconds, room_for
+from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import SHAPES, Heads
 from engine.engine import Engine
@@ -18,10 +18,10 @@ from engine.types import Request, SamplingParams
 _TIMES = 3  # after one that warms up
 
 
-def measure(setting: Setting, section: Section) -> None:
+def measure(setting: Setting, section: PartReport) -> None:
     """From adding a request to its first token: the whole engine, in chunks as it makes them."""
     card, longest = Card.measured(setting.device), max(setting.prompts)
-    pair = Pair.of(card, setting.target, None)
+    pair = RandomPair.of(card, setting.target, None)
     engine = engine_of(pair, card, 1, room_for(longest, 1, 0, 0))
     section.table("prompt", "ms", "tok/s", "limit, ms", "of limit")
     for length in setting.prompts:

@@ -8,9 +8,9 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cuda.card import Card, wait
-from benchmarks.cuda.engines import Pair, empty, engine_of, fill, room_for
+from benchmarks.cuda.engines import RandomPair, empty, engine_of, fill, room_for
 from benchmarks.cuda.parts.decoding import MOST_AUTO
-from benchmarks.cuda.report import Section
+from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from engine.engine import Engine
 
@@ -20,7 +20,7 @@ _WIDTH = 90  # characters of a kernel's name
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelTime:
     """One kernel in all steps of a profile."""
 
     name: str
@@ -28,11 +28,11 @@ class Kernel:
     microseconds: float
 
 
-def write(setting: Setting, section: Section) -> None:
+def write(setting: Setting, section: PartReport) -> None:
     """A short table in the page, and a long one for each in profile.txt."""
     card, k, file = Card.measured(setting.device), MOST_AUTO, list[str]()
     steps = min(_STEPS, setting.steps // 3)
-    pair, most = Pair.of(card, setting.target, setting.draft), max(setting.sizes)
+    pair, most = RandomPair.of(card, setting.target, setting.draft), max(setting.sizes)
     engine = engine_of(pair, card, most, room_for(setting.context, most, steps + _WARM, k), setting.acceptance, k)
     if not card.is_cuda:
         section.needs_a_card("Time of kernels on the device (operations of the host stand here)")
@@ -52,7 +52,7 @@ def write(setting: Setting, section: Section) -> None:
             section.file("profile.txt", "\n".join(file))
 
 
-def _profiled(engine: Engine, card: Card, size: int, context: int, k: int, steps: int) -> list[Kernel]:
+def _profiled(engine: Engine, card: Card, size: int, context: int, k: int, steps: int) -> list[KernelTime]:
     """Of some steps on their way, by time on the device; on a CPU operations by time on the host."""
     fill(engine, size, context, k)
     for _ in range(_WARM):  # what is recorded once is no part of a step
@@ -65,7 +65,7 @@ def _profiled(engine: Engine, card: Card, size: int, context: int, k: int, steps
     empty(engine)
     averages: Any = profiler.key_averages()
     found = [
-        Kernel(x.key[:_WIDTH].replace("|", "/"), x.count, x.self_device_time_total or x.self_cpu_time_total)
+        KernelTime(x.key[:_WIDTH].replace("|", "/"), x.count, x.self_device_time_total or x.self_cpu_time_total)
         for x in averages
         if x.device_type.name == ("CUDA" if card.is_cuda else "CPU")
     ]

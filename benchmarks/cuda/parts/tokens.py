@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from benchmarks.cuda.report import Section
+from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.harness.bare import options
 from engine.attention.registry import ATTENTION_NAME
@@ -82,7 +82,7 @@ def families() -> dict[str, PreTrainedConfig]:
     }
 
 
-def compare(setting: Setting, section: Section) -> None:
+def compare(setting: Setting, section: PartReport) -> None:
     """All families; Different at the end if any token of any of them was."""
     section.say(f"{setting.requests} requests of {setting.output} tokens, greedy and sampled, with cuts and without.")
     section.table("family", "type", "what", "against", "requests alike", "drafts kept")
@@ -154,13 +154,13 @@ def _engine(models: Models, setting: Setting, **how: Any) -> Engine:
 def _requests(setting: Setting, vocab: int, num_draft: int) -> list[Request]:
     mode = SpeculationMode.FIXED if num_draft else SpeculationMode.OFF
     wishes = SpeculationParams(mode=mode, num_draft_tokens=num_draft)
-    laws = [
+    samplers = [
         replace(_LAWS[i % len(_LAWS)], max_tokens=setting.output, seed=i, ignore_eos=True)
         for i in range(setting.requests)
     ]
     return [
         Request(request_id=str(i), token_ids=prompt, sampling=law, speculation=wishes)
-        for i, (prompt, law) in enumerate(zip(_prompts(vocab), laws, strict=False))
+        for i, (prompt, law) in enumerate(zip(_prompts(vocab), samplers, strict=False))
     ]
 
 

@@ -16,7 +16,7 @@ from benchmarks.cuda.arenas import Arenas
 from benchmarks.cuda.card import Card, seconds_of_each
 from benchmarks.cuda.parts.checks import ATTENDED
 from benchmarks.cuda.parts.kernels import DECODED, VERIFIED
-from benchmarks.cuda.report import Section
+from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import Heads
 from engine.kernels import faults
@@ -48,7 +48,7 @@ class Task:
         return max(float((got.float() - want.float()).abs().max()) for got, want in pairs)
 
 
-def sweep(setting: Setting, section: Section) -> None:
+def sweep(setting: Setting, section: PartReport) -> None:
     """Blocks, warps and buffers first, then how many programs; the winner of each task goes to tuning.json."""
     card, winners = Card.measured(setting.device), dict[str, Mapping[str, int]]()
     for task, shapes in _tasks(setting, card):
@@ -85,7 +85,7 @@ def _tasks(setting: Setting, card: Card) -> Iterable[tuple[Task, Shapes]]:
 
 
 def _better(
-    task: Task, tuning: Tuning, card: Card, best: Tuning, least: float, section: Section
+    task: Task, tuning: Tuning, card: Card, best: Tuning, least: float, section: PartReport
 ) -> tuple[Tuning, float]:
     """Whichever is faster, if it says the same."""
     cells = tuning.block_n, tuning.num_warps, tuning.num_stages, tuning.programs

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.cuda.card import Card
-from benchmarks.cuda.engines import Pair, empty, engine_of, fill, practise
-from benchmarks.cuda.report import Section
+from benchmarks.cuda.engines import RandomPair, empty, engine_of, fill, practise
+from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from engine.engine import Engine
 
@@ -26,10 +26,10 @@ class Waits(Exception):
     """Unexpected: steps in which nobody comes or goes wait for the device."""
 
 
-def count(setting: Setting, section: Section) -> None:
+def count(setting: Setting, section: PartReport) -> None:
     """Fixed drafts with pages that last, then AUTO with pages that do not: K, pages and lengths change all the time."""
     card = Card.measured(setting.device)
-    pair, steps, found = Pair.of(card, setting.draft, setting.draft), setting.steps, Counter[str]()
+    pair, steps, found = RandomPair.of(card, setting.draft, setting.draft), setting.steps, Counter[str]()
     section.table("drafts", "page", "steps", "synchronisations")
     for k, page in ((_MOST, 64), (None, _SMALL_PAGE)):
         longest = setting.context + (setting.strange + 2 * steps) * (_MOST + 1)

@@ -46,7 +46,7 @@ def fuse(model: PreTrainedModel) -> Counter[str]:
 
 
 class Joined(nn.Module):
-    """One matmul for several that read the same rows. Each of them is a `Part` that takes its share of the result."""
+    """One matmul for several that read the same rows; each is a `JoinedPart`, which takes its part of the result."""
 
     def __init__(self, matmul: nn.Module, sizes: list[int]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Joined(nn.Module):
         return share
 
 
-class Part(nn.Module):
+class JoinedPart(nn.Module):
     """Stands where one of the joined matmuls stood."""
 
     def __init__(self, joined: Joined, index: int) -> None:
@@ -95,7 +95,7 @@ def _join(module: nn.Module, group: tuple[str, ...]) -> bool:
         return False
     joined = Joined(matmul, [cast("int", part.out_features) for part in parts if part is not None])
     for index, name in enumerate(group):
-        setattr(module, name, Part(joined, index))
+        setattr(module, name, JoinedPart(joined, index))
     return True
 
 
@@ -164,7 +164,7 @@ class Gated(nn.Module):
 
 def _gate_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
     gate = getattr(module, "gate_proj", None)
-    if not isinstance(gate, Part) or not hasattr(module, "down_proj") or model.device.type != "cpu":
+    if not isinstance(gate, JoinedPart) or not hasattr(module, "down_proj") or model.device.type != "cpu":
         return None
     x = random_rows(model, 1, _ROWS, model.config.get_text_config().hidden_size)
     stand_in = Gated(module)
@@ -286,7 +286,7 @@ class _Page:
 
 
 def _attention_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
-    has_qkv = isinstance(getattr(module, "q_proj", None), Part) or hasattr(module, "qkv_proj")
+    has_qkv = isinstance(getattr(module, "q_proj", None), JoinedPart) or hasattr(module, "qkv_proj")
     width, head_dim = model.config.get_text_config().hidden_size, getattr(module, "head_dim", None)
     if not has_qkv or not hasattr(module, "o_proj") or not hasattr(module, "layer_idx") or not head_dim:
         return None

@@ -20,8 +20,8 @@ from engine.attention import reference
 from engine.attention.registry import Ragged
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
-from engine.model.fusion.fuse import Joined, Part, RMSNorm, RotaryAttention, fuse
-from engine.model.fusion.kernel_layers import NAMES, KernelAttention, KernelGate, KernelLayer, KernelNorm, Ops
+from engine.model.fusion.fuse import Joined, JoinedPart, RMSNorm, RotaryAttention, fuse
+from engine.model.fusion.kernel_layers import NAMES, KernelAttention, KernelGate, KernelLayer, KernelNorm, LayerOps
 from engine.model.linear.equivalence import Trials, random_rows
 from engine.model.linear.fp8 import Fp8Linear
 from engine.model.runner import kv_layout
@@ -50,13 +50,13 @@ def fuse_for_cuda(model: PreTrainedModel, ops: object = None) -> Counter[str]:
     return done
 
 
-def _ops(ops: object) -> Ops:
+def _ops(ops: object) -> LayerOps:
     """Of a module; by default our kernels."""
     if ops is None:
         from engine.kernels import rows  # brings Triton
 
         ops = rows
-    return ops if isinstance(ops, Ops) else Ops.of(ops)
+    return ops if isinstance(ops, LayerOps) else LayerOps.of(ops)
 
 
 def link(model: PreTrainedModel, trials: Trials | None = None) -> int:
@@ -154,31 +154,31 @@ def _changed(module: nn.Module, name: str, value: object) -> Iterator[None]:
         setattr(module, name, before)
 
 
-def _norms(module: nn.Module, ops: Ops) -> list[nn.Module]:
+def _norms(module: nn.Module, ops: LayerOps) -> list[nn.Module]:
     return [KernelNorm(module, ops)] if isinstance(module, RMSNorm) else []
 
 
-def _gates(module: nn.Module, ops: Ops) -> list[nn.Module]:
+def _gates(module: nn.Module, ops: LayerOps) -> list[nn.Module]:
     inner = cast("Any", getattr(module, "inner", module))  # `fuse` may have one of its own for CPUs
     gate, down = getattr(inner, "gate_proj", None), getattr(inner, "down_proj", None)
-    both = gate.joined if isinstance(gate, Part) else getattr(inner, "gate_up_proj", None)
+    both = gate.joined if isinstance(gate, JoinedPart) else getattr(inner, "gate_up_proj", None)
     if not isinstance(both, nn.Module) or not isinstance(down, nn.Module):
         return []
     return [KernelGate(both, down, activation, ops) for activation in ("silu", "gelu_tanh")]
 
 
-def _attentions(module: nn.Module, ops: Ops) -> list[nn.Module]:
+def _attentions(module: nn.Module, ops: LayerOps) -> list[nn.Module]:
     return [KernelAttention(module, ops)] if isinstance(module, RotaryAttention) else []
 
 
-def _layers(module: nn.Module, _: Ops) -> list[nn.Module]:
+def _layers(module: nn.Module, _: LayerOps) -> list[nn.Module]:
     if not isinstance(getattr(module, "self_attn", None), nn.Module):
         return []
     norms = {name for name, child in module.named_children() if isinstance(child, KernelNorm)}
     return [KernelLayer(module, names) for names in NAMES if norms == set(names) - {None}]
 
 
-_KINDS: dict[str, Callable[[nn.Module, Ops], list[nn.Module]]] = {
+_KINDS: dict[str, Callable[[nn.Module, LayerOps], list[nn.Module]]] = {
     "norms": _norms,
     "gates": _gates,
     "attentions": _attentions,

@@ -18,7 +18,7 @@ from engine.model.fusion.fuse import RMSNorm, RotaryAttention
 
 
 @dataclass(frozen=True, slots=True)
-class Ops:
+class LayerOps:
     """`engine.kernels.rows`, or `engine.kernels.reference`, which means the same."""
 
     rotate_and_write: Callable[..., Tensor]
@@ -29,7 +29,7 @@ class Ops:
     round_rows: Callable[[Tensor], Fp8Rows]
 
     @classmethod
-    def of(cls, module: object) -> Ops:
+    def of(cls, module: object) -> LayerOps:
         """The functions of a module: a model that holds them can be copied, one that holds a module cannot."""
         return cls(**{field.name: getattr(module, field.name) for field in fields(cls)})
 
@@ -37,7 +37,7 @@ class Ops:
 class KernelNorm(nn.Module):
     """RMSNorm, alone or of a sum. `rounds`: what a layer gets of it is in 8-bit floats."""
 
-    def __init__(self, norm: RMSNorm, ops: Ops) -> None:
+    def __init__(self, norm: RMSNorm, ops: LayerOps) -> None:
         super().__init__()
         size = norm.scale.numel()
         self.scale = nn.Parameter(norm.scale.detach() / size**0.5, requires_grad=False)
@@ -82,7 +82,7 @@ class KernelNorm(nn.Module):
 class KernelGate(nn.Module):
     """down(activation(gate) * up) on gate and up in one matmul. `rounds`: what `down` reads is in 8-bit floats."""
 
-    def __init__(self, both: nn.Module, down: nn.Module, activation: str, ops: Ops) -> None:
+    def __init__(self, both: nn.Module, down: nn.Module, activation: str, ops: LayerOps) -> None:
         super().__init__()
         self.both, self.down_proj, self.activation, self.ops, self.rounds = both, down, activation, ops, False
 
@@ -95,7 +95,7 @@ class KernelGate(nn.Module):
 class KernelAttention(nn.Module):
     """Attention whose rotation, norms of heads and K/V write are one kernel; without a ragged batch, the original."""
 
-    def __init__(self, fused: RotaryAttention, ops: Ops) -> None:
+    def __init__(self, fused: RotaryAttention, ops: LayerOps) -> None:
         super().__init__()
         inner = cast("Any", fused.inner)
         self.fused, self.ops, self.seen, self.layer_idx = fused, ops, fused.seen, fused.layer_idx

@@ -66,14 +66,14 @@ def levels_of(packed: Tensor) -> Tensor:
     return torch.tensor(LEVELS, dtype=torch.int8)[index.long()]
 
 
-class Portable:
+class PortableInt4:
     """`PackedMatrix` in 4 bits by plain torch, slowly; float64 holds every group's sum exactly. Copies share it."""
 
     def __init__(self, packed: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = len(packed), 2 * packed.shape[1]
         self._packed, self._scale, self._bias = packed, scale.float(), bias
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Portable:
+    def __deepcopy__(self, _memo: dict[int, Any]) -> PortableInt4:
         return self
 
     def multiply(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,7 +111,7 @@ class Int4Linear(Int8Linear):
     def _packed_of(self, parts: Seq[Tensor]) -> Packed:
         if multiplies(torch.uint8):
             return PackedMatrix.of_levels(parts, self.scale, self.bias, LEVELS)
-        return Portable(torch.cat([*parts]), self.scale, self.bias)
+        return PortableInt4(torch.cat([*parts]), self.scale, self.bias)
 
 
 def has_int4(model: nn.Module) -> bool:

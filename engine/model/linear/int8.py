@@ -39,7 +39,7 @@ class Kernel(Protocol):
         ...
 
 
-class Portable:
+class PortableInt8:
     """Plain torch on any machine, slowly: float64 holds every sum exactly."""
 
     name = "portable"
@@ -90,7 +90,7 @@ def kernel() -> Kernel:
         log.warning("int8: oneDNN's sums overflow on this CPU, and there is no C compiler; plain torch serves, slowly")
     except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
         log.warning("int8: torch's oneDNN operators cannot be used here (%r); using plain torch, which is slow", error)
-    return Portable()
+    return PortableInt8()
 
 
 def kernel_name() -> str:
@@ -106,7 +106,7 @@ def _is_right(candidate: Kernel) -> bool:
     rows = torch.randint(1, 256, (5, 272), dtype=torch.uint8, generator=generator)
     weight[:2], rows[:2] = 127, 255
     weight[2], rows[2] = -127, 1
-    scale, plain = torch.linspace(0.001, 0.1, 80), Portable()
+    scale, plain = torch.linspace(0.001, 0.1, 80), PortableInt8()
     want, packed = plain.multiply(rows, weight, scale), candidate.pack(weight)
     return all(torch.equal(candidate.multiply(rows[:m], packed, scale), want[:m]) for m in (1, 2, 5))
 

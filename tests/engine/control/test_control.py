@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from engine.control.acceptance import Acceptance, Source
 from engine.control.adaptive import SHARE, AdaptiveK
-from engine.control.controller import FixedK, Round
+from engine.control.controller import FixedK, StepFeedback
 from engine.control.cost_model import KNOTS, Prices, quantities, with_rows
-from engine.control.goodput import Load, Offer, drafting_seconds
+from engine.control.goodput import BatchLoad, Offer, drafting_seconds
 from engine.control.speedup import Gain
 from engine.types import MAX_NUM_DRAFT, Sequence, SpeculationMode
 from tests.clockwork import BUDGET, COSTS, MOST, Books, Costs, Machine, expected
@@ -197,11 +197,11 @@ def test_limits_and_budget_are_kept(wishes: list[tuple[SpeculationMode, int]], b
             control.learn(round_of(sequences, chosen))
 
 
-def round_of(sequences: Seq[object], chosen: list[int], seconds: float = 0.01) -> Round:
+def round_of(sequences: Seq[object], chosen: list[int], seconds: float = 0.01) -> StepFeedback:
     passes = [(len(sequences), len(sequences))] * max(chosen)
     lengths = [len(s.tokens) for s in sequences]
     accepted = [k // 2 for k in chosen]
-    return Round(sequences, lengths, chosen, chosen, accepted, passes, seconds / 4, seconds, has_prompts=False)
+    return StepFeedback(sequences, lengths, chosen, chosen, accepted, passes, seconds / 4, seconds, has_prompts=False)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -220,7 +220,7 @@ def test_the_choice_is_the_best_of_all_that_take_the_likeliest_first(
     zeros = np.zeros(count)
     seconds = drafting_seconds(prices, kept, zeros, zeros, np.ones(count), np.zeros(count, bool))
     offer = Offer(np.full(count, depth), kept, seconds, 0.0, zeros)
-    load = Load(count, count, count, 0, 0)
+    load = BatchLoad(count, count, count, 0, 0)
     found = offer.best(load, target, 99)
     slots = sorted((-kept[i, d], i, d) for i in range(count) for d in range(depth))
     rates = []
@@ -328,7 +328,9 @@ def test_what_was_found_and_what_a_model_made_are_known_apart() -> None:
         passes = [] if is_found else [(1, 1)] * k
         kept = 4 if is_found else 0
         seconds = 0.001 * len(passes)
-        control.learn(Round([one], [len(one.tokens)], [k], [k], [kept], passes, seconds, 0.01, has_prompts=False))
+        control.learn(
+            StepFeedback([one], [len(one.tokens)], [k], [k], [kept], passes, seconds, 0.01, has_prompts=False)
+        )
         one.tokens += [1] * (kept + 1)
     is_odd = len(one.tokens) % 2 == 1
     chosen = []

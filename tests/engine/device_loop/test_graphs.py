@@ -78,9 +78,9 @@ def test_a_round_is_warmed_up_on_its_stream_captured_and_played_once(k: int, mon
     assert card.told == [*warm, *drafting, "capture", "verify", "captured", *played]
     assert gc.isenabled()
     assert not graphs.has_room
-    marks = []
-    play(torch.tensor([0, 0]), lambda: marks.append(len(card.told)))
-    assert marks == [len(card.told) - 1], "the mark is between drafting and verification"
+    timer = []
+    play(torch.tensor([0, 0]), lambda: timer.append(len(card.told)))
+    assert timer == [len(card.told) - 1], "the mark is between drafting and verification"
 
 
 def test_a_capture_that_fails_leaves_collection_on(monkeypatch: pytest.MonkeyPatch) -> None:

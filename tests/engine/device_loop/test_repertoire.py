@@ -127,8 +127,8 @@ def test_an_idle_engine_records_what_was_missed_often() -> None:
     used, unused = RoundShape(1, 4, False), RoundShape(1, 0, False)
     assert set(repertoire._recorded) == {*covering(6, 4), used, unused}
     for _ in range(64):
-        assert repertoire.of(1, 4, cuts=False, rejects=False)[0] == 1
-        assert repertoire.of(2, 1, cuts=False, rejects=False)[0] == 8
+        assert repertoire.of(1, 4, truncated=False, rejects=False)[0] == 1
+        assert repertoire.of(2, 1, truncated=False, rejects=False)[0] == 8
         engine_made = len(recorder.made)
     assert engine_made == 7
     engine.rest()
@@ -190,7 +190,7 @@ def test_rehearsals_run_every_kind_of_plain_pass(monkeypatch: pytest.MonkeyPatch
     assert (32,) in passes
     assert any(1 <= min(rows) <= 5 and max(rows) > 16 for rows in passes if len(rows) == 2)
     assert any(rows.count(5) > 2 for rows in passes), "drafts are verified in plain steps, too"
-    assert not engine._rounds.riders
+    assert not engine._rounds.on_device
     assert engine.control.target.count == engine.round_control._inner.target.count == 0
     assert "compiling for plain passes: 1 of" in told[0]
     assert told[-1] == "warming up"
@@ -205,8 +205,8 @@ def test_attention_that_does_not_fit_means_plain_steps(monkeypatch: pytest.Monke
     monkeypatch.setattr("engine.startup.loop.ops_on", lambda _: type(PLAIN)(refusing, PLAIN.choose, PLAIN.commit))
     with pytest.raises(ModelError, match="a round of this model fails: out of resource"):
         engine_of()
-    for module in ("build", "loops"):
-        monkeypatch.setattr(f"engine.{module}.wants_rounds", lambda *_: True)
+    for module in ("build", "loop"):
+        monkeypatch.setattr(f"engine.startup.{module}.wants_rounds", lambda *_: True)
     with caplog.at_level(logging.INFO):
         assert engine_of(loop="auto").loop == "plain"
     assert "loop: plain, because" in caplog.text
@@ -241,5 +241,5 @@ def test_as_it_is_where_nobody_records() -> None:
     engine.record()
     engine.rest()
     assert len(engine._rounds.repertoire) == 0
-    assert engine._rounds.repertoire.of(3, 2, cuts=False, rejects=False)[0] == 4
+    assert engine._rounds.repertoire.of(3, 2, truncated=False, rejects=False)[0] == 4
     assert fakes.run(engine, [request(1, max_tokens=3)]).finished

@@ -16,9 +16,9 @@ from engine.attention import paged
 from engine.control.controller import FixedK
 from engine.device_loop import draws
 from engine.device_loop.loop import serves
-from engine.device_loop.round import Ops, Round
+from engine.device_loop.round import Round, RoundOps
 from engine.device_loop.shapes import places_for
-from engine.device_loop.slots import REJECTS, Place
+from engine.device_loop.slots import REJECTS, SlotState
 from engine.errors import ModelError
 from engine.kv.batch import Feed
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
@@ -34,8 +34,8 @@ from engine.types import (
     Request,
     SamplingParams,
     Sequence,
-    Speculation,
     SpeculationMode,
+    SpeculationSettings,
     Verification,
 )
 from tests import fakes, zoo
@@ -51,10 +51,10 @@ def interpreted(test):
     return pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))(exp_of_much(test))
 
 
-def kernels() -> Ops:
-    from engine.kernels import commit
+def kernels() -> RoundOps:
+    from engine.kernels import commit, sampling
 
-    return Ops(paged.attend, distribution.choose, commit.commit)
+    return RoundOps(paged.attend, sampling.choose, commit.commit)
 
 
 def fused_for_cuda(model):
@@ -105,15 +105,15 @@ def test_the_tokens_of_the_plain_loop(seed: int, pages: int, page_size: int) -> 
     for one in asked:
         check(said, one, is_cut=one.request_id in cut)
     assert engine.loop == "rounds"
-    assert not engine._rounds.riders
+    assert not engine._rounds.on_device
 
 
 def test_some_ride_and_some_do_not() -> None:
     engine = engine_of()
     for i in range(7):
         engine.add(mixed(i))
-    rides = {s.request_id: s.rides for s in engine._scheduler.sequences}
-    assert rides == {str(i): i not in (4, 5) for i in range(7)}
+    on_device = {s.request_id: s.on_device for s in engine._scheduler.sequences}
+    assert on_device == {str(i): i not in (4, 5) for i in range(7)}
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma2", "mistral"])
@@ -155,7 +155,7 @@ def test_a_prompt_is_fed_between_rounds() -> None:
     long = Request(request_id="long", token_ids=tuple(range(3, 53)), sampling=SamplingParams(max_tokens=5))
     engine = engine_of(max_batch_tokens=8)
     engine.add(first)
-    while not engine._rounds.riders:
+    while not engine._rounds.on_device:
         engine.step()
     engine.step()
     engine.add(long)
@@ -204,9 +204,9 @@ def test_no_number_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     said = fakes.Outputs()
     for one in asked:
         engine.add(one)
-    while len(engine._rounds.riders) < 3:
+    while len(engine._rounds.on_device) < 3:
         said.take(engine.step().events)
-    (victim, *_) = engine._rounds.riders.values()
+    (victim, *_) = engine._rounds.on_device.values()
 
     def broken(self, slots, drafts):
         state = self._state
@@ -262,7 +262,7 @@ def test_places() -> None:
     assert [places_for(count) for count in (1, 3, 33, 128, 129, 193)] == [1, 4, 48, 128, 192, 256]
 
 
-def round_of(pair, ops: Ops, k: int, **kinds: bool) -> tuple[Round, torch.Tensor]:
+def round_of(pair, ops: RoundOps, k: int, **kinds: bool) -> tuple[Round, torch.Tensor]:
     """A round of three sequences that were fed but for their newest tokens, and an idle place."""
     loop = loop_of(pair, ops)
     works = []
@@ -282,7 +282,7 @@ def sequence_of(asked: Request, pages: list[int]) -> Sequence:
     """In the state in which it would board."""
     tokens = list(asked.token_ids)
     fixed, coupled = SpeculationMode.FIXED, Verification.COUPLED
-    speculation = Speculation(mode=fixed, num_draft_tokens=4, proposer="model", verification=coupled)
+    speculation = SpeculationSettings(mode=fixed, num_draft_tokens=4, proposer="model", verification=coupled)
     cursors = [KVCursor(list(pages), len(tokens) - 1) for _ in range(2)]
     return Sequence(asked, 2**64 - 1 - int(asked.request_id), speculation, LONGEST, frozenset(), tokens, 0, *cursors)
 
@@ -302,13 +302,13 @@ def test_a_steady_launch_without_the_host() -> None:
     engine = engine_of()
     for i in (2, 5):
         engine.add(request(i, max_tokens=30))
-    while len(engine._rounds.riders) < 2 or not engine._rounds._mails:
+    while len(engine._rounds.on_device) < 2 or not engine._rounds._pending:
         engine.step()
     for _ in range(3):
         plan = engine._scheduler.plan()
-        assert len(plan.rides) == 2
+        assert len(plan.on_device) == 2
         with hostless():
-            engine._rounds.launch(plan.rides)
+            engine._rounds.launch(plan.on_device)
         engine._land(engine._feed(plan, Stopwatch(time.perf_counter)), Stopwatch(time.perf_counter))
 
 
@@ -337,7 +337,7 @@ def test_what_has_changed_is_one_copy_and_nothing_is_none(monkeypatch: pytest.Mo
     engine = steered(Scripted([0, 0, 0, 4, 2, 0, 0, 0, 0, 0]), page_size=4, pages=160)
     for i in (2, 5, 9):
         engine.add(request(i, max_tokens=30))
-    while len(engine._rounds.riders) < 3:
+    while len(engine._rounds.on_device) < 3:
         engine.step()
     for _ in range(6):
         before = len(sent)
@@ -351,13 +351,13 @@ def test_a_slot_keeps_nothing_of_the_sequence_before() -> None:
     """Its pages may have been given away; what the new one writes beyond its own goes to nobody's."""
     state = loop_of(models()).state
     law = SamplingParams(temperature=0.7, top_p=0.5, top_k=7, min_p=0.25)
-    state.place(2, Place(range(40), 50, (3, 4), law, 2**64 - 5, 4, rejects=True))
+    state.place(2, SlotState(range(40), 50, (3, 4), law, 2**64 - 5, 4, rejects=True))
     state.target.enter(2, [7, 8, 9])
     state.send()
     assert state.target.pages[2].tolist() == [7, 8, 9, *[40] * (state.target.width - 2)]
     assert state.whole[:, 2].tolist() == [40, 50, 1, 4, 1, -5, 7]
     assert [float(x[2]) for x in (state.temperature, state.top_p, state.min_p)] == [float(torch.tensor(0.7)), 0.5, 0.25]
-    state.place(2, Place([5], 9, (), SamplingParams(), 6, 0))
+    state.place(2, SlotState([5], 9, (), SamplingParams(), 6, 0))
     state.target.enter(2, [1])
     state.set_num_draft(2, 3)
     state.send()
@@ -367,9 +367,9 @@ def test_a_slot_keeps_nothing_of_the_sequence_before() -> None:
     assert (state.target.pages[[0, 1, 3, 4]] == 40).all()
 
 
-@pytest.mark.parametrize(("cuts", "most"), [(False, (13, 23)), (True, (15, 25))])
-def test_a_round_is_few_launches(cuts: bool, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """At K = 4, besides the models and the kernels of `Ops`: laws and rows of all passes are worked out at once."""
+@pytest.mark.parametrize(("truncated", "most"), [(False, (13, 23)), (True, (15, 25))])
+def test_a_round_is_few_launches(truncated: bool, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At K = 4, besides the models and the kernels of `RoundOps`: samplers and rows of all passes come at once."""
 
     def unseen(function):
         def run(*args, **kwargs):
@@ -381,7 +381,9 @@ def test_a_round_is_few_launches(cuts: bool, most: tuple[int, int], monkeypatch:
     pair = [copy.deepcopy(model) for model in models()]
     for model in pair:
         monkeypatch.setattr(model, "forward", unseen(model.forward))
-    run, slots = round_of(pair, Ops(*map(unseen, (PLAIN.attend, PLAIN.choose, PLAIN.commit))), 4, cuts=cuts)
+    run, slots = round_of(
+        pair, RoundOps(*map(unseen, (PLAIN.attend, PLAIN.choose, PLAIN.commit))), 4, truncated=truncated
+    )
     with Counting() as proposing:
         drafts = run.propose(slots)
     with Counting() as verifying:
@@ -399,15 +401,15 @@ def test_what_kernels_are_given_is_aligned(size: int, k: int) -> None:
     for model, passes in ((run._draft, k), (run._target, 1)):
         laid = model.layout.of(slots)
         for i in range(passes):
-            batch, laws = model.layout.batch(laid, i, slots), model.layout.laws(laid, i)
+            batch, samplers = model.layout.batch(laid, i, slots), model.layout.samplers(laid, i)
             given = [
                 batch.positions,
                 batch.kv_rows,
                 laid.spans[i],
-                laws.temperature,
-                laws.seed,
-                laws.position,
-                laws.top_k,
+                samplers.temperature,
+                samplers.seed,
+                samplers.position,
+                samplers.top_k,
             ]
             offsets = {tensor.storage_offset() * tensor.itemsize % 16 for tensor in given}
             assert offsets == {0}
@@ -497,24 +499,24 @@ def test_few_pages_preempt() -> None:
         check(said, one)
 
 
-def rows_and_laws() -> tuple[torch.Tensor, RowParams, draws.Laws]:
+def rows_and_laws() -> tuple[torch.Tensor, RowParams, draws.SamplerRows]:
     """Rows of all four kinds of law, said in the plain loop's words and in the device's."""
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(3)).mul(3)
     rows = [row(LAWS[i % 4], i, 2**63 + i) for i in range(64)]
     params = RowParams.of(rows, 50, logits.device)
     greedy = torch.tensor([r.sequence.request.sampling.temperature == 0 for r in rows])
-    laws = draws.Laws(
+    samplers = draws.SamplerRows(
         params.temperature.masked_fill(greedy, 0), params.top_k, params.top_p, params.min_p, params.seed,
         params.position, torch.full((64,), int(Stream.COUPLED)),
     )  # fmt: skip
-    return logits, params, laws
+    return logits, params, samplers
 
 
 def test_draws_are_the_plain_loops() -> None:
-    logits, params, laws = rows_and_laws()
-    assert torch.equal(draws.choose(logits, laws).token, distribution.choose(logits, params))
+    logits, params, samplers = rows_and_laws()
+    assert torch.equal(draws.choose(logits, samplers).token, distribution.choose(logits, params))
     torch.testing.assert_close(
-        draws.probabilities(logits, laws), distribution.probabilities(logits, params), rtol=1e-12, atol=1e-15
+        draws.probabilities(logits, samplers), distribution.probabilities(logits, params), rtol=1e-12, atol=1e-15
     )
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import pytest
 from torch import Tensor
 
-from engine.control.controller import FixedK, Late, levelled
-from engine.control.controller import Round as Done
+from engine.control.controller import DelayedFeedback, FixedK, levelled
+from engine.control.controller import StepFeedback as Done
 from engine.control.cost_model import KNOTS
 from engine.device_loop.repertoire import Repertoire
-from engine.device_loop.round import Brought, Round
-from engine.types import KVCursor, Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
+from engine.device_loop.round import Round, RoundOutput
+from engine.types import KVCursor, Request, SamplingParams, Sequence, SpeculationMode, SpeculationSettings, Verification
 from tests import zoo
 from tests.loops import engine_of, models
 
@@ -22,7 +22,7 @@ AUTO, FIXED = SpeculationMode.AUTO, SpeculationMode.FIXED
 def sequence(mode: SpeculationMode = AUTO, unseen: int = 0) -> Sequence:
     """Of ten tokens, of which the draft model has missed some."""
     request = Request(request_id="r", token_ids=tuple(range(10)))
-    settings = Speculation(mode=mode, num_draft_tokens=8, proposer="model", verification=Verification.COUPLED)
+    settings = SpeculationSettings(mode=mode, num_draft_tokens=8, proposer="model", verification=Verification.COUPLED)
     cursors = {"target": KVCursor([0], 9), "draft": KVCursor([0], 8 - unseen)}
     return Sequence(request, 0, settings, 60, frozenset(), list(range(10)), **cursors)
 
@@ -77,14 +77,14 @@ class Script(FixedK):
 def test_a_plain_step_that_is_not_known_yet_is_not_asked_for_again() -> None:
     """Drafts, a plain step that is due, then drafts as before; plain steps that go on are not interrupted twice."""
     one, inner = sequence(), Script((3, False), (0, False), (4, False), (0, False), (0, False), (0, False))
-    late = Late(inner)
+    late = DelayedFeedback(inner)
     assert [late.choose([one], [8], 8, 0)[0] for _ in range(8)] == [3, 0, 3, 4, 0, 4, 0, 0]
     late.forget(one)
 
 
 def test_a_trial_is_not_repeated() -> None:
     one, inner = sequence(), Script((1, True), (0, False), (0, False))
-    late = Late(inner)
+    late = DelayedFeedback(inner)
     assert [late.choose([one], [8], 8, 0)[0] for _ in range(3)] == [1, 0, 0]
 
 
@@ -111,7 +111,7 @@ class Costly:
     def __call__(self, round_: Round):
         self.costs.now += 1.5
 
-        def run(slots: Tensor, between) -> Brought:
+        def run(slots: Tensor, between) -> RoundOutput:
             drafts = round_.propose(slots)
             self.costs.now += self.costs.a_draft * round_.k
             between()

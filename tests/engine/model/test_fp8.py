@@ -16,7 +16,7 @@ from engine.kernels import faults, has_triton, reference
 from engine.kernels.args import LARGEST
 from engine.kernels.reference import round_rows
 from engine.model.fusion.fuse_cuda import fuse_for_cuda, round_ahead
-from engine.model.fusion.kernel_layers import KernelGate, KernelLayer, Ops
+from engine.model.fusion.kernel_layers import KernelGate, KernelLayer, LayerOps
 from engine.model.linear.fp8 import Fp8Linear, to_fp8
 from engine.model.quantize import weight_bytes
 from tests import fakes, zoo
@@ -137,7 +137,7 @@ def test_rows_are_rounded_by_what_makes_them() -> None:
 
         return run
 
-    ops = Ops.of(reference)
+    ops = LayerOps.of(reference)
     kinds = ("add_norm", "add_norm_round", "gate", "gate_round", "round_rows")
     assert round_ahead(made, dataclasses.replace(ops, **{name: counted(name) for name in kinds})) == {
         "matmuls": 8, "gates": 2, "norms": 4,
@@ -182,11 +182,11 @@ def test_a_card_whose_compiler_knows_no_fp8_rounds_in_plain_torch(
         raise faults()[0]("type fp8e4nv not supported in this architecture")
 
     made = model()
-    fuse_for_cuda(made, dataclasses.replace(Ops.of(reference), **{name: fails}))
+    fuse_for_cuda(made, dataclasses.replace(LayerOps.of(reference), **{name: fails}))
     to_fp8(made)
     want = logits(made)
     with caplog.at_level(logging.WARNING):
-        round_ahead(made, dataclasses.replace(Ops.of(reference), **{name: fails}))
+        round_ahead(made, dataclasses.replace(LayerOps.of(reference), **{name: fails}))
     assert torch.equal(logits(made), want)
     assert caplog.text.count(f"no kernels of ours for {kind}: TritonError: type fp8e4nv not supported") == 1
     rounding = [module.rounds for module in made.modules() if isinstance(module, KernelGate)]

@@ -12,7 +12,7 @@ import torch
 from engine.attention import choose
 from engine.kernels import faults, has_triton, reference
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
-from engine.model.fusion.kernel_layers import KernelLayer, KernelNorm, Ops
+from engine.model.fusion.kernel_layers import KernelLayer, KernelNorm, LayerOps
 from engine.model.runner import Tap
 from engine.proposers.early_exit import first_layers
 from tests import zoo
@@ -140,7 +140,7 @@ def test_a_kernel_that_does_not_compile_or_fit_stays_out_and_the_log_says_so_onc
     plain = zoo.ours(zoo.reference("llama"))
     fused = copy.deepcopy(plain)
     with caplog.at_level(logging.WARNING):
-        done = fuse_for_cuda(fused, dataclasses.replace(Ops.of(reference), **{name: fails}))
+        done = fuse_for_cuda(fused, dataclasses.replace(LayerOps.of(reference), **{name: fails}))
     assert done[kind] == 0
     assert len(tried) == 1, "one failure tells enough: every other would take as long to compile"
     lines = [record.message for record in caplog.records if "no kernels of ours" in record.message]

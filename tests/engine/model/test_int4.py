@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model.linear import int4
-from engine.model.linear.int4 import GROUP, LEVELS, Int4Linear, Portable, levels_of, round_weight
+from engine.model.linear.int4 import GROUP, LEVELS, Int4Linear, PortableInt4, levels_of, round_weight
 from engine.model.linear.int8 import Int8Linear, has_int8, round_rows
 from engine.model.quantize import load_quantised, quantise, save_quantised, weight_bytes
 from engine.model.runner import load_model
@@ -74,7 +74,7 @@ def test_c_computes_what_torch_does(rows: int, groups: int, outputs: int, bias: 
     levels, scale = linear.weight_int8, linear.scale
     assert levels is not None
     got = linear(x)
-    want = Portable(levels, scale, linear.bias).multiply(*round_rows(x), torch.float32)
+    want = PortableInt4(levels, scale, linear.bias).multiply(*round_rows(x), torch.float32)
     assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from engine.model.linear import int8
 from engine.model.linear.activations import RowWise
-from engine.model.linear.int8 import Int8Linear, OneDNN, Portable, kernel, round_rows, round_weight
+from engine.model.linear.int8 import Int8Linear, OneDNN, PortableInt8, kernel, round_rows, round_weight
 from tests.drawn import int8s, numbers
 
 has_onednn = pytest.mark.skipif(kernel().name != "onednn", reason="no usable oneDNN operators here")
@@ -27,7 +27,7 @@ def unsigned(rows: torch.Tensor) -> torch.Tensor:
 def test_both_kernels_give_the_same_bits(rows: int, width: int, outputs: int, seed: int) -> None:
     weight, x = int8s(outputs, width, seed=seed), unsigned(int8s(rows, width, seed=seed + 1))
     scale = numbers(outputs, seed=seed).abs() + 1e-3
-    fast, plain = OneDNN(), Portable()
+    fast, plain = OneDNN(), PortableInt8()
     assert torch.equal(fast.multiply(x, fast.pack(weight), scale), plain.multiply(x, plain.pack(weight), scale))
 
 
@@ -38,7 +38,7 @@ def test_large_sums_are_exact(shape: tuple[int, int]) -> None:
     weight, x = torch.full(shape, 127, dtype=torch.int8), torch.full((3, shape[1]), 127, dtype=torch.int8)
     x[1], x[2, ::2] = -127, -127
     scale, fast, x = torch.ones(shape[0]), OneDNN(), unsigned(x)
-    assert torch.equal(fast.multiply(x, fast.pack(weight), scale), Portable().multiply(x, weight, scale))
+    assert torch.equal(fast.multiply(x, fast.pack(weight), scale), PortableInt8().multiply(x, weight, scale))
 
 
 @settings(max_examples=40)
@@ -89,7 +89,7 @@ def test_without_the_operators_plain_torch_serves(monkeypatch: pytest.MonkeyPatc
         def __init__(self) -> None:
             raise AttributeError("no operator")
 
-    class Overflowing(Portable):
+    class Overflowing(PortableInt8):
         def multiply(self, rows: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
             return super().multiply(rows, packed, scale).clamp(max=32767)
 

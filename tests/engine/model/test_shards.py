@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelError, RankLost
 from engine.kv.arena import KVLayout
 from engine.kv.batch import Feed
-from engine.machine.rank import Place
+from engine.machine.rank import RankInfo
 from engine.parallel.shards import ShardedRunner, check_shares, decoded, encoded, follow, share_of
 from engine.startup.build import load
 from tests import families, zoo
@@ -160,21 +160,21 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 
 
 def test_a_place_is_where_torchrun_says():
-    assert Place.here(TORCHRUN) == Place(rank=3, size=4, local_rank=1, local_size=2)
-    assert Place.here(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
-    assert Place.here({}) == Place(rank=0, size=1, local_rank=0, local_size=1)
-    assert Place.here({"RANK": "3"}).leads, "somebody else's variable"
-    assert not Place.here(TORCHRUN).leads
+    assert RankInfo.here(TORCHRUN) == RankInfo(rank=3, size=4, local_rank=1, local_size=2)
+    assert RankInfo.here(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
+    assert RankInfo.here({}) == RankInfo(rank=0, size=1, local_rank=0, local_size=1)
+    assert RankInfo.here({"RANK": "3"}).leads, "somebody else's variable"
+    assert not RankInfo.here(TORCHRUN).leads
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "4"), ("WORLD_SIZE", "two"), ("LOCAL_RANK", "-1")])
 def test_an_environment_that_cannot_be_is_refused(name, value):
     with pytest.raises(ModelError, match=f"{name} is '?{value}"):
-        Place.here(TORCHRUN | {name: value})
+        RankInfo.here(TORCHRUN | {name: value})
 
 
 @pytest.mark.parametrize("asked", [1, 2, 8])
 def test_as_many_processes_as_shares(asked):
-    Place.here(TORCHRUN).check(4)
+    RankInfo.here(TORCHRUN).check(4)
     with pytest.raises(ModelError, match=f"tensor_parallel_size is {asked}, and WORLD_SIZE, .*, is 4"):
-        Place.here(TORCHRUN).check(asked)
+        RankInfo.here(TORCHRUN).check(asked)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from engine.attention import native, reference
 from engine.model.linear.int4 import LEVELS, levels_of
-from engine.model.linear.int8 import OFFSET, Portable
+from engine.model.linear.int8 import OFFSET, PortableInt8
 from engine.native import PackedMatrix, library, matmul
 from tests.drawn import int8s, numbers
 from tests.engine.native.test_native import Problem
@@ -103,7 +103,7 @@ def test_products(path: str, rows: int) -> None:
     weight[0], weight[1], x[0] = 127, -127, 255
     scale, step = numbers(outputs).abs() + 1e-3, numbers(rows, 1).abs() + 1e-3
     got = PackedMatrix.of(weight, scale).multiply(x, step, torch.float32)
-    assert torch.equal(got, Portable().multiply(x, weight, scale).mul_(step)), path
+    assert torch.equal(got, PortableInt8().multiply(x, weight, scale).mul_(step)), path
     halves = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
     worth = numbers(outputs, 3).abs().bfloat16()
     halves[0], halves[1] = 255, 0  # the outermost levels
@@ -181,7 +181,7 @@ def test_products_on_arm(arm: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     weight[0], weight[1], x[0] = 127, -127, 255
     scale, step = numbers(outputs).abs() + 1e-3, numbers(rows, 1).abs() + 1e-3
     got = multiplied_by(arm, PackedMatrix.of(weight, scale), x, step)
-    assert torch.equal(got, Portable().multiply(x, weight, scale).mul_(step))
+    assert torch.equal(got, PortableInt8().multiply(x, weight, scale).mul_(step))
     halves = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
     worth = numbers(outputs, 2).abs().bfloat16()
     halves[0], halves[1] = 255, 0  # the outermost levels

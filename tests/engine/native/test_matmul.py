@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.machine.threads import exactly
-from engine.model.linear.int8 import OFFSET, Portable
+from engine.model.linear.int8 import OFFSET, PortableInt8
 from engine.native import PackedMatrix, library, multiplies
 from tests.drawn import int8s, numbers
 
@@ -33,7 +33,7 @@ def test_int8_is_what_plain_torch_computes(rows: int, sixteens: int, outputs: in
     added = numbers(outputs, seed=1) if bias else None
     unsigned = (x.int() + OFFSET).to(torch.uint8)
     got = PackedMatrix.of(weight, scale, added).multiply(unsigned, step, torch.float32)
-    want = Portable().multiply(unsigned, weight, scale).mul_(step)
+    want = PortableInt8().multiply(unsigned, weight, scale).mul_(step)
     assert torch.equal(got, want if added is None else want + added)
 
 
@@ -42,7 +42,7 @@ def test_int8_sums_of_extremes_are_exact() -> None:
     weight, x = torch.full((70, 5632), 127, dtype=torch.int8), torch.full((3, 5632), 255, dtype=torch.uint8)
     weight[1], x[1], x[2, ::2] = -127, 1, 1
     got = PackedMatrix.of(weight, torch.ones(70)).multiply(x, torch.ones(3, 1), torch.float32)
-    assert torch.equal(got, Portable().multiply(x, weight, torch.ones(70)))
+    assert torch.equal(got, PortableInt8().multiply(x, weight, torch.ones(70)))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.proposers import NGramProposer
-from engine.types import Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
+from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationSettings, Verification
 
-SPECULATION = Speculation(
+SPECULATION = SpeculationSettings(
     mode=SpeculationMode.AUTO, num_draft_tokens=4, proposer="ngram", verification=Verification.COUPLED
 )
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from engine.proposers import Proposal, SuffixProposer
 from engine.proposers.first_of import FirstOf
 from engine.proposers.suffix import Guess, PastOutputs, Rules, SuffixIndex, best_guess
-from engine.types import Request, Sequence, Speculation, SpeculationMode, Verification
+from engine.types import Request, Sequence, SpeculationMode, SpeculationSettings, Verification
 
-SPECULATION = Speculation(
+SPECULATION = SpeculationSettings(
     mode=SpeculationMode.AUTO, num_draft_tokens=8, proposer="suffix", verification=Verification.COUPLED
 )
 RULES = Rules(shortest=2, longest=5, reach=1.5, least=0.4, most_places=1000)

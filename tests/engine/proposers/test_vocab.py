@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv.batch import Feed
-from engine.proposers.vocab import MappedRunner, VocabMap, Vocabulary
+from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
 from engine.startup import drafters
 from engine.startup.drafters import match_vocabularies
 from tests import fakes, zoo
@@ -43,16 +43,18 @@ def sentence_piece(text: list[str], size: int = 400) -> Tokenizer:
     return tokenizer
 
 
-def vocabulary(tokenizer: Tokenizer, name: str, begin: str | None, end: str, width: int | None = None) -> Vocabulary:
+def vocabulary(
+    tokenizer: Tokenizer, name: str, begin: str | None, end: str, width: int | None = None
+) -> DraftVocabulary:
     ids = [tokenizer.token_to_id(token) if token else None for token in (begin, end)]
-    return Vocabulary.of(name, width or tokenizer.get_vocab_size(), tokenizer, ids[0], {ids[1]})
+    return DraftVocabulary.of(name, width or tokenizer.get_vocab_size(), tokenizer, ids[0], {ids[1]})
 
 
-def of_bytes(text: list[str] = TEXT, name: str = "target", **how: object) -> Vocabulary:
+def of_bytes(text: list[str] = TEXT, name: str = "target", **how: object) -> DraftVocabulary:
     return vocabulary(byte_level(text, **how), name, None, how.get("end", "<|end|>"))
 
 
-def of_pieces(text: list[str] = TEXT, name: str = "draft") -> Vocabulary:
+def of_pieces(text: list[str] = TEXT, name: str = "draft") -> DraftVocabulary:
     return vocabulary(sentence_piece(text), name, "<s>", "</s>")
 
 
@@ -142,7 +144,7 @@ def test_two_files_that_are_the_same_are_not_read(
         assert match_vocabularies(config, model, model) is None
 
 
-def _read(*_: object) -> Vocabulary:
+def _read(*_: object) -> DraftVocabulary:
     raise AssertionError("read")
 
 

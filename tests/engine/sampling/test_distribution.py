@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from engine.sampling import distribution
 from engine.sampling.distribution import RowParams
 from engine.sampling.noise import Stream
-from engine.sampling.row import Row
-from engine.types import Request, SamplingParams, Sequence, Speculation, SpeculationMode, Verification
+from engine.sampling.row import LogitsRow
+from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationSettings, Verification
 
-SPECULATION = Speculation(
+SPECULATION = SpeculationSettings(
     mode=SpeculationMode.OFF, num_draft_tokens=0, proposer="none", verification=Verification.COUPLED
 )
 
 
-def row(params: SamplingParams, position: int = 0, seed: int = 0) -> Row:
+def row(params: SamplingParams, position: int = 0, seed: int = 0) -> LogitsRow:
     request = Request(request_id="r", token_ids=(1,), sampling=params)
     sequence = Sequence(
         request=request,
@@ -29,7 +29,7 @@ def row(params: SamplingParams, position: int = 0, seed: int = 0) -> Row:
         end_token_ids=frozenset(),
         tokens=[1] * (position + 1),
     )
-    return Row(sequence, (), Stream.COUPLED)
+    return LogitsRow(sequence, (), Stream.COUPLED)
 
 
 def definition(logits: list[float], params: SamplingParams) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from server import cli
-from server.commands.bench import Bench, Row, as_text
+from server.commands.bench import Bench, BenchRow, as_text
 
 OPTIONS = ["--tokens", "8", "--rounds", "1", "--batches", "1", "2", "--threads", "1", "--warm-up-seconds", "0"]
 
@@ -33,7 +33,7 @@ def test_what_cannot_be_served_is_said(capsys, tmp_path):
 
 
 def test_the_table_lines_up():
-    rows = [Row(1, "off", 100.0, 1.0, None, None, True), Row(1, "auto", 150.0, 1.5, 0.75, 3.25, False)]
+    rows = [BenchRow(1, "off", 100.0, 1.0, None, None, True), BenchRow(1, "auto", 150.0, 1.5, 0.75, 3.25, False)]
     head, plain, auto = as_text(rows, "title").splitlines()[2:]
     assert plain.index("100.0") + 5 == auto.index("150.0") + 5 == head.index("tokens/s") + 8
     assert "near-ties" in auto

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from engine.types import TokenLogprob
+from engine.types import Logprob
 from pilotfish.v1 import generation_pb2 as pb
 from server.chat import ChatTemplate
 from server.lifecycle import State
@@ -426,7 +426,7 @@ async def test_a_law_that_makes_a_token_impossible_is_still_json():
     async with talking() as server:
         server.engine.script = CODEC.encode("a")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fake_engine, "logprob_of", lambda token, top: TokenLogprob(-math.inf))
+            patch.setattr(fake_engine, "logprob_of", lambda token, top: Logprob(-math.inf))
             done = await server.client.completions.create(model="fake", prompt="a", max_tokens=2, logprobs=0)
         assert done.choices[0].logprobs.token_logprobs == [-9999.0, -9999.0]
 

@@ -19,7 +19,7 @@ from engine.errors import ModelError
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from server.lifecycle import State
-from server.worker.remote import Program
+from server.worker.remote import EngineProgram
 from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
@@ -37,7 +37,7 @@ def around(engine, config, device):
 @asynccontextmanager
 async def apart(**config):
     """A server whose fake engine is in another process, which does not outlive it."""
-    async with serving(program=Program(fake_child.PROGRAM, around), engine_process=True, **config) as server:
+    async with serving(program=EngineProgram(fake_child.PROGRAM, around), engine_process=True, **config) as server:
         server.host = server.app.host
         yield server
     assert server.host._child is None
@@ -236,7 +236,7 @@ async def test_too_many_crashes_end_the_server_with_an_exit_code():
 
 async def test_a_model_that_cannot_be_served_is_no_crash(monkeypatch, caplog):
     source = f"{fake_child.PROGRAM.partition(';')[0]}; import tests.server.worker.test_engine_process as t; t.refuse()"
-    async with serving(program=Program(source, around), engine_process=True, ready=False) as server:
+    async with serving(program=EngineProgram(source, around), engine_process=True, ready=False) as server:
         assert await server.running == 1
         assert metric(server, "engine_restarts_total") == 0
     assert "no such model" in caplog.text
@@ -254,7 +254,7 @@ def refuse() -> None:
 
 async def test_a_stop_while_it_loads_leaves_no_process():
     source = "import sys, time; time.sleep(1000)"
-    async with serving(program=Program(source, around), engine_process=True, ready=False) as server:
+    async with serving(program=EngineProgram(source, around), engine_process=True, ready=False) as server:
         await until(lambda: server.app.host._child is not None)
         process = server.app.host._child.process
         server.app.stop()

@@ -15,27 +15,27 @@ from hypothesis import strategies as st
 from engine.config import Bounds
 from engine.stats import Forward, StepStats
 from engine.types import (
-    Candidate,
-    Finished,
+    DraftStats,
+    FinishedOutput,
     FinishReason,
     Guided,
+    Logprob,
     Request,
     SamplingParams,
-    Speculation,
     SpeculationMode,
     SpeculationParams,
-    SpeculationStats,
+    SpeculationSettings,
     TokenEvent,
-    TokenLogprob,
+    TopLogprob,
     Verification,
 )
 from server.worker import wire
-from server.worker.engine_process import DoorsGone, EngineServer, Link, serve
+from server.worker.engine_process import EngineServer, FrontEndGone, Link, serve
 from tests.server.fake_engine import FakeEngine
 from tests.server.fake_grammar import FakeCompiler
 
 LIMIT = 1 << 20
-LOAD = wire.Load(3, 1, 0, 7, 6, 1.5)
+LOAD = wire.LoadReport(3, 1, 0, 7, 6, 1.5)
 REQUEST = Request(
     request_id="alice/r",
     token_ids=(1, 2, 2**31),
@@ -45,15 +45,15 @@ REQUEST = Request(
     speculation=SpeculationParams(mode=SpeculationMode.FIXED, verification=Verification.REJECTION),
     cache_salt="s",
 )
-FINISHED = Finished(
+FINISHED = FinishedOutput(
     reason=FinishReason.STOP,
     prompt_tokens=3,
     completion_tokens=2,
     seed=2**64 - 1,
-    speculation=Speculation(
+    speculation=SpeculationSettings(
         mode=SpeculationMode.AUTO, num_draft_tokens=4, proposer="model", verification=Verification.COUPLED
     ),
-    stats=SpeculationStats(2, 8, 4, (2, 2)),
+    stats=DraftStats(2, 8, 4, (2, 2)),
     stop_token_id=0,
 )
 EVENT = TokenEvent(
@@ -61,8 +61,8 @@ EVENT = TokenEvent(
     index=1,
     token_ids=(5, 6),
     from_draft=(True, False),
-    logprobs=(TokenLogprob(-math.inf, (Candidate(1, -0.5),)), TokenLogprob(-1.0)),
-    prompt_logprobs=(None, TokenLogprob(-2.0)),
+    logprobs=(Logprob(-math.inf, (TopLogprob(1, -0.5),)), Logprob(-1.0)),
+    prompt_logprobs=(None, Logprob(-2.0)),
     finished=FINISHED,
 )
 STATS = StepStats(forwards=(Forward("verify", 2, 8),), phase_seconds={"plan": 0.5}, accepted_per_position=(1, 0))
@@ -73,30 +73,30 @@ TO_ENGINE = [
     wire.Drop(3, 4, FinishReason.CANCELLED),
     wire.Taken(),
 ]
-TO_DOORS = [
+TO_FRONT_END = [
     wire.Progress("loading"),
     wire.Refused("no"),
     wire.Ready(5, 6, frozenset({0}), ("none",), 7, 8, "cpu", "plain", "bfloat16", LOAD),
-    wire.Output((wire.Event.of(9, EVENT),), STATS, LOAD),
-    wire.Output((), None, LOAD),
+    wire.StepReport((wire.Event.of(9, EVENT),), STATS, LOAD),
+    wire.StepReport((), None, LOAD),
     wire.Beat(),
 ]
 
 
 @pytest.mark.parametrize("size", [1, 7, 10**6])
 def test_everything_comes_back_as_it_went(size):
-    for messages, read in ((TO_ENGINE, wire.read_to_engine), (TO_DOORS, wire.read_to_doors)):
+    for messages, read in ((TO_ENGINE, wire.read_to_engine), (TO_FRONT_END, wire.read_to_front_end)):
         stream = b"".join(wire.framed(message, LIMIT) for message in messages)
         frames = wire.Frames(LIMIT)
         parts = [stream[i : i + size] for i in range(0, len(stream), size)]
         assert [read(payload) for part in parts for payload in frames.feed(part)] == messages
-    (event,) = TO_DOORS[3].events
+    (event,) = TO_FRONT_END[3].events
     assert event.named("alice/r") == EVENT
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_an_error_of_ours(data):
-    for read in (wire.read_to_engine, wire.read_to_doors):
+    for read in (wire.read_to_engine, wire.read_to_front_end):
         try:
             read(data)
         except wire.WireError:
@@ -116,7 +116,7 @@ def test_a_message_cut_or_changed_is_no_other():
                 wire.read_to_engine(payload[:cut])
 
 
-@pytest.mark.parametrize("read", [wire.read_to_engine, wire.read_to_doors])
+@pytest.mark.parametrize("read", [wire.read_to_engine, wire.read_to_front_end])
 @pytest.mark.parametrize("data", [["Add", 1], ["Output"], ["Nothing"], {"type": "Add"}, 3, None, ["Add", "1", 2, {}]])
 def test_a_message_of_another_shape_is_refused(read, data):
     with pytest.raises(wire.WireError):
@@ -135,17 +135,17 @@ def test_what_is_too_large_is_refused_on_both_sides_before_it_is_read():
 
 def test_log_probabilities_of_the_largest_request_fit():
     bounds = Bounds(max_total_logprobs=1 << 12)
-    top = tuple(Candidate(2**31, -1e300) for _ in range(15))
-    found = tuple(TokenLogprob(-1e300, top) for _ in range((1 << 12) // 16))
+    top = tuple(TopLogprob(2**31, -1e300) for _ in range(15))
+    found = tuple(Logprob(-1e300, top) for _ in range((1 << 12) // 16))
     event = TokenEvent(request_id="r", prompt_logprobs=found)
-    size = len(wire.framed(wire.Output((wire.Event.of(1, event),), STATS, LOAD), LIMIT))
+    size = len(wire.framed(wire.StepReport((wire.Event.of(1, event),), STATS, LOAD), LIMIT))
     assert size < wire.most_bytes(bounds) - wire.most_bytes(Bounds(max_total_logprobs=0)) + 1000
 
 
 # ------------------------------------------------------------------------------- the engine's side, on this thread
 
 
-class Doors:
+class FrontEnds:
     """The other end of an `EngineServer` around a fake, which takes one turn at a time."""
 
     def __init__(self, engine: FakeEngine) -> None:
@@ -169,15 +169,15 @@ class Doors:
         for _ in range(times):
             self.server.turn()
             try:
-                heard += [wire.read_to_doors(p) for p in self.frames.feed(self.socket.recv(1 << 20))]
+                heard += [wire.read_to_front_end(p) for p in self.frames.feed(self.socket.recv(1 << 20))]
             except BlockingIOError:
                 continue
         return [message for message in heard if not isinstance(message, wire.Beat)]
 
 
 @pytest.fixture
-def doors():
-    with closing(Doors(FakeEngine())) as both:
+def front_ends():
+    with closing(FrontEnds(FakeEngine())) as both:
         yield both
 
 
@@ -185,68 +185,68 @@ def asked(name: str, **sampling) -> Request:
     return Request(request_id=name, token_ids=(1, 2), sampling=SamplingParams(**{"max_tokens": 300, **sampling}))
 
 
-def test_it_runs_no_further_ahead_than_two_outputs(doors):
-    doors.say(wire.Add(1, 1, asked("a")))
-    assert len(doors.turn(10)) == 2
-    doors.say(wire.Taken())
-    assert len(doors.turn(10)) == 1
-    assert doors.engine.steps == 3
+def test_it_runs_no_further_ahead_than_two_outputs(front_ends):
+    front_ends.say(wire.Add(1, 1, asked("a")))
+    assert len(front_ends.turn(10)) == 2
+    front_ends.say(wire.Taken())
+    assert len(front_ends.turn(10)) == 1
+    assert front_ends.engine.steps == 3
 
 
-def test_an_end_frees_pages_before_the_next_step_and_comes_at_once(doors):
-    doors.say(wire.Add(1, 1, asked("a")), wire.Add(2, 2, asked("b")))
-    doors.turn()
-    doors.say(wire.Taken(), wire.Finish(3, 1, FinishReason.CANCELLED))
-    first, second = doors.turn()
+def test_an_end_frees_pages_before_the_next_step_and_comes_at_once(front_ends):
+    front_ends.say(wire.Add(1, 1, asked("a")), wire.Add(2, 2, asked("b")))
+    front_ends.turn()
+    front_ends.say(wire.Taken(), wire.Finish(3, 1, FinishReason.CANCELLED))
+    first, second = front_ends.turn()
     assert [event.ticket for event in first.events] == [1]
-    assert (first.stats, first.load.free_pages) == (None, doors.engine.total_pages - 1)
+    assert (first.stats, first.load.free_pages) == (None, front_ends.engine.total_pages - 1)
     assert [event.ticket for event in second.events] == [2]
-    assert doors.engine.steps == 2
+    assert front_ends.engine.steps == 2
 
 
-def test_what_is_dropped_is_not_told_and_its_name_is_free(doors):
-    doors.say(wire.Add(1, 1, asked("a")))
-    doors.turn()
-    doors.say(wire.Drop(2, 1, FinishReason.CANCELLED), wire.Add(3, 2, asked("a", max_tokens=1)))
-    (output,) = doors.turn()
+def test_what_is_dropped_is_not_told_and_its_name_is_free(front_ends):
+    front_ends.say(wire.Add(1, 1, asked("a")))
+    front_ends.turn()
+    front_ends.say(wire.Drop(2, 1, FinishReason.CANCELLED), wire.Add(3, 2, asked("a", max_tokens=1)))
+    (output,) = front_ends.turn()
     assert [(event.ticket, event.finished.reason) for event in output.events] == [(2, FinishReason.LENGTH)]
     assert output.load.order == 3
-    doors.say(wire.Finish(4, 2, FinishReason.CANCELLED), wire.Drop(5, 7, FinishReason.CANCELLED))  # both are over
-    (idle,) = doors.turn()
+    front_ends.say(wire.Finish(4, 2, FinishReason.CANCELLED), wire.Drop(5, 7, FinishReason.CANCELLED))  # both are over
+    (idle,) = front_ends.turn()
     assert (idle.events, idle.load.order) == ((), 5)
 
 
-def test_a_structure_that_compiles_holds_up_nobody(doors):
-    doors.server._compile.gate.clear()
-    doors.say(wire.Add(1, 1, asked("g", guided=Guided(choice=("ab",)))), wire.Add(2, 2, asked("a")))
-    (output,) = doors.turn()
+def test_a_structure_that_compiles_holds_up_nobody(front_ends):
+    front_ends.server._compile.gate.clear()
+    front_ends.say(wire.Add(1, 1, asked("g", guided=Guided(choice=("ab",)))), wire.Add(2, 2, asked("a")))
+    (output,) = front_ends.turn()
     assert [event.ticket for event in output.events] == [2]
-    doors.say(wire.Taken(), wire.Finish(3, 1, FinishReason.CANCELLED))
-    ends, _ = doors.turn()
+    front_ends.say(wire.Taken(), wire.Finish(3, 1, FinishReason.CANCELLED))
+    ends, _ = front_ends.turn()
     assert [(event.ticket, event.finished.reason) for event in ends.events] == [(1, FinishReason.CANCELLED)]
-    doors.server._compile.gate.set()
-    doors.say(wire.Taken(), wire.Taken(), wire.Drop(4, 2, FinishReason.CANCELLED))
-    doors.turn(3)
-    assert not doors.engine.has_work
+    front_ends.server._compile.gate.set()
+    front_ends.say(wire.Taken(), wire.Taken(), wire.Drop(4, 2, FinishReason.CANCELLED))
+    front_ends.turn(3)
+    assert not front_ends.engine.has_work
 
 
-def test_what_the_engine_refuses_fails_alone(doors):
+def test_what_the_engine_refuses_fails_alone(front_ends):
     bad = Request(request_id="bad", token_ids=(10**6,), sampling=SamplingParams(n=2))
-    doors.say(wire.Add(1, 1, bad), wire.Add(2, 2, asked("a", max_tokens=1)))
-    first, second = doors.turn()
+    front_ends.say(wire.Add(1, 1, bad), wire.Add(2, 2, asked("a", max_tokens=1)))
+    first, second = front_ends.turn()
     assert [event.finished.reason for event in first.events] == [FinishReason.ERROR] * 2
     assert second.events[0].finished.reason is FinishReason.LENGTH
 
 
-def test_logprobs_of_prompts_go_apart(doors):
-    doors.say(*(wire.Add(i, i, asked(f"r{i}", prompt_logprobs=1)) for i in (1, 2)), wire.Add(3, 3, asked("a")))
-    outputs = doors.turn()
+def test_logprobs_of_prompts_go_apart(front_ends):
+    front_ends.say(*(wire.Add(i, i, asked(f"r{i}", prompt_logprobs=1)) for i in (1, 2)), wire.Add(3, 3, asked("a")))
+    outputs = front_ends.turn()
     assert [[event.ticket for event in output.events] for output in outputs] == [[1], [2], [3]]
     assert [output.stats is None for output in outputs] == [True, True, False]
 
 
 @pytest.mark.parametrize(
-    "data", [b"\0\0\0\3abc", b"\xff\xff\xff\xff", wire.framed(TO_ENGINE[1], LIMIT), wire.framed(TO_DOORS[0], LIMIT)]
+    "data", [b"\0\0\0\3abc", b"\xff\xff\xff\xff", wire.framed(TO_ENGINE[1], LIMIT), wire.framed(TO_FRONT_END[0], LIMIT)]
 )
 def test_a_process_that_hears_nonsense_ends(data):
     ours, theirs = socket.socketpair()
@@ -255,13 +255,13 @@ def test_a_process_that_hears_nonsense_ends(data):
         serve(link, lambda *_: pytest.fail("nothing was to be loaded"))
 
 
-def test_a_process_that_is_left_alone_ends(doors):
+def test_a_process_that_is_left_alone_ends(front_ends):
     ours, theirs = socket.socketpair()
     ours.close()
-    with closing(Link(theirs, LIMIT)) as link, pytest.raises(DoorsGone):
+    with closing(Link(theirs, LIMIT)) as link, pytest.raises(FrontEndGone):
         serve(link, lambda *_: pytest.fail("nothing was to be loaded"))
-    doors.say(wire.Add(1, 1, asked("a")))
-    doors.turn()
-    doors.socket.close()
-    with pytest.raises(DoorsGone):
-        doors.turn(3)
+    front_ends.say(wire.Add(1, 1, asked("a")))
+    front_ends.turn()
+    front_ends.socket.close()
+    with pytest.raises(FrontEndGone):
+        front_ends.turn(3)

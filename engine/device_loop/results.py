@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.control.controller import Round as Done
-from engine.device_loop.round import Brought
+from engine.control.controller import StepFeedback as Done
+from engine.device_loop.round import RoundOutput
 from engine.kernels.args import UNSOUND
-from engine.sampling.verification import Outcome
+from engine.sampling.verification import VerifyOutput
 from engine.scheduler import Work
 from engine.stats import Clock, Forward
 from engine.types import Sequence
@@ -26,56 +26,56 @@ def untold(_: str) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class Rider:
+class DeviceSequence:
     """A sequence that stands on the device."""
 
     sequence: Sequence
     slot: int
     num_draft: int = 0  # as its slot has it; a round's K bounds it too
-    in_step: bool = False  # the draft's K/V reaches to all tokens but the last two, those in flight included
+    draft_caught_up: bool = False  # the draft's K/V reaches to all tokens but the last two, those in flight included
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class SequenceResult:
     """What a round brought one sequence."""
 
     sequence: Sequence
     num_draft: int
-    outcome: Outcome
+    outcome: VerifyOutput
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class RoundResult:
     """What a round brought those who are still there, and what control learns from it."""
 
-    landings: tuple[Landing, ...]
+    results: tuple[SequenceResult, ...]
     done: Done
     forwards: tuple[Forward, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RoundEntry:
     """One sequence's part in a round, as it was when that was launched."""
 
-    rider: Rider
+    member: DeviceSequence
     length: int
     asked: int
     num_draft: int
-    in_step: bool
+    draft_caught_up: bool
 
-    def land(self, row: list[int]) -> Landing:
-        """Move the sequence's cursors past what the round brought it: `row` of the mail."""
+    def settle(self, row: list[int]) -> SequenceResult:
+        """Move the sequence's cursors past its tokens of the round; `row` is its row of the results."""
         *drawn, num_fresh, num_accepted, ended = row
         assert num_fresh or ended, "the device says that a live sequence had ended"
         problem = "the model's output was not a number" if ended == UNSOUND else None
-        sequence = self.rider.sequence
+        sequence = self.member.sequence
         sequence.in_flight -= self.num_draft + 1
         taken = max(0, min(self.num_draft, sequence.max_len - len(sequence.tokens) - 1))  # as the device knew
         length = len(sequence.tokens) + num_fresh
         sequence.target.advance(length - 1)
-        if self.in_step:
+        if self.draft_caught_up:
             sequence.draft.advance(max(sequence.draft.kv_len, length - 2))
-        return Landing(sequence, taken, Outcome(tuple(drawn[:num_fresh]), num_accepted, problem))
+        return SequenceResult(sequence, taken, VerifyOutput(tuple(drawn[:num_fresh]), num_accepted, problem))
 
 
 class Rounds(Protocol):
@@ -94,7 +94,7 @@ class Rounds(Protocol):
         """Launch a round of these and nobody else."""
         ...
 
-    def read(self) -> list[Landed]:
+    def read(self) -> list[RoundResult]:
         """What came of all rounds but the one just launched."""
         ...
 
@@ -112,7 +112,7 @@ class Rounds(Protocol):
 
 
 class NoRounds:
-    """Nobody rides."""
+    """No sequence is decoded on a device: every one takes part in plain steps."""
 
     name = "plain"
 
@@ -122,9 +122,9 @@ class NoRounds:
 
     def launch(self, works: Seq[Work]) -> None:
         """There is nobody to launch a round for."""
-        assert not works, "a sequence rides, and nothing carries it"
+        assert not works, "a sequence waits for a round, and there are no rounds"
 
-    def read(self) -> list[Landed]:
+    def read(self) -> list[RoundResult]:
         """Nothing."""
         return []
 
@@ -138,7 +138,7 @@ class NoRounds:
         """Nothing is missed."""
 
 
-class Marks:
+class DeviceTimer:
     """Moments on the device's own clock, which nobody waits for."""
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
@@ -162,15 +162,15 @@ class Marks:
 
 
 @dataclass(slots=True)
-class Mail:
+class PendingRound:
     """One round's: copied behind the round, waited for when it is read."""
 
     k: int
     size: int  # places of the batch
-    shares: list[Share]  # in the order of the places
+    entries: list[RoundEntry]  # in the order of the places
     fed: list[int]  # tokens that the draft was fed first, of each sequence that had to catch up
-    marks: Marks  # before drafting, between that and verification, behind it
-    brought: Brought
+    timer: DeviceTimer  # before drafting, between that and verification, behind it
+    brought: RoundOutput
     _rows: Tensor = field(init=False)  # [B, K + 4]: what was drawn; how many are fresh and accepted; whether it ended
     _event: torch.cuda.Event | None = field(init=False, default=None)
 
@@ -196,6 +196,6 @@ class Mail:
 
     def forwards(self) -> tuple[Forward, ...]:
         """The same and the target's, without idle places."""
-        count = len(self.shares)
+        count = len(self.entries)
         drafting = [Forward("draft", *passed) for passed in self.draft_passes(count)]
-        return *drafting, Forward("verify", count, count + sum(share.num_draft for share in self.shares))
+        return *drafting, Forward("verify", count, count + sum(entry.num_draft for entry in self.entries))

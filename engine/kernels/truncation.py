@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.args import Laws
+from engine.kernels.args import SamplerRows
 
 BLOCK = 4096  # tokens that one program adds to the bins
 LARGEST_VOCAB = 2**19  # whose weights, 1 at most each, fit into int64
@@ -57,11 +57,11 @@ class Search:
         )  # fmt: skip
 
 
-def find_ends(logits: Tensor, laws: Laws, peaks: Tensor, search: Search, ties_block: int) -> None:
+def find_ends(logits: Tensor, samplers: SamplerRows, peaks: Tensor, search: Search, ties_block: int) -> None:
     """Set `last`, `allowed` and `ties` of `search`, whose bins are zeros, for all rows that are drawn.
 
-    `logits` `[R, vocab]` with adjacent columns, `laws` without gaps, `peaks` float32 `[R, blocks]`, the largest of each
-    `ties_block` tokens.
+    `logits` `[R, vocab]` with adjacent columns, `samplers` without gaps, `peaks` float32 `[R, blocks]`, the largest of
+    each `ties_block` tokens.
 
     Raises:
         ValueError: the vocabulary is too large.
@@ -74,17 +74,17 @@ def find_ends(logits: Tensor, laws: Laws, peaks: Tensor, search: Search, ties_bl
     stands = search.bins, search.rank, search.before
     for step in range(_STEPS):
         _count_kernel[grid](
-            logits, laws.temperature, laws.top_k, peaks, *stands, logits.stride(0), vocab, blocks, step,
+            logits, samplers.temperature, samplers.top_k, peaks, *stands, logits.stride(0), vocab, blocks, step,
             BLOCK=BLOCK, BLOCKS=size, num_warps=8,
         )  # fmt: skip
     for step in range(_STEPS):
         _weigh_kernel[grid](
-            logits, laws.temperature, laws.top_k, laws.top_p, peaks, *stands, search.limit, logits.stride(0), vocab,
-            blocks, step, BLOCK=BLOCK, BLOCKS=size, num_warps=8,
+            logits, samplers.temperature, samplers.top_k, samplers.top_p, peaks, *stands, search.limit,
+            logits.stride(0), vocab, blocks, step, BLOCK=BLOCK, BLOCKS=size, num_warps=8,
         )  # fmt: skip
     _end_kernel[num_rows, blocks](
-        logits, laws.temperature, laws.top_k, laws.top_p, peaks, *stands, search.limit, search.last, search.allowed,
-        search.ties, logits.stride(0), vocab, blocks, BLOCK=ties_block, BLOCKS=size,
+        logits, samplers.temperature, samplers.top_k, samplers.top_p, peaks, *stands, search.limit,
+        search.last, search.allowed, search.ties, logits.stride(0), vocab, blocks, BLOCK=ties_block, BLOCKS=size,
     )  # fmt: skip
 
 
