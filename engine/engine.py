@@ -19,14 +19,14 @@ from engine.control.prefill_budget import Prefill
 from engine.device_loop.results import NoRounds, Progress, Rounds, untold
 from engine.errors import DuplicateRequest
 from engine.model.runner import Runner
-from engine.proposers import Proposers
-from engine.request.intake import Intake, Limits, trial
+from engine.proposers import Proposal, Proposers
+from engine.request.intake import Intake, Limits, self_test_request
 from engine.sampling.processors import follow
 from engine.sampling.verification import VerifyOutput
 from engine.scheduler import Scheduler, StepPlan
 from engine.stats import Clock, StepStats, Stopwatch
-from engine.step_stats import measure, round_of, teach, with_rounds
-from engine.target_pass import Decided, Passes
+from engine.step_stats import feedback_of, measure, teach, with_rounds
+from engine.target_pass import TargetPass, Verified
 from engine.types import FinishedOutput, FinishReason, Request, Sequence, TokenEvent
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ class Engine:
         self.config, self.limits, self._clock = config, limits, clock
         self._intake, self._proposers, self._scheduler = Intake(config, limits, proposers.names), proposers, scheduler
         self._rounds: Rounds = rounds or NoRounds()
-        self._passes, self.dtype = Passes(target, proposers), dtype  # the type of the target's activations and K/V
+        self._target_pass = TargetPass(target, proposers)
+        self.dtype = dtype  # of the target's activations and K/V
         self.control, self.round_control = scheduler.control, scheduler.round_control
         self._keeps_at: float | None = None  # when what was learned is kept again, if it is
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
@@ -70,91 +71,63 @@ class Engine:
     # ------------------------------------------------------------------------------------------------ the step
 
     def step(self) -> StepOutput:
-        """admit -> plan -> propose -> verify -> commit: one target pass serves every sequence at once.
-
-        Riders have a round of their own, launched first: the device works on it while the host goes on.
-        """
+        """admit -> plan -> propose -> verify -> commit -> emit: one target pass serves every sequence at once."""
         watch = Stopwatch(self._clock)
+        plan = self._plan(watch)
+        proposal = self._propose(plan, watch)
+        verified = self._verify(plan, proposal, watch)
+        events = self._commit(verified, watch)
+        return self._emit(plan, verified, events, watch)
+
+    def _plan(self, watch: Stopwatch) -> StepPlan:
+        """Admit what fits, and plan which tokens each sequence feeds, with how many drafts."""
         with watch.phase("plan"):
             self._scheduler.admit()
             plan = self._scheduler.plan()
-        self._launch(plan, watch)
-        return self._land(self._feed(plan, watch), watch)
+        self._launch_round(plan, watch)
+        return plan
 
-    def _feed(self, plan: StepPlan, watch: Stopwatch) -> StepOutput:
-        """The plain part: what is not on the device, prompts and all."""
-        failures = self._proposers.num_failures
+    def _propose(self, plan: StepPlan, watch: Stopwatch) -> Proposal:
         with watch.phase("propose"):
-            proposal = self._proposers.propose(plan.sequences, plan.num_draft_each)
-        decided = self._passes.run(plan, proposal, watch) if plan.works else Decided(proposal, [], [])
+            return self._proposers.propose(plan.sequences, plan.num_draft_each)
+
+    def _verify(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Verified:
+        """Feed the target what is planned and the drafts, in one pass, and decide which drafts stay."""
+        return self._target_pass.run(plan, proposal, watch) if plan.works else Verified(proposal, [], [])
+
+    def _commit(self, verified: Verified, watch: Stopwatch) -> tuple[TokenEvent, ...]:
+        """Append what each sequence keeps; one event per sequence of `verified.fed`."""
         with watch.phase("commit"):
-            pairs = zip(decided.fed, decided.outcomes, strict=True)
-            events = tuple(self._commit(fed.sequence, len(fed.drafts), outcome) for fed, outcome in pairs)
-        ended = tuple(map(self._end_for_fault, decided.faulty))
-        if decided.doubt is not None:
-            self._try(decided.doubt)
-        if decided.is_whole:
-            self.control.learn(round_of(plan, decided.proposal, decided.outcomes, watch.seconds))
-            teach(self._scheduler.prefill, plan, decided.proposal, watch.seconds)
-            for fed, event in zip(decided.fed, events, strict=True):
-                if event.finished is not None:  # it has just learned of one that is over
-                    self.control.forget(fed.sequence)
-        failed = self._proposers.num_failures - failures
-        stats = measure(plan, decided.proposal, decided.fed, events, watch.seconds, failed, self._scheduler)
-        return StepOutput((*events, *ended), stats)
+            pairs = zip(verified.fed, verified.outcomes, strict=True)
+            return tuple(self._commit_one(fed.sequence, len(fed.drafts), outcome) for fed, outcome in pairs)
 
-    def _launch(self, plan: StepPlan, watch: Stopwatch) -> None:
-        """A round that fails costs speed alone: what the host knows of each sequence is all that plain steps need."""
-        try:
-            with watch.phase("launch"):
-                self._rounds.launch(plan.on_device)
-        except Exception:
-            log.exception("a round on the device failed; from now on all sequences decode in plain steps")
-            for sequence in self._scheduler.sequences:
-                self._rounds.leave(sequence)
-                sequence.on_device = False
-            self._rounds = NoRounds()
+    def _emit(self, plan: StepPlan, verified: Verified, events: tuple[TokenEvent, ...], watch: Stopwatch) -> StepOutput:
+        """Everything that the step has to report: events of this pass, of faults, and of the round before this one."""
+        ended = tuple(map(self._end_for_fault, verified.faulty))
+        if verified.engine_fault is not None:
+            self._blame_engine_or_requests(verified.engine_fault)
+        if verified.is_whole:
+            self._teach(plan, verified, events, watch)
+        stats = measure(plan, verified, events, watch.seconds, self._proposers.take_failures(), self._scheduler)
+        return self._with_round(StepOutput((*events, *ended), stats), watch)
 
-    def _land(self, plain: StepOutput, watch: Stopwatch) -> StepOutput:
-        """Commit what came of the round before the one just launched."""
-        with watch.phase("land"):
-            round_results = self._rounds.read()
-            results = [result for round_ in round_results for result in round_.results]
-            events = tuple(self._commit(x.sequence, x.num_draft, x.outcome) for x in results)
-        for round_ in round_results:
-            self.round_control.learn(round_.done)
-        for x, event in zip(results, events, strict=True):
-            if event.finished is not None:
-                self.round_control.forget(x.sequence)
-        return StepOutput((*plain.events, *events), with_rounds(plain.stats, round_results, events))
+    def _teach(self, plan: StepPlan, verified: Verified, events: tuple[TokenEvent, ...], watch: Stopwatch) -> None:
+        """Give the step's times and acceptance to the models that choose K and the size of prompt chunks."""
+        self.control.learn(feedback_of(plan, verified.proposal, verified.outcomes, watch.seconds))
+        teach(self._scheduler.prefill, plan, verified.proposal, watch.seconds)
+        for fed, event in zip(verified.fed, events, strict=True):
+            if event.finished is not None:  # `learn` has just seen this sequence, which is over
+                self.control.forget(fed.sequence)
 
-    def _commit(self, sequence: Sequence, num_draft: int, outcome: VerifyOutput) -> TokenEvent:
-        """Take what a sequence got; a fault in doing so is its own."""
+    # -------------------------------------------------------------------------------------------- commit, and faults
+
+    def _commit_one(self, sequence: Sequence, num_draft: int, outcome: VerifyOutput) -> TokenEvent:
+        """Commit what one sequence got; an exception here ends this sequence alone."""
         try:
             return self._keep(sequence, num_draft, outcome)
         except Exception:
             log.exception("request %s: its tokens could not be committed; it ends", sequence.request_id)
             return self._end_for_fault(sequence)
-
-    def _try(self, doubt: Exception) -> None:
-        """A whole step failed, for each of its sequences alone too. Raise that, unless a trial succeeds meanwhile.
-
-        So no number of requests at fault stops an engine that works, and one that does not is not blamed on requests.
-        """
-        (one,) = self._intake.open(trial(self.max_model_len))
-        pool = self._scheduler.target_pool
-        if not pool.reserve(one.target, len(one.tokens)):
-            return  # other sequences have all pages, so a pass of theirs will tell
-        try:
-            self._passes.try_on(one)
-        except Exception:
-            log.exception("a trial failed as well: it is not the requests' fault")
-            raise doubt from None
-        finally:
-            pool.release(one.target)
-
-    def _end_for_fault(self, sequence: Sequence) -> TokenEvent:
-        return self._end(sequence, FinishReason.ERROR, error="the request failed in the engine")
 
     def _keep(self, sequence: Sequence, num_draft: int, outcome: VerifyOutput) -> TokenEvent:
         """Append the kept drafts and the next token, as far as plain decoding would have gone; move the cursors."""
@@ -175,6 +148,57 @@ class Engine:
             prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.num_generated == len(fresh) else (),
         )
         return replace(event, finished=self._end_if_over(sequence, outcome.problem))
+
+    def _blame_engine_or_requests(self, error: Exception) -> None:
+        """Run a self-test after a pass that failed for every sequence, alone too: raise `error` if it fails as well.
+
+        If it succeeds, the requests were at fault. So faulty requests cannot stop an engine that works, in whatever
+        number, and an engine that does not work never blames its requests.
+        """
+        (one,) = self._intake.open(self_test_request(self.max_model_len))
+        pool = self._scheduler.target_pool
+        if not pool.reserve(one.target, len(one.tokens)):
+            return  # other sequences hold all pages, so a pass of theirs will show it
+        try:
+            self._target_pass.self_test(one)
+        except Exception:
+            log.exception("the self-test failed as well: it is not the requests' fault")
+            raise error from None
+        finally:
+            pool.release(one.target)
+
+    def _end_for_fault(self, sequence: Sequence) -> TokenEvent:
+        return self._end(sequence, FinishReason.ERROR, error="the request failed in the engine")
+
+    # ------------------------------------------------------------------------------------- rounds on the device
+
+    def _launch_round(self, plan: StepPlan, watch: Stopwatch) -> None:
+        """Launch the next round of the sequences on the device, which runs while the host does the rest of the step.
+
+        A failure costs speed alone: the host knows of each sequence all that plain steps need.
+        """
+        try:
+            with watch.phase("launch"):
+                self._rounds.launch(plan.on_device)
+        except Exception:
+            log.exception("a round on the device failed; from now on all sequences decode in plain steps")
+            for sequence in self._scheduler.sequences:
+                self._rounds.leave(sequence)
+                sequence.on_device = False
+            self._rounds = NoRounds()
+
+    def _with_round(self, plain: StepOutput, watch: Stopwatch) -> StepOutput:
+        """Commit the results of the round before the one just launched, and add them to the step's output."""
+        with watch.phase("land"):
+            read = self._rounds.read()
+            results = [result for round_ in read for result in round_.results]
+            events = tuple(self._commit_one(x.sequence, x.num_draft, x.outcome) for x in results)
+        for round_ in read:
+            self.round_control.learn(round_.feedback)
+        for x, event in zip(results, events, strict=True):
+            if event.finished is not None:
+                self.round_control.forget(x.sequence)
+        return StepOutput((*plain.events, *events), with_rounds(plain.stats, read, events))
 
     # ------------------------------------------------------------------------------- a request's way in and out
 
@@ -271,7 +295,7 @@ class Engine:
     def warm_up(self) -> None:
         """Run one short request through the whole path, so that the first caller does not pay for first times."""
         assert not self._live, "warm_up is for an idle engine"
-        self.add(trial(self.max_model_len))
+        self.add(self_test_request(self.max_model_len))
         while self.has_work:
             self.step()
 

@@ -14,9 +14,10 @@ from engine.control.prefill_budget import Prefill
 from engine.device_loop.results import RoundResult
 from engine.native import threads_in_use
 from engine.proposers import Proposal
-from engine.sampling.verification import VerifyInput, VerifyOutput
+from engine.sampling.verification import VerifyOutput
 from engine.scheduler import Scheduler, StepPlan, Work
 from engine.stats import Forward, StepStats
+from engine.target_pass import Verified
 from engine.types import TokenEvent
 
 
@@ -26,7 +27,7 @@ class _Load(TypedDict):
     kv_usage: float
 
 
-def round_of(
+def feedback_of(
     plan: StepPlan, proposal: Proposal, outcomes: Seq[VerifyOutput], phase_seconds: Mapping[str, float]
 ) -> StepFeedback:
     """What control learns from: the part of a step that fed newest tokens and drafts."""
@@ -59,15 +60,15 @@ def teach(prefill: Prefill, plan: StepPlan, proposal: Proposal, phase_seconds: M
 
 def measure(
     plan: StepPlan,
-    proposal: Proposal,
-    fed: Seq[VerifyInput],
+    verified: Verified,
     events: Seq[TokenEvent],
     phase_seconds: Mapping[str, float],
     draft_failures: int,
     scheduler: Scheduler,
 ) -> StepStats:
     """Everything that a step shows to an operator."""
-    rounds = [(len(f.drafts), sum(event.from_draft)) for f, event in zip(fed, events, strict=True) if f.drafts]
+    proposal, pairs = verified.proposal, zip(verified.fed, events, strict=True)
+    rounds = [(len(fed.drafts), sum(event.from_draft)) for fed, event in pairs if fed.drafts]
     return StepStats(
         forwards=(*proposal.forwards, *_target_forwards(plan, proposal)),
         phase_seconds=phase_seconds,
@@ -108,7 +109,7 @@ def with_rounds(stats: StepStats, round_results: Seq[RoundResult], events: Seq[T
     return replace(
         stats,
         forwards=(*stats.forwards, *(forward for round_ in round_results for forward in round_.forwards)),
-        device_seconds=sum(round_.done.seconds for round_ in round_results),
+        device_seconds=sum(round_.feedback.seconds for round_ in round_results),
         rounds=stats.rounds + len(drafted),
         drafted=stats.drafted + sum(num_draft for num_draft, _ in drafted),
         accepted_per_position=tuple(map(sum, accepted)),

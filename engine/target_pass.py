@@ -16,7 +16,7 @@ from engine.kv.batch import Feed
 from engine.model.runner import Runner
 from engine.proposers import Proposal, Proposers
 from engine.sampling.logprobs import record_prompt
-from engine.sampling.verification import VerifyInput, VerifyOutput, judge
+from engine.sampling.verification import VerifyInput, VerifyOutput, verify_rows
 from engine.scheduler import StepPlan, Work
 from engine.stats import Stopwatch
 from engine.types import Sequence
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class Verified:
     """What a pass brought: outcomes of the sequences whose newest token was fed, and those that cannot go on."""
 
     proposal: Proposal  # as far as it was judged
@@ -33,16 +33,16 @@ class Decided:
     outcomes: list[VerifyOutput]
     faulty: tuple[Sequence, ...] = ()
     is_whole: bool = True  # one pass for all; else its time says nothing
-    doubt: Exception | None = None  # nobody succeeded: it may be the engine's own fault
+    engine_fault: Exception | None = None  # nobody succeeded: it may be the engine's own fault
 
 
-class Passes:
+class TargetPass:
     """Feeds a target and has its rows judged."""
 
     def __init__(self, target: Runner, proposers: Proposers) -> None:
         self._target, self._proposers = target, proposers
 
-    def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Decided:
+    def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Verified:
         """Decide all sequences of a plan; what is raised meanwhile is put down to whom it happens to alone."""
         try:
             fed, outcomes = self._pass(plan, proposal, watch)
@@ -51,9 +51,9 @@ class Passes:
         except Exception as error:
             log.exception("a pass for %d sequences failed; each is tried alone", len(plan.works))
             return self._one_by_one(plan, error, watch)
-        return Decided(proposal, fed, outcomes)
+        return Verified(proposal, fed, outcomes)
 
-    def _one_by_one(self, plan: StepPlan, error: Exception, watch: Stopwatch) -> Decided:
+    def _one_by_one(self, plan: StepPlan, error: Exception, watch: Stopwatch) -> Verified:
         """Feed each sequence alone, without drafts: who fails again is at fault and ends, the others lose nothing."""
         _take_back(plan)
         fed: list[VerifyInput] = []
@@ -71,10 +71,10 @@ class Passes:
                 fed += own_fed
                 outcomes += own_outcomes
         plain = Proposal.certain([()] * len(plan.works))
-        doubt = error if len(faulty) == len(plan.works) else None
-        return Decided(plain, fed, outcomes, tuple(faulty), is_whole=False, doubt=doubt)
+        engine_fault = error if len(faulty) == len(plan.works) else None
+        return Verified(plain, fed, outcomes, tuple(faulty), is_whole=False, engine_fault=engine_fault)
 
-    def try_on(self, sequence: Sequence) -> None:
+    def self_test(self, sequence: Sequence) -> None:
         """Feed all of a sequence that nobody waits for, and raise what that raises."""
         plan = StepPlan((Work.feeding(sequence, sequence.todo),))
         self._pass(plan, Proposal.certain([()]), Stopwatch(lambda: 0.0))
@@ -90,7 +90,7 @@ class Passes:
             self._proposers.observe(plan.sequences, feeds)
         with watch.phase("verify"):
             fed = _fed_to_the_end(plan, proposal)
-            return fed, judge(fed, _without_prompt_rows(plan, feeds, logits))
+            return fed, verify_rows(fed, _without_prompt_rows(plan, feeds, logits))
 
 
 def _take_back(plan: StepPlan) -> None:

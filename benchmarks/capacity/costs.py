@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.proposers import Proposal
 from engine.scheduler import StepPlan
 from engine.stats import Stopwatch
-from engine.target_pass import Decided, Passes
+from engine.target_pass import TargetPass, Verified
 from engine.types import Request, SamplingParams
 
 PROMPT, OUTPUT = (20, 120), (16, 64)  # tokens: what the engine is fed with while it is measured
@@ -101,12 +101,12 @@ def _fit(works: np.ndarray[Any, Any], seconds: np.ndarray[Any, Any]) -> list[flo
     return [float(value) for value in values]
 
 
-class _Recorder(Passes):
+class _Recorder(TargetPass):
     """The engine's passes, with a note of what each was fed."""
 
     notes: list[dict[str, int]]
 
-    def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Decided:
+    def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Verified:
         """As before."""
         contexts = sum(len(work.sequence.tokens) for work in plan.works)
         decided = super().run(plan, proposal, watch)
@@ -128,7 +128,7 @@ class _Recorder(Passes):
 
 def observe(engine: Engine, prompts: Seq[tuple[int, ...]], seconds: float) -> list[Observed]:
     """Run an idle engine with batches of all sizes, each for a share of the time; every step that fed something."""
-    passes = engine._passes  # noqa: SLF001  # measured from outside: the engine has no use for this
+    passes = engine._target_pass  # noqa: SLF001  # measured from outside: the engine has no use for this
     passes.__class__, passes.notes = _Recorder, []  # type: ignore[attr-defined]
     found, draw = list[Observed](), random.Random(1)  # noqa: S311
     for batch in BATCHES:

@@ -22,7 +22,7 @@ from engine.request.intake import Limits
 from engine.sampling.verification import VerifyInput, VerifyOutput
 from engine.scheduler import Scheduler, StepPlan
 from engine.stats import Stopwatch
-from engine.target_pass import Decided
+from engine.target_pass import Verified
 from engine.types import Request, SamplingParams, Sequence
 from server.errors import QueueFull
 from server.estimates import Estimates
@@ -64,7 +64,7 @@ class _Passes:
     def __init__(self, costs: CostTable, clock: VirtualClock, random: Random) -> None:
         self._costs, self._clock, self._random = costs, clock, random
 
-    def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Decided:
+    def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Verified:
         """Feed everybody, for the time that it takes."""
         with watch.phase("forward"):
             rows = sum(len(work.span) for work in plan.works) + sum(map(len, proposal.tokens))
@@ -75,7 +75,7 @@ class _Passes:
                 work.sequence.target.advance(work.span.stop + len(drafts))
                 if work.reaches_end:
                     fed.append(VerifyInput(work.sequence, drafts))
-        return Decided(proposal, fed, [self._outcome(len(one.drafts)) for one in fed])
+        return Verified(proposal, fed, [self._outcome(len(one.drafts)) for one in fed])
 
     def _outcome(self, num_draft: int) -> VerifyOutput:
         accepted = 0
@@ -175,5 +175,5 @@ def _engine(costs: CostTable, config: EngineConfig, clock: VirtualClock, random:
     pool = BlockPool(pages, PAGE, prefix_cache=False)
     scheduler = Scheduler(pool, None, config.max_batch_size, config.max_batch_tokens, control=AdaptiveK())
     engine = Engine(config, Limits(VOCAB, MAX_LEN), cast("Any", None), proposers, scheduler, clock)
-    engine._passes = cast("Any", _Passes(costs, clock, random))  # noqa: SLF001  # in place of a model
+    engine._target_pass = cast("Any", _Passes(costs, clock, random))  # noqa: SLF001  # in place of a model
     return engine

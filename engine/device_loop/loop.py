@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from engine.control.controller import StepFeedback as Done
+from engine.control.controller import StepFeedback
 from engine.device_loop.repertoire import Recorder, Repertoire
 from engine.device_loop.results import DeviceSequence, DeviceTimer, PendingRound, Progress, RoundEntry, RoundResult
 from engine.device_loop.round import DeviceModel, Round, RoundOps
@@ -224,7 +224,7 @@ class RoundLoop:
         here = [(s, row) for s, row in zip(pending.entries, rows, strict=False) if self._is_here(s.member)]
         results = tuple(entry.settle(row) for entry, row in here)
         drafting, other = pending.timer.seconds()
-        done = Done(
+        feedback = StepFeedback(
             sequences=[result.sequence for result in results],
             lengths=[entry.length for entry, _ in here],
             asked=[entry.asked for entry, _ in here],
@@ -236,7 +236,7 @@ class RoundLoop:
             has_prompts=False,
             rows=pending.size * (pending.k + 1),
         )
-        return RoundResult(results, done, pending.forwards())
+        return RoundResult(results, feedback, pending.forwards())
 
     def _is_here(self, member: DeviceSequence) -> bool:
         return self.on_device.get(member.sequence) is member

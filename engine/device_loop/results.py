@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.control.controller import StepFeedback as Done
+from engine.control.controller import StepFeedback
 from engine.device_loop.round import RoundOutput
 from engine.kernels.args import UNSOUND
 from engine.sampling.verification import VerifyOutput
@@ -49,7 +49,7 @@ class RoundResult:
     """What a round brought those who are still there, and what control learns from it."""
 
     results: tuple[SequenceResult, ...]
-    done: Done
+    feedback: StepFeedback
     forwards: tuple[Forward, ...]
 
 

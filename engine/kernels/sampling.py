@@ -166,6 +166,6 @@ def _first_kernel(
     if tl.load(temperature_ptr + row) > 0:
         noisy = tl.load(best_ptr + i, mask=inside, other=float("-inf"))
         token = _first_largest(noisy, tl.load(best_at_ptr + i, mask=inside, other=NEVER))[1]
-    # A row without any number has no largest one: `judge` reports it, and until then a token must be a token.
+    # A row without any number has no largest one: `verify_rows` reports it, and until then a token must be a token.
     tl.store(token_ptr + row, tl.minimum(token, vocab - 1).to(tl.int64))
     tl.store(sound_ptr + row, tl.abs(largest) < float("inf"))

@@ -28,7 +28,12 @@ class Proposers:
         self._by_name, self._vocab_size = dict(by_name), vocab_size
         self._failures_in_a_row = dict.fromkeys(by_name, 0)
         self._blind: set[str] = set()  # observers that failed to see the last pass
-        self.num_failures = 0
+        self._num_failures = 0  # since `take_failures` was called last
+
+    def take_failures(self) -> int:
+        """How many times a proposer has failed since the last call."""
+        taken, self._num_failures = self._num_failures, 0
+        return taken
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -119,7 +124,7 @@ class Proposers:
                 raise ValueError(f"proposed {drafts}; token ids are 0 to {self._vocab_size - 1}")
 
     def _failed(self, name: str, error: Exception) -> None:
-        self.num_failures += 1
+        self._num_failures += 1
         self._failures_in_a_row[name] += 1
         log.error("proposer %s failed; this step goes on without its drafts", name, exc_info=error)
         if self._failures_in_a_row[name] == GIVE_UP_AFTER:

@@ -110,7 +110,7 @@ def _seed_of(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
 
 
-def trial(max_model_len: int) -> Request:
+def self_test_request(max_model_len: int) -> Request:
     """What no sound engine can fail at."""
     sampling = SamplingParams(max_tokens=min(8, max_model_len - 1), ignore_eos=True)
     return Request(request_id="trial", token_ids=(0,), sampling=sampling)

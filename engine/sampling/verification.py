@@ -51,7 +51,7 @@ class VerifyOutput:
     logprobs: tuple[Logprob, ...] = ()  # of `tokens`, where asked for
 
 
-def judge(fed: Seq[VerifyInput], logits: Tensor) -> list[VerifyOutput]:
+def verify_rows(fed: Seq[VerifyInput], logits: Tensor) -> list[VerifyOutput]:
     """Decide all sequences; `logits` `[sum of (K_i + 1), vocab]` in their order."""
     outcomes: list[VerifyOutput | None] = [None] * len(fed)
     first_rows = _offsets(fed)

@@ -64,14 +64,14 @@ def _in_target(run: Any) -> Any:
     return faulty
 
 
-def _not_a_number(judge: Any) -> Any:
+def _not_a_number(verify_rows: Any) -> Any:
     def faulty(fed: Any, logits: Any) -> Any:
         first = 0
         for one in fed:
             if _asks_for("nan", one.sequence):
                 logits[first : first + one.num_rows] = math.nan
             first += one.num_rows
-        return judge(fed, logits)
+        return verify_rows(fed, logits)
 
     return faulty
 
@@ -106,8 +106,8 @@ def _in_draft(propose: Any) -> Any:
 def make_faulty(engine: Engine) -> None:
     """Replace the parts of this process, and the drafts of this engine."""
     replace(Codec, "encode", _in_tokenizer)
-    replace(target_pass.Passes, "_pass", _in_target)
-    replace(target_pass, "judge", _not_a_number)
+    replace(target_pass.TargetPass, "_pass", _in_target)
+    replace(target_pass, "verify_rows", _not_a_number)
     replace(stream.OutputStream, "push", _in_text)
     replace(answers, "stream_responses", _in_answers)
     for proposer in engine._proposers._by_name.values():  # noqa: SLF001  # from outside, see above

@@ -59,29 +59,29 @@ def in_tokenizer(engine, patch):
 
 
 def in_target(engine, patch):
-    run = target_pass.Passes._pass
+    run = target_pass.TargetPass._pass
 
     def faulty(self, plan, proposal, watch):
         if any(is_poison(s, in_target) for s in plan.sequences):
             raise RuntimeError(SECRET)
         return run(self, plan, proposal, watch)
 
-    patch.setattr(target_pass.Passes, "_pass", faulty)
+    patch.setattr(target_pass.TargetPass, "_pass", faulty)
 
 
 def in_sampler(engine, patch):
-    judge = target_pass.judge
+    verify_rows = target_pass.verify_rows
 
     def faulty(fed, logits):
         if any(is_poison(f.sequence, in_sampler) for f in fed):
             raise RuntimeError(SECRET)
-        return judge(fed, logits)
+        return verify_rows(fed, logits)
 
-    patch.setattr(target_pass, "judge", faulty)
+    patch.setattr(target_pass, "verify_rows", faulty)
 
 
 def not_a_number(engine, patch):
-    judge = target_pass.judge
+    verify_rows = target_pass.verify_rows
 
     def faulty(fed, logits):
         first = 0
@@ -89,9 +89,9 @@ def not_a_number(engine, patch):
             if is_poison(f.sequence, not_a_number):
                 logits[first : first + f.num_rows] = math.nan
             first += f.num_rows
-        return judge(fed, logits)
+        return verify_rows(fed, logits)
 
-    patch.setattr(target_pass, "judge", faulty)
+    patch.setattr(target_pass, "verify_rows", faulty)
 
 
 def in_grammar(engine, patch):

@@ -54,14 +54,14 @@ def is_victim(sequence) -> bool:
 
 
 def while_prefilling(engine, stop, patch):
-    run = target_pass.Passes._pass
+    run = target_pass.TargetPass._pass
 
     def held(self, plan, proposal, watch):
         if any(is_victim(w.sequence) and not w.reaches_end for w in plan.works):
             stop()
         return run(self, plan, proposal, watch)
 
-    patch.setattr(target_pass.Passes, "_pass", held)
+    patch.setattr(target_pass.TargetPass, "_pass", held)
 
 
 def while_drafting(engine, stop, patch):
@@ -77,14 +77,14 @@ def while_drafting(engine, stop, patch):
 
 
 def while_verifying(engine, stop, patch):
-    judge = target_pass.judge
+    verify_rows = target_pass.verify_rows
 
     def held(fed, logits):
         if any(is_victim(f.sequence) and f.drafts for f in fed):
             stop()
-        return judge(fed, logits)
+        return verify_rows(fed, logits)
 
-    patch.setattr(target_pass, "judge", held)
+    patch.setattr(target_pass, "verify_rows", held)
 
 
 def while_riding(engine, stop, patch):

@@ -112,7 +112,7 @@ def test_one_forward_serves_prefill_and_verification() -> None:
     kinds = {forward.kind: (forward.sequences, forward.tokens) for forward in step.stats.forwards}
     assert kinds == {"verify": (1, 1), "prefill": (1, 11)}, "prompts come before drafts"
     assert step.stats.sequences_per_num_draft == (1,), "who reads its prompt has no number of drafts"
-    assert len(engine._passes._target.batches[-1]) == 2
+    assert len(engine._target_pass._target.batches[-1]) == 2
     while engine.has_work:
         engine.step()
 

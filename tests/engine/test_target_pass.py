@@ -65,15 +65,15 @@ def test_whatever_they_asked_for(sampling: dict[str, object]) -> None:
 
 
 def test_a_poison_in_the_sampler_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = target_pass.judge
+    verify_rows = target_pass.verify_rows
 
     def faulty(fed, logits):
         if any(f.sequence.request_id == "sick" and f.sequence.num_generated > 4 for f in fed):
             raise RuntimeError("poison")
-        return judge(fed, logits)
+        return verify_rows(fed, logits)
 
     whole = wanted()
-    monkeypatch.setattr(target_pass, "judge", faulty)
+    monkeypatch.setattr(target_pass, "verify_rows", faulty)
     assert_only_the_sick_one_ended(fakes.run(engine_with(LAW), requests()), whole)
 
 
@@ -98,14 +98,14 @@ def test_a_poison_in_the_commit_ends_its_own_request(monkeypatch: pytest.MonkeyP
 def test_a_batch_that_is_too_large_is_fed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where memory runs out for many at once: nobody is at fault, and nobody ends."""
     engine = engine_with(LAW)
-    forward = engine._passes._target.forward
+    forward = engine._target_pass._target.forward
 
     def faulty(feeds):
         if len(feeds) > 1:
             raise MemoryError
         return forward(feeds)
 
-    monkeypatch.setattr(engine._passes._target, "forward", faulty)
+    monkeypatch.setattr(engine._target_pass._target, "forward", faulty)
     assert fakes.run(engine, requests()).tokens == wanted().tokens
 
 
@@ -149,7 +149,7 @@ def test_a_full_engine_is_not_tried_while_others_hold_its_pages() -> None:
     pool = engine._scheduler.target_pool
     cursor = KVCursor()
     assert pool.reserve(cursor, pool.num_pages * pool.page_size)
-    engine._try(RuntimeError("poison"))
+    engine._blame_engine_or_requests(RuntimeError("poison"))
     pool.release(cursor)
 
 

@@ -180,7 +180,7 @@ def serve(
 
         model.forward = timed
 
-    take_time(engine._passes._target, machine)
+    take_time(engine._target_pass._target, machine)
     if draft:
         take_time(engine._proposers._by_name["model"]._runner, draft)
     outputs, steps = fakes.Outputs(), []

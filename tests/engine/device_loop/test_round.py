@@ -309,7 +309,9 @@ def test_a_steady_launch_without_the_host() -> None:
         assert len(plan.on_device) == 2
         with hostless():
             engine._rounds.launch(plan.on_device)
-        engine._land(engine._feed(plan, Stopwatch(time.perf_counter)), Stopwatch(time.perf_counter))
+        watch = Stopwatch(time.perf_counter)
+        verified = engine._verify(plan, engine._propose(plan, watch), watch)
+        engine._emit(plan, verified, engine._commit(verified, watch), watch)
 
 
 def test_no_number_is_written_to_the_device_by_itself() -> None:

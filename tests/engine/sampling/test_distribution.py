@@ -101,7 +101,7 @@ def test_a_draw_does_not_see_its_batch_mates(
 @settings(deadline=None)
 @given(st.sampled_from([-math.inf, math.nan, math.inf]), st.lists(PARAMS, min_size=1, max_size=4))
 def test_a_row_without_a_law_is_no_ones_fault(value: float, mixed: list[SamplingParams]) -> None:
-    """`judge` ends its request; until then it must neither raise nor change what the healthy row beside it says."""
+    """`verify_rows` ends its request; until then it must neither raise nor change what the row beside it gives."""
     healthy, sick = [float(i % 5) for i in range(12)], [value] * 12
     rows = [row(SamplingParams(temperature=1.0, top_k=3)), *map(row, mixed)]
     logits = torch.tensor([healthy, *[sick] * len(mixed)])

@@ -178,8 +178,8 @@ def test_backslashes_are_no_control_characters():
 
 def test_white_space_runs_have_an_end():
     guided = Guided(json_schema='{"type": "object"}')
-    assert fits(guided, bytewise("{" + " " * engine.guided.MAX_WHITESPACE + "}"))
-    assert not fits(guided, bytewise("{" + " " * (engine.guided.MAX_WHITESPACE + 1) + "}"))
+    assert fits(guided, bytewise("{" + " " * engine.text.guided.MAX_WHITESPACE + "}"))
+    assert not fits(guided, bytewise("{" + " " * (engine.text.guided.MAX_WHITESPACE + 1) + "}"))
 
 
 # End tokens
@@ -403,7 +403,7 @@ def test_a_lexer_at_its_limit_is_no_fault_of_the_others(monkeypatch):
 @pytest.fixture
 def counted(monkeypatch):
     """What was compiled, in order; `gate` holds the compiling of regexes that contain `wait`."""
-    compiled, real = [], engine.guided._compile
+    compiled, real = [], engine.text.guided._compile
     gate = threading.Event()
 
     def compile_and_count(vocabulary, guided):
@@ -412,7 +412,7 @@ def counted(monkeypatch):
             assert gate.wait(GENEROUS)
         return real(vocabulary, guided)
 
-    monkeypatch.setattr(engine.guided, "_compile", compile_and_count)
+    monkeypatch.setattr(engine.text.guided, "_compile", compile_and_count)
     compiled_and_gate = (compiled, gate)
     yield compiled_and_gate
     gate.set()
