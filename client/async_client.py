@@ -14,7 +14,7 @@ from client import convert, errors
 from client.connection import Connection, Retry, Tls
 from client.options import GenerateOptions, Prompt, build_request
 from client.results import Completion, Event, Load, ModelInfo, ServerInfo
-from pilotfish.v1 import control_pb2, generation_pb2
+from pilotfish.v1 import control_pb2
 from pilotfish.v1.control_pb2_grpc import ControlServiceStub
 from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
 
@@ -63,7 +63,7 @@ class AsyncClient:
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """Continue `prompt`, text, token ids or a conversation, and return all of it at once."""
-        request = build_request(generation_pb2.GenerateRequest, prompt, options)
+        request = build_request(prompt, options)
         return convert.completion(
             await _answer(self._inference.Generate(request, timeout=deadline, metadata=self._metadata))
         )
@@ -75,7 +75,7 @@ class AsyncClient:
 
         Closing the iterator (`aclose`, or `contextlib.aclosing` around it) cancels the request.
         """
-        request = build_request(generation_pb2.GenerateStreamRequest, prompt, options)
+        request = build_request(prompt, options)
         call = self._inference.GenerateStream(request, timeout=deadline, metadata=self._metadata)
         try:
             async for message in call:

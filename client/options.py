@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, cast, get_type_hints
+from typing import Any, Literal, TypedDict, cast, get_type_hints
 
 from pilotfish.v1 import generation_pb2 as pb
 
 SpeculationMode = Literal["auto", "off", "fixed"]
 Verification = Literal["coupled", "rejection"]
-RequestT = TypeVar("RequestT", pb.GenerateRequest, pb.GenerateStreamRequest)
 
 
 class ChatMessage(TypedDict):
@@ -68,11 +67,11 @@ class GenerateOptions(TypedDict, total=False):
 _NAMES = frozenset(get_type_hints(GenerateOptions))
 
 
-def build_request(kind: type[RequestT], prompt: Prompt, options: GenerateOptions) -> RequestT:
+def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """The message that asks for a continuation of `prompt`: text, token ids, or a conversation."""
     if unknown := options.keys() - _NAMES:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
-    request = kind(
+    request = pb.GenerateRequest(
         request_id=options.get("request_id"),
         model=options.get("model"),
         priority=options.get("priority"),

@@ -13,7 +13,7 @@ from client import convert, errors
 from client.connection import Connection, Retry, Tls
 from client.options import GenerateOptions, Prompt, build_request
 from client.results import Completion, Event, Load, ModelInfo, ServerInfo
-from pilotfish.v1 import control_pb2, generation_pb2
+from pilotfish.v1 import control_pb2
 from pilotfish.v1.control_pb2_grpc import ControlServiceStub
 from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
 
@@ -62,7 +62,7 @@ class Client:
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """Continue `prompt`, text, token ids or a conversation, and return all of it at once."""
-        request = build_request(generation_pb2.GenerateRequest, prompt, options)
+        request = build_request(prompt, options)
         return convert.completion(_answer(self._inference.Generate, request, deadline, self._metadata))
 
     def stream(
@@ -72,7 +72,7 @@ class Client:
 
         Closing the iterator (`close`, or `contextlib.closing` around it) cancels the request.
         """
-        request = build_request(generation_pb2.GenerateStreamRequest, prompt, options)
+        request = build_request(prompt, options)
         call = self._inference.GenerateStream(request, timeout=deadline, metadata=self._metadata)
         try:
             for message in call:

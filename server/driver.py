@@ -68,25 +68,16 @@ class Driver:
     # ------------------------------------------------------------------------------------------------- the clock
 
     async def run(self) -> None:
-        """Turn until `stop`, or until the engine fails for good; each time it fails, every live request ends."""
+        """Repeat end, admit, step and emit until `stop`, or until the engine has failed for good."""
         while not self._stopping.is_set():
             try:
-                await self._turn()
-            except Exception as error:
-                logger.exception("the engine failed; %d live requests end with it", len(self._live))
-                await self._supervisor.lost()
-                self._end_all(error)
-                if not await self._supervisor.revive(self._stopping):
+                self._apply_endings()
+                self._admit()
+                if (output := await self._step()) is not None:
+                    self._emit(output)
+            except Exception as error:  # noqa: BLE001  # whatever it is, every stream must hear of it; logged
+                if not await self._recover(error):
                     return
-
-    async def _turn(self) -> None:
-        self._apply_endings()
-        self._admit()
-        if not self.host.has_work:
-            self._report_load()
-        brought = await self.host.turn(self._wake)
-        if brought is not None:
-            self._emit(brought)
 
     def _apply_endings(self) -> None:
         endings, self._endings = self._endings, {}
@@ -115,16 +106,29 @@ class Driver:
                 self.host.drop(stream.request_id, FinishReason.ERROR)
                 self._fail(stream, "the engine refused the request", error)
 
-    def _emit(self, brought: TurnOutput) -> None:
-        for event in brought.events:
+    async def _step(self) -> TurnOutput | None:
+        """The engine's next output; None if there was no work and something else woke the loop."""
+        if not self.host.has_work:
+            self._report_load()
+        return await self.host.turn(self._wake)
+
+    def _emit(self, output: TurnOutput) -> None:
+        for event in output.events:
             stream = self._live.get(event.request_id)
             if stream is not None:  # else another output's fault has just ended it
                 self._deliver(stream, event)
-        if brought.stats is not None:
-            self._metrics.steps.observe(brought.stats)
-            self.estimates.observe(brought.stats)
+        if output.stats is not None:
+            self._metrics.steps.observe(output.stats)
+            self.estimates.observe(output.stats)
         self._left = None
         self._report_load()
+
+    async def _recover(self, error: Exception) -> bool:
+        """End every live request after a failure of the engine; whether the engine runs again."""
+        logger.error("the engine failed; %d live requests end with it", len(self._live), exc_info=error)
+        await self._supervisor.lost()
+        self._end_all(error)
+        return await self._supervisor.revive(self._stopping)
 
     # ------------------------------------------------------------------------------------ what others ask meanwhile
 
@@ -194,7 +198,7 @@ class Driver:
     # -------------------------------------------------------------------------------------------- one request's end
 
     def _deliver(self, stream: OutputStream, event: TokenEvent) -> None:
-        """Hand over what one step brought one output. A fault in doing so is this request's alone."""
+        """Hand over what one step output one output. A fault in doing so is this request's alone."""
         timeline = stream.outputs[event.index].timeline
         previous = timeline.last_token
         try:

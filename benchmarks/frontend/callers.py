@@ -38,7 +38,7 @@ async def stream(call: Call, server: Server, streams: int, tokens: int) -> Strea
 
 async def over_grpc(server: Server, streams: int, tokens: int) -> int:
     """The messages of all streams, their ends not counted."""
-    request = pb.GenerateStreamRequest(
+    request = pb.GenerateRequest(
         prompt=PROMPT, stopping=pb.StoppingParams(max_tokens=tokens, ignore_eos=True)
     ).SerializeToString()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:

@@ -106,7 +106,7 @@ async def fail(scene: Scene, random: Random) -> None:
 
 async def stall(scene: Scene, random: Random) -> None:
     """Read one message and then none, until the server has had enough."""
-    request = pb.GenerateStreamRequest(prompt="x", stopping=pb.StoppingParams(max_tokens=LONG, ignore_eos=True))
+    request = pb.GenerateRequest(prompt="x", stopping=pb.StoppingParams(max_tokens=LONG, ignore_eos=True))
     request.output.CopyFrom(pb.OutputOptions(logprobs=True, top_logprobs=20))
     async with grpc.aio.insecure_channel(scene.address, _STALLING) as channel:
         call = InferenceServiceStub(channel).GenerateStream(request)

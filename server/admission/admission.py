@@ -91,7 +91,7 @@ class Admission:
         self._quotas, self._tracing = quotas, tracing
         self._num_arriving = 0
 
-    async def admit(self, message: convert.AnyGenerateRequest, origin: Origin, known: Sequence[Violation] = ()) -> Call:
+    async def admit(self, message: pb.GenerateRequest, origin: Origin, known: Sequence[Violation] = ()) -> Call:
         """A live request, or an error that has been counted; with `known` violations an error that tells those too."""
         trace = self._tracing.begin(origin.headers)
         try:
@@ -109,7 +109,7 @@ class Admission:
 
     async def _admit(
         self,
-        message: convert.AnyGenerateRequest,
+        message: pb.GenerateRequest,
         known: Sequence[Violation],
         origin: Origin,
         leave: Callable[[], None],
@@ -126,7 +126,7 @@ class Admission:
 
     async def _understood(
         self,
-        message: convert.AnyGenerateRequest,
+        message: pb.GenerateRequest,
         known: Sequence[Violation],
         driver: Driver,
         remaining: Callable[[], float],
@@ -159,9 +159,7 @@ def _of_caller(wanted: convert.Wanted, caller: Caller) -> convert.Wanted:
     return replace(wanted, request=mine)
 
 
-async def _wanted(
-    message: convert.AnyGenerateRequest, known: Sequence[Violation], model: ServedModel
-) -> convert.Wanted:
+async def _wanted(message: pb.GenerateRequest, known: Sequence[Violation], model: ServedModel) -> convert.Wanted:
     """A chat template may take its time, whatever the length."""
     if len(message.prompt) > MAX_TEXT_ON_LOOP or message.HasField("messages"):
         return await asyncio.to_thread(convert.wanted, message, model, known)

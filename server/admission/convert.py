@@ -9,7 +9,6 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from engine.errors import InvalidRequest, Unsupported, Violation, shown
 from engine.types import (
@@ -24,8 +23,6 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.chat import Message
 from server.errors import NotFound
 from server.model import ServedModel
-
-AnyGenerateRequest: TypeAlias = pb.GenerateRequest | pb.GenerateStreamRequest
 
 MAX_PRIORITY = 100
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -58,7 +55,7 @@ def require_model(name: str | None, model: ServedModel) -> None:
         raise NotFound(f"model is {shown(name)}; this server has {model.name!r}")
 
 
-def wanted(message: AnyGenerateRequest, model: ServedModel, known: Iterable[Violation] = ()) -> Wanted:
+def wanted(message: pb.GenerateRequest, model: ServedModel, known: Iterable[Violation] = ()) -> Wanted:
     """Check and translate a request. Encodes its text, which takes a while for a long one, and compiles no structure.
 
     `known` violations are told with the others; if they are the input's, the message may have none.
@@ -98,7 +95,7 @@ def wanted(message: AnyGenerateRequest, model: ServedModel, known: Iterable[Viol
     )
 
 
-def _violations(message: AnyGenerateRequest, model: ServedModel, *, needs_input: bool) -> Iterator[Violation]:
+def _violations(message: pb.GenerateRequest, model: ServedModel, *, needs_input: bool) -> Iterator[Violation]:
     """What only the protocol can get wrong; the engine checks the rest."""
     if message.HasField("request_id") and not _REQUEST_ID.fullmatch(message.request_id):
         yield Violation("request_id", f"is {shown(message.request_id)}; expected 1 to 128 of A-Z a-z 0-9 . _ : -")
@@ -129,7 +126,7 @@ def _unknown_enums(asked: pb.SpeculationOptions) -> Iterator[Violation]:
         yield Violation("speculation.verification", f"is {asked.verification}, which this server does not know")
 
 
-def _unsupported(message: AnyGenerateRequest, model: ServedModel) -> Iterator[str]:
+def _unsupported(message: pb.GenerateRequest, model: ServedModel) -> Iterator[str]:
     """Fields that ask for more than their default where this server has nothing else."""
     if message.HasField("guided") and model.compile_grammar is None:
         yield "guided asks for a structure of text; this model is served without"
@@ -142,7 +139,7 @@ def _as_in_the_protocol(violation: Violation) -> Violation:
     return violation
 
 
-def _prompt(message: AnyGenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[int, ...]:
+def _prompt(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[int, ...]:
     """The prompt's tokens. Where that is a violation any will do: the rest is checked with them, and nothing is run."""
     nothing = (0,)
     if message.HasField("token_ids"):
@@ -161,7 +158,7 @@ def _prompt(message: AnyGenerateRequest, model: ServedModel, found: list[Violati
     return model.codec.encode(text, bare=True)  # the template has written the special tokens itself
 
 
-def _sampling(message: AnyGenerateRequest) -> SamplingParams:
+def _sampling(message: pb.GenerateRequest) -> SamplingParams:
     sampling, stopping, output = message.sampling, message.stopping, message.output
     return SamplingParams(
         temperature=sampling.temperature,

@@ -15,7 +15,6 @@ import grpc
 from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
 from pilotfish.v1 import generation_pb2_grpc
-from server.admission import convert
 from server.admission.admission import Admission, Call, Origin
 from server.admission.security import Callers
 from server.admission.stalls import stall_limit
@@ -38,7 +37,7 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
 
     # The stubs know generators only; a generator's cleanup may never run, so this one writes.
     async def GenerateStream(  # type: ignore[override]  # noqa: N802
-        self, request: pb.GenerateStreamRequest, context: Context
+        self, request: pb.GenerateRequest, context: Context
     ) -> None:
         """Write messages as they come."""
         call = await self._admit(request, context)
@@ -53,7 +52,7 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
             call.driver.end(call.stream, FinishReason.ABORTED, error)
             raise error from None
 
-    async def _admit(self, message: convert.AnyGenerateRequest, context: Context) -> Call:
+    async def _admit(self, message: pb.GenerateRequest, context: Context) -> Call:
         """Nothing is sent before this returns, metadata neither: so a refused call can be retried."""
         metadata = context.invocation_metadata() or ()
         caller, headers = self._callers.of_metadata(metadata), {k: v for k, v in metadata if isinstance(v, str)}

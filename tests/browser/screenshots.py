@@ -10,7 +10,7 @@ from playwright.async_api import expect
 
 from server.model import ServedModel
 from tests.browser.chromium import browsing, visiting
-from tests.server.conftest import serving
+from tests.serving import serving
 
 
 async def main(folder: Path) -> None:

@@ -13,10 +13,10 @@ from playwright.async_api import expect
 from server.model import ServedModel
 from tests.browser.chromium import NARROW, browsing, executable, visiting
 from tests.engine.text.test_codec import CODEC
-from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_life import metric
 from tests.server.test_security import ALICE
+from tests.serving import serving, until
 
 pytestmark = pytest.mark.skipif(
     executable() is None, reason="the page is not tested: there is no Chromium here (Debian: apt-get install chromium)"

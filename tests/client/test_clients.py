@@ -121,7 +121,7 @@ def test_every_option_arrives_in_its_field(connected, fake):
         )
     )
     [request] = fake.requests
-    assert request == pb.GenerateStreamRequest(
+    assert request == pb.GenerateRequest(
         request_id="me",
         model="tiny",
         priority=1,

@@ -15,10 +15,8 @@ import pytest
 from client import AsyncClient, Completion
 from engine.stats import StepStats
 from models.corpus import held_out_prompts
-from server.model import ServedModel
 from tests.deploy.prometheus import DEPLOY, FOLDER, PROMTOOL, Prometheus, needs_prometheus, watching
-from tests.e2e.test_streams import SETTINGS
-from tests.server.conftest import serving
+from tests.serving import serving_embedded
 
 pytestmark = needs_prometheus
 
@@ -64,7 +62,7 @@ def seen(tmp_path_factory):
 
 async def _run(folder) -> Seen:
     seen = Seen()
-    async with serving(load=ServedModel.load, max_batch_size=BATCH, **SETTINGS) as server:
+    async with serving_embedded(max_batch_size=BATCH, max_model_len=608) as server:
         observe = server.app.metrics.steps.observe
         server.app.metrics.steps.observe = lambda stats: (seen.steps.append(stats), observe(stats))
         target = f"127.0.0.1:{server.app.http_port}"

@@ -23,8 +23,8 @@ from client.errors import InvalidRequestError, QueueFullError, UnavailableError,
 from models.corpus import held_out_prompts
 from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generation_pb2_grpc
 from tests.deploy.prometheus import DEPLOY
-from tests.server.conftest import until
 from tests.server.test_generate import detail
+from tests.serving import until
 
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0", "RAY_AUTH_MODE": "disabled"}
 ray = pytest.importorskip("ray")
@@ -154,7 +154,7 @@ async def test_a_deadline_is_kept(two):
     async with grpc.aio.insecure_channel(two) as channel:
         stub = generation_pb2_grpc.InferenceServiceStub(channel)
         stopping = generation_pb2.StoppingParams(max_tokens=900, ignore_eos=True)
-        request = generation_pb2.GenerateStreamRequest(prompt=PROMPTS[0], stopping=stopping)
+        request = generation_pb2.GenerateRequest(prompt=PROMPTS[0], stopping=stopping)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             async for _ in stub.GenerateStream(request, timeout=0.05):
                 pass

@@ -9,19 +9,13 @@ import signal
 from contextlib import asynccontextmanager
 
 import client
-from models import embedded_draft, embedded_target
 from server.lifecycle import State
 from server.model import ServedModel
-from tests.e2e.test_bad_inputs import http_client
-from tests.server.conftest import serving, until
 from tests.server.test_life import health_of, metric
+from tests.serving import http_client, serving_embedded, until
 
 SETTINGS = {
-    "target": str(embedded_target()),
-    "draft": str(embedded_draft()),
-    "threads": 1,
     "max_model_len": 512,
-    "warm_up_seconds": 0.0,
     "speculation": "fixed",
 }
 ASKED = [
@@ -36,7 +30,7 @@ ASKED = [
 @asynccontextmanager
 async def front_ends(**where):
     """A server, and a client at each of its doors."""
-    async with serving(**where, **SETTINGS) as server, http_client(server) as http:
+    async with serving_embedded(**where, **SETTINGS) as server, http_client(server) as http:
         address = f"127.0.0.1:{server.app.grpc_port}"
         async with client.AsyncClient(address, retry=None) as connection:
             yield server, connection, http

@@ -10,25 +10,18 @@ import random
 from contextlib import asynccontextmanager
 
 import grpc
-import httpx
 from google.rpc import error_details_pb2, status_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import embedded_draft, embedded_target
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
-from server.model import ServedModel
 from tests.e2e.bad_inputs import RAW, every
-from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine
+from tests.serving import http_client, serving, serving_embedded, until
 
 SETTINGS = {
-    "target": str(embedded_target()),
-    "draft": str(embedded_draft()),
-    "threads": 1,
     "max_model_len": 512,
-    "warm_up_seconds": 0.0,
 }
 NORMAL = {"prompt": "def mean(values):\n", "stopping": pb.StoppingParams(max_tokens=24)}
 JSON = {"content-type": "application/json"}
@@ -37,17 +30,13 @@ JSON = {"content-type": "application/json"}
 async def normal_tokens(server):
     """What a good request gets: over gRPC whole and streamed, and over HTTP."""
     whole = (await server.inference.Generate(pb.GenerateRequest(**NORMAL))).outputs[0]
-    stream = server.inference.GenerateStream(pb.GenerateStreamRequest(**NORMAL))
+    stream = server.inference.GenerateStream(pb.GenerateRequest(**NORMAL))
     ids = [token async for message in stream for token in message.delta.token_ids]
     async with http_client(server) as http:
         answer = await http.post("/generate", json={"prompt": NORMAL["prompt"], "max_new_tokens": 24})
     assert answer.json()["generated_text"] == whole.text
     assert ids == list(whole.token_ids)
     return ids
-
-
-def http_client(server):
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}", timeout=60)
 
 
 async def grpc_problem(server, bad):
@@ -123,7 +112,7 @@ async def leaving_nothing(server):
 
 
 async def test_every_bad_input_is_refused_as_documented_and_nothing_stays_behind():
-    async with serving(load=ServedModel.load, **SETTINGS) as server:
+    async with serving_embedded(**SETTINGS) as server:
         engine = server.app.driver.model.engine
         table = every(engine.vocab_size, engine.max_model_len - 1)
         assert len(table) >= 150

@@ -11,7 +11,7 @@ from client import AsyncClient
 from server.model import ServedModel
 from tests import zoo
 from tests.families import NEW_TOKENS, save
-from tests.server.conftest import serving
+from tests.serving import serving
 
 
 @pytest.mark.parametrize("family", zoo.families())

@@ -19,23 +19,17 @@ import client
 from engine import target_pass
 from engine.text.codec import Codec
 from engine.text.matcher import MatcherState
-from models import embedded_draft, embedded_target
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission import answers
 from server.model import ServedModel
 from server.streams import stream
 from server.worker import engine_process
 from server.worker.remote import EngineProgram
-from tests.e2e.test_bad_inputs import http_client
-from tests.server.conftest import serving, until
 from tests.server.test_life import metric, read_to_end
+from tests.serving import http_client, serving_embedded, until
 
 SETTINGS = {
-    "target": str(embedded_target()),
-    "draft": str(embedded_draft()),
-    "threads": 1,
     "max_model_len": 256,
-    "warm_up_seconds": 0.0,
     "speculation": "fixed",
 }
 # A poison request has the name of its fault for id and for prompt, and fails at it alone.
@@ -171,8 +165,8 @@ def faulty_engine() -> None:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["thread", "process"])
 async def test_a_poison_request_fails_alone_wherever_it_fails(apart, monkeypatch):
-    where = {"program": EngineProgram(APART), "engine_process": True} if apart else {"load": ServedModel.load}
-    async with serving(**where, **SETTINGS) as server:
+    where = {"program": EngineProgram(APART), "engine_process": True} if apart else {}
+    async with serving_embedded(**where, **SETTINGS) as server:
         address, engine = f"127.0.0.1:{server.app.grpc_port}", server.app.driver.model.engine
         async with client.AsyncClient(address) as connection:
             wanted, _ = await all_of(connection, "nobody")
@@ -196,8 +190,8 @@ async def test_a_poison_request_fails_alone_wherever_it_fails(apart, monkeypatch
 
 @pytest.mark.parametrize("apart", [False, True], ids=["thread", "process"])
 async def test_no_number_of_poison_requests_stops_an_idle_server(apart, monkeypatch):
-    where = {"program": EngineProgram(APART), "engine_process": True} if apart else {"load": ServedModel.load}
-    async with serving(**where, **SETTINGS) as server:
+    where = {"program": EngineProgram(APART), "engine_process": True} if apart else {}
+    async with serving_embedded(**where, **SETTINGS) as server:
         address, engine = f"127.0.0.1:{server.app.grpc_port}", server.app.driver.model.engine
         if not apart:
             in_target(engine, monkeypatch)
@@ -211,7 +205,7 @@ async def test_no_number_of_poison_requests_stops_an_idle_server(apart, monkeypa
 
 
 async def test_a_draft_fault_costs_drafts_and_no_token(monkeypatch):
-    async with serving(load=ServedModel.load, **SETTINGS | {"proposer": "model"}) as server:
+    async with serving_embedded(**SETTINGS | {"proposer": "model"}) as server:
         address, engine = f"127.0.0.1:{server.app.grpc_port}", server.app.driver.model.engine
         async with client.AsyncClient(address) as connection:
             wanted = await all_of(connection, in_draft.__name__)
@@ -224,7 +218,7 @@ async def test_a_draft_fault_costs_drafts_and_no_token(monkeypatch):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_poison_request_over_http_hears_no_trace(stream):
     body = {"prompt": "ab", "max_tokens": 4, "stream": stream}
-    async with serving(load=ServedModel.load, **SETTINGS) as server, http_client(server) as http:
+    async with serving_embedded(**SETTINGS) as server, http_client(server) as http:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Codec, "encode", lambda *_args, **_options: 1 / 0)
             answer = await http.post("/v1/completions", json=body)
@@ -290,7 +284,7 @@ async def test_sigterm_under_load_cuts_no_stream_and_a_second_one_does():
         await asyncio.to_thread(server.wait_for, "ready")
         async with client.AsyncClient(f"127.0.0.1:{server.grpc_port}", retry=None) as connection:
             short = [connection.stream(prompt, max_tokens=200, ignore_eos=True) for prompt in PROMPTS]
-            request = pb.GenerateStreamRequest(prompt="a", stopping=pb.StoppingParams(max_tokens=900, ignore_eos=True))
+            request = pb.GenerateRequest(prompt="a", stopping=pb.StoppingParams(max_tokens=900, ignore_eos=True))
             request.speculation.mode = pb.SPECULATION_MODE_OFF  # it must outlast the others
             long = connection._inference.GenerateStream(request)
             assert (await long.read()).delta.token_ids

@@ -15,7 +15,7 @@ import pytest
 from pilotfish.v1 import generation_pb2 as pb
 from server.chat import ChatTemplate
 from server.model import ServedModel
-from tests.server.conftest import serving, until
+from tests.serving import serving_embedded, until
 
 PROMPT = "def mean(values):\n    "
 TURNS = [{"role": "system", "content": "import math\n"}, {"role": "user", "content": PROMPT}]
@@ -37,7 +37,7 @@ def load(config, progress):
 
 @asynccontextmanager
 async def talking():
-    async with serving(load=load, target="", threads=1, max_model_len=512, warm_up_seconds=0.0) as server:
+    async with serving_embedded(load=load, max_model_len=512) as server:
         url = f"http://127.0.0.1:{server.app.http_port}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
             yield client, server

@@ -14,22 +14,17 @@ import grpc
 import pytest
 
 from engine import target_pass
-from models import embedded_draft, embedded_target
 from pilotfish.v1 import generation_pb2 as pb
 from server.model import ServedModel
 from server.worker import engine_process
 from server.worker.remote import EngineProgram
-from tests.server.conftest import serving, until
 from tests.server.test_life import read_to_end
+from tests.serving import serving_embedded, until
 
 SETTINGS = {
-    "target": str(embedded_target()),
-    "draft": str(embedded_draft()),
-    "threads": 1,
     "max_model_len": 512,
     "max_batch_tokens": 64,
     "max_batch_size": 2,
-    "warm_up_seconds": 0.0,
     "speculation": "fixed",
     "proposer": "model",
 }
@@ -134,7 +129,7 @@ class Watch:
 
 def asked(request_id, prompt, most):
     stopping = pb.StoppingParams(max_tokens=most, ignore_eos=True)
-    return pb.GenerateStreamRequest(request_id=request_id, token_ids=pb.TokenIds(ids=prompt), stopping=stopping)
+    return pb.GenerateRequest(request_id=request_id, token_ids=pb.TokenIds(ids=prompt), stopping=stopping)
 
 
 async def tokens_of(call):
@@ -158,7 +153,7 @@ async def ended_in_time(attempt, by_deadline) -> None:
 )
 async def test_pages_are_free_before_another_step_begins(hold, by_deadline):
     loop = "rounds" if hold is while_riding else "plain"
-    async with serving(load=ServedModel.load, loop=loop, **SETTINGS) as server:
+    async with serving_embedded(loop=loop, **SETTINGS) as server:
         driver = server.app.driver
         engine = driver.model.engine
         neighbour = asked("neighbour", (7, 8, 9), 200)
@@ -196,7 +191,7 @@ async def test_pages_are_free_before_another_step_begins(hold, by_deadline):
 
 @pytest.mark.parametrize("by_deadline", [False, True], ids=["cancel", "deadline"])
 async def test_what_is_queued_never_reaches_the_engine(by_deadline, monkeypatch):
-    async with serving(load=ServedModel.load, **SETTINGS | {"max_batch_size": 1}) as server:
+    async with serving_embedded(**SETTINGS | {"max_batch_size": 1}) as server:
         driver = server.app.driver
         watch, stop = Watch(driver, monkeypatch), Stop()
         step = driver.model.engine.step
@@ -221,7 +216,7 @@ async def test_what_is_queued_never_reaches_the_engine(by_deadline, monkeypatch)
 async def test_what_waits_to_be_written_is_freed_too(by_deadline):
     # Without these options the client's core reads on for its application, and no write ever waits.
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
-    async with serving(load=ServedModel.load, options=options, **SETTINGS) as server:
+    async with serving_embedded(options=options, **SETTINGS) as server:
         driver = server.app.driver
         engine = driver.model.engine
         request = asked(VICTIM, (7, 8, 9), 480)
@@ -313,7 +308,7 @@ class OutputsAfter:
 @pytest.mark.parametrize("by_deadline", [False, True], ids=["cancel", "deadline"])
 async def test_in_a_process_of_its_own_only_the_step_under_way_is_finished(by_deadline, monkeypatch, tmp_path):
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    async with serving(program=EngineProgram(APART), engine_process=True, **SETTINGS) as server:
+    async with serving_embedded(program=EngineProgram(APART), engine_process=True, **SETTINGS) as server:
         driver = server.app.driver
         neighbour = asked("neighbour", (7, 8, 9), 400)
         wanted = await tokens_of(server.inference.GenerateStream(neighbour))

@@ -18,9 +18,7 @@ from engine.model.runner import kv_layout
 from engine.stats import StepStats
 from engine.types import Sequence
 from models import corpus
-from server.model import ServedModel
-from tests.e2e.test_streams import SETTINGS
-from tests.server.conftest import serving, until
+from tests.serving import EMBEDDED, serving_embedded, until
 
 # Of a fixed number of drafts: whether any pay beside 31 others is for AUTO to say, and another matter.
 SAMPLED = {
@@ -32,7 +30,7 @@ PAGE_SIZE, FEW_PAGES = 4, 36
 
 def starved() -> dict[str, object]:
     """Pages for three prompts of 40 tokens, and not for two outputs besides."""
-    per_token = kv_layout(read_config(SETTINGS["target"], None), torch.float32).bytes_per_token
+    per_token = kv_layout(read_config(EMBEDDED["target"], None), torch.float32).bytes_per_token
     memory = (FEW_PAGES * PAGE_SIZE * per_token + 1) / 2**30
     return {"draft": None, "page_size": PAGE_SIZE, "kv_memory": memory, "max_model_len": 128, "prefix_cache": False}
 
@@ -66,7 +64,7 @@ class Held:
 
 @asynccontextmanager
 async def running(**config: object):
-    async with serving(load=ServedModel.load, dtype="float32", **{**SETTINGS, **config}) as server:
+    async with serving_embedded(dtype="float32", **{"max_model_len": 608, "drain_seconds": 30.0} | config) as server:
         model = server.app.driver.model
         async with AsyncClient(f"127.0.0.1:{server.app.grpc_port}") as client:
             yield SimpleNamespace(client=client, engine=Held(model.engine), codec=model.codec)

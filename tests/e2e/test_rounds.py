@@ -8,20 +8,14 @@ import contextlib
 import pytest
 
 from client import AsyncClient
-from models import embedded_draft, embedded_target
-from server.model import ServedModel
 from tests.e2e.test_streams import Case, cases, sample
-from tests.server.conftest import serving, until
+from tests.serving import serving_embedded, until
 
 SETTINGS = {
-    "target": str(embedded_target()),
-    "draft": str(embedded_draft()),
     "dtype": "float32",  # as rounds take on a CPU; plain steps would take bfloat16 where our C multiplies it
-    "threads": 1,
     "max_model_len": 192,
     "max_batch_tokens": 64,
     "max_batch_size": 8,
-    "warm_up_seconds": 0.0,
 }
 
 
@@ -36,7 +30,7 @@ def wanted(app) -> list[Case]:
 
 
 async def said_by(loop: str) -> list[Case]:
-    async with serving(load=ServedModel.load, loop=loop, speculation="fixed", **SETTINGS) as server:
+    async with serving_embedded(loop=loop, speculation="fixed", **SETTINGS) as server:
         app, engine = server.app, server.app.driver.model.engine
         assert engine.loop == loop
         async with AsyncClient(f"127.0.0.1:{app.grpc_port}") as client:
@@ -64,7 +58,7 @@ async def test_streams_are_those_of_plain_steps() -> None:
 @pytest.mark.timeout(300)
 async def test_ends_from_all_sides() -> None:
     """A caller that goes away, a deadline, an operator: pages are back, and the neighbours say what they would have."""
-    async with serving(load=ServedModel.load, loop="rounds", **SETTINGS) as server:
+    async with serving_embedded(loop="rounds", **SETTINGS) as server:
         app, engine = server.app, server.app.driver.model.engine
         async with AsyncClient(f"127.0.0.1:{app.grpc_port}") as client:
             alone = [Case((5, 6, 7 + i), {"max_tokens": 60, "ignore_eos": True}) for i in range(3)]

@@ -12,13 +12,12 @@ import pytest
 
 from client import AsyncClient, Delta, errors
 from engine.types import Guided
-from models import corpus, embedded_draft, embedded_target
-from server.model import ServedModel
+from models import corpus
 from tests.e2e.test_streams import sample
 from tests.engine.text.test_guided import COSTLY_LATER, HOSTILE
-from tests.server.conftest import serving
+from tests.serving import grpc_client, serving_embedded
 
-SETTINGS = {"target": str(embedded_target()), "draft": str(embedded_draft()), "threads": 1, "max_model_len": 608}
+SETTINGS = {"max_model_len": 608}
 PATIENCE = 5.0  # seconds: how long a structure may compile, and longer than anyone's stream may stand still
 
 
@@ -58,7 +57,7 @@ async def test_costly_structures_end_in_time_and_nobody_elses_stream_stalls() ->
     """The whole corpus of hostile structures at once: an answer, or an error that says what is wrong with it."""
     long = {"max_tokens": 400, "ignore_eos": True}
     refused = [guided for name, (guided, _) in HOSTILE.items() if name not in UNSENDABLE]
-    async with serving(load=ServedModel.load, **SETTINGS) as server, connected(server) as client:
+    async with serving_embedded(**SETTINGS) as server, grpc_client(server) as client:
         want, _ = await read(client, **long)
         neighbour = asyncio.create_task(read(client, **long))
         told = await asyncio.gather(*(attack(client, guided) for guided in refused + list(COSTLY_LATER.values())))
@@ -75,9 +74,9 @@ async def test_costly_structures_end_in_time_and_nobody_elses_stream_stalls() ->
 async def test_tenants_share_pages_with_themselves_alone() -> None:
     """Two salts never meet in the prefix cache, one salt does; the output is the same whatever was found."""
     prompt = corpus.held_out_prompts(1)[0] * 2
-    async with serving(load=ServedModel.load, **SETTINGS) as server:
+    async with serving_embedded(**SETTINGS) as server:
         hits = partial(sample, server.app, "pilotfish_prefix_cache_hits_total")
-        async with connected(server) as client:
+        async with grpc_client(server) as client:
             seen, outputs = [], set()
             for salt in ("one", "two", None, "two", "one", None):
                 before = hits()

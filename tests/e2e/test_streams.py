@@ -12,15 +12,11 @@ import pytest
 
 from client import AsyncClient, Delta
 from client.results import Finished
-from models import corpus, embedded_draft, embedded_target
+from models import corpus
 from server.app import App
-from server.model import ServedModel
-from tests.server.conftest import serving, until
+from tests.serving import serving_embedded, until
 
 SETTINGS = {
-    "target": str(embedded_target()),
-    "draft": str(embedded_draft()),
-    "threads": 1,
     "max_model_len": 608,
     "drain_seconds": 30.0,
 }
@@ -78,7 +74,7 @@ def sample(app: App, name: str, **labels: str) -> float:
 
 @pytest.mark.timeout(600)
 async def test_64_streams_each_equal_to_its_own_single_run() -> None:
-    async with serving(load=ServedModel.load, **SETTINGS) as server:
+    async with serving_embedded(**SETTINGS) as server:
         app, engine = server.app, server.app.driver.model.engine
         async with AsyncClient(f"127.0.0.1:{app.grpc_port}") as client:
             together = cases(64, app)
@@ -104,7 +100,7 @@ async def test_64_streams_each_equal_to_its_own_single_run() -> None:
 
 @pytest.mark.timeout(600)
 async def test_cancelling_half_of_100_streams_frees_their_pages_and_leaves_the_rest_alone() -> None:
-    async with serving(load=ServedModel.load, **SETTINGS | {"max_batch_size": 100, "max_model_len": 1024}) as server:
+    async with serving_embedded(**SETTINGS | {"max_batch_size": 100, "max_model_len": 1024}) as server:
         app, driver = server.app, server.app.driver
         engine = driver.model.engine
         watch = Watch(driver)

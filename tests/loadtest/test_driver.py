@@ -12,8 +12,8 @@ from loadtest.driver import Run
 from loadtest.experiments.overload import full_rate
 from loadtest.samples import Outcome, Summary
 from loadtest.workload import Ask
-from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine
+from tests.serving import serving, until
 
 TOKENS = 20
 

@@ -15,8 +15,8 @@ from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
 from server.chat import MAX_MESSAGES, ChatTemplate, Message
 from tests.engine.text.test_codec import byte_level
-from tests.server.conftest import serving
 from tests.server.test_generate import refused, request
+from tests.serving import serving
 
 # Written after the forms that these families use; each line of them is one that some checkpoint really has.
 CHATML = """{%- for message in messages %}
@@ -194,7 +194,7 @@ async def test_the_server_renders_and_adds_no_second_start_token(tmp_path):
     codec = Codec.load(source)
     async with serving(codec=codec, chat=ChatTemplate.load(source)) as server:
         server.engine.vocab_size = codec.tokenizer.get_vocab_size()
-        await server.inference.Generate(request(pb.GenerateRequest, messages=conversation(("user", "hi"))))
+        await server.inference.Generate(request(messages=conversation(("user", "hi"))))
         [asked] = server.engine.requests
         bos = codec.tokenizer.token_to_id("<s>")
         assert asked.token_ids[0] == bos

@@ -21,9 +21,9 @@ from server.model import model_name
 from server.telemetry.logs import JsonFormatter
 from server.telemetry.metrics import Metrics
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
-from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import request
+from tests.serving import serving, until
 
 
 async def test_server_and_model_info(server):
@@ -46,7 +46,7 @@ async def test_load_counts_running_and_waiting():
     engine = FakeEngine(batch=2)
     engine.gate.clear()
     async with serving(engine) as server:
-        asked = request(pb.GenerateRequest, stopping=pb.StoppingParams(max_tokens=30))
+        asked = request(stopping=pb.StoppingParams(max_tokens=30))
         calls = [server.inference.Generate(asked) for _ in range(5)]
         await until(lambda: len(server.app.driver.live()) == 5)
         load = await server.control.GetLoad(control.GetLoadRequest())
@@ -82,7 +82,7 @@ async def test_without_a_tokenizer_texts_are_refused():
 
 
 async def test_a_long_prompt_is_encoded_beside_the_loop(server):
-    answer = await server.inference.Generate(request(pb.GenerateRequest, prompt="ab" * 2000))
+    answer = await server.inference.Generate(request(prompt="ab" * 2000))
     assert answer.outputs[0].finished.usage.prompt_tokens == len(CODEC.encode("ab" * 2000))
 
 
@@ -98,7 +98,7 @@ async def test_reflection_is_a_flag():
 
 
 async def test_http_tells_health_models_and_metrics(server):
-    await server.inference.Generate(request(pb.GenerateRequest))
+    await server.inference.Generate(request())
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}") as http:
         health = await http.get("/health")
         assert health.status_code == 200
@@ -127,7 +127,7 @@ async def test_http_tells_health_models_and_metrics(server):
 async def test_metrics_count_a_request_once(server):
     stopping = pb.StoppingParams(max_tokens=20)
     for _ in range(3):
-        await server.inference.Generate(request(pb.GenerateRequest, stopping=stopping))
+        await server.inference.Generate(request(stopping=stopping))
     value = server.app.metrics.registry.get_sample_value
     assert value("pilotfish_requests_total", {"finish_reason": "length"}) == 3
     for name in ("queue_time", "time_to_first_token", "time_per_output_token", "request_duration"):

@@ -11,15 +11,15 @@ from google.rpc import error_details_pb2, status_pb2
 from engine.errors import InvalidRequest
 from pilotfish.v1 import generation_pb2 as pb
 from tests.engine.text.test_codec import CODEC
-from tests.server.conftest import serving, until
 from tests.server.fake_engine import TEXT, FakeEngine
+from tests.serving import serving, until
 
 
-def request(kind=pb.GenerateStreamRequest, **fields):
+def request(**fields):
     fields.setdefault("stopping", pb.StoppingParams(max_tokens=20))
     if not {"prompt", "token_ids", "messages"} & fields.keys():
         fields["prompt"] = "ab"
-    return kind(**fields)
+    return pb.GenerateRequest(**fields)
 
 
 async def collect(call):
@@ -44,7 +44,7 @@ def detail(error, kind):
 @pytest.mark.parametrize("max_tokens", [1, 7, 100])
 async def test_joined_stream_is_the_unary_answer(server, stop, max_tokens):
     stopping = pb.StoppingParams(max_tokens=max_tokens, stop=stop)
-    whole = await server.inference.Generate(request(pb.GenerateRequest, stopping=stopping))
+    whole = await server.inference.Generate(request(stopping=stopping))
     text, ids, ends, messages = await collect(server.inference.GenerateStream(request(stopping=stopping)))
     (output,) = whole.outputs
     assert (text, ids) == (output.text, list(output.token_ids))
@@ -98,7 +98,7 @@ async def test_a_truncated_character_comes_with_the_last_delta(server):
 
 async def test_finished_tells_usage_timing_seed_and_speculation(server):
     sampling = pb.SamplingParams(temperature=0.7, seed=2**64 - 1)
-    answer = await server.inference.Generate(request(pb.GenerateRequest, sampling=sampling, request_id="r:1"))
+    answer = await server.inference.Generate(request(sampling=sampling, request_id="r:1"))
     end = answer.outputs[0].finished
     assert answer.request_id == "r:1"
     assert answer.model == "fake"
@@ -144,7 +144,7 @@ async def test_a_model_without_a_tokenizer_serves_token_ids():
         assert text == ""
         assert tuple(ids) == server.engine.expected(20)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await server.inference.Generate(request(pb.GenerateRequest, stopping=pb.StoppingParams(stop=["x"])))
+            await server.inference.Generate(request(stopping=pb.StoppingParams(stop=["x"])))
         fields = {v.field for v in detail(refused.value, error_details_pb2.BadRequest).field_violations}
         assert fields == {"prompt", "stopping.stop"}
 
@@ -154,7 +154,7 @@ async def test_a_model_without_a_tokenizer_serves_token_ids():
 
 async def refused(server, **fields):
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await server.inference.Generate(request(pb.GenerateRequest, **fields))
+        await server.inference.Generate(request(**fields))
     return error.value
 
 
@@ -244,7 +244,6 @@ async def test_what_this_server_does_not_have_is_refused_by_name(server, fields,
 
 async def test_default_values_are_harmless(server):
     harmless = request(
-        pb.GenerateRequest,
         sampling=pb.SamplingParams(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, n=1),
         stopping=pb.StoppingParams(min_tokens=0, max_tokens=3),
         output=pb.OutputOptions(logprobs=False, top_logprobs=0, prompt_logprobs=False),
@@ -278,13 +277,13 @@ async def test_a_live_id_cannot_be_used_twice_and_a_dead_one_can():
         assert error.code() == grpc.StatusCode.ALREADY_EXISTS
         call.cancel()
         await until(lambda: not server.app.driver.live())
-        await server.inference.Generate(request(pb.GenerateRequest, request_id="same"))
+        await server.inference.Generate(request(request_id="same"))
 
 
 async def test_a_poisoned_request_fails_alone(server):
     server.engine.poison = {9}
-    poisoned = server.inference.Generate(request(pb.GenerateRequest, token_ids=pb.TokenIds(ids=[9])))
-    healthy = server.inference.Generate(request(pb.GenerateRequest, token_ids=pb.TokenIds(ids=[8])))
+    poisoned = server.inference.Generate(request(token_ids=pb.TokenIds(ids=[9])))
+    healthy = server.inference.Generate(request(token_ids=pb.TokenIds(ids=[8])))
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await poisoned
     assert error.value.code() == grpc.StatusCode.INTERNAL
@@ -305,7 +304,7 @@ async def test_a_fault_of_the_text_layer_fails_one_request(server, monkeypatch):
     error = await refused(server, request_id="bad")
     assert error.code() == grpc.StatusCode.INTERNAL
     assert "RuntimeError" not in error.details()
-    await server.inference.Generate(request(pb.GenerateRequest, request_id="good"))
+    await server.inference.Generate(request(request_id="good"))
     assert server.engine.free_pages == server.engine.total_pages
 
 
@@ -320,4 +319,4 @@ async def test_a_request_that_the_engine_refuses_after_all_fails_alone(server, m
     monkeypatch.setattr(server.engine, "add", refuse)
     error = await refused(server, request_id="bad")
     assert error.code() == grpc.StatusCode.INTERNAL
-    await server.inference.Generate(request(pb.GenerateRequest, request_id="good"))
+    await server.inference.Generate(request(request_id="good"))

@@ -17,9 +17,9 @@ from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from server.app import SERVICES
 from server.lifecycle import State
-from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.test_generate import collect, detail, request
+from tests.serving import serving, until
 
 LONG = pb.StoppingParams(max_tokens=3000)
 
@@ -89,7 +89,7 @@ async def test_cancelling_a_queued_request_takes_it_from_the_queue():
 async def test_a_deadline_ends_the_request(unary):
     async with serving(FakeEngine(step_seconds=0.01)) as server:
         if unary:
-            call = server.inference.Generate(request(pb.GenerateRequest, stopping=LONG), timeout=0.1)
+            call = server.inference.Generate(request(stopping=LONG), timeout=0.1)
         else:
             call = collect(server.inference.GenerateStream(request(stopping=LONG), timeout=0.1))
         assert await code_of(call) == grpc.StatusCode.DEADLINE_EXCEEDED
@@ -149,7 +149,7 @@ async def test_a_full_queue_refuses_with_a_time_to_come_again():
         calls = [asyncio.ensure_future(collect(server.inference.GenerateStream(request()))) for _ in range(2)]
         await until(lambda: len(server.app.driver.queue) == 2)
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await server.inference.Generate(request(pb.GenerateRequest))
+            await server.inference.Generate(request())
         assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert detail(error.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1000
         assert dict(error.value.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
@@ -236,7 +236,7 @@ async def test_health_is_not_serving_until_the_model_is_warm():
         for service in ("", *SERVICES):
             assert await health_of(server, service) == "NOT_SERVING"
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await server.inference.Generate(request(pb.GenerateRequest))
+            await server.inference.Generate(request())
         assert error.value.code() == grpc.StatusCode.UNAVAILABLE
         assert detail(error.value, error_details_pb2.ErrorInfo).reason == "STARTING"
         info = await server.control.GetServerInfo(control_pb2.GetServerInfoRequest())
@@ -283,7 +283,7 @@ async def test_sigterm_drains_live_streams_and_refuses_new_ones():
         await until(lambda: server.app.lifecycle.state is State.DRAINING)
         assert await health_of(server) == "NOT_SERVING"
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await server.inference.Generate(request(pb.GenerateRequest))
+            await server.inference.Generate(request())
         assert error.value.code() == grpc.StatusCode.UNAVAILABLE
         assert detail(error.value, error_details_pb2.ErrorInfo).reason == "DRAINING"
         for _, ids, ends, _ in await asyncio.gather(*calls):

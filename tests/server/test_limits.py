@@ -11,10 +11,10 @@ from google.rpc import error_details_pb2
 
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.status import MAX_MESSAGE, clipped
-from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.test_gateway import talking
 from tests.server.test_generate import detail
+from tests.serving import until
 
 BIAS = dict.fromkeys(range(3), 1.0)
 # Each bound, lowered; a request that goes beyond it, in the words of each door; and what both say of it.

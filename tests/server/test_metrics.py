@@ -13,14 +13,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.types import FinishReason, Request
-from pilotfish.v1 import generation_pb2 as pb
 from server.queue import AdmissionQueue
 from server.streams.output import Timeline
 from server.telemetry.exposition import VLLM_NAMES, Exposition
 from server.telemetry.lag import watch_lag
 from server.telemetry.metrics import Metrics
-from tests.server.conftest import serving, until
 from tests.server.test_generate import request
+from tests.serving import serving, until
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -36,7 +35,7 @@ def samples(text, parse=text_string_to_metric_families):
 
 
 async def test_both_forms_tell_the_same(server):
-    await server.inference.Generate(request(pb.GenerateRequest))
+    await server.inference.Generate(request())
     plain, open_ = await page_of(server), await page_of(server, OPENMETRICS)
     assert plain.headers["content-type"].startswith("text/plain")
     assert open_.headers["content-type"].startswith("application/openmetrics-text")
@@ -52,7 +51,7 @@ async def test_both_forms_tell_the_same(server):
 
 async def test_vllms_names_tell_what_ours_do():
     async with serving(vllm_metrics=True) as server:
-        await server.inference.Generate(request(pb.GenerateRequest))
+        await server.inference.Generate(request())
         text = (await page_of(server)).text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     labels = {"model_name": "fake", "engine": "0"}

@@ -12,11 +12,11 @@ from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.grammars import MAX_PENDING
 from tests.engine.text.test_codec import CODEC
-from tests.server.conftest import serving, until
 from tests.server.fake_engine import EOS, SHIFT, TEXT, FakeEngine, logprob_of
 from tests.server.fake_grammar import FakeCompiler
 from tests.server.test_generate import collect, refused, request
 from tests.server.test_life import LONG, metric
+from tests.serving import serving, until
 
 
 async def by_index(call):
@@ -58,7 +58,7 @@ async def test_each_output_has_its_own_text_stop_end_and_seed(server):
         "sampling": pb.SamplingParams(n=3, seed=100),
         "stopping": pb.StoppingParams(max_tokens=30, stop=["quick", "br", "ow"]),
     }
-    whole = await server.inference.Generate(request(pb.GenerateRequest, **asked))
+    whole = await server.inference.Generate(request(**asked))
     streamed, messages = await by_index(server.inference.GenerateStream(request(**asked)))
     assert [output.index for output in whole.outputs] == [0, 1, 2]
     for index, output in enumerate(whole.outputs):
@@ -112,7 +112,7 @@ async def test_a_fault_of_one_output_ends_the_call_once_and_frees_the_others(ser
         await collect(server.inference.GenerateStream(request(**asked)))
     assert server.engine.free_pages == server.engine.total_pages
     assert metric(server, "requests_total", finish_reason="error") == 2
-    await server.inference.Generate(request(pb.GenerateRequest))
+    await server.inference.Generate(request())
 
 
 async def test_the_queue_counts_the_tokens_of_every_output():
@@ -140,7 +140,7 @@ async def test_every_kept_token_has_its_log_probability(server, stop, top):
         "stopping": pb.StoppingParams(max_tokens=20, stop=stop),
         "output": pb.OutputOptions(logprobs=True, top_logprobs=top),
     }
-    whole = await server.inference.Generate(request(pb.GenerateRequest, **asked))
+    whole = await server.inference.Generate(request(**asked))
     found, _ = await by_index(server.inference.GenerateStream(request(**asked)))
     for output in whole.outputs:
         _, ids, logprobs, _ = found[output.index]
@@ -186,7 +186,7 @@ async def test_prompt_log_probabilities_come_once_on_the_first_message(server, i
         "sampling": pb.SamplingParams(n=2),
         "output": pb.OutputOptions(prompt_logprobs=True, top_logprobs=1),
     }
-    whole = await server.inference.Generate(request(pb.GenerateRequest, **asked))
+    whole = await server.inference.Generate(request(**asked))
     _, messages = await by_index(server.inference.GenerateStream(request(**asked)))
     wanted = [expected_logprob(token, 1) for token in ids[1:]]
     assert whole.HasField("prompt_logprobs")
@@ -210,10 +210,8 @@ async def test_every_option_reaches_the_engine(server):
     )
     stopping = pb.StoppingParams(min_tokens=2, max_tokens=4)
     for salt in ("one", "two"):
-        await server.inference.Generate(
-            request(pb.GenerateRequest, sampling=sampling, stopping=stopping, cache_salt=salt)
-        )
-    await server.inference.Generate(request(pb.GenerateRequest))
+        await server.inference.Generate(request(sampling=sampling, stopping=stopping, cache_salt=salt))
+    await server.inference.Generate(request())
     first, second, bare = server.engine.requests
     assert [first.cache_salt, second.cache_salt, bare.cache_salt] == ["one", "two", None]
     got = first.sampling
@@ -232,7 +230,7 @@ async def test_a_stop_string_within_min_tokens_is_text(server):
 
 
 async def test_cached_prompt_tokens_and_cache_counters(server):
-    answer = await server.inference.Generate(request(pb.GenerateRequest, token_ids=pb.TokenIds(ids=[1, 2])))
+    answer = await server.inference.Generate(request(token_ids=pb.TokenIds(ids=[1, 2])))
     assert answer.outputs[0].finished.usage.cached_prompt_tokens == 1
     assert metric(server, "prefix_cache_queries_total") == 5 * server.engine.steps
     assert metric(server, "prefix_cache_hits_total") == 2 * server.engine.steps
@@ -248,7 +246,7 @@ def guided(*choices):
 async def test_a_structure_is_compiled_elsewhere_and_every_output_has_it():
     compiler = FakeCompiler()
     async with serving(compile_grammar=compiler) as server:
-        asked = request(pb.GenerateRequest, guided=guided("and over"), sampling=pb.SamplingParams(n=2))
+        asked = request(guided=guided("and over"), sampling=pb.SamplingParams(n=2))
         answer = await server.inference.Generate(asked)
         assert [output.text for output in answer.outputs] == ["and over"] * 2
         assert [output.finished.stop_token_id for output in answer.outputs] == [EOS] * 2
@@ -268,8 +266,8 @@ async def test_a_slow_structure_stalls_nobody_and_minds_deadline_and_cancellatio
         asked = request(guided=guided("a"))
         slow = [asyncio.ensure_future(by_index(server.inference.GenerateStream(asked))) for _ in range(2)]
         await until(lambda: len(compiler.asked) == 2)  # both threads are busy: others wait
-        await server.inference.Generate(request(pb.GenerateRequest))
-        late = server.inference.Generate(request(pb.GenerateRequest, guided=guided("b")), timeout=0.3)
+        await server.inference.Generate(request())
+        late = server.inference.Generate(request(guided=guided("b")), timeout=0.3)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await late
         assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
@@ -290,16 +288,14 @@ async def test_too_many_structures_at_once_are_refused_with_a_time_to_come_again
     compiler = FakeCompiler()
     compiler.gate.clear()
     async with serving(compile_grammar=compiler) as server:
-        asked = [
-            server.inference.Generate(request(pb.GenerateRequest, guided=guided("a"))) for _ in range(MAX_PENDING + 1)
-        ]
+        asked = [server.inference.Generate(request(guided=guided("a"))) for _ in range(MAX_PENDING + 1)]
         waiting = [asyncio.ensure_future(call) for call in asked]
         await until(lambda: any(task.done() for task in waiting))
         (full,) = [task for task in waiting if task.done()]
         assert full.exception().code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         compiler.gate.set()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert (await server.inference.Generate(request(pb.GenerateRequest, guided=guided("a")))).outputs[0].text == "a"
+        assert (await server.inference.Generate(request(guided=guided("a")))).outputs[0].text == "a"
 
 
 async def test_a_model_without_a_compiler_says_so(server):

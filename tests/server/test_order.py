@@ -17,10 +17,10 @@ from server.driver import PATIENCE_SECONDS
 from server.estimates import Estimates, least_tokens
 from server.queue import AdmissionQueue
 from server.streams.output import Timeline
-from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, request
 from tests.server.test_life import metric
+from tests.serving import serving, until
 
 
 def served_for(estimates, seconds):
@@ -199,17 +199,17 @@ async def test_a_near_deadline_goes_first():
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
     engine = FakeEngine(batch=1)
     async with serving(engine) as server:
-        await server.inference.Generate(request(pb.GenerateRequest))
+        await server.inference.Generate(request())
         server.app.driver.estimates = estimates = Estimates()
         served_for(estimates, 100.0)
-        in_time = await server.inference.Generate(request(pb.GenerateRequest), timeout=20)
+        in_time = await server.inference.Generate(request(), timeout=20)
         assert in_time.outputs
         served_for(estimates, 100.0)
         engine.gate.clear()
-        running = asyncio.ensure_future(server.inference.Generate(request(pb.GenerateRequest)))
+        running = asyncio.ensure_future(server.inference.Generate(request()))
         await until(lambda: engine.num_running == 1)
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await server.inference.Generate(request(pb.GenerateRequest), timeout=20)
+            await server.inference.Generate(request(), timeout=20)
         assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         assert "by now's estimate it takes" in error.value.details()
         assert not server.app.driver.queue
@@ -224,9 +224,9 @@ async def test_work_that_takes_longer_than_the_deadline_is_refused():
             server.app.driver.estimates.observe(step(1.0, generated=1))
         stopping = pb.StoppingParams(max_tokens=100, min_tokens=50)
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await server.inference.Generate(request(pb.GenerateRequest, stopping=stopping), timeout=10)
+            await server.inference.Generate(request(stopping=stopping), timeout=10)
         assert "it takes 0 to start and" in error.value.details()
-        assert (await server.inference.Generate(request(pb.GenerateRequest), timeout=10)).outputs
+        assert (await server.inference.Generate(request(), timeout=10)).outputs
 
 
 async def test_what_is_late_when_its_turn_comes_never_reaches_the_engine():

@@ -8,12 +8,11 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 
-from pilotfish.v1 import generation_pb2 as pb
-from tests.server.conftest import serving
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.test_gateway import talking
 from tests.server.test_generate import collect, detail, request
 from tests.server.test_life import metric
+from tests.serving import serving
 
 MANY, ROOM = 400, 16
 
@@ -22,7 +21,7 @@ async def outcome(server, unary):
     """The tokens of a request, or seconds after which to come again."""
     try:
         if unary:
-            return tuple((await server.inference.Generate(request(pb.GenerateRequest))).outputs[0].token_ids)
+            return tuple((await server.inference.Generate(request())).outputs[0].token_ids)
         return tuple((await collect(server.inference.GenerateStream(request())))[1])
     except grpc.aio.AioRpcError as refusal:
         error = refusal

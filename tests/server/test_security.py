@@ -20,17 +20,13 @@ from server.admission.security import ANYBODY, Caller, Callers, Quotas
 from server.config import ServerConfig
 from server.errors import QuotaExceeded, Unauthenticated
 from tests.server import certificates
-from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, detail, request
 from tests.server.test_life import LONG, metric
+from tests.serving import http_client, serving, until
 
 ALICE, BOB, ROOT = "alice-has-a-long-token", "bob-has-another-token", "root-has-one-more-token"
 WRONG = ["", "Bearer", "Bearer ", f"Basic {ALICE}", "Bearer nobody-has-this-token", f"Bearer {ALICE}x", ALICE]
-
-
-def http_client(server):
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}")
 
 
 def bearer(token):
@@ -93,7 +89,7 @@ async def all_calls(server, metadata):
     reflection = reflection_pb2_grpc.ServerReflectionStub(server.channel)
     listing = reflection_pb2.ServerReflectionRequest(list_services="")
     calls = [
-        server.inference.Generate(request(pb.GenerateRequest), metadata=metadata),
+        server.inference.Generate(request(), metadata=metadata),
         collect(server.inference.GenerateStream(request(), metadata=metadata)),
         server.control.GetServerInfo(control_pb2.GetServerInfoRequest(), metadata=metadata),
         server.control.GetLoad(control_pb2.GetLoadRequest(), metadata=metadata),
@@ -168,7 +164,7 @@ async def test_callers_have_ids_and_aborts_of_their_own(tokens):
             calls[token] = server.inference.GenerateStream(asked, metadata=bearer(token))
             assert (await calls[token].read()).request_id == "same"
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await server.inference.Generate(request(pb.GenerateRequest, request_id="same"), metadata=bearer(ALICE))
+            await server.inference.Generate(request(request_id="same"), metadata=bearer(ALICE))
         assert error.value.code() == grpc.StatusCode.ALREADY_EXISTS
         assert "'same'" in error.value.details()
         one = control_pb2.AbortRequest(request_id="same")
@@ -248,7 +244,7 @@ async def test_a_caller_has_so_many_live_requests_and_no_more(tokens, over_http)
                 assert answer.json()["error"]["code"] == "quota"
         else:
             with pytest.raises(grpc.aio.AioRpcError) as error:
-                await server.inference.Generate(request(pb.GenerateRequest), metadata=bearer(ALICE))
+                await server.inference.Generate(request(), metadata=bearer(ALICE))
             assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
             assert detail(error.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1000
         assert metric(server, "admission_rejected_total", reason="quota") == 1
@@ -258,7 +254,7 @@ async def test_a_caller_has_so_many_live_requests_and_no_more(tokens, over_http)
         await until(lambda: len(server.app.driver.live()) == 2 or engine.gate.set())
         await asyncio.gather(other, collect(running[0]))
         for _ in range(5):  # each place is free again, whatever became of the request: done, refused or left
-            await server.inference.Generate(request(pb.GenerateRequest), metadata=bearer(ALICE))
+            await server.inference.Generate(request(), metadata=bearer(ALICE))
             with pytest.raises(grpc.aio.AioRpcError):
                 await server.inference.Generate(pb.GenerateRequest(prompt=""), metadata=bearer(ALICE))
 
@@ -274,7 +270,7 @@ def papers(tmp_path_factory):
 async def generate_over(server, credentials):
     async with grpc.aio.secure_channel(f"127.0.0.1:{server.app.grpc_port}", credentials) as channel:
         stub = generation_pb2_grpc.InferenceServiceStub(channel)
-        return await stub.Generate(request(pb.GenerateRequest), timeout=10)
+        return await stub.Generate(request(), timeout=10)
 
 
 async def get_health(server, context):
@@ -288,7 +284,7 @@ async def test_tls_over_both_doors(papers):
         assert (await generate_over(server, credentials)).outputs
         assert await get_health(server, ssl.create_default_context(cafile=papers.authority)) == 200
         with pytest.raises(grpc.aio.AioRpcError):  # in the clear
-            await server.inference.Generate(request(pb.GenerateRequest), timeout=10)
+            await server.inference.Generate(request(), timeout=10)
         with pytest.raises(httpx.HTTPError):
             await get_health(server, ssl.create_default_context())
 

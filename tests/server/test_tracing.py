@@ -8,10 +8,10 @@ import pytest
 from pilotfish.v1 import generation_pb2 as pb
 from server import cli
 from server.telemetry.tracing import EXTRA, OpenTelemetry
-from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, request
 from tests.server.test_life import LONG
+from tests.serving import serving, until
 
 trace = pytest.importorskip("opentelemetry.trace")
 OWN = 32 * "7"
@@ -63,7 +63,7 @@ async def test_a_request_is_a_part_of_its_callers_trace(tracer):
         await collect(server.inference.GenerateStream(request(request_id="r"), metadata=tuple(CONTEXT.items())))
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}") as http:
             await http.post("/generate", json={"prompt": "ab"}, headers=CONTEXT)
-        await server.inference.Generate(request(pb.GenerateRequest))
+        await server.inference.Generate(request())
         await until(lambda: len(tracer.spans) == 3 and all(span.ended for span in tracer.spans))
     over_grpc, over_http, alone = tracer.spans
     for span in (over_grpc, over_http):
@@ -90,7 +90,7 @@ async def test_refused_cancelled_and_failed_requests_have_an_end_too(tracer):
         await until(lambda: not server.app.driver.live())
         engine.poison = {9}
         with pytest.raises(Exception, match="poisoned"):
-            await server.inference.Generate(request(pb.GenerateRequest, token_ids=pb.TokenIds(ids=[9])))
+            await server.inference.Generate(request(token_ids=pb.TokenIds(ids=[9])))
         await until(lambda: len(tracer.spans) == 3 and all(span.ended for span in tracer.spans))
     refused, cancelled, failed = tracer.spans
     assert refused.attributes["error.type"] == "InvalidRequest"

@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Continues prompts.
+    """Continues prompts. Both calls take the same message, so that each field is declared and explained once. (Style guides
+    such as buf's RPC_REQUEST_STANDARD_NAME ask for one message per call; these two calls can differ in nothing but how
+    the answer arrives.)
     """
 
     def __init__(self, channel):
@@ -42,13 +44,15 @@ class InferenceServiceStub:
                 _registered_method=True)
         self.GenerateStream = channel.unary_stream(
                 '/pilotfish.v1.InferenceService/GenerateStream',
-                request_serializer=pilotfish_dot_v1_dot_generation__pb2.GenerateStreamRequest.SerializeToString,
+                request_serializer=pilotfish_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=pilotfish_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
 
 
 class InferenceServiceServicer:
-    """Continues prompts.
+    """Continues prompts. Both calls take the same message, so that each field is declared and explained once. (Style guides
+    such as buf's RPC_REQUEST_STANDARD_NAME ask for one message per call; these two calls can differ in nothing but how
+    the answer arrives.)
     """
 
     def Generate(self, request, context):
@@ -76,7 +80,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
             ),
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
-                    request_deserializer=pilotfish_dot_v1_dot_generation__pb2.GenerateStreamRequest.FromString,
+                    request_deserializer=pilotfish_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=pilotfish_dot_v1_dot_generation__pb2.GenerateStreamResponse.SerializeToString,
             ),
     }
@@ -88,7 +92,9 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Continues prompts.
+    """Continues prompts. Both calls take the same message, so that each field is declared and explained once. (Style guides
+    such as buf's RPC_REQUEST_STANDARD_NAME ask for one message per call; these two calls can differ in nothing but how
+    the answer arrives.)
     """
 
     @staticmethod
@@ -133,7 +139,7 @@ class InferenceService:
             request,
             target,
             '/pilotfish.v1.InferenceService/GenerateStream',
-            pilotfish_dot_v1_dot_generation__pb2.GenerateStreamRequest.SerializeToString,
+            pilotfish_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
             pilotfish_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
             options,
             channel_credentials,

@@ -36,7 +36,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """Continues prompts."""
+    """Continues prompts. Both calls take the same message, so that each field is declared and explained once. (Style guides
+    such as buf's RPC_REQUEST_STANDARD_NAME ask for one message per call; these two calls can differ in nothing but how
+    the answer arrives.)
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -44,25 +47,31 @@ class InferenceServiceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
     """Continue one prompt and answer when all of it is there."""
-    GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateStreamRequest, _generation_pb2.GenerateStreamResponse]
+    GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateStreamResponse]
     """Continue one prompt and stream tokens as they are accepted. No metadata precedes admission, so a
     client's retry policy works until the first token.
     """
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """Continues prompts."""
+    """Continues prompts. Both calls take the same message, so that each field is declared and explained once. (Style guides
+    such as buf's RPC_REQUEST_STANDARD_NAME ask for one message per call; these two calls can differ in nothing but how
+    the answer arrives.)
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryUnaryMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """Continue one prompt and answer when all of it is there."""
-    GenerateStream: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateStreamRequest, _generation_pb2.GenerateStreamResponse]  # type: ignore[assignment]
+    GenerateStream: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateStreamResponse]  # type: ignore[assignment]
     """Continue one prompt and stream tokens as they are accepted. No metadata precedes admission, so a
     client's retry policy works until the first token.
     """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Continues prompts."""
+    """Continues prompts. Both calls take the same message, so that each field is declared and explained once. (Style guides
+    such as buf's RPC_REQUEST_STANDARD_NAME ask for one message per call; these two calls can differ in nothing but how
+    the answer arrives.)
+    """
 
     @_abc_1.abstractmethod
     def Generate(
@@ -75,7 +84,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def GenerateStream(
         self,
-        request: _generation_pb2.GenerateStreamRequest,
+        request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateStreamResponse], _abc.AsyncIterator[_generation_pb2.GenerateStreamResponse]]:
         """Continue one prompt and stream tokens as they are accepted. No metadata precedes admission, so a

@@ -10,10 +10,10 @@ import pytest
 from server import cli
 from server.lifecycle import State
 from tests.server import certificates
-from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.test_generate import collect, request
 from tests.server.test_life import LONG
+from tests.serving import serving, until
 
 
 async def exit_code(server, *options):

@@ -18,10 +18,10 @@ from server.chat import ChatTemplate
 from server.lifecycle import State
 from tests.engine.text.test_codec import CODEC
 from tests.server import fake_engine
-from tests.server.conftest import serving, until
 from tests.server.fake_engine import SHIFT, TEXT, FakeEngine, logprob_of
 from tests.server.fake_grammar import FakeCompiler
 from tests.server.test_life import metric
+from tests.serving import serving, until
 
 TEMPLATE = """{% for m in messages %}
 {% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}

@@ -5,18 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import httpx
 import pytest
 
 from server.http import playground
-from tests.server.conftest import serving
 from tests.server.test_security import ALICE
+from tests.serving import http_client, serving
 
 FOLDER = Path(playground.__file__).parent
-
-
-def http_client(server):
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}")
 
 
 async def test_it_is_open_where_all_else_needs_a_token_and_is_told_to_load_nothing_else(tmp_path):

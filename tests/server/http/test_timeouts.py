@@ -10,11 +10,11 @@ import pytest
 
 from server.driver import PATIENCE_SECONDS
 from tests.engine.text.test_codec import CODEC
-from tests.server.conftest import until
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.test_gateway import CHAT, talking
 from tests.server.test_life import metric
 from tests.server.test_order import served_for
+from tests.serving import until
 
 ASK = {"prompt": "ab"}
 PATHS = [("/generate", ASK), ("/v1/completions", ASK), ("/v1/chat/completions", CHAT)]

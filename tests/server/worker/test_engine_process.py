@@ -20,12 +20,12 @@ from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from server.lifecycle import State
 from server.worker.remote import EngineProgram
-from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
 from tests.server.test_generate import collect, detail, request
 from tests.server.test_life import LONG, code_of, health_of, metric
 from tests.server.worker import fake_child
+from tests.serving import serving, until
 
 EXPECTED = FakeEngine()
 
@@ -51,7 +51,7 @@ def prompt(*tokens: int) -> dict[str, pb.TokenIds]:
     return {"token_ids": pb.TokenIds(ids=(1, 2, *tokens))}
 
 
-def slow(**fields) -> pb.GenerateStreamRequest:
+def slow(**fields) -> pb.GenerateRequest:
     """A stream that lasts until it is ended."""
     return request(**prompt(fake_child.SLOW), **{"stopping": LONG, **fields})
 
@@ -100,7 +100,7 @@ async def test_streams_are_what_they_are_with_a_thread():
             {"guided": pb.GuidedDecoding(choice=pb.Choice(choices=["ab ab", "babab"]))},
             {"sampling": pb.SamplingParams(logit_bias={3: 1.5}, banned_token_ids=[4]), "cache_salt": "s"},
         ):
-            there, here = [s.inference.Generate(request(pb.GenerateRequest, **fields)) for s in (server, beside)]
+            there, here = [s.inference.Generate(request(**fields)) for s in (server, beside)]
             assert shown(await there) == shown(await here), fields
             text, _, ends, messages = await collect(server.inference.GenerateStream(request(**fields)))
             assert len(ends) == len((await there).outputs)
@@ -182,7 +182,7 @@ async def test_while_it_is_away_callers_hear_of_it_over_both_doors():
         assert await lost(call) == "ENGINE_DEAD"
         assert server.app.lifecycle.state is State.RECOVERING
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await server.inference.Generate(request(pb.GenerateRequest))
+            await server.inference.Generate(request())
         assert detail(error.value, error_details_pb2.ErrorInfo).reason == "ENGINE_DEAD"
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}") as http:
             refused = await http.post("/v1/completions", json={"prompt": "ab"})
@@ -271,7 +271,7 @@ async def test_a_stop_drains_or_cuts(second_signal):
         await begun([call])
         os.kill(os.getpid(), signal.SIGTERM)
         await until(lambda: server.app.lifecycle.state is State.DRAINING)
-        assert await code_of(server.inference.Generate(request(pb.GenerateRequest))) == grpc.StatusCode.UNAVAILABLE
+        assert await code_of(server.inference.Generate(request())) == grpc.StatusCode.UNAVAILABLE
         if second_signal:
             os.kill(os.getpid(), signal.SIGTERM)
             assert await lost(call) == "DRAINING"

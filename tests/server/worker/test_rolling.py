@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 
 import client
 from client import Retry
-from tests.server.conftest import serving, until
 from tests.server.fake_engine import FakeEngine
+from tests.serving import serving, until
 
 WORKERS, TOKENS = 6, 60
 

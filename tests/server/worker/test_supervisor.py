@@ -12,7 +12,7 @@ from server.lifecycle import Lifecycle, State
 from server.telemetry.metrics import Metrics
 from server.worker import supervisor as supervisor_module
 from server.worker.supervisor import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Crashes, Supervisor
-from tests.server.conftest import until
+from tests.serving import until
 
 
 class Clock:

@@ -1,0 +1,87 @@
+"""A server for tests, on ports of its own: around a fake engine, or around a model that it loads; and its clients."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import grpc
+import httpx
+
+from client import AsyncClient
+from models import embedded_draft, embedded_target
+from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
+from server.app import App
+from server.config import ServerConfig
+from server.lifecycle import State
+from server.model import ServedModel
+from tests.engine.text.test_codec import CODEC
+from tests.server.fake_engine import FakeEngine, served
+
+EMBEDDED = {"target": str(embedded_target()), "draft": str(embedded_draft()), "threads": 1, "warm_up_seconds": 0.0}
+
+
+async def until(condition, seconds: float = 60.0) -> None:
+    """Wait for something that another task brings about, on a machine that may be slow and busy."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110  # the condition is the server's, which sets no event for us
+            await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def serving(
+    engine=None,
+    *,
+    codec=CODEC,
+    compile_grammar=None,
+    chat=None,
+    load=None,
+    options=(),
+    ready=True,
+    tracing_with=None,
+    program=None,
+    **config,
+):
+    """A running App and a channel to it; drained and stopped at the end."""
+    engine = engine or FakeEngine()
+    settings = {"target": "fake", "grpc_port": 0, "http_port": 0, "drain_seconds": 5.0, "engine_process": False}
+    settings |= {"max_queue_seconds": 60.0} | config  # how fast this machine is decides in no test who is refused
+    model = served(engine, codec, compile_grammar=compile_grammar, chat=chat)
+    settings = ServerConfig(**settings)
+    engine.config = settings.engine().model_copy(update={"max_batch_size": engine.config.max_batch_size})
+    if load is None and not settings.engine_process:
+        load = lambda _config, _progress: model  # noqa: E731
+    app = App(settings, load=load, tracing=tracing_with, program=program)
+    running = asyncio.create_task(app.run())
+    await until(lambda: running.done() or (app.lifecycle.state is State.READY if ready else app.http_port))
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{app.grpc_port}", options=options) as channel:
+            yield SimpleNamespace(
+                app=app,
+                engine=engine,
+                running=running,
+                channel=channel,
+                inference=generation_pb2_grpc.InferenceServiceStub(channel),
+                control=control_pb2_grpc.ControlServiceStub(channel),
+            )
+    finally:
+        engine.gate.set()
+        app.stop()
+        async with asyncio.timeout(20):
+            await running
+        app.driver = None  # FastAPI keeps routes for ever in a cache, and with them the App: its engine takes half a GB
+
+
+def serving_embedded(**options):
+    """`serving` with the embedded pair loaded; `options` are those of `serving` and of `ServerConfig`."""
+    load = None if options.get("engine_process") else ServedModel.load
+    return serving(**{"load": load} | EMBEDDED | options)
+
+
+def http_client(server):
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}", timeout=60)
+
+
+def grpc_client(server, **options):
+    return AsyncClient(f"127.0.0.1:{server.app.grpc_port}", **options)
