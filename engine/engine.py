@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from engine.control import learned
 from engine.control.controller import Control, FixedK
-from engine.control.prefill_budget import Prefill
+from engine.control.prefill_budget import PrefillBudget
 from engine.device_loop.results import NoRounds, Progress, Rounds, untold
 from engine.errors import DuplicateRequest
 from engine.model.runner import Runner
@@ -314,7 +314,7 @@ class Engine:
     def rehearsing(self) -> Iterator[None]:
         """Within it all decode in plain steps, with the drafts asked for, and nobody minds or learns what it takes."""
         kept = self._rounds, self.control, self._scheduler.prefill
-        self._rounds, self.control, self._scheduler.prefill = NoRounds(), FixedK(), Prefill()
+        self._rounds, self.control, self._scheduler.prefill = NoRounds(), FixedK(), PrefillBudget()
         self._scheduler.control = self.control
         try:
             yield

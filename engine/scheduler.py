@@ -11,9 +11,9 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from engine.control.controller import Control, FixedK, levelled
-from engine.control.prefill_budget import Prefill
-from engine.control.speedup import Gain
-from engine.kv.pages import BlockPool
+from engine.control.prefill_budget import PrefillBudget
+from engine.control.speedup import Speedup
+from engine.kv.pages import PagePool
 from engine.types import Sequence
 
 
@@ -64,22 +64,22 @@ class Scheduler:
 
     def __init__(
         self,
-        target_pool: BlockPool,
-        draft_pool: BlockPool | None,
+        target_pool: PagePool,
+        draft_pool: PagePool | None,
         max_batch_size: int,
         max_batch_tokens: int,
         draft_kv_users: frozenset[str] = frozenset(),  # names of the proposers that need draft pages
         draft_kv_sharers: frozenset[str] = frozenset(),  # and of those whose pages the prefix cache may keep
         control: Control | None = None,  # default: as many drafts as each may have
         round_control: Control | None = None,  # the same of rounds on the device, which cost otherwise
-        prefill: Prefill | None = None,  # default: a step may take as long as it does
+        prefill: PrefillBudget | None = None,  # default: a step may take as long as it does
     ) -> None:
         self.control: Control = control or FixedK()
         self.round_control: Control = round_control or FixedK()
         self.target_pool, self.draft_pool = target_pool, draft_pool
         self._draft_kv_users, self._draft_kv_sharers = draft_kv_users, draft_kv_sharers
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
-        self.prefill = prefill or Prefill()
+        self.prefill = prefill or PrefillBudget()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._siblings: dict[Sequence, tuple[Sequence, ...]] = {}  # by the one that feeds their prompt for them
@@ -109,7 +109,7 @@ class Scheduler:
     @property
     def gain(self) -> float:
         """Tokens per second of the last steps over what plain decoding would have made, as far as known."""
-        return Gain.ratio_of(self.control.gain, self.round_control.gain)
+        return Speedup.ratio_of(self.control.gain, self.round_control.gain)
 
     def control_of(self, sequence: Sequence) -> Control:
         """Who chooses how many drafts it gets."""

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import TypedDict
 
 from engine.control.controller import StepFeedback
-from engine.control.prefill_budget import Prefill
+from engine.control.prefill_budget import PrefillBudget
 from engine.device_loop.results import RoundResult
 from engine.native import threads_in_use
 from engine.proposers import Proposal
@@ -48,7 +48,7 @@ def feedback_of(
     )
 
 
-def teach(prefill: Prefill, plan: StepPlan, proposal: Proposal, phase_seconds: Mapping[str, float]) -> None:
+def teach(prefill: PrefillBudget, plan: StepPlan, proposal: Proposal, phase_seconds: Mapping[str, float]) -> None:
     """What a step took, to whoever says how much of prompts the next one may read."""
     chunks = [len(w.span) for w in plan.works if not _feeds_newest_only(w)]
     decoding = len(plan.works) - len(chunks) + len(plan.on_device)  # wherever they do

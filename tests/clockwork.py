@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.control.adaptive import AdaptiveK
 from engine.control.controller import Control, StepFeedback
-from engine.kv.pages import BlockPool
+from engine.kv.pages import PagePool
 from engine.scheduler import Scheduler, Work
 from engine.startup.calibrate import SHAPES
 from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationSettings, Verification
@@ -95,7 +95,7 @@ class Machine:
         self.noise, self.outliers, self.mode, self.looks_up, self.hits = noise, outliers, mode, looks_up, hits
         users = frozenset[str]() if looks_up else frozenset({"model"})
         self.control = control or AdaptiveK(users, {"model": self._find} if looks_up else {})
-        pools = [BlockPool(64 * 200, 32, prefix_cache=False) for _ in range(2)]
+        pools = [PagePool(64 * 200, 32, prefix_cache=False) for _ in range(2)]
         self.schedule = Scheduler(*pools, 64, BUDGET, users, control=self.control)
         self.random = np.random.default_rng(seed)
         self.books = Books()

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from engine.control.controller import Control
-from engine.control.prefill_budget import Prefill
+from engine.control.prefill_budget import PrefillBudget
 from engine.engine import Engine
 from engine.kv.batch import Feed
-from engine.kv.pages import BlockPool
+from engine.kv.pages import PagePool
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
@@ -89,13 +89,13 @@ def fake_engine(
 
     unhurried = {"max_step_ms": 1e9}  # how fast this machine is decides in no test how much a step reads
     settings = EngineConfig(target="table", draft="table" if draft_law else None, **unhurried | config)
-    prefill = Prefill(settings.max_step_ms / 1000, settings.max_batch_tokens)
+    prefill = PrefillBudget(settings.max_step_ms / 1000, settings.max_batch_tokens)
     by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer(sizes=(2, 1))}
     if draft_law is not None:
         draft = TableModel(draft_law, vocab_size, num_pages, page_size)
         by_name["model"] = ModelProposer(draft, prefill)
     chosen = Proposers({**by_name, **(proposers or {})}, vocab_size)
-    pools = [BlockPool(num_pages, page_size, prefix_cache=settings.prefix_cache) for _ in range(2)]
+    pools = [PagePool(num_pages, page_size, prefix_cache=settings.prefix_cache) for _ in range(2)]
     scheduler = Scheduler(
         pools[0],
         pools[1] if draft_law is not None else None,

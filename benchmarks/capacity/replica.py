@@ -15,7 +15,7 @@ from benchmarks.capacity.costs import CostTable
 from engine.config import EngineConfig
 from engine.control.adaptive import AdaptiveK
 from engine.engine import Engine
-from engine.kv.pages import BlockPool
+from engine.kv.pages import PagePool
 from engine.proposers import Proposal, Proposers
 from engine.proposers.none import NoProposer
 from engine.request.intake import Limits
@@ -172,7 +172,7 @@ class SimulatedReplica:
 def _engine(costs: CostTable, config: EngineConfig, clock: VirtualClock, random: Random) -> Engine:
     proposers = Proposers({"none": NoProposer(), "ngram": _Drafts(costs, clock)}, VOCAB)
     pages = config.max_batch_size * -(-MAX_LEN // PAGE)
-    pool = BlockPool(pages, PAGE, prefix_cache=False)
+    pool = PagePool(pages, PAGE, prefix_cache=False)
     scheduler = Scheduler(pool, None, config.max_batch_size, config.max_batch_tokens, control=AdaptiveK())
     engine = Engine(config, Limits(VOCAB, MAX_LEN), cast("Any", None), proposers, scheduler, clock)
     engine._target_pass = cast("Any", _Passes(costs, clock, random))  # noqa: SLF001  # in place of a model

@@ -18,9 +18,9 @@ import numpy as np
 
 from engine.control.acceptance import Acceptance, Bools, Ints, Source
 from engine.control.controller import StepFeedback, within
-from engine.control.cost_model import Prices, quantities, with_rows
+from engine.control.cost_model import CostModel, quantities, with_rows
 from engine.control.goodput import BatchLoad, Choice, Offer, drafting_seconds
-from engine.control.speedup import Gain
+from engine.control.speedup import Speedup
 from engine.types import Sequence, SpeculationMode
 
 Find = Callable[[Sequence, int], tuple[int, ...] | None]
@@ -66,9 +66,9 @@ class AdaptiveK:
     def __init__(
         self, draft_kv_users: frozenset[str] = frozenset(), finders: Mapping[str, Find] = MappingProxyType({})
     ) -> None:
-        self.gain, self.acceptance, self.target = Gain(), Acceptance(), Prices()
+        self.gain, self.acceptance, self.target = Speedup(), Acceptance(), CostModel()
         self.is_exploring = False  # the latest choice is a trial
-        self._drafting = defaultdict[str, Prices](Prices)  # by proposer
+        self._drafting = defaultdict[str, CostModel](CostModel)  # by proposer
         self._draft_kv_users = draft_kv_users  # names of the proposers whose sequences may have to catch up
         self._finders = finders  # by proposer: the drafts that the text holds, or None where a model would draft
         self._found: dict[Sequence, tuple[int, tuple[int, ...]]] = {}  # drafts from the text, and at which length
@@ -226,7 +226,7 @@ class AdaptiveK:
             self.acceptance.learn([done.sequences[i] for i in mine], source, drafted[mine], accepted[mine])
 
     @staticmethod
-    def _learn_drafting(prices: Prices, done: StepFeedback) -> None:
+    def _learn_drafting(prices: CostModel, done: StepFeedback) -> None:
         lengths = [length for length, k in zip(done.lengths, done.asked, strict=True) if k]
         in_passes = sum(count for count, _ in done.draft_passes)
         work = quantities(
@@ -240,7 +240,7 @@ class AdaptiveK:
 
     def begin(self) -> None:
         """What was learned so far was practice: its costs and its priors stay, its gain does not."""
-        self.gain, self._budget = Gain(), _Budget()
+        self.gain, self._budget = Speedup(), _Budget()
         self._since_plain, self._expected = 0, 1.5
 
     def forget(self, sequence: Sequence) -> None:
@@ -259,6 +259,6 @@ class AdaptiveK:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Begin with a `state`. Raises ValueError, KeyError or TypeError where it is none, and may be half restored."""
-        self.target = Prices.of_state(state["target"])
-        self._drafting.update({str(name): Prices.of_state(prices) for name, prices in state["drafting"].items()})
+        self.target = CostModel.of_state(state["target"])
+        self._drafting.update({str(name): CostModel.of_state(prices) for name, prices in state["drafting"].items()})
         self.acceptance.restore(state["acceptance"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from engine.control.goodput import BatchLoad
-from engine.control.speedup import Gain
+from engine.control.speedup import Speedup
 from engine.types import Sequence, SpeculationMode
 
 _NEAR = 4  # tokens that a draft model has missed are fed in a pass that hardly costs more for them
@@ -45,7 +45,7 @@ class Control(Protocol):
     """Chooses K."""
 
     @property
-    def gain(self) -> Gain:
+    def gain(self) -> Speedup:
         """How much faster than plain decoding it has been."""
         ...
 
@@ -80,7 +80,7 @@ class FixedK:
     is_exploring = False
 
     def __init__(self) -> None:
-        self.gain = Gain()
+        self.gain = Speedup()
 
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
         """First come, first served."""
@@ -125,7 +125,7 @@ class DelayedFeedback:
         self._held: dict[Sequence, int] | None = None  # the same, from before the plain step that is not known yet
 
     @property
-    def gain(self) -> Gain:
+    def gain(self) -> Speedup:
         """The inner one's."""
         return self._inner.gain
 

@@ -47,7 +47,7 @@ def with_rows(found: Floats, rows_of_passes: Seq[float]) -> Floats:
     return found
 
 
-class Prices:
+class CostModel:
     """The prices of one kind of work."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Prices:
         self._moments = np.zeros(NUM_QUANTITIES)
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> Prices:
+    def of_state(cls, state: Mapping[str, Any]) -> CostModel:
         """As a `state` has them. Raises ValueError, KeyError or TypeError where it is none."""
         prices = cls()
         prices.count, prices.most_rows = int(state["count"]), float(state["most_rows"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.control.acceptance import Bools, Ints
-from engine.control.cost_model import Floats, Prices, quantities, with_rows
+from engine.control.cost_model import CostModel, Floats, quantities, with_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Offer:
     a_call: float  # seconds of asking at all
     contexts: Floats  # [sequences]
 
-    def best(self, load: BatchLoad, target: Prices, budget: int) -> Choice:
+    def best(self, load: BatchLoad, target: CostModel, budget: int) -> Choice:
         """As many slots, from the likeliest on, as make the rate highest."""
         sums = self._sums(load, budget)
         steady = np.maximum(_pass_seconds(target, load, sums) + sums.seconds, 1e-9)
@@ -67,7 +67,7 @@ class Offer:
             count = int(value.argmax())
         return self._choice(load, sums, count, gain, steady)
 
-    def all_of(self, load: BatchLoad, target: Prices, budget: int) -> Choice:
+    def all_of(self, load: BatchLoad, target: CostModel, budget: int) -> Choice:
         """Every slot, whether it pays or not."""
         sums = self._sums(load, budget)
         seconds = np.maximum(_pass_seconds(target, load, sums) + sums.seconds, 1e-9)
@@ -129,7 +129,7 @@ class Choice:
     loss: float  # seconds that this number takes beyond what its tokens would take without
 
 
-def _pass_seconds(target: Prices, load: BatchLoad, sums: _Sums) -> Floats:
+def _pass_seconds(target: CostModel, load: BatchLoad, sums: _Sums) -> Floats:
     """Of the target's pass."""
     each, per_row = target.context
     fixed = target.a_pass + target.a_sequence * load.sequences + each * load.context
@@ -142,7 +142,7 @@ def _growing(first: float, added: Floats) -> Floats:
 
 
 def drafting_seconds(
-    prices: Prices, chances: Floats, contexts: Floats, unseen: Floats, rounds: Floats, is_found: Bools
+    prices: CostModel, chances: Floats, contexts: Floats, unseen: Floats, rounds: Floats, is_found: Bools
 ) -> Floats:
     """What making each draft adds, `[sequences, depth]`, in the order in which `Offer.best` takes them.
 

@@ -20,7 +20,7 @@ _FEW = 2  # tokens that a step may read and still tell what decoding takes: wher
 _READING = 16  # tokens per sequence: a pass of a draft model that is fed more catches up with a prompt
 
 
-class Prefill:
+class PrefillBudget:
     """Fed by steps. `seconds`: the bound, but for steps whose decoding alone takes more than half of it.
 
     Such a step may take twice as long as its decoding: prompts are to be read on any machine. `most`: tokens of a pass.

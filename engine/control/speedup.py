@@ -9,7 +9,7 @@ from engine.types import Sequence
 _KEEP = 0.99  # per step: the ratio is of the last hundred or so
 
 
-class Gain:
+class Speedup:
     """Live over all sequences, and of each since it began. 1 is plain decoding, and what is said before any step."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Gain:
         return self.ratio_of(self)
 
     @staticmethod
-    def ratio_of(*gains: Gain) -> float:
+    def ratio_of(*gains: Speedup) -> float:
         """Over the last steps of several kinds."""
         spent = sum(gain._spent for gain in gains)  # noqa: SLF001 - its own
         return sum(gain._plain for gain in gains) / spent if spent > 0 else 1.0  # noqa: SLF001

@@ -31,7 +31,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class LaidOut:
     """R rows: those of all passes, F in number, pass after pass, and then those that are drawn, again pass after pass.
 
     Within a pass the rows of a sequence follow each other.
@@ -79,7 +79,7 @@ class Layout:
         self._coupled = torch.full_like(self._place, int(Stream.COUPLED))
         self._off = self._nothing.new_zeros(len(place)).double(), self._nothing.new_ones(len(place)).double()
 
-    def of(self, slots: Tensor) -> Laid:
+    def of(self, slots: Tensor) -> LaidOut:
         """For the sequences in `slots`, int64 `[B]`."""
         state, page_size, pages = self._state, self._page_size, self._tables.pages
         owner = slots[self._place]
@@ -92,7 +92,7 @@ class Layout:
         moved = torch.stack([self._nothing, self._nothing, whole[LENGTH, : self._slices[0].stop : first], slots], 1)
         spans = torch.add(self._spans, moved, out=torch.empty_like(self._spans))
         ids = fed.clamp(0, self._positions - 1)
-        return Laid(owner, whole, position, ids, kv_rows, spans, self._samplers(owner, whole, position))
+        return LaidOut(owner, whole, position, ids, kv_rows, spans, self._samplers(owner, whole, position))
 
     def _samplers(self, owner: Tensor, whole: Tensor, position: Tensor) -> SamplerRows:
         state, (zeros, ones) = self._state, self._off
@@ -113,15 +113,15 @@ class Layout:
         """Of pass i."""
         return self._slices[i]
 
-    def samplers(self, laid: Laid, i: int) -> SamplerRows:
+    def samplers(self, laid: LaidOut, i: int) -> SamplerRows:
         """Of what is drawn after pass i."""
         return laid.drawn.rows(self._slices[len(self._passes) + i])
 
-    def sequences(self, laid: Laid) -> Tensor:
+    def sequences(self, laid: LaidOut) -> Tensor:
         """What `resident` has of each sequence: int64 `[7, B]`."""
         return laid.whole[:, : self._slices[0].stop : self._passes[0].rows]
 
-    def batch(self, laid: Laid, i: int, ids: Tensor) -> RaggedBatch:
+    def batch(self, laid: LaidOut, i: int, ids: Tensor) -> RaggedBatch:
         """Pass i with these tokens, `[B, rows]` or so many in a row."""
         mine, tables, page_size = self._slices[i], self._tables, self._page_size
         batch = RaggedBatch(

@@ -28,7 +28,7 @@ class _CachedPage:
     key: Key
 
 
-class BlockPool:
+class PagePool:
     """The pages of one arena: each is free, or held by page tables, or kept by the prefix cache alone (I5)."""
 
     def __init__(self, num_pages: int, page_size: int, *, run: int = 1, prefix_cache: bool = False) -> None:

@@ -25,7 +25,7 @@ _SECONDS = 2.0  # between two words of progress
 _GB = 10**9
 
 
-class Reading:
+class ReadProgress:
     """How far the weights of a checkpoint have been read, told every two seconds."""
 
     def __init__(self, what: str, size: Callable[[], int], tell: Callable[[str], None]) -> None:
@@ -49,11 +49,11 @@ class Reading:
             self._tell(f"{self._what}: {read(size) / _GB:.1f} of {size / _GB:.1f} GB")
 
 
-_reading: ContextVar[Reading | None] = ContextVar("reading", default=None)
+_reading: ContextVar[ReadProgress | None] = ContextVar("reading", default=None)
 
 
 @contextmanager
-def told(reading: Reading) -> Iterator[None]:
+def told(reading: ReadProgress) -> Iterator[None]:
     """What is read on this thread meanwhile, `reading` is told of."""
     before = _reading.set(reading)
     try:
@@ -62,7 +62,7 @@ def told(reading: Reading) -> Iterator[None]:
         _reading.reset(before)
 
 
-def reading() -> Reading | None:
+def reading() -> ReadProgress | None:
     """Who is to be told."""
     return _reading.get()
 

@@ -21,7 +21,7 @@ from engine.model.runner import Runner, Tap
 TILE = 16
 
 
-class TiledRunner:
+class FixedShapeRunner:
     """Runs `inner` in passes of exactly `TILE` tokens; `scratch` is a page of its arena with `TILE` spare rows.
 
     `tap` is of the same model: after all passes it holds what it would after a single one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from engine.control.prefill_budget import Prefill
+from engine.control.prefill_budget import PrefillBudget
 from engine.kv.batch import Feed
 from engine.model.runner import Runner
 from engine.proposers.base import Proposal
@@ -19,7 +19,7 @@ class ModelProposer:
     uses_draft_kv = True
     shares_draft_kv = True
 
-    def __init__(self, runner: Runner, prefill: Prefill) -> None:
+    def __init__(self, runner: Runner, prefill: PrefillBudget) -> None:
         self._runner, self._prefill = runner, prefill
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:

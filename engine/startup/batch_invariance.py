@@ -21,7 +21,7 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed
 from engine.machine.threads import exactly
-from engine.model.fixed_shape import TILE, TiledRunner
+from engine.model.fixed_shape import TILE, FixedShapeRunner
 from engine.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def _check_whole(model: PreTrainedModel, layout: KVLayout) -> None:
     """Norms, activations, attention, routers, heads: the logits of one sequence wherever it lies in its tiles."""
     arena = KVArena(layout, num_pages=TILE, page_size=TILE, device=model.device, spare_rows=TILE)
     attend = choose("fixed", model.device)
-    runner = TiledRunner(ModelRunner(model, arena, attend), scratch=TILE)
+    runner = FixedShapeRunner(ModelRunner(model, arena, attend), scratch=TILE)
     tokens = [(7 * i + 3) % runner.vocab_size for i in range(2 * TILE)]
     mine, other = tokens[:TILE], tokens[TILE:]
     with exactly(1):

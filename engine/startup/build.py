@@ -15,18 +15,18 @@ from engine import attention
 from engine.choices import Weights
 from engine.control.adaptive import AdaptiveK
 from engine.control.controller import DelayedFeedback
-from engine.control.prefill_budget import Prefill
+from engine.control.prefill_budget import PrefillBudget
 from engine.device_loop.round import RoundOps
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.kernels import has_triton
 from engine.kv.arena import KVArena, KVLayout
-from engine.kv.pages import BlockPool
-from engine.machine.mapped import Reading, told
+from engine.kv.pages import PagePool
+from engine.machine.mapped import ReadProgress, told
 from engine.machine.rank import RankInfo
 from engine.machine.threads import cores, leave_to_pool, use_threads
 from engine.model.checkpoint import read_config, weights_size
-from engine.model.fixed_shape import TILE, TiledRunner
+from engine.model.fixed_shape import TILE, FixedShapeRunner
 from engine.model.fusion.fuse import fuse
 from engine.model.fusion.fuse_cuda import fuse_for_cuda, round_ahead
 from engine.model.fusion.stack import stack
@@ -129,7 +129,7 @@ def load(
     Raises:
         ModelError: it cannot be loaded, or rounded ones are wanted where they cannot run.
     """
-    with told(Reading(f"loading {name}", partial(weights_size, name, revision), progress)):
+    with told(ReadProgress(f"loading {name}", partial(weights_size, name, revision), progress)):
         return _load(config, name, revision, weights, device, shares)
 
 
@@ -204,25 +204,13 @@ def assemble(
     runners = drafters.runners(make_arena, partial(_attention, config, row_wise=row_wise))
     attend = next((own.attend for own in runners.values()), None)  # what fits a draft model fits a head
     attend = attend or attention.choose(config.attention, target.device, row_wise=row_wise)
-    prefill = Prefill(config.max_step_ms / 1000, config.max_batch_tokens)
+    prefill = PrefillBudget(config.max_step_ms / 1000, config.max_batch_tokens)
     by_name = drafters.proposers(runners, make_arena, attend, prefill) | dict(extra_proposers)
     by_name |= {name: wrap(by_name[name]) for name, wrap in wrappers.items()}
     if config.proposer is not None and config.proposer not in by_name:
         raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(by_name)}")
     proposers = Proposers(by_name, runner.vocab_size)
-    run = -(-limit // page_size)
-    pools = [BlockPool(num_pages, page_size, run=run, prefix_cache=config.prefix_cache) for _ in range(2)]
-    scheduler = Scheduler(
-        pools[0],
-        pools[1] if proposers.draft_kv_users else None,
-        config.max_batch_size,
-        config.max_batch_tokens,
-        proposers.draft_kv_users,
-        proposers.draft_kv_sharers,
-        AdaptiveK(proposers.draft_kv_users, proposers.finders),
-        DelayedFeedback(AdaptiveK(proposers.draft_kv_users)),
-        prefill,
-    )
+    scheduler = _scheduler(config, proposers, prefill, num_pages, page_size, run=-(-limit // page_size))
     borders = [longrope_border(model.config) for model in (target, draft or target)]
     limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)
     on_device = (
@@ -233,6 +221,24 @@ def assemble(
     if all(map(runs_in_c, (target, *drafters.models.values()))):
         leave_to_pool()
     return Engine(config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype)
+
+
+def _scheduler(
+    config: EngineConfig, proposers: Proposers, prefill: PrefillBudget, num_pages: int, page_size: int, run: int
+) -> Scheduler:
+    """One pool of pages for the target and, if a proposer has K/V, one for the draft; `run`: pages of one sequence."""
+    pools = [PagePool(num_pages, page_size, run=run, prefix_cache=config.prefix_cache) for _ in range(2)]
+    return Scheduler(
+        pools[0],
+        pools[1] if proposers.draft_kv_users else None,
+        config.max_batch_size,
+        config.max_batch_tokens,
+        proposers.draft_kv_users,
+        proposers.draft_kv_sharers,
+        AdaptiveK(proposers.draft_kv_users, proposers.finders),
+        DelayedFeedback(AdaptiveK(proposers.draft_kv_users)),
+        prefill,
+    )
 
 
 def pick_device(name: str) -> torch.device:
@@ -297,4 +303,4 @@ def _tiled_runner(
     attend = attention.fitting("fixed", model.device, partial(probe, model, layout))
     hold_bits(model, layout)
     arena = make_arena(layout, spare_rows=TILE)
-    return TiledRunner(ModelRunner(model, arena, attend), scratch=arena.num_pages, tap=tap)
+    return FixedShapeRunner(ModelRunner(model, arena, attend), scratch=arena.num_pages, tap=tap)

@@ -36,7 +36,7 @@ from engine.startup import warm
 from engine.startup.build import max_model_len, pages_within, pick_device
 from engine.startup.drafters import read_vocabulary
 from engine.startup.memory import GIB, free_on, kv_gib
-from engine.startup.precision import Held, held_as, on_meta
+from engine.startup.precision import HeldPrecision, held_as, on_meta
 from engine.text.codec import Codec
 from engine.types import SpeculationMode
 
@@ -51,7 +51,7 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Report:
+class DoctorReport:
     """What was found, in order; `problems` are reasons why the pair cannot be served."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Facts:
 
     config: PreTrainedConfig
     layout: KVLayout
-    held: Held
+    held: HeldPrecision
     weight_bytes: int
     kernel: str  # that multiplies rounded weights
     class_name: str
@@ -134,10 +134,10 @@ class Facts:
         return ", ".join(f"{i} {names(i)}" if names else str(i) for i in sorted(self.end_tokens))
 
 
-def check(config: EngineConfig, *, load: bool = True) -> Report:
+def check(config: EngineConfig, *, load: bool = True) -> DoctorReport:
     """Look at the machine, at each checkpoint, at how they fit, and then, if asked, at whether they run."""
     logging.set_verbosity_error()  # what it would warn of is in the report
-    report = Report()
+    report = DoctorReport()
     with _problems_told(report):
         for name, value in environment(config):
             report.findings.append(Finding("environment", name, value))
@@ -190,7 +190,7 @@ def _free_memory() -> int:
 
 
 @contextmanager
-def _problems_told(report: Report) -> Iterator[None]:
+def _problems_told(report: DoctorReport) -> Iterator[None]:
     """What goes wrong inside becomes a problem."""
     try:
         yield
@@ -201,7 +201,7 @@ def _problems_told(report: Report) -> Iterator[None]:
 
 
 def _read(
-    report: Report, section: str, name: str, revision: str | None, weights: Weights, config: EngineConfig
+    report: DoctorReport, section: str, name: str, revision: str | None, weights: Weights, config: EngineConfig
 ) -> Facts | None:
     report.findings.append(Finding(section, "name", name + (f" at {revision}" if revision else "")))
     facts: Facts | None = None
@@ -211,7 +211,7 @@ def _read(
     return facts
 
 
-def _check_pair(report: Report, config: EngineConfig, target: Facts, draft: Facts | None) -> None:
+def _check_pair(report: DoctorReport, config: EngineConfig, target: Facts, draft: Facts | None) -> None:
     models = [target] if draft is None else [target, draft]
 
     def tell(name: str, say: Callable[[], str]) -> None:
@@ -285,7 +285,7 @@ def _weights(models: list[Facts]) -> str:
     return _size(wanted) + (f", more than the {_size(free)} that are free" if wanted > free else "")
 
 
-def _check_load(report: Report, config: EngineConfig) -> None:
+def _check_load(report: DoctorReport, config: EngineConfig) -> None:
     with _problems_told(report):
         start = perf_counter()
         warm.load(config, practises=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention import Attend
-from engine.control.prefill_budget import Prefill
+from engine.control.prefill_budget import PrefillBudget
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.model.checkpoint import shape_of
@@ -82,7 +82,7 @@ class Drafters:
         return {name: ModelRunner(m, make_arena(self.layouts[name]), attends[name]) for name, m in self.models.items()}
 
     def proposers(
-        self, runners: Mapping[str, ModelRunner], make_arena: MakeArena, attend: Attend, prefill: Prefill
+        self, runners: Mapping[str, ModelRunner], make_arena: MakeArena, attend: Attend, prefill: PrefillBudget
     ) -> dict[str, Proposer]:
         """One proposer per name that a request may ask for; the target has run by now.
 
@@ -101,7 +101,7 @@ class Drafters:
             by_name["auto"] = FirstOf(SuffixProposer(), drafter)
         return by_name
 
-    def _heads(self, tap: Tap, make_arena: MakeArena, attend: Attend, prefill: Prefill) -> dict[str, Proposer]:
+    def _heads(self, tap: Tap, make_arena: MakeArena, attend: Attend, prefill: PrefillBudget) -> dict[str, Proposer]:
         """Those that read the target's hidden states, through one tap."""
         output, by_name = self.target.get_output_embeddings(), dict[str, Proposer]()
         if tap.hidden is None:

@@ -31,7 +31,7 @@ _ROW_WISE = ("auto", "native", "rows", "fixed")  # attention that gives a row of
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldPrecision:
     """How one model is held in memory."""
 
     weights: Weights
@@ -55,7 +55,7 @@ def held_as(
     device: torch.device,
     *,
     multiplies: Multiplies = multiplies,
-) -> Held:
+) -> HeldPrecision:
     """How the checkpoint `name` will be held on `device`, with weights as `asked` unless they are rounded already.
 
     `multiplies` says which types our C multiplies here.
@@ -68,22 +68,22 @@ def held_as(
     if config.dtype == "float16" and device.type == "cpu":
         raise ModelError("dtype is float16, which is for cuda; on cpu take float32, which holds all numbers of float16")
     if config.dtype != "auto":
-        return Held(weights, getattr(torch, config.dtype), "as asked for")
+        return HeldPrecision(weights, getattr(torch, config.dtype), "as asked for")
     if weights == "fp8":
-        return Held(weights, torch.bfloat16, "what fp8 matmuls read and write")
+        return HeldPrecision(weights, torch.bfloat16, "what fp8 matmuls read and write")
     if weights != "native" and device.type == "cpu":
-        return Held(weights, torch.float32, f"beside {weights} matrices bfloat16 is no faster")
+        return HeldPrecision(weights, torch.float32, f"beside {weights} matrices bfloat16 is no faster")
     own, why = _own(name, revision, described)
     if weights == "int4" and own == torch.float32:
-        return Held(weights, torch.bfloat16, "what int4 matmuls read and write")
+        return HeldPrecision(weights, torch.bfloat16, "what int4 matmuls read and write")
     if device.type != "cpu" or own == torch.float32:
-        return Held(weights, own, why)
+        return HeldPrecision(weights, own, why)
     against = (
         "the checkpoint's float16 is for GPUs, and float32 holds all its numbers"
         if own == torch.float16
         else _against_bfloat16(config, name, described, multiplies)
     )
-    return Held(weights, own, why) if against is None else Held(weights, torch.float32, against)
+    return HeldPrecision(weights, own, why) if against is None else HeldPrecision(weights, torch.float32, against)
 
 
 def weights_of(name: str, saved: Weights | None, asked: Weights, device: torch.device) -> Weights:

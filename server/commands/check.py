@@ -14,7 +14,7 @@ from pydantic_settings import SettingsConfigDict
 from server.config import ServerConfig
 
 if TYPE_CHECKING:
-    from engine.startup.doctor import Report
+    from engine.startup.doctor import DoctorReport
 
 
 class CheckConfig(ServerConfig):
@@ -51,7 +51,7 @@ class CheckCommand:
         return json.dumps(report.as_dict(), indent=2) if self.as_json else as_text(report), report.works
 
 
-def as_text(report: Report) -> str:
+def as_text(report: DoctorReport) -> str:
     """Sections of aligned lines, then the verdict."""
     lines: list[str] = []
     width = max(len(finding.name) for finding in report.findings)

@@ -84,75 +84,73 @@ def test_zero_is_sent_as_zero(connected, fake):
     assert request.stopping.HasField("ignore_eos")
 
 
+EVERY_OPTION = dict(  # noqa: C408  # written as a caller would; each with a value that is no default
+    request_id="me",
+    model="tiny",
+    priority=1,
+    temperature=0.7,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.05,
+    repetition_penalty=1.5,
+    presence_penalty=0.25,
+    frequency_penalty=0.125,
+    seed=2**64 - 1,
+    n=2,
+    logit_bias={7: -1.5},
+    allowed_token_ids=[7, 8],
+    banned_token_ids=[9],
+    cache_salt="tenant",
+    logprobs=True,
+    top_logprobs=3,
+    prompt_logprobs=True,
+    regex="a+",
+    max_tokens=9,
+    min_tokens=2,
+    stop=["\n\n", "def"],
+    stop_token_ids=[3],
+    ignore_eos=True,
+    stream_interval=4,
+    speculation="fixed",
+    num_draft_tokens=3,
+    proposer="ngram",
+    verification="rejection",
+)
+EVERY_FIELD = pb.GenerateRequest(
+    request_id="me",
+    model="tiny",
+    priority=1,
+    prompt="x",
+    sampling=pb.SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        repetition_penalty=1.5,
+        presence_penalty=0.25,
+        frequency_penalty=0.125,
+        seed=2**64 - 1,
+        n=2,
+        logit_bias={7: -1.5},
+        allowed_token_ids=pb.TokenIds(ids=[7, 8]),
+        banned_token_ids=[9],
+    ),
+    cache_salt="tenant",
+    guided=pb.GuidedDecoding(regex="a+"),
+    stopping=pb.StoppingParams(max_tokens=9, min_tokens=2, stop=["\n\n", "def"], stop_token_ids=[3], ignore_eos=True),
+    output=pb.OutputOptions(stream_interval=4, logprobs=True, top_logprobs=3, prompt_logprobs=True),
+    speculation=pb.SpeculationOptions(
+        mode=pb.SPECULATION_MODE_FIXED,
+        num_draft_tokens=3,
+        proposer="ngram",
+        verification=pb.VERIFICATION_REJECTION,
+    ),
+)
+
+
 def test_every_option_arrives_in_its_field(connected, fake):
-    list(
-        connected.stream(
-            "x",
-            request_id="me",
-            model="tiny",
-            priority=1,
-            temperature=0.7,
-            top_p=0.9,
-            top_k=40,
-            min_p=0.05,
-            repetition_penalty=1.5,
-            presence_penalty=0.25,
-            frequency_penalty=0.125,
-            seed=2**64 - 1,
-            n=2,
-            logit_bias={7: -1.5},
-            allowed_token_ids=[7, 8],
-            banned_token_ids=[9],
-            cache_salt="tenant",
-            logprobs=True,
-            top_logprobs=3,
-            prompt_logprobs=True,
-            regex="a+",
-            max_tokens=9,
-            min_tokens=2,
-            stop=["\n\n", "def"],
-            stop_token_ids=[3],
-            ignore_eos=True,
-            stream_interval=4,
-            speculation="fixed",
-            num_draft_tokens=3,
-            proposer="ngram",
-            verification="rejection",
-        )
-    )
-    [request] = fake.requests
-    assert request == pb.GenerateRequest(
-        request_id="me",
-        model="tiny",
-        priority=1,
-        prompt="x",
-        sampling=pb.SamplingParams(
-            temperature=0.7,
-            top_p=0.9,
-            top_k=40,
-            min_p=0.05,
-            repetition_penalty=1.5,
-            presence_penalty=0.25,
-            frequency_penalty=0.125,
-            seed=2**64 - 1,
-            n=2,
-            logit_bias={7: -1.5},
-            allowed_token_ids=pb.TokenIds(ids=[7, 8]),
-            banned_token_ids=[9],
-        ),
-        cache_salt="tenant",
-        guided=pb.GuidedDecoding(regex="a+"),
-        stopping=pb.StoppingParams(
-            max_tokens=9, min_tokens=2, stop=["\n\n", "def"], stop_token_ids=[3], ignore_eos=True
-        ),
-        output=pb.OutputOptions(stream_interval=4, logprobs=True, top_logprobs=3, prompt_logprobs=True),
-        speculation=pb.SpeculationOptions(
-            mode=pb.SPECULATION_MODE_FIXED,
-            num_draft_tokens=3,
-            proposer="ngram",
-            verification=pb.VERIFICATION_REJECTION,
-        ),
-    )
+    list(connected.stream("x", **EVERY_OPTION))
+    assert fake.requests == [EVERY_FIELD]
 
 
 def test_every_structure_arrives_in_its_field(connected, fake):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.pages import BlockPool
+from engine.kv.pages import PagePool
 from engine.scheduler import Scheduler
 from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationSettings, Verification
 
@@ -26,7 +26,7 @@ def sequence(name: str, prompt: int, *, max_len: int | None = None, num_draft: i
 
 
 def scheduler(pages: int = 100, page_size: int = 4, size: int = 8, tokens: int = 32) -> Scheduler:
-    return Scheduler(BlockPool(pages, page_size), BlockPool(pages, page_size), size, tokens, frozenset({"model"}))
+    return Scheduler(PagePool(pages, page_size), PagePool(pages, page_size), size, tokens, frozenset({"model"}))
 
 
 def step(schedule: Scheduler) -> dict[str, tuple[int, int]]:

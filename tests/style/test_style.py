@@ -20,7 +20,7 @@ PACKAGES = ("engine", "server", "client", "models", "benchmarks", "loadtest", "d
 MEDIAN_FUNCTION = 10
 NINETIETH_PERCENTILE = 30
 LONGEST_FUNCTION = 60
-LONGEST_FILE = 320
+LONGEST_FILE = 450  # a noun that needs more is two
 
 # Layout and docstrings; everything else makes a line a line of code.
 _NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
@@ -77,7 +77,8 @@ def test_there_is_something_to_measure(all_functions):
 
 
 def test_no_function_is_long(all_functions):
-    assert [f for f in all_functions if f.lines > LONGEST_FUNCTION] == []
+    of_tests = [function for path in sorted((ROOT / "tests").rglob("*.py")) for function in functions(path)]
+    assert [f for f in [*all_functions, *of_tests] if f.lines > LONGEST_FUNCTION] == []
 
 
 def test_most_functions_are_short(all_functions):

@@ -22,7 +22,7 @@ from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.fusion.fuse import Joined, JoinedPart, RMSNorm, RotaryAttention, fuse
 from engine.model.fusion.kernel_layers import NAMES, KernelAttention, KernelGate, KernelLayer, KernelNorm, LayerOps
-from engine.model.linear.equivalence import Trials, random_rows
+from engine.model.linear.equivalence import EquivalenceTests, random_rows
 from engine.model.linear.fp8 import Fp8Linear
 from engine.model.runner import kv_layout
 
@@ -33,7 +33,7 @@ _ROWS, _PAGE = 3, 8  # of a trial
 
 def fuse_for_cuda(model: PreTrainedModel, ops: object = None) -> Counter[str]:
     """Join what `fuse` joins, then give `model` our kernels wherever they fit; how many of each kind."""
-    found, trials, done = _ops(ops), Trials(), Counter[str]()
+    found, trials, done = _ops(ops), EquivalenceTests(), Counter[str]()
     run = partial(_try, model)
     fuse(model)
     for name in [name for name, _ in model.named_modules()][:0:-1]:  # what is inside comes before what it is inside of
@@ -59,12 +59,12 @@ def _ops(ops: object) -> LayerOps:
     return ops if isinstance(ops, LayerOps) else LayerOps.of(ops)
 
 
-def link(model: PreTrainedModel, trials: Trials | None = None) -> int:
+def link(model: PreTrainedModel, trials: EquivalenceTests | None = None) -> int:
     """Have each layer's last sum made together with the norm that reads it, of the next layer or behind the last.
 
     Returns for how many layers. To be done again where a model's layers are others than before.
     """
-    trials, count = trials or Trials(), 0
+    trials, count = trials or EquivalenceTests(), 0
     for name, stack in list(model.named_modules()):
         if not isinstance(stack, nn.ModuleList) or not all(isinstance(layer, KernelLayer) for layer in stack):
             continue
@@ -98,7 +98,7 @@ def round_ahead(model: PreTrainedModel, ops: object = None) -> Counter[str]:
 
     Norms and gates do it where they are the last thing before a matmul. Elsewhere it is a kernel of its own.
     """
-    found, trials, done = _ops(ops), Trials(), Counter[str]()
+    found, trials, done = _ops(ops), EquivalenceTests(), Counter[str]()
     for module in model.modules():
         if isinstance(module, Fp8Linear):
             changes: list[tuple[nn.Module, str, Any]] = [(module, "round_rows", found.round_rows)]
@@ -127,7 +127,11 @@ def _read_by_fp8(layer: KernelLayer) -> list[KernelNorm]:
 
 
 def _change(
-    model: PreTrainedModel, kind: str, module: nn.Module, changes: list[tuple[nn.Module, str, Any]], trials: Trials
+    model: PreTrainedModel,
+    kind: str,
+    module: nn.Module,
+    changes: list[tuple[nn.Module, str, Any]],
+    trials: EquivalenceTests,
 ) -> bool:
     """Set attributes of some modules, if `module` then says what it said before."""
 

@@ -40,7 +40,7 @@ def agree(run: Callable[[T], Tensor], original: T, stand_in: T, *, also: tuple[t
     return bool(off <= (1e-4 if want.dtype == torch.float32 else 0.03) * want.float().std())
 
 
-class Trials:
+class EquivalenceTests:
     """Stand-ins of several kinds that are run by kernels.
 
     A kernel that cannot be compiled, or does not fit on this card, keeps its kind out from then on: the log says so

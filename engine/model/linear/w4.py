@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from engine.errors import ModelError
 from engine.kernels import has_triton, reference
 from engine.kernels.args import GROUP, TILE_OUTPUTS
-from engine.model.linear.equivalence import Trials, random_rows
+from engine.model.linear.equivalence import EquivalenceTests, random_rows
 from engine.model.linear.swap import Swapped, swap_matmuls
 
 log = logging.getLogger(__name__)
@@ -121,4 +121,4 @@ def to_w4(model: PreTrainedModel, multiply: Multiply | None = None) -> Swapped:
 def _agrees(model: PreTrainedModel, module: W4Linear, rows: int, multiply: Multiply) -> bool:
     x = random_rows(model, rows, module.in_features)
     rest = module.words, module.scale, module.bias, module.arrived
-    return Trials().agree("matmuls in 4 bits", lambda way: way(x, *rest), reference.w4_matmul, multiply)
+    return EquivalenceTests().agree("matmuls in 4 bits", lambda way: way(x, *rest), reference.w4_matmul, multiply)

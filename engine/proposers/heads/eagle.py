@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from engine.control.prefill_budget import Prefill
+from engine.control.prefill_budget import PrefillBudget
 from engine.kv.batch import Feed
 from engine.model.runner import Tap
 from engine.proposers.base import Passed, Proposal
@@ -35,7 +35,7 @@ class EagleProposer:
     uses_draft_kv = True
     shares_draft_kv = False  # row r is no position r where features were never seen
 
-    def __init__(self, runner: EagleRunner, tap: Tap, prefill: Prefill) -> None:
+    def __init__(self, runner: EagleRunner, tap: Tap, prefill: PrefillBudget) -> None:
         self._runner, self._tap, self._prefill = runner, tap, prefill
         self._unfed: WeakKeyDictionary[Sequence, Features] = WeakKeyDictionary()
 

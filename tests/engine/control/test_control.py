@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from engine.control.acceptance import Acceptance, Source
 from engine.control.adaptive import SHARE, AdaptiveK
 from engine.control.controller import FixedK, StepFeedback
-from engine.control.cost_model import KNOTS, Prices, quantities, with_rows
+from engine.control.cost_model import KNOTS, CostModel, quantities, with_rows
 from engine.control.goodput import BatchLoad, Offer, drafting_seconds
-from engine.control.speedup import Gain
+from engine.control.speedup import Speedup
 from engine.types import MAX_NUM_DRAFT, Sequence, SpeculationMode
 from tests.clockwork import BUDGET, COSTS, MOST, Books, Costs, Machine, expected
 from tests.engine.test_scheduler import sequence
@@ -234,9 +234,9 @@ def test_the_choice_is_the_best_of_all_that_take_the_likeliest_first(
     assert rate == pytest.approx(max(rates), rel=1e-3)
 
 
-def priced(a_pass: float, a_row: float) -> Prices:
+def priced(a_pass: float, a_row: float) -> CostModel:
     """Prices that are known."""
-    prices = Prices()
+    prices = CostModel()
     prices.most_rows, prices._values = 100.0, np.array([a_pass, 0, *[0] * 4, *[a_row] * (len(prices._curve) - 1)])
     prices._curve = a_row * np.cumsum([0, *np.diff(KNOTS)])
     return prices
@@ -244,7 +244,7 @@ def priced(a_pass: float, a_row: float) -> Prices:
 
 def test_prices_are_found_and_never_fall() -> None:
     """From noisy steps of many shapes: what unseen shapes between them cost."""
-    random, prices = np.random.default_rng(1), Prices()
+    random, prices = np.random.default_rng(1), CostModel()
     for _ in range(2000):
         n, k = int(random.integers(1, 17)), int(random.integers(0, 8))
         prices.learn(shape(n, n * (1 + k)), true_seconds(n, n * (1 + k)) * random.lognormal(0, 0.2))
@@ -264,7 +264,7 @@ def true_seconds(n: int, rows: int) -> float:
 
 def test_what_was_not_measured_for_long_is_still_known() -> None:
     """A thousand steps of one size leave what is known of another as it was."""
-    prices = Prices()
+    prices = CostModel()
     for _ in range(30):
         prices.learn(shape(1, 1), 0.010)
         prices.learn(shape(1, 5), 0.014)
@@ -372,7 +372,7 @@ def test_short_outputs_are_enough_to_find_out_that_drafts_pay_again(batch: int) 
 
 
 def test_gain() -> None:
-    gain, one, two = Gain(), sequence("one", 4), sequence("two", 4)
+    gain, one, two = Speedup(), sequence("one", 4), sequence("two", 4)
     assert (gain.ratio, gain.of(one)) == (1.0, 1.0)
     gain.add([one, two], [4, 1], spent=0.02, plain_step=0.01)
     assert gain.ratio == pytest.approx(1.25)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from engine.control.prefill_budget import _AIM, _ALONE, _MOST, Prefill
+from engine.control.prefill_budget import _AIM, _ALONE, _MOST, PrefillBudget
 from engine.stats import StepStats
 from engine.types import Request, SamplingParams
 from tests import fakes
@@ -25,7 +25,7 @@ class Machine:
         return self.every + decoding * self.sequence + tokens * (self.token + self.context * read)
 
 
-def learned(prefill: Prefill, machine: Machine, decoding: int, steps: int = 20) -> Prefill:
+def learned(prefill: PrefillBudget, machine: Machine, decoding: int, steps: int = 20) -> PrefillBudget:
     """Decoding alone is known, and what a chunk costs."""
     for _ in range(steps):
         prefill.learn(decoding, 0, machine.seconds(decoding, 0))
@@ -33,7 +33,7 @@ def learned(prefill: Prefill, machine: Machine, decoding: int, steps: int = 20) 
     return prefill
 
 
-def steps_of(prefill: Prefill, machine: Machine, decoding: int, prompt: int, most: int = 512) -> list[float]:
+def steps_of(prefill: PrefillBudget, machine: Machine, decoding: int, prompt: int, most: int = 512) -> list[float]:
     """Seconds of each step in which a prompt is read while so many decode."""
     read, taken = 0, list[float]()
     while read < prompt:
@@ -45,7 +45,7 @@ def steps_of(prefill: Prefill, machine: Machine, decoding: int, prompt: int, mos
 
 
 def test_nobody_is_slowed_down_on_a_guess():
-    assert Prefill(BOUND).tokens(3, alone=False) == math.inf
+    assert PrefillBudget(BOUND).tokens(3, alone=False) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_nobody_is_slowed_down_on_a_guess():
     ids=["middling", "slow", "fast"],
 )
 def test_a_prompt_is_read_in_steps_that_fit_the_bound_and_fill_it(machine):
-    taken = steps_of(learned(Prefill(BOUND), machine, 1), machine, 1, 8192)
+    taken = steps_of(learned(PrefillBudget(BOUND), machine, 1), machine, 1, 8192)
     assert max(taken) <= 1.001 * AIM
     full = [seconds for seconds in taken[:-1] if seconds < machine.seconds(1, 512)]  # else the budget in tokens decides
     assert all(seconds > AIM - 2 * machine.token for seconds in full)
@@ -62,20 +62,20 @@ def test_a_prompt_is_read_in_steps_that_fit_the_bound_and_fill_it(machine):
 
 def test_what_grows_with_the_context_is_followed():
     machine = Machine(sequence=0.03, token=0.001, context=2e-7)
-    taken = steps_of(learned(Prefill(BOUND), machine, 1), machine, 1, 8192)
+    taken = steps_of(learned(PrefillBudget(BOUND), machine, 1), machine, 1, 8192)
     assert max(taken) <= BOUND
     assert min(taken[3:-1]) > 0.8 * BOUND
 
 
 def test_where_decoding_takes_most_of_the_bound_reading_doubles_the_step():
     machine = Machine(sequence=0.4, token=0.01)
-    taken = steps_of(learned(Prefill(BOUND), machine, 1), machine, 1, 400)
+    taken = steps_of(learned(PrefillBudget(BOUND), machine, 1), machine, 1, 400)
     assert taken[:-1] == pytest.approx([0.8] * (len(taken) - 1), rel=0.03)
 
 
 def test_a_prompt_alone_may_take_longer_steps_and_never_endless_ones():
     slow = Machine(sequence=0.1, token=0.02)
-    taken = steps_of(learned(Prefill(BOUND), slow, 1), slow, 0, 500)
+    taken = steps_of(learned(PrefillBudget(BOUND), slow, 1), slow, 0, 500)
     assert max(taken) <= _ALONE * AIM
     assert min(taken[:-1]) > 0.8 * _ALONE * AIM
 
@@ -83,7 +83,7 @@ def test_a_prompt_alone_may_take_longer_steps_and_never_endless_ones():
 def test_a_pass_that_alone_takes_too_long_still_reads_as_much_again():
     """A large model: weights are read once per pass, so many small passes would take for ever."""
     machine = Machine(sequence=0.0, token=0.02, every=1.5)
-    unpractised = Prefill(BOUND)
+    unpractised = PrefillBudget(BOUND)
     taken = steps_of(unpractised, machine, 0, 2000)
     assert sum(taken) < 3 * machine.seconds(0, 2000)
     assert sum(steps_of(unpractised, machine, 1, 2000)) < 3 * machine.seconds(0, 2000)
@@ -92,7 +92,7 @@ def test_a_pass_that_alone_takes_too_long_still_reads_as_much_again():
 @pytest.mark.parametrize(("before", "after"), [((0.01, 0.0002), (0.1, 0.01)), ((0.1, 0.01), (0.01, 0.0002))])
 def test_a_machine_that_became_another_is_learned_within_some_steps(before, after):
     """Even where decoding is not seen alone again: a long prompt is being read."""
-    prefill = learned(Prefill(BOUND), Machine(sequence=before[0], token=before[1]), 1)
+    prefill = learned(PrefillBudget(BOUND), Machine(sequence=before[0], token=before[1]), 1)
     machine = Machine(sequence=after[0], token=after[1])
     taken = steps_of(prefill, machine, 1, 8192)
     assert all(seconds <= BOUND for seconds in taken[8:])
@@ -101,7 +101,7 @@ def test_a_machine_that_became_another_is_learned_within_some_steps(before, afte
 
 def test_one_stall_is_no_new_machine():
     machine = Machine(sequence=0.05, token=0.002)
-    prefill = learned(Prefill(BOUND), machine, 1)
+    prefill = learned(PrefillBudget(BOUND), machine, 1)
     before = prefill.tokens(1, alone=False)
     prefill.learn(1, int(before), 60.0)
     assert prefill.tokens(1, alone=False) >= int(before / _MOST)
@@ -111,7 +111,7 @@ def test_one_stall_is_no_new_machine():
 
 def test_numbers_that_decode_are_known_apart():
     machine = Machine(sequence=0.002, token=0.002)
-    prefill = Prefill(BOUND)
+    prefill = PrefillBudget(BOUND)
     for decoding in (1, 48):
         learned(prefill, machine, decoding)
     few, many = (prefill.tokens(decoding, alone=False) for decoding in (1, 48))
@@ -119,13 +119,13 @@ def test_numbers_that_decode_are_known_apart():
 
 
 def test_a_clock_that_stands_still_teaches_nothing():
-    prefill = Prefill(BOUND)
+    prefill = PrefillBudget(BOUND)
     prefill.learn(1, 5, 0.0)
     assert prefill.tokens(1, alone=False) == math.inf
 
 
 def test_a_draft_model_reads_as_much_as_its_own_speed_allows_in_what_the_target_leaves():
-    prefill = learned(Prefill(BOUND), Machine(sequence=0.02, token=0.01), 1)
+    prefill = learned(PrefillBudget(BOUND), Machine(sequence=0.02, token=0.01), 1)
     fitting = int(prefill.tokens(1, alone=False))
     assert prefill.tokens_of_draft(1) == fitting + 2, "at first it is taken to be as slow as the target"
     prefill.learn_draft(1, 100, 0.1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.kv.arena import KVArena, KVLayout
-from engine.kv.pages import BlockPool
+from engine.kv.pages import PagePool
 from engine.types import KVCursor
 
 
@@ -36,7 +36,7 @@ class Pool(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(num_pages=7, page_size=4)
+        self.pool = PagePool(num_pages=7, page_size=4)
         self.cursors = [KVCursor() for _ in range(4)]
 
     @rule(who=st.integers(0, 3), num_tokens=st.integers(0, 40))
@@ -65,7 +65,7 @@ TestPool = Pool.TestCase
 
 
 def test_a_lost_page_is_noticed() -> None:
-    pool, cursor = BlockPool(4, 4), KVCursor()
+    pool, cursor = PagePool(4, 4), KVCursor()
     pool.reserve(cursor, 8)
     cursor.page_table.pop()
     with pytest.raises(AssertionError, match="holders"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.kv.pages import BlockPool
+from engine.kv.pages import PagePool
 from engine.types import KVCursor
 
 PAGE = 2
@@ -18,7 +18,7 @@ class Arena(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(9, PAGE, run=4, prefix_cache=True)
+        self.pool = PagePool(9, PAGE, run=4, prefix_cache=True)
         self.rows: dict[int, tuple[str | None, tuple[int, ...]]] = {}  # row -> salt, tokens up to and with its own
         self.live: list[tuple[KVCursor, list[int], str | None]] = []
 
@@ -68,11 +68,11 @@ class Arena(RuleBasedStateMachine):
 TestArena = Arena.TestCase
 
 
-def _pool(num_pages: int = 8, **options: object) -> BlockPool:
-    return BlockPool(num_pages, PAGE, **{"prefix_cache": True, **options})
+def _pool(num_pages: int = 8, **options: object) -> PagePool:
+    return PagePool(num_pages, PAGE, **{"prefix_cache": True, **options})
 
 
-def _fed(pool: BlockPool, tokens: list[int], salt: str | None = None) -> KVCursor:
+def _fed(pool: PagePool, tokens: list[int], salt: str | None = None) -> KVCursor:
     """A sequence that was fed all but its newest token, and went."""
     cursor = KVCursor()
     pool.adopt(cursor, pool.find(tokens, salt))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.attention import choose
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
-from engine.model.fixed_shape import TILE, TiledRunner, cut, wanted_rows
+from engine.model.fixed_shape import TILE, FixedShapeRunner, cut, wanted_rows
 from engine.model.runner import ModelRunner, Tap, kv_layout
 from tests import fakes, zoo
 
@@ -42,7 +42,7 @@ def test_a_tap_holds_the_rows_of_all_passes() -> None:
     feeds = feeds_of([(3, 1), (20, 0), (17, 2)])
     inner.forward(feeds)
     whole = tap.hidden
-    TiledRunner(inner, scratch=PAGES, tap=tap).forward(feeds)
+    FixedShapeRunner(inner, scratch=PAGES, tap=tap).forward(feeds)
     assert tap.hidden.shape == (40, model.config.hidden_size)
     assert torch.allclose(tap.hidden, whole, atol=1e-5)
 
@@ -52,7 +52,7 @@ def test_same_logits_in_passes_of_one_shape(lens: list[tuple[int, int]]) -> None
     """The fake reads its context back from its arena: a tile that ran too early, or a wrong row, would show."""
     law = fakes.hashed_law(VOCAB)
     plain, inner = (fakes.TableModel(law, VOCAB, PAGES, PAGE) for _ in range(2))
-    got = TiledRunner(inner, scratch=PAGES - 1).forward(feeds_of(lens))
+    got = FixedShapeRunner(inner, scratch=PAGES - 1).forward(feeds_of(lens))
     assert torch.equal(got, plain.forward(feeds_of(lens)))
     for batch in inner.batches:
         assert sum(len(feed.tokens) for feed in batch) == TILE

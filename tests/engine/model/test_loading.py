@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.machine import mapped
-from engine.machine.mapped import Reading
+from engine.machine.mapped import ReadProgress
 from engine.model.quantize import load_quantised, save_quantised, skeleton
 from engine.model.runner import load_model
 from engine.startup.build import load, pick_device
@@ -156,7 +156,7 @@ def test_progress_is_told_in_bytes(form: str, weights: str, saved: Path, monkeyp
 def test_progress_is_told_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now, said = 100.0, list[str]()
     monkeypatch.setattr(mapped.time, "monotonic", lambda: now)
-    reading = Reading("loading x", lambda: 8 * 10**9, said.append)
+    reading = ReadProgress("loading x", lambda: 8 * 10**9, said.append)
     for _ in range(9):
         reading.add(10**9)
         now += 0.5

@@ -14,18 +14,18 @@ from engine.config import EngineConfig
 from engine.model.linear.int8 import kernel_name
 from engine.model.quantize import save_quantised
 from engine.native import instructions, multiplies
-from engine.startup.doctor import Report, check
+from engine.startup.doctor import DoctorReport, check
 from models import embedded_draft, embedded_target
 from tests import zoo
 from tests.respell import shuffled
 
 
-def doctor(target: object, draft: object = None, *, load: bool = False, **config: object) -> Report:
+def doctor(target: object, draft: object = None, *, load: bool = False, **config: object) -> DoctorReport:
     settings = {"target": str(target), "draft": None if draft is None else str(draft), "threads": 1}
     return check(EngineConfig(**settings | config), load=load)
 
 
-def line(report: Report, section: str, name: str) -> str:
+def line(report: DoctorReport, section: str, name: str) -> str:
     return report.as_dict()[section][name]
 
 

@@ -20,7 +20,7 @@ from engine.model.linear.packed import keeps_rows_apart, pack, packs_whole
 from engine.model.quantize import save_quantised
 from engine.native import multiplies
 from engine.startup.build import load
-from engine.startup.precision import Held, held_as, on_meta
+from engine.startup.precision import HeldPrecision, held_as, on_meta
 from models import embedded_draft, embedded_target
 from tests import fakes, loops, zoo
 
@@ -50,7 +50,9 @@ def folder_of(tmp_path: Path, dtype: str | None, kind: type[PreTrainedConfig] = 
     return str(tmp_path)
 
 
-def held(name: str, device: torch.device = CPU, weights: str = "native", can=anything, **config: object) -> Held:
+def held(
+    name: str, device: torch.device = CPU, weights: str = "native", can=anything, **config: object
+) -> HeldPrecision:
     return held_as(EngineConfig(target=name, **config), name, None, weights, device, multiplies=can)
 
 
