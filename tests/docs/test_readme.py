@@ -48,11 +48,35 @@ def test_make_targets_that_are_named_exist():
         assert set(re.findall(r"`make ([a-z0-9-]+)", document.read_text("utf-8"))) <= targets, document
 
 
-@pytest.mark.parametrize("package", ["engine", "server", "client", "models"])
+def modules_of(folder: Path) -> set[str]:
+    return {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+
+
+@pytest.mark.parametrize("package", ["engine", "server", "client", "models", "loadtest", "benchmarks"])
 def test_the_architecture_tells_of_every_module(package):
+    """A row for each room, with its modules, and one for each module outside of a room."""
     architecture = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    [section] = re.findall(rf"^### {package}\n(.*?)(?=^##)", architecture, re.MULTILINE | re.DOTALL)
-    folders = {f"{path.parent.name}/" for path in (ROOT / package).glob("*/__init__.py")}
-    modules = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py", "__main__.py"}
-    owners = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)  # the first column
-    assert {name.strip("`") for owner in owners for name in owner.split(", ")} == modules | folders
+    [section] = re.findall(rf"^### {package}\n(.*?)(?=^##|\Z)", architecture, re.MULTILINE | re.DOTALL)
+    told = {}
+    for owners, modules in re.findall(r"^\| (`.*?`) \|.*\| (.*?) ?\|$", section, re.MULTILINE):
+        told |= {owner: set(re.findall(r"`(\w+)`", modules)) for owner in re.findall(r"`([\w./]+)`", owners)}
+    rooms = {
+        f"{path.parent.relative_to(ROOT / package)}/": path.parent for path in (ROOT / package).rglob("__init__.py")
+    }
+    here = {f"{name}.py": set() for name in modules_of(ROOT / package)}
+    assert told == here | {name: modules_of(folder) for name, folder in rooms.items() if name != "./"}
+
+
+def test_the_questions_of_readers_lead_somewhere():
+    """Every file that an answer names is there, and every `Class.method` in one of them."""
+    architecture = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    [section] = re.findall(r"^## Where is ...\?\n(.*?)(?=^##)", architecture, re.MULTILINE | re.DOTALL)
+    answers = re.findall(r"^\| Wh.*?\? \| (.*) \|$|^\| What.*?\? \| (.*) \|$", section, re.MULTILINE)
+    assert len(answers) >= 10
+    for answer in map("".join, answers):
+        files = [ROOT / name for name in re.findall(r"`((?:engine|server)/[\w./]+)`", answer)]
+        assert files, answer
+        source = "".join(file.read_text("utf-8") for file in files if file.is_file())
+        methods = [name.partition(".")[2] for name in re.findall(r"`([A-Z]\w+\.\w+)`", answer)]
+        known = source + "".join(path.read_text("utf-8") for path in ROOT.glob("engine/*.py"))
+        assert [name for name in methods if f"def {name}(" not in known] == []
