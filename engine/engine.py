@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_KEEP_EVERY = 60.0  # seconds, in which what is learned may be lost
+_KEEP_EVERY = 60.0  # seconds of learning that a crash may lose
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step brought: at most one event per request, and its measurements."""
+    """Events of one step, at most one per output and pass, and the step's measurements."""
 
     events: tuple[TokenEvent, ...]
     stats: StepStats
 
 
 class Engine:
-    """A target model, its proposers, and the sequences that they serve."""
+    """A target model, its proposers, and the sequences that they decode."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Engine:
         self._target_pass = TargetPass(target, proposers)
         self.dtype = dtype  # of the target's activations and K/V
         self.control, self.round_control = scheduler.control, scheduler.round_control
-        self._keeps_at: float | None = None  # when what was learned is kept again, if it is
+        self._keeps_at: float | None = None  # when what was learned is saved again; None: never
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
 
     # ------------------------------------------------------------------------------------------------ the step
@@ -130,7 +130,7 @@ class Engine:
             return self._end_for_fault(sequence)
 
     def _keep(self, sequence: Sequence, num_draft: int, outcome: VerifyOutput) -> TokenEvent:
-        """Append the kept drafts and the next token, as far as plain decoding would have gone; move the cursors."""
+        """Append the accepted drafts and the next token, cut where plain decoding would stop; move the cursors."""
         fresh = list(outcome.tokens[: _length_before_stop(sequence, outcome.tokens)])
         num_accepted = min(outcome.num_accepted, len(fresh))
         if num_draft:
@@ -203,16 +203,16 @@ class Engine:
     # ------------------------------------------------------------------------------- a request's way in and out
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequest or Unsupported for what `add` would refuse. Any thread may call this."""
+        """Raise InvalidRequest or Unsupported for a request that `add` would refuse. Any thread may call this."""
         self._intake.check(request)
 
     def add(self, request: Request) -> None:
-        """Take a request; it runs as soon as there is room.
+        """Accept a request; it runs as soon as there is room.
 
         Raises:
             InvalidRequest: with every violation at once.
             Unsupported: a proposer that this server does not have.
-            DuplicateRequest: its id is live.
+            DuplicateRequest: a live request has its id.
         """
         self.check(request)
         if request.request_id in self._live:
@@ -232,10 +232,10 @@ class Engine:
         keep: int | None = None,
         error: str | None = None,
     ) -> tuple[TokenEvent, ...]:
-        """End a live request, or one output of it, now and free its pages; the terminal events of what was live.
+        """End a live request, or one output of it, and free its pages now; return the terminal events.
 
-        `keep` says how many of an output's generated tokens count, where text decided (a stop string). The
-        statistics then still count the drafts beyond it: they were verified.
+        `keep`: how many of an output's generated tokens count, where a stop string ended the text earlier. The
+        statistics still count the drafts beyond it, because they were verified.
         """
         outputs = self._live.get(request_id, {})
         ended = [s for s in list(outputs.values()) if index is None or s.index == index]
@@ -280,11 +280,11 @@ class Engine:
         )
         return TokenEvent(request_id=sequence.request_id, index=sequence.index, finished=finished)
 
-    # ------------------------------------------------------------------------------------------- idle, or not
+    # ----------------------------------------------------------------------------------------- idle, warm-up, recovery
 
     @property
     def loop(self) -> str:
-        """Where sequences decode that can: `rounds` on the device, or `plain` steps."""
+        """How sequences decode where they can: `rounds` on the device, or `plain` steps."""
         return self._rounds.name
 
     @property
@@ -293,26 +293,26 @@ class Engine:
         return bool(self._live)
 
     def warm_up(self) -> None:
-        """Run one short request through the whole path, so that the first caller does not pay for first times."""
+        """Run one short request through the whole path, so that the first caller does not wait for first-time work."""
         assert not self._live, "warm_up is for an idle engine"
         self.add(self_test_request(self.max_model_len))
         while self.has_work:
             self.step()
 
     def record(self, progress: Progress = untold, sizes: Seq[int] | None = None, ks: Seq[int] | None = None) -> None:
-        """Record rounds of every size and number of drafts, or of these: at load, as no request does it."""
+        """Record rounds of every size and K, or of `sizes` and `ks`, at load, so that no request waits for it."""
         self._rounds.record(progress, sizes, ks)
 
     def rest(self) -> None:
-        """For an idle engine, now and then: what was missed is there the next time, and what was learned is kept."""
-        assert not self._live, "who has requests does not rest"
+        """Called now and then while the engine is idle: record missing rounds, and save what was learned."""
+        assert not self._live, "rest is for an idle engine"
         self._rounds.rest()
         if self._keeps_at is not None and self._clock() >= self._keeps_at:
             self.keep_learned()
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Within it all decode in plain steps, with the drafts asked for, and nobody minds or learns what it takes."""
+        """Within it all sequences decode in plain steps with fixed K; times are neither limited nor learned."""
         kept = self._rounds, self.control, self._scheduler.prefill
         self._rounds, self.control, self._scheduler.prefill = NoRounds(), FixedK(), PrefillBudget()
         self._scheduler.control = self.control
@@ -323,22 +323,22 @@ class Engine:
             self._scheduler.control = self.control
 
     def recover(self) -> None:
-        """After a step that raised: end everybody, and see whether it works again. Raises if it does not."""
+        """After a step that raised: end every request, then run a self-test. Raises if the engine still fails."""
         self.finish_all(FinishReason.ERROR)
         self.check_invariants()
         self.warm_up()
 
     def end_calibration(self) -> None:
-        """What steps cost and how drafts do is known now; what that gained was not asked for."""
+        """End calibration: keep costs and acceptance priors, discard the speed-up that was measured meanwhile."""
         self.control.begin()
         self.round_control.begin()
 
     def recall(self) -> bool:
-        """Begin with what an earlier process learned of this pair on this machine; False if there is nothing."""
+        """Load what an earlier process learned about this pair on this machine; False if there is nothing."""
         return learned.recall(self.config, self._controls)
 
     def keep_learned(self) -> None:
-        """Leave what control knows to a later process, now and whenever this one rests a while later."""
+        """Save what control has learned for later processes, now and from now on every minute that ends idle."""
         learned.keep(self.config, self._controls)
         self._keeps_at = self._clock() + _KEEP_EVERY
 
@@ -347,7 +347,7 @@ class Engine:
         return {"plain": self._scheduler.control, "rounds": self._scheduler.round_control}
 
     def check_invariants(self) -> None:
-        """I1 and I5 on every sequence and page, and that nobody is lost between the two."""
+        """I1 and I5 on every sequence and page, and that live and scheduled sequences are the same."""
         self._scheduler.check_invariants()
         scheduled = {(s.request_id, s.index) for s in self._scheduler.sequences}
         live = {(name, index) for name, outputs in self._live.items() for index in outputs}
@@ -373,7 +373,7 @@ class Engine:
 
     @property
     def default_proposer(self) -> str:
-        """Who drafts for a request that names nobody."""
+        """The proposer of a request that names none."""
         return self._intake.default_proposer
 
     @property
@@ -398,7 +398,7 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """Whether a request added now would start with the next step, as far as can be told."""
+        """Whether a request that is added now would start with the next step, as far as is known."""
         return self._scheduler.has_room
 
     @property
@@ -423,6 +423,6 @@ class Engine:
 
 
 def _length_before_stop(sequence: Sequence, fresh: tuple[int, ...]) -> int:
-    """How many of `fresh` one-token-at-a-time decoding would have made: up to an end token, or `max_len`."""
+    """How many of `fresh` one-token decoding would have generated: up to an end token, or to `max_len`."""
     room = min(len(fresh), sequence.max_len - len(sequence.tokens))
     return next((i + 1 for i in range(room) if fresh[i] in sequence.end_token_ids), room)

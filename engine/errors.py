@@ -22,8 +22,8 @@ class Violation:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """`repr(value)`, its middle left out where it is longer than `most` characters: a message stays a message."""
-    # Of a long text only the ends are ever looked at.
+    """`repr(value)`, with its middle left out where it is longer than `most` characters."""
+    # Only the ends of a long text are formatted: `repr` of the whole could take seconds.
     text = f"{value[:most]}{value[-most:]}" if isinstance(value, str) and len(value) > 2 * most else value
     written = repr(text)
     half = (most - 1) // 2
@@ -53,12 +53,12 @@ class DuplicateRequest(PilotfishError):
 
 
 class ModelError(PilotfishError):
-    """Expected: a checkpoint, or a pair of them, that cannot be served; said at load, never later."""
+    """Expected: a checkpoint, or a pair of them, that cannot be served; raised at load, never later."""
 
 
 class GrammarFault(PilotfishError):
-    """Expected: one output's structure cannot go on (a limit of its grammar, a dead end). That request alone ends."""
+    """Expected: one output's structure cannot go on (a limit of its grammar, a dead end). Only that request ends."""
 
 
 class RankLost(PilotfishError):
-    """Unexpected: a process that holds a share of the target is gone. Whatever started all of them must do so again."""
+    """Unexpected: a process that holds a shard of the target is gone. All ranks have to be started again."""

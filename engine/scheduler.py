@@ -1,7 +1,7 @@
-"""Who runs, who holds which pages, and who feeds which tokens next. Knows no model, no clock, no tensor.
+"""Which sequences run, which pages they hold, and which tokens they feed next. Knows no model, no clock, no tensor.
 
-Sequences that run are kept in the order of their admission. The oldest are served first; when pages run out
-the newest gives its own up and waits at the front, to be recomputed later with the same tokens.
+Running sequences are kept in the order of their admission. The oldest are served first. When pages run out, the newest
+sequence gives up its pages and waits at the front of the queue; its tokens are recomputed later.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Work:
 
     @classmethod
     def feeding(cls, sequence: Sequence, num_tokens: int) -> Work:
-        """Feed the next `num_tokens` that the target has not seen."""
+        """Feed the next `num_tokens` that the target has not been fed."""
         start = sequence.target.kv_len
         return cls(sequence, range(start, start + num_tokens), len(sequence.tokens))
 
     @property
     def reaches_end(self) -> bool:
-        """Whether the newest token is fed, so that a next one comes out."""
+        """Whether the newest token is fed, so that the pass yields the next one."""
         return self.span.stop == self.length
 
 
@@ -43,19 +43,17 @@ class StepPlan:
     """What the next step does, one entry per sequence that takes part."""
 
     works: tuple[Work, ...] = ()
-    on_device: tuple[Work, ...] = ()  # of those who decode in a round on the device
+    on_device: tuple[Work, ...] = ()  # of the sequences that decode in a round on the device
     num_preempted: int = 0
     prefix_lookups: int = 0  # tokens of the prompts admitted for it
     prefix_hits: int = 0
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Who takes part."""
         return [work.sequence for work in self.works]
 
     @property
     def num_draft_each(self) -> list[int]:
-        """K of each."""
         return [work.num_draft for work in self.works]
 
 
@@ -71,8 +69,8 @@ class Scheduler:
         draft_kv_users: frozenset[str] = frozenset(),  # names of the proposers that need draft pages
         draft_kv_sharers: frozenset[str] = frozenset(),  # and of those whose pages the prefix cache may keep
         control: Control | None = None,  # default: as many drafts as each may have
-        round_control: Control | None = None,  # the same of rounds on the device, which cost otherwise
-        prefill: PrefillBudget | None = None,  # default: a step may take as long as it does
+        round_control: Control | None = None,  # the same for rounds on the device, whose costs differ
+        prefill: PrefillBudget | None = None,  # default: no bound on the time of a step
     ) -> None:
         self.control: Control = control or FixedK()
         self.round_control: Control = round_control or FixedK()
@@ -82,27 +80,27 @@ class Scheduler:
         self.prefill = prefill or PrefillBudget()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._siblings: dict[Sequence, tuple[Sequence, ...]] = {}  # by the one that feeds their prompt for them
+        self._siblings: dict[Sequence, tuple[Sequence, ...]] = {}  # by the sequence that feeds the prompt for them
         self._prefix_lookups = self._prefix_hits = 0  # tokens, since the last plan
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that are not over."""
+        """All that have not ended."""
         return [*self.running, *self.waiting, *(s for siblings in self._siblings.values() for s in siblings)]
 
     @property
     def num_waiting(self) -> int:
-        """Those that do not run."""
+        """Sequences that do not run."""
         return len(self.sequences) - len(self.running)
 
     @property
     def has_room(self) -> bool:
-        """Whether one more sequence would start with the next step, those that wait already counted."""
+        """Whether one more sequence would start with the next step, after those that wait already."""
         return len(self.running) + len(self.waiting) < self._max_batch_size and self.num_spare > 0
 
     @property
     def num_spare(self) -> int:
-        """Pages that are free and not promised to those who wait."""
+        """Pages that are free and that no waiting sequence will take."""
         promised = sum(self.target_pool.pages_for(len(sequence.tokens)) for sequence in self.waiting)
         return self.target_pool.num_free - promised
 
@@ -112,17 +110,17 @@ class Scheduler:
         return Speedup.ratio_of(self.control.gain, self.round_control.gain)
 
     def control_of(self, sequence: Sequence) -> Control:
-        """Who chooses how many drafts it gets."""
+        """The control that chooses the sequence's K."""
         return self.round_control if sequence.on_device else self.control
 
     def add(self, first: Sequence, *siblings: Sequence) -> None:
-        """Wait for a place, first come, first served. `siblings` have the same prompt and wait until it is fed."""
+        """Queue a sequence, first come, first served. `siblings` have the same prompt and wait until it is fed."""
         self.waiting.append(first)
         if siblings:
             self._siblings[first] = siblings
 
     def remove(self, sequence: Sequence, *, trust: bool = True) -> None:
-        """Forget a sequence, wherever it stands, and free its pages now; unless trusted, nobody begins with them."""
+        """Drop a sequence and free its pages now; without `trust` the prefix cache forgets them too."""
         for control in (self.control, self.round_control):
             control.forget(sequence)
         if not trust:
@@ -135,29 +133,29 @@ class Scheduler:
         self._release(sequence)
 
     def admit(self) -> None:
-        """Let waiting sequences run while there are places, and pages for all that they have to feed."""
+        """Start waiting sequences while there are places, and pages for all tokens that they have to feed."""
         for sequence in self.running:
             self._share(sequence)
-        self._let_siblings_wait()
+        self._queue_siblings()
         while self.waiting and len(self.running) < self._max_batch_size:
             sequence = self.waiting[0]
             found = self._find(sequence)
             fresh = self.target_pool.pages_for(len(sequence.tokens)) - len(found)
             if fresh + self.target_pool.num_kept(found) + self._num_growing() > self.target_pool.num_free:
-                return  # in order: a short one does not overtake, or a long one might wait for ever
+                return  # in order: if short sequences overtook, a long one might wait for ever
             self._adopt(sequence, found)
             self.target_pool.reserve(sequence.target, len(sequence.tokens))
-            self._adopt_draft(sequence)  # now, so that control knows what drafting would cost
+            self._adopt_draft(sequence)  # before planning, so that control knows what drafting would cost
             self.running.append(self.waiting.popleft())
 
-    def _let_siblings_wait(self) -> None:
-        """Siblings of a fed prompt, or of one that is over, go to the front: they need little more than a place."""
+    def _queue_siblings(self) -> None:
+        """Move siblings of a fed (or ended) prompt to the front of the queue: their prompt is in the prefix cache."""
         for first in list(self._siblings):
             if first.num_generated or first not in (*self.running, *self.waiting):
                 self.waiting.extendleft(reversed(self._siblings.pop(first)))
 
     def _find(self, sequence: Sequence) -> list[int]:
-        """Pages of the prefix cache to begin with; none where every prompt position has to be seen."""
+        """Pages of the prefix cache to start with; none where log-probabilities need every prompt position."""
         if sequence.wants_prompt_logprobs:
             return []
         sequence.target.table = sequence.target.table_for(len(sequence.tokens))
@@ -165,32 +163,32 @@ class Scheduler:
 
     def _adopt(self, sequence: Sequence, pages: list[int]) -> None:
         self.target_pool.adopt(sequence.target, pages)
-        if self.target_pool.prefix_cache and not sequence.num_generated:  # what preemption made anew is no hit
+        if self.target_pool.prefix_cache and not sequence.num_generated:  # recomputation after preemption is no hit
             sequence.num_cached = sequence.target.kv_len
             self._prefix_lookups += sequence.prompt_len
             self._prefix_hits += sequence.num_cached
 
     def _adopt_draft(self, sequence: Sequence) -> None:
-        """Begin with what the draft model has read of the same text for others."""
+        """Start with K/V that the draft model made of the same text for other sequences."""
         if self.draft_pool is None or sequence.draft.page_table or not sequence.speculation.num_draft_tokens:
             return
         if sequence.speculation.proposer in self._draft_kv_sharers:
             self.draft_pool.adopt(sequence.draft, self.draft_pool.find(sequence.tokens, _draft_salt(sequence)))
 
     def _share(self, sequence: Sequence) -> None:
-        """Tell the prefix caches what this sequence has fed."""
+        """Register what this sequence has fed with the prefix caches."""
         self.target_pool.share(sequence.target, sequence.tokens, _target_salt(sequence))
         if self.draft_pool is not None and sequence.speculation.proposer in self._draft_kv_sharers:
             self.draft_pool.share(sequence.draft, sequence.tokens, _draft_salt(sequence))
 
     def _num_growing(self) -> int:
-        """Running sequences that will ask for another page: one is kept for each, or admission would preempt them."""
+        """Running sequences that will need another page: one is kept free for each, or admission would preempt them."""
         return sum(self.target_pool.pages_for(s.max_len) > len(s.target.page_table) for s in self.running)
 
     def plan(self) -> StepPlan:
-        """Every running sequence feeds its newest token; prompts share what is left of the budget; drafts the rest.
+        """Every running sequence feeds its newest token; prompts share the budget that is left, drafts get the rest.
 
-        A prompt token is worth one token of work done, a draft its chance of being accepted: prompts go first.
+        Prompts go before drafts: a prompt token always counts, a draft only with its probability of acceptance.
         """
         before = len(self.waiting)
         self._renew_outgrown()
@@ -207,7 +205,7 @@ class Scheduler:
         return StepPlan(works, on_device, len(self.waiting) - before, lookups, hits)
 
     def _renew_outgrown(self) -> None:
-        """Give up K/V made with another rotary table than a sequence's length now asks for: all of it is fed again."""
+        """Release K/V that was made with another rotary table than the length now needs; all is fed again."""
         for sequence in self.running:
             for pool, cursor in ((self.target_pool, sequence.target), (self.draft_pool, sequence.draft)):
                 if pool is not None and cursor.is_outgrown(len(sequence.tokens)):
@@ -215,7 +213,7 @@ class Scheduler:
                     cursor.table = cursor.table_for(len(sequence.tokens))
 
     def _with_pages(self) -> list[Sequence]:
-        """Reserve what each running sequence will feed, oldest first; the newest make room where it must be."""
+        """Reserve pages for what each running sequence feeds, oldest first; preempt the newest if pages are missing."""
         position = 0
         while position < len(self.running):
             sequence = self.running[position]
@@ -231,7 +229,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _chunks(self, budget: int) -> Iterator[Work]:
-        """Prompts, and what preemption made anew: equal shares, and what short ones leave goes to the longer."""
+        """Prompts and recomputed tokens in equal parts; what a short one leaves goes to longer ones."""
         hungry = sorted((s for s in self.running if s.todo > 1), key=lambda s: s.todo)
         for i, sequence in enumerate(hungry):
             size = min(sequence.todo, -(-budget // (len(hungry) - i)))
@@ -240,7 +238,7 @@ class Scheduler:
                 yield Work.feeding(sequence, size)
 
     def _with_drafts(self, steady: list[Work], budget: int, prompt_rows: int) -> Iterator[Work]:
-        """Add as many drafts as control chooses within the budget and free pages hold; nobody is preempted."""
+        """Add as many drafts as control chooses within the budget and free pages hold; drafts preempt no sequence."""
         sequences = [work.sequence for work in steady]
         chosen = self.control.choose(sequences, [self._most_drafts(s) for s in sequences], budget, prompt_rows)
         return self._with_room(steady, chosen)
@@ -253,7 +251,7 @@ class Scheduler:
         return self._with_room(works, levelled(sequences, limits, chosen))
 
     def _with_room(self, works: list[Work], chosen: list[int]) -> Iterator[Work]:
-        """As many drafts as were chosen, or none where pages are missing."""
+        """Give each work the drafts that were chosen, or none where pages are missing."""
         for work, num_draft in zip(works, chosen, strict=True):
             if num_draft and self._reserve_drafts(work.sequence, num_draft):
                 yield replace(work, num_draft=num_draft)
@@ -262,9 +260,9 @@ class Scheduler:
 
     @staticmethod
     def _most_drafts(sequence: Sequence) -> int:
-        """Most K for this step: a draft that could not be emitted before `max_len` is never wanted.
+        """Most K for this step: no draft that could not be emitted before `max_len`.
 
-        Nor one beyond a change of rotary table: every row of a verification is of one table.
+        And none beyond a change of rotary table: all rows of one verification use the same table.
         """
         length = len(sequence.tokens)
         before_border = min(cursor.room_before_border(length) for cursor in (sequence.target, sequence.draft))
@@ -277,7 +275,7 @@ class Scheduler:
         if self.draft_pool is None or sequence.speculation.proposer not in self._draft_kv_users:
             return True
         self._adopt_draft(sequence)
-        # May fail although the pools are of one size: target pages that several share are fewer than their draft's.
+        # May fail although the pools have equal sizes: several sequences can share target pages, but not draft pages.
         return self.draft_pool.reserve(sequence.draft, length)
 
     def _release(self, sequence: Sequence) -> None:
@@ -300,15 +298,15 @@ class Scheduler:
 
 
 def _reach(sequence: Sequence, num_draft: int) -> int:
-    """Positions that a pass with so many drafts may write and that may count, whatever is in flight turns out to be."""
+    """Positions that a pass with `num_draft` drafts may write and that may count, whatever rounds in flight yield."""
     return min(sequence.max_len, len(sequence.tokens) + sequence.in_flight + num_draft)
 
 
 def _target_salt(sequence: Sequence) -> Hashable:
-    """What must be equal for K/V to be the same, besides tokens: the tenant's salt and the rotary table."""
+    """What K/V depends on besides tokens: the tenant's salt and the rotary table."""
     return sequence.request.cache_salt, sequence.target.table
 
 
 def _draft_salt(sequence: Sequence) -> Hashable:
-    """Proposers have an arena each and share the pages of all: one's K/V means nothing to another."""
+    """Proposers share one page pool, but each has an arena of its own: their K/V must not be mixed."""
     return sequence.request.cache_salt, sequence.draft.table, sequence.speculation.proposer

@@ -1,4 +1,4 @@
-"""What a step measured, for whoever exports it. Knows no exporter."""
+"""The measurements of one step, for any exporter. Knows none."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class StepStats:
     prompt_tokens: int = 0  # prompt (or recomputed) tokens fed to the target
     preempted: int = 0
     prefix_lookups: int = 0  # prompt tokens of admitted sequences
-    prefix_hits: int = 0  # those of them whose K/V was in the prefix cache
+    prefix_hits: int = 0  # prompt tokens whose K/V was in the prefix cache
     draft_failures: int = 0
-    threads: int = 0  # of our C that took part in the last pass; 0 where none computes
+    threads: int = 0  # of our C code in the last pass; 0 where it does not compute
     spec_gain: float = 1.0  # tokens per second of the last steps, over what plain decoding would have made
     running: int = 0
     waiting: int = 0
@@ -55,7 +55,7 @@ class StepStats:
 
 
 class Stopwatch:
-    """Collects seconds per named phase from an injected clock."""
+    """Sums up seconds per named phase, by an injected clock."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

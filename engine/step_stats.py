@@ -1,4 +1,4 @@
-"""Turns what a step did into its numbers."""
+"""What a step did, as numbers: statistics for operators, feedback for control."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Load(TypedDict):
 def feedback_of(
     plan: StepPlan, proposal: Proposal, outcomes: Seq[VerifyOutput], phase_seconds: Mapping[str, float]
 ) -> StepFeedback:
-    """What control learns from: the part of a step that fed newest tokens and drafts."""
+    """Feedback for control: the part of a step that fed newest tokens and drafts."""
     works = [(w, drafts) for w, drafts in zip(plan.works, proposal.tokens, strict=True) if w.reaches_end]
     decided = zip(works, outcomes, strict=True)
     steady = [(w, drafts, outcome) for (w, drafts), outcome in decided if _feeds_newest_only(w)]
@@ -49,9 +49,9 @@ def feedback_of(
 
 
 def teach(prefill: PrefillBudget, plan: StepPlan, proposal: Proposal, phase_seconds: Mapping[str, float]) -> None:
-    """What a step took, to whoever says how much of prompts the next one may read."""
+    """Give the time of a step to the budget of prompt tokens per step."""
     chunks = [len(w.span) for w in plan.works if not _feeds_newest_only(w)]
-    decoding = len(plan.works) - len(chunks) + len(plan.on_device)  # wherever they do
+    decoding = len(plan.works) - len(chunks) + len(plan.on_device)  # in plain steps or on the device
     seconds = sum(phase_seconds.values())
     for first in proposal.forwards[:1]:
         seconds -= prefill.learn_draft(first.sequences, first.tokens, phase_seconds["propose"])
@@ -66,7 +66,7 @@ def measure(
     draft_failures: int,
     scheduler: Scheduler,
 ) -> StepStats:
-    """Everything that a step shows to an operator."""
+    """The step's statistics."""
     proposal, pairs = verified.proposal, zip(verified.fed, events, strict=True)
     rounds = [(len(fed.drafts), sum(event.from_draft)) for fed, event in pairs if fed.drafts]
     return StepStats(
@@ -95,13 +95,13 @@ def _per_num_draft(plan: StepPlan, proposal: Proposal) -> tuple[int, ...]:
 
 
 def _counted(numbers: Iterable[int]) -> tuple[int, ...]:
-    """How often 0, 1, 2, ... come; [2, 0, 2] -> (1, 0, 2)."""
+    """How often each of 0, 1, 2, ... occurs; [2, 0, 2] -> (1, 0, 2)."""
     counts = Counter(numbers)
     return tuple(counts[number] for number in range(max(counts, default=-1) + 1))
 
 
 def with_rounds(stats: StepStats, round_results: Seq[RoundResult], events: Seq[TokenEvent]) -> StepStats:
-    """The same and what rounds on the device brought; `events` in the order of the landings."""
+    """`stats` with the rounds on the device added; `events` are in the order of their results."""
     results = [result for round_ in round_results for result in round_.results]
     drafted = [(x.num_draft, sum(event.from_draft)) for x, event in zip(results, events, strict=True) if x.num_draft]
     accepted = zip_longest(stats.accepted_per_position, _per_position(drafted), fillvalue=0)
@@ -119,7 +119,7 @@ def with_rounds(stats: StepStats, round_results: Seq[RoundResult], events: Seq[T
 
 
 def _target_forwards(plan: StepPlan, proposal: Proposal) -> Iterator[Forward]:
-    """The target's one pass, as verification of some sequences and prefill of others."""
+    """The target's one pass, reported as verification of some sequences and prefill of others."""
     works = list(zip(plan.works, proposal.tokens, strict=True))
     verified = [1 + len(drafts) for w, drafts in works if _feeds_newest_only(w)]
     prefilled = [len(w.span) for w, _ in works if not _feeds_newest_only(w)]
@@ -139,7 +139,7 @@ def _num_prompt_tokens(work: Work) -> int:
 
 
 def _per_position(rounds: Seq[tuple[int, int]]) -> tuple[int, ...]:
-    """(K, accepted) of each round -> how many kept draft 0, 1, ...; [(3, 2), (2, 0)] -> (1, 1, 0)."""
+    """(K, accepted) of each round -> how many rounds kept draft 0, 1, ...; [(3, 2), (2, 0)] -> (1, 1, 0)."""
     deepest = max((num_draft for num_draft, _ in rounds), default=0)
     return tuple(sum(accepted > position for _, accepted in rounds) for position in range(deepest))
 

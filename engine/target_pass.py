@@ -1,6 +1,6 @@
-"""The target's pass over a plan: for all together, or one by one where that fails, to find whose fault it was.
+"""The target's pass over a plan: for all sequences together, or one by one where that fails, to find the one at fault.
 
-A pass changes nothing that could not be done again: cursors are put back, and rows written twice hold the same.
+A pass can be repeated: its cursors are put back, and rows that are written twice hold the same values.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a pass brought: outcomes of the sequences whose newest token was fed, and those that cannot go on."""
+    """Result of a target pass: outcomes of the sequences whose newest token was fed, and the sequences at fault."""
 
-    proposal: Proposal  # as far as it was judged
+    proposal: Proposal  # the drafts that were verified
     fed: list[VerifyInput]
     outcomes: list[VerifyOutput]
     faulty: tuple[Sequence, ...] = ()
-    is_whole: bool = True  # one pass for all; else its time says nothing
-    engine_fault: Exception | None = None  # nobody succeeded: it may be the engine's own fault
+    is_whole: bool = True  # one pass for all sequences; else its time is no measurement
+    engine_fault: Exception | None = None  # set where every sequence failed alone: the engine may be at fault
 
 
 class TargetPass:
-    """Feeds a target and has its rows judged."""
+    """Feeds the target and verifies its rows."""
 
     def __init__(self, target: Runner, proposers: Proposers) -> None:
         self._target, self._proposers = target, proposers
 
     def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Verified:
-        """Decide all sequences of a plan; what is raised meanwhile is put down to whom it happens to alone."""
+        """Feed and verify all sequences of a plan. After an exception feed each alone, to find the one at fault."""
         try:
             fed, outcomes = self._pass(plan, proposal, watch)
         except RankLost:
-            raise  # it would happen to each of them alone, too
+            raise  # each of them alone would raise it too
         except Exception as error:
             log.exception("a pass for %d sequences failed; each is tried alone", len(plan.works))
             return self._one_by_one(plan, error, watch)
         return Verified(proposal, fed, outcomes)
 
     def _one_by_one(self, plan: StepPlan, error: Exception, watch: Stopwatch) -> Verified:
-        """Feed each sequence alone, without drafts: who fails again is at fault and ends, the others lose nothing."""
+        """Feed each sequence alone, without drafts: one that fails again is at fault; the others lose nothing."""
         _take_back(plan)
         fed: list[VerifyInput] = []
         outcomes: list[VerifyOutput] = []
@@ -75,7 +75,7 @@ class TargetPass:
         return Verified(plain, fed, outcomes, tuple(faulty), is_whole=False, engine_fault=engine_fault)
 
     def self_test(self, sequence: Sequence) -> None:
-        """Feed all of a sequence that nobody waits for, and raise what that raises."""
+        """Feed all tokens of a sequence that belongs to no caller; raises what the pass raises."""
         plan = StepPlan((Work.feeding(sequence, sequence.todo),))
         self._pass(plan, Proposal.certain([()]), Stopwatch(lambda: 0.0))
 
@@ -94,14 +94,14 @@ class TargetPass:
 
 
 def _take_back(plan: StepPlan) -> None:
-    """Stand where the plan began. Rows beyond are stale (I4); a draft's cursor is behind its own drafts as well."""
+    """Put the cursors back to where the plan began. Rows beyond are stale (I4); the draft's cursor drops its drafts."""
     for work in plan.works:
         work.sequence.target.kv_len = work.span.start
         work.sequence.draft.rollback(work.length)
 
 
 def _feed(work: Work, drafts: tuple[int, ...]) -> Feed:
-    """I2: the planned part of what the target has not seen, and the drafts."""
+    """I2: the planned part of what the target has not been fed, and the drafts."""
     tokens = [*work.sequence.tokens[work.span.start : work.span.stop], *drafts]
     num_logits = len(drafts) + 1 if work.reaches_end else 0
     if work.sequence.wants_prompt_logprobs:
@@ -111,13 +111,13 @@ def _feed(work: Work, drafts: tuple[int, ...]) -> Feed:
 
 
 def _fed_to_the_end(plan: StepPlan, proposal: Proposal) -> list[VerifyInput]:
-    """The sequences whose newest token was fed: they get a next one."""
-    everyone = zip(plan.works, proposal.tokens, proposal.draft_probs, strict=True)
-    return [VerifyInput(work.sequence, drafts, probs) for work, drafts, probs in everyone if work.reaches_end]
+    """The sequences whose newest token was fed: each gets a next token."""
+    entries = zip(plan.works, proposal.tokens, proposal.draft_probs, strict=True)
+    return [VerifyInput(work.sequence, drafts, probs) for work, drafts, probs in entries if work.reaches_end]
 
 
 def _without_prompt_rows(plan: StepPlan, feeds: list[Feed], logits: Tensor) -> Tensor:
-    """The rows that decide a token. Others are of prompts whose logprobs were asked for: recorded here."""
+    """The rows that decide a token. The other rows are of prompts with `prompt_logprobs`, which are recorded here."""
     if not any(work.sequence.wants_prompt_logprobs for work in plan.works):
         return logits
     deciding: list[int] = []

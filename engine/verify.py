@@ -1,6 +1,6 @@
-"""Which drafts stay. Two exact rules, two functions, never mixed; tensors in, tensors out, nothing else known.
+"""Which drafts stay. Two exact rules in two functions, never mixed. Knows tensors only.
 
-p is the target's law at a position, q the draft's; B sequences, at most K drafts each, ragged by padding:
+p is the target's distribution at a position, q the draft's. B sequences have at most K drafts each and are padded:
 a missing draft is `NO_DRAFT` with q = 0 everywhere, which neither rule can accept.
 """
 
@@ -54,9 +54,9 @@ def rejection(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, noise: Tenso
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """The law after a rejection, max(p - q, 0) up to normalisation; `[..., vocab]`."""
+    """The distribution after a rejection, max(p - q, 0), not normalised; `[..., vocab]`."""
     excess = (p - q).clamp(min=0)
-    # Equal laws leave nothing; a rejection is then a matter of rounding, and p is as right.
+    # Equal distributions leave nothing: a rejection is then an effect of rounding, and p is as right.
     return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
 
 

@@ -20,31 +20,31 @@ class EngineView(Protocol):
     config: EngineConfig
 
     @property
-    def vocab_size(self) -> int: ...  # noqa: D102
+    def vocab_size(self) -> int: ...
     @property
-    def max_model_len(self) -> int: ...  # noqa: D102
+    def max_model_len(self) -> int: ...
     @property
-    def eos_token_ids(self) -> frozenset[int]: ...  # noqa: D102
+    def eos_token_ids(self) -> frozenset[int]: ...
     @property
-    def proposer_names(self) -> tuple[str, ...]: ...  # noqa: D102
+    def proposer_names(self) -> tuple[str, ...]: ...
     @property
-    def default_proposer(self) -> str: ...  # noqa: D102
+    def default_proposer(self) -> str: ...
     @property
-    def loop(self) -> str: ...  # noqa: D102
+    def loop(self) -> str: ...
     @property
-    def dtype(self) -> str: ...  # noqa: D102
+    def dtype(self) -> str: ...
     @property
-    def num_running(self) -> int: ...  # noqa: D102
+    def num_running(self) -> int: ...
     @property
-    def num_waiting(self) -> int: ...  # noqa: D102
+    def num_waiting(self) -> int: ...
     @property
-    def has_room(self) -> bool: ...  # noqa: D102
+    def has_room(self) -> bool: ...
     @property
-    def total_pages(self) -> int: ...  # noqa: D102
+    def total_pages(self) -> int: ...
     @property
-    def free_pages(self) -> int: ...  # noqa: D102
+    def free_pages(self) -> int: ...
     @property
-    def spec_gain(self) -> float: ...  # noqa: D102
+    def spec_gain(self) -> float: ...
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest or Unsupported for what it would refuse."""
