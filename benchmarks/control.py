@@ -24,10 +24,11 @@ from rich.progress import track
 from benchmarks.harness.machine import machine
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.build import build_engine
 from engine.startup.calibrate import calibrate
 from engine.text.codec import Codec
-from engine.types import Request, SamplingParams, SpeculationMode, SpeculationParams
+from engine.types import Request
 from models import corpus, embedded_draft, embedded_target
 
 MOST = 8

@@ -30,8 +30,9 @@ from engine.model.fusion.fuse import fuse
 from engine.model.fusion.stack import stack
 from engine.model.linear.int8 import kernel_name
 from engine.model.linear.packed import pack
+from engine.params import SamplingParams
 from engine.startup.build import assemble
-from engine.types import FinishReason, Request, SamplingParams
+from engine.types import FinishReason, Request
 
 NEVER = 1e9  # milliseconds
 SHORT = 16  # tokens of the prompts of those who decode

@@ -36,9 +36,9 @@ from benchmarks.harness.timing import AUTO, Batch, abreast, way
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.machine.threads import use_threads
+from engine.params import SamplingParams
 from engine.startup.build import assemble
 from engine.startup.warm import make_ready
-from engine.types import SamplingParams
 from server.worker.garbage import freeze_loaded
 
 if TYPE_CHECKING:

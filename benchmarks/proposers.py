@@ -22,9 +22,10 @@ from rich.progress import track
 from benchmarks.harness.machine import machine
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.params import SamplingParams
 from engine.startup.build import build_engine
 from engine.text.codec import Codec
-from engine.types import FinishedOutput, Request, SamplingParams
+from engine.types import FinishedOutput, Request
 from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 PARTS: dict[str, dict[str, object]] = {

@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 from engine.errors import DuplicateRequest, InvalidRequest, ModelError, PilotfishError, Unsupported
-from engine.types import FinishReason, Request, SamplingParams, SpeculationParams, TokenEvent
+from engine.params import SamplingParams, SpeculationParams
+from engine.types import FinishReason, Request, TokenEvent
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig

@@ -11,7 +11,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.choices import Device, DType, Loop, Weights
-from engine.types import MAX_NUM_DRAFT, SpeculationMode, Verification
+from engine.params import MAX_NUM_DRAFT, SpeculationMode, Verification
 
 
 class Bounds(BaseModel):

@@ -19,22 +19,11 @@ from typing import Any, cast
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
+from engine.params import Guided, SamplingParams, SpeculationParams, SpeculationSettings
 from engine.startup import warm
 from engine.text.codec import Codec, OutputText
 from engine.text.guided import GrammarCompiler
-from engine.types import (
-    DraftStats,
-    FinishedOutput,
-    FinishReason,
-    Grammar,
-    Guided,
-    Logprob,
-    Request,
-    SamplingParams,
-    SpeculationParams,
-    SpeculationSettings,
-    TokenEvent,
-)
+from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Logprob, Request, TokenEvent
 
 Prompt = str | Seq[int]
 

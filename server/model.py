@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.config import EngineConfig
+from engine.params import Guided
 from engine.text.codec import Codec
-from engine.types import Grammar, Guided, Request
+from engine.types import Grammar, Request
 from models import embedded_draft, embedded_target
 from server.chat import ChatTemplate
 

@@ -15,9 +15,10 @@ import numpy as np
 from engine.control.adaptive import AdaptiveK
 from engine.control.controller import Control, StepFeedback
 from engine.kv.pages import PagePool
+from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
 from engine.scheduler import Scheduler, Work
 from engine.startup.calibrate import SHAPES
-from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationSettings, Verification
+from engine.types import Request, Sequence
 
 MOST = 8
 BUDGET = 512  # tokens of one pass

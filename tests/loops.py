@@ -17,8 +17,9 @@ from engine.engine import Engine
 from engine.kernels import reference
 from engine.kv.arena import KVArena
 from engine.model.runner import kv_layout
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.build import assemble
-from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationParams
+from engine.types import Request, Sequence
 from tests import fakes, zoo
 
 PLAIN = RoundOps(paged.attend_plainly, draws.choose, reference.commit)

@@ -24,11 +24,12 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.llm import LLM, CompletionOutput
 from engine.model.runner import kv_layout, load_model
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.proposers.scripted import ScriptedProposer
 from engine.proposers.vocab import VocabMap
 from engine.startup.build import assemble
 from engine.text.codec import Codec
-from engine.types import Logprob, SamplingParams, Sequence, SpeculationMode, SpeculationParams
+from engine.types import Logprob, Sequence
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests import heads, zoo
 

@@ -14,11 +14,12 @@ import numpy as np
 
 from engine.control.cost_model import quantities, with_rows
 from engine.engine import Engine
+from engine.params import SamplingParams
 from engine.proposers import Proposal
 from engine.scheduler import StepPlan
 from engine.stats import Stopwatch
 from engine.target_pass import TargetPass, Verified
-from engine.types import Request, SamplingParams
+from engine.types import Request
 
 PROMPT, OUTPUT = (20, 120), (16, 64)  # tokens: what the engine is fed with while it is measured
 BATCHES = (1, 2, 4, 8, 16, 32, 48, 64)

@@ -16,6 +16,7 @@ from engine.config import EngineConfig
 from engine.control.adaptive import AdaptiveK
 from engine.engine import Engine
 from engine.kv.pages import PagePool
+from engine.params import SamplingParams
 from engine.proposers import Proposal, Proposers
 from engine.proposers.none import NoProposer
 from engine.request.intake import Limits
@@ -23,7 +24,7 @@ from engine.sampling.verification import VerifyInput, VerifyOutput
 from engine.scheduler import Scheduler, StepPlan
 from engine.stats import Stopwatch
 from engine.target_pass import Verified
-from engine.types import Request, SamplingParams, Sequence
+from engine.types import Request, Sequence
 from server.errors import QueueFull
 from server.estimates import Estimates
 from server.queue import AdmissionQueue

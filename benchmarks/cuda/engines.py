@@ -26,12 +26,13 @@ from engine.engine import Engine
 from engine.kernels.args import Committed, Tracks
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.runner import kv_layout, prepare
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.sampling import noise
 from engine.sampling.noise import Stream
 from engine.startup.build import assemble
 from engine.startup.loop import ops_on
 from engine.stats import StepStats
-from engine.types import FinishReason, Request, SamplingParams, SpeculationMode, SpeculationParams
+from engine.types import FinishReason, Request
 
 CHUNK = 8192  # tokens of prompts that a step feeds
 

@@ -10,10 +10,11 @@ from typing import Any, cast
 from engine.config import EngineConfig
 from engine.engine import Engine, StepOutput
 from engine.errors import InvalidRequest
+from engine.params import SpeculationSettings
 from engine.request.validation import violations
 from engine.stats import Forward, StepStats
 from engine.text.codec import Codec
-from engine.types import DraftStats, FinishedOutput, FinishReason, Request, SpeculationSettings, TokenEvent
+from engine.types import DraftStats, FinishedOutput, FinishReason, Request, TokenEvent
 from models import embedded_target
 from server.model import ServedModel
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from engine.types import SpeculationMode, Verification
+from engine.params import SpeculationMode, Verification
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig

@@ -17,7 +17,7 @@ from benchmarks.harness.timing import AUTO, Batch, abreast, way
 from benchmarks.harness.turns import Turn, foreign, median_speed, promising, ratios
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.types import MAX_NUM_DRAFT
+from engine.params import MAX_NUM_DRAFT
 
 Row = dict[str, Any]  # of a table: what JSON can hold
 

@@ -10,8 +10,9 @@ from itertools import count
 
 from benchmarks.harness.turns import Clock, Turn
 from engine.engine import Engine
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.stats import StepStats
-from engine.types import Request, SamplingParams, SpeculationMode, SpeculationParams
+from engine.types import Request
 
 AUTO = "auto"
 _salts = count()

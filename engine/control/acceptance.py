@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.control.cost_model import Floats
-from engine.types import MAX_NUM_DRAFT, Sequence
+from engine.params import MAX_NUM_DRAFT
+from engine.types import Sequence
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

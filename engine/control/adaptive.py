@@ -21,7 +21,8 @@ from engine.control.controller import StepFeedback, within
 from engine.control.cost_model import CostModel, quantities, with_rows
 from engine.control.goodput import BatchLoad, Choice, Offer, drafting_seconds
 from engine.control.speedup import Speedup
-from engine.types import Sequence, SpeculationMode
+from engine.params import SpeculationMode
+from engine.types import Sequence
 
 Find = Callable[[Sequence, int], tuple[int, ...] | None]
 

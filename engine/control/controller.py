@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from engine.control.goodput import BatchLoad
 from engine.control.speedup import Speedup
-from engine.types import Sequence, SpeculationMode
+from engine.params import SpeculationMode
+from engine.types import Sequence
 
 _NEAR = 4  # tokens that a draft model has missed are fed in a pass that hardly costs more for them
 

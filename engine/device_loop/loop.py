@@ -22,10 +22,11 @@ from engine.device_loop.slots import IDLE, MOST_ENDS, DeviceSlots, SlotState
 from engine.kernels.paging import send
 from engine.kv.batch import Feed
 from engine.model.runner import ModelRunner
+from engine.params import SamplingParams, Verification
 from engine.sampling.distribution import Kind
 from engine.scheduler import Work
 from engine.stats import Clock
-from engine.types import SamplingParams, Sequence, Verification
+from engine.types import Sequence
 
 
 def serves(sampling: SamplingParams, ends: Seq[int]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.device_loop.slate import Slate
 from engine.kernels.args import Tracks
 from engine.kernels.paging import send
-from engine.types import SamplingParams
+from engine.params import SamplingParams
 
 IDLE = 0  # the slot of nobody, for the idle places of a batch
 MOST_ENDS = 8  # tokens that may end an output

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.params import Verification
 from engine.proposers.base import Proposal
 from engine.sampling import distribution
 from engine.sampling.distribution import RowParams
@@ -15,7 +16,7 @@ from engine.sampling.noise import Stream
 from engine.sampling.processors import process
 from engine.sampling.row import LogitsRow
 from engine.stats import Forward
-from engine.types import Sequence, Verification
+from engine.types import Sequence
 
 
 @dataclass(slots=True)

@@ -8,17 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest, Unsupported, shown
+from engine.params import MAX_SEED, SamplingParams, SpeculationMode, SpeculationSettings, Verification
 from engine.request.validation import violations
-from engine.types import (
-    MAX_SEED,
-    KVCursor,
-    Request,
-    SamplingParams,
-    Sequence,
-    SpeculationMode,
-    SpeculationSettings,
-    Verification,
-)
+from engine.types import KVCursor, Request, Sequence
 
 if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
     from engine.config import EngineConfig

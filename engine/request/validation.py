@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from engine.errors import Violation
-from engine.types import MAX_NUM_DRAFT, MAX_SEED, Guided, Request, SamplingParams
+from engine.params import MAX_NUM_DRAFT, MAX_SEED, Guided, SamplingParams
+from engine.types import Request
 
 if TYPE_CHECKING:  # asked for values alone: without pydantic there are others
     from engine.config import Bounds

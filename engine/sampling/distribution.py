@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels.args import SamplerRows
+from engine.params import SamplingParams
 from engine.sampling import noise
 from engine.sampling.row import LogitsRow
-from engine.types import SamplingParams
 
 TINY = torch.finfo(torch.float32).tiny  # no positive temperature rounds to zero
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import GrammarFault
+from engine.params import SamplingParams
 from engine.sampling.row import LogitsRow
-from engine.types import SamplingParams, Sequence
+from engine.types import Sequence
 
 NEVER = float("-inf")
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from secrets import token_hex
 
 from engine.engine import Engine
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.stats import Clock
-from engine.types import FinishReason, Request, SamplingParams, SpeculationMode, SpeculationParams
+from engine.types import FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)

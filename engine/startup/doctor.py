@@ -31,6 +31,7 @@ from engine.model.quantize import weight_bytes
 from engine.model.runner import kv_layout
 from engine.native import instructions
 from engine.parallel.shards import check_shares, share_of
+from engine.params import SpeculationMode
 from engine.proposers.vocab import DraftVocabulary, VocabMap
 from engine.startup import warm
 from engine.startup.build import max_model_len, pages_within, pick_device
@@ -38,7 +39,6 @@ from engine.startup.drafters import read_vocabulary
 from engine.startup.memory import GIB, free_on, kv_gib
 from engine.startup.precision import HeldPrecision, held_as, on_meta
 from engine.text.codec import Codec
-from engine.types import SpeculationMode
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from engine.device_loop.results import Progress, untold
 from engine.engine import Engine
+from engine.params import SamplingParams
 from engine.startup.build import build_engine, pick_device
 from engine.startup.calibrate import calibrate, run
 from engine.startup.calibration_text import TEXT
 from engine.text.codec import Codec
-from engine.types import SamplingParams
 
 if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
     from engine.config import EngineConfig

@@ -26,10 +26,11 @@ from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from engine.config import Bounds
 from engine.errors import GrammarFault, InvalidRequest, ModelError, Violation
+from engine.params import Guided
 from engine.request.validation import structure_field, structure_texts, structure_violations
 from engine.text.codec import Codec
 from engine.text.matcher import CompiledGrammar, GrammarVocabulary, first_line
-from engine.types import Grammar, Guided
+from engine.types import Grammar
 
 MAX_WHITESPACE = 64  # a small model that begins to write spaces must come back
 # The library forbids `\u0061` for a declared property `a`, but takes it for another property's name: a document could

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
-from engine.types import DraftStats, FinishedOutput, FinishReason, Logprob, SpeculationSettings
+from engine.params import SpeculationSettings
+from engine.types import DraftStats, FinishedOutput, FinishReason, Logprob
 from pilotfish.v1 import control_pb2 as control_pb
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.convert import MODES, VERIFICATIONS, Wanted

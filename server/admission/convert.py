@@ -11,14 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequest, Unsupported, Violation, shown
-from engine.types import (
-    Guided,
-    Request,
-    SamplingParams,
-    SpeculationMode,
-    SpeculationParams,
-    Verification,
-)
+from engine.params import Guided, SamplingParams, SpeculationMode, SpeculationParams, Verification
+from engine.types import Request
 from pilotfish.v1 import generation_pb2 as pb
 from server.chat import Message
 from server.errors import NotFound

@@ -7,7 +7,8 @@ import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from engine.types import Grammar, Guided
+from engine.params import Guided
+from engine.types import Grammar
 from server.errors import DeadlinePassed, QueueFull
 from server.model import CompileGrammar
 

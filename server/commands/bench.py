@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, cast
 
 from pydantic_settings import SettingsConfigDict
 
-from engine.types import FinishedOutput, Request, SamplingParams, SpeculationMode, SpeculationParams
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from engine.types import FinishedOutput, Request
 from models import corpus
 from server.config import ServerConfig
 

@@ -7,8 +7,9 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from engine.params import MAX_NUM_DRAFT
 from engine.stats import ForwardKind, StepStats
-from engine.types import MAX_NUM_DRAFT, FinishReason
+from engine.types import FinishReason
 from server.streams.output import Timeline
 from server.version import version
 

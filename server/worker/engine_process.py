@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
+from engine.params import SpeculationSettings
 from engine.stats import StepStats
-from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Request, SpeculationSettings, TokenEvent
+from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Request, TokenEvent
 from server.model import CompileGrammar, Load, ServedModel
 from server.telemetry import logs
 from server.worker import wire

@@ -15,7 +15,7 @@ import pytest
 
 import client
 from engine.llm import LLM
-from engine.types import SamplingParams
+from engine.params import SamplingParams
 from models import embedded_target
 from tests.e2e.test_faults import free_port
 

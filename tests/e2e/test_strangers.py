@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from client import AsyncClient, Delta, errors
-from engine.types import Guided
+from engine.params import Guided
 from models import corpus
 from tests.e2e.test_streams import sample
 from tests.engine.text.test_guided import COSTLY_LATER, HOSTILE

@@ -8,8 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from engine.params import SamplingParams, SpeculationParams, Verification
 from engine.proposers.scripted import ScriptedProposer
-from engine.types import FinishReason, Request, SamplingParams, SpeculationParams, Verification
+from engine.types import FinishReason, Request
 from tests import fakes
 
 VOCAB = 11

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine import LLM, FinishReason, InvalidRequest, ModelError, SamplingParams
-from engine.types import SpeculationMode, SpeculationParams
+from engine.params import SpeculationMode, SpeculationParams
 from models import embedded_draft, embedded_target
 from tests import zoo
 

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv.pages import PagePool
+from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
 from engine.scheduler import Scheduler
-from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationSettings, Verification
+from engine.types import Request, Sequence
 
 
 def sequence(name: str, prompt: int, *, max_len: int | None = None, num_draft: int = 0) -> Sequence:

@@ -9,7 +9,8 @@ from engine import engine as engine_module
 from engine import target_pass
 from engine.engine import Engine
 from engine.errors import RankLost
-from engine.types import FinishReason, KVCursor, Request, SamplingParams, Verification
+from engine.params import SamplingParams, Verification
+from engine.types import FinishReason, KVCursor, Request
 from tests import fakes
 
 VOCAB = 11

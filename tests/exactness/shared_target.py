@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.llm import LLM, CompletionOutput
 from engine.machine.rank import RankInfo
-from engine.types import SamplingParams, SpeculationMode, SpeculationParams
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from tests import zoo
 
 NEW_TOKENS, LONGEST = 16, 96

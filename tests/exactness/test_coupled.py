@@ -10,11 +10,12 @@ import torch
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.runner import load_model
+from engine.params import SamplingParams, SpeculationParams
 from engine.proposers import Proposal, Proposer
 from engine.proposers.scripted import ScriptedProposer
 from engine.startup.build import assemble
 from engine.text.codec import Codec
-from engine.types import Request, SamplingParams, Sequence, SpeculationParams
+from engine.types import Request, Sequence
 from models import corpus, embedded_draft, embedded_target
 from tests import fakes, zoo
 

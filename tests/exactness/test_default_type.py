@@ -15,8 +15,9 @@ from engine import LLM, SamplingParams
 from engine.model.checkpoint import read_config
 from engine.model.runner import kv_layout
 from engine.native import multiplies
+from engine.params import SpeculationMode, SpeculationParams
 from engine.scheduler import StepPlan
-from engine.types import Sequence, SpeculationMode, SpeculationParams
+from engine.types import Sequence
 from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests.respell import shuffled
 

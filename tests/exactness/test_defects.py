@@ -13,15 +13,9 @@ from scipy import stats
 
 from engine.engine import Engine
 from engine.errors import GrammarFault
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
 from engine.proposers.scripted import ScriptedProposer
-from engine.types import (
-    FinishReason,
-    Request,
-    SamplingParams,
-    SpeculationMode,
-    SpeculationParams,
-    Verification,
-)
+from engine.types import FinishReason, Request
 from tests import fakes
 
 VOCAB = 23

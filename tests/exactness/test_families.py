@@ -6,8 +6,9 @@ import pytest
 from transformers import AutoConfig
 
 from engine.config import EngineConfig
+from engine.params import SamplingParams
 from engine.startup.build import assemble, build_engine
-from engine.types import Request, SamplingParams
+from engine.types import Request
 from tests import fakes, zoo
 from tests.families import NEW_TOKENS, Saved, generate, save
 

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.runner import kv_layout
+from engine.params import SamplingParams, SpeculationParams
 from engine.proposers.scripted import ScriptedProposer
 from engine.startup.build import assemble, build_engine
-from engine.types import Request, SamplingParams, Sequence, SpeculationParams
+from engine.types import Request, Sequence
 from models import corpus, embedded_draft, embedded_target
 from tests import fakes, zoo
 

@@ -14,9 +14,10 @@ from scipy import stats
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.runner import kv_layout
+from engine.params import SamplingParams, SpeculationParams, Verification
 from engine.proposers.early_exit import first_layers
 from engine.startup.build import assemble
-from engine.types import Request, SamplingParams, SpeculationParams, Verification
+from engine.types import Request
 from tests import fakes, heads, zoo
 
 LAWS = (

@@ -17,7 +17,7 @@ from engine.machine.threads import exactly
 from engine.model.fusion.fuse import fuse
 from engine.model.quantize import quantise
 from engine.model.runner import ModelRunner, kv_layout
-from engine.types import SpeculationMode, SpeculationParams
+from engine.params import SpeculationMode, SpeculationParams
 from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests import zoo
 

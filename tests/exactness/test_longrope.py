@@ -13,8 +13,9 @@ from engine.engine import Engine
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model import rope
 from engine.model.runner import kv_layout
+from engine.params import SamplingParams
 from engine.startup.build import assemble
-from engine.types import KVCursor, Request, SamplingParams
+from engine.types import KVCursor, Request
 from tests import fakes, zoo
 
 NEW_TOKENS = 30

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from engine.control.controller import FixedK, within
 from engine.engine import Engine
 from engine.llm import LLM, CompletionOutput
-from engine.types import Guided, Request, SamplingParams, Sequence, SpeculationMode
+from engine.params import Guided, SamplingParams, SpeculationMode
+from engine.types import Request, Sequence
 from tests.sameness import (
     PROMPTS,
     PROPOSERS,

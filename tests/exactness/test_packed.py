@@ -18,7 +18,7 @@ from engine.model.fusion.stack import stack
 from engine.model.linear.packed import keeps_rows_apart, pack
 from engine.model.runner import ModelRunner, kv_layout
 from engine.native import multiplies
-from engine.types import SpeculationMode, SpeculationParams
+from engine.params import SpeculationMode, SpeculationParams
 from models import corpus, embedded_draft, embedded_target
 from tests import zoo
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
+from engine.params import SamplingParams, Verification
 from engine.sampling.noise import gumbel
-from engine.types import Request, SamplingParams, Verification
+from engine.types import Request
 from engine.verify import NO_DRAFT, coupled, rejection, residual
 from tests import fakes
 from tests.engine.sampling.test_distribution import definition

@@ -24,6 +24,7 @@ from engine.engine import Engine
 from engine.kv.batch import Feed
 from engine.machine.threads import exactly
 from engine.model.runner import kv_layout
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.proposers.scripted import ScriptedProposer
 from engine.sampling import distribution
 from engine.sampling.distribution import RowParams
@@ -33,7 +34,7 @@ from engine.sampling.processors import process
 from engine.sampling.row import LogitsRow
 from engine.startup.build import assemble, build_engine
 from engine.text.codec import Codec
-from engine.types import Logprob, Request, SamplingParams, Sequence, SpeculationMode, SpeculationParams
+from engine.types import Logprob, Request, Sequence
 from models import corpus, embedded_draft, embedded_target
 from tests import fakes, heads, zoo
 

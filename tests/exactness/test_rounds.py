@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from engine.llm import LLM
-from engine.types import SpeculationMode
+from engine.params import SpeculationMode
 from tests.exactness.test_options import ALONE, BOLD, MAX_TOKENS, SITUATIONS, AnyK
 from tests.loops import gib
 from tests.sameness import PROMPTS, Pair, asking, assert_same, assert_speculation_changes_nothing, random_pair

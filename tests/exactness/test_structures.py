@@ -10,7 +10,8 @@ import jsonschema
 import pytest
 
 from engine.llm import LLM, CompletionOutput
-from engine.types import FinishReason, Guided, SamplingParams
+from engine.params import Guided, SamplingParams
+from engine.types import FinishReason
 from tests.sameness import PROPOSERS, asking, assert_same, embedded_pair
 from tests.schemas import random_schema
 

@@ -19,10 +19,11 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.build import build_engine
 from engine.startup.calibrate import calibrate
 from engine.text.codec import Codec
-from engine.types import Request, SamplingParams, SpeculationMode, SpeculationParams
+from engine.types import Request
 from models import corpus, embedded_draft, embedded_target
 
 LEAST_LENGTH = 2.0  # tokens per round at K=4; 1.0 would be none gained, the pair has about 3.4

@@ -16,10 +16,10 @@ from engine.device_loop import draws
 from engine.kernels import sampling as kernels
 from engine.kernels import truncation
 from engine.kernels.args import SamplerRows
+from engine.params import SamplingParams
 from engine.sampling import distribution
 from engine.sampling.distribution import TINY, RowParams
 from engine.sampling.noise import Stream
-from engine.types import SamplingParams
 from tests.engine.sampling.test_distribution import row
 from tests.interpreting import DEVICE
 from tests.kernels.test_attention import LOOKING

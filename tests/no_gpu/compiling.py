@@ -30,9 +30,10 @@ from engine.device_loop.slots import IDLE
 from engine.engine import Engine
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.linear.w4 import W4Linear
+from engine.params import SamplingParams, SpeculationParams
 from engine.startup.build import assemble
 from engine.startup.warm import make_ready
-from engine.types import FinishReason, Request, SamplingParams, SpeculationParams
+from engine.types import FinishReason, Request
 from tests import fakes, zoo
 from tests.loops import LAWS, PLAIN, AnyK, gib
 from tests.no_gpu import meaning

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest, InvalidRequest, Unsupported
+from engine.params import SpeculationSettings
 from engine.request.validation import violations
 from engine.stats import Forward, StepStats
 from engine.text.codec import Codec
@@ -19,7 +20,6 @@ from engine.types import (
     GrammarState,
     Logprob,
     Request,
-    SpeculationSettings,
     TokenEvent,
     TopLogprob,
 )

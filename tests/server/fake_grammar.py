@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from engine.errors import InvalidRequest
-from engine.types import Guided
+from engine.params import Guided
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import EOS
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from engine.config import EngineConfig
-from engine.types import SpeculationMode
+from engine.params import SpeculationMode
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from server import cli
 from server.config import ServerConfig

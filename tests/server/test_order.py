@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.params import SamplingParams
 from engine.stats import Forward, StepStats
-from engine.types import Request, SamplingParams
+from engine.types import Request
 from pilotfish.v1 import generation_pb2 as pb
 from server.driver import PATIENCE_SECONDS
 from server.estimates import Estimates, least_tokens

@@ -13,7 +13,8 @@ from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import SHAPES, Heads
 from engine.engine import Engine
-from engine.types import Request, SamplingParams
+from engine.params import SamplingParams
+from engine.types import Request
 
 _TIMES = 3  # after one that warms up
 

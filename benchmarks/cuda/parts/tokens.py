@@ -22,8 +22,9 @@ from engine.attention.registry import ATTENTION_NAME
 from engine.engine import Engine
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.runner import kv_layout, prepare
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.build import assemble
-from engine.types import Request, SamplingParams, SpeculationMode, SpeculationParams
+from engine.types import Request
 
 NUM_DRAFT = 3
 _LAWS = (

@@ -19,7 +19,8 @@ from engine.control.controller import FixedK, StepFeedback
 from engine.control.cost_model import KNOTS, CostModel, quantities, with_rows
 from engine.control.goodput import BatchLoad, Offer, drafting_seconds
 from engine.control.speedup import Speedup
-from engine.types import MAX_NUM_DRAFT, Sequence, SpeculationMode
+from engine.params import MAX_NUM_DRAFT, SpeculationMode
+from engine.types import Sequence
 from tests.clockwork import BUDGET, COSTS, MOST, Books, Costs, Machine, expected
 from tests.engine.test_scheduler import sequence
 

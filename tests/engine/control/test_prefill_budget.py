@@ -7,8 +7,9 @@ import math
 import pytest
 
 from engine.control.prefill_budget import _AIM, _ALONE, _MOST, PrefillBudget
+from engine.params import SamplingParams
 from engine.stats import StepStats
-from engine.types import Request, SamplingParams
+from engine.types import Request
 from tests import fakes
 
 BOUND = 0.25

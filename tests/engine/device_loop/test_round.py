@@ -23,21 +23,13 @@ from engine.errors import ModelError
 from engine.kv.batch import Feed
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.runner import ModelRunner
+from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
 from engine.sampling import distribution
 from engine.sampling.distribution import RowParams
 from engine.sampling.noise import Stream
 from engine.scheduler import Work
 from engine.stats import Stopwatch
-from engine.types import (
-    FinishReason,
-    KVCursor,
-    Request,
-    SamplingParams,
-    Sequence,
-    SpeculationMode,
-    SpeculationSettings,
-    Verification,
-)
+from engine.types import FinishReason, KVCursor, Request, Sequence
 from tests import fakes, zoo
 from tests.engine.sampling.test_distribution import row
 from tests.hostless import Counting, hostless, looking_away, sent_in_pieces

@@ -12,7 +12,8 @@ from engine.control.controller import StepFeedback as Done
 from engine.control.cost_model import KNOTS
 from engine.device_loop.repertoire import Repertoire
 from engine.device_loop.round import Round, RoundOutput
-from engine.types import KVCursor, Request, SamplingParams, Sequence, SpeculationMode, SpeculationSettings, Verification
+from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
+from engine.types import KVCursor, Request, Sequence
 from tests import zoo
 from tests.loops import engine_of, models
 

@@ -16,13 +16,14 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.kv.batch import Feed
+from engine.params import SamplingParams, SpeculationParams
 from engine.proposers.base import Passed, Proposal
 from engine.proposers.early_exit import first_layers
 from engine.proposers.heads.eagle_head import load_eagle
 from engine.proposers.heads.features import Features
 from engine.proposers.heads.medusa import load_medusa
 from engine.startup.build import assemble
-from engine.types import Request, SamplingParams, Sequence, SpeculationParams
+from engine.types import Request, Sequence
 from tests import fakes, heads, zoo
 
 NAN = float("nan")

@@ -7,8 +7,9 @@ import gc
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
 from engine.proposers import NGramProposer
-from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationSettings, Verification
+from engine.types import Request, Sequence
 
 SPECULATION = SpeculationSettings(
     mode=SpeculationMode.AUTO, num_draft_tokens=4, proposer="ngram", verification=Verification.COUPLED

@@ -8,10 +8,11 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.params import SpeculationMode, SpeculationSettings, Verification
 from engine.proposers import Proposal, SuffixProposer
 from engine.proposers.first_of import FirstOf
 from engine.proposers.suffix import Guess, PastOutputs, Rules, SuffixIndex, best_guess
-from engine.types import Request, Sequence, SpeculationMode, SpeculationSettings, Verification
+from engine.types import Request, Sequence
 
 SPECULATION = SpeculationSettings(
     mode=SpeculationMode.AUTO, num_draft_tokens=8, proposer="suffix", verification=Verification.COUPLED

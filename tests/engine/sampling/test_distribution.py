@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
 from engine.sampling import distribution
 from engine.sampling.distribution import RowParams
 from engine.sampling.noise import Stream
 from engine.sampling.row import LogitsRow
-from engine.types import Request, SamplingParams, Sequence, SpeculationMode, SpeculationSettings, Verification
+from engine.types import Request, Sequence
 
 SPECULATION = SpeculationSettings(
     mode=SpeculationMode.OFF, num_draft_tokens=0, proposer="none", verification=Verification.COUPLED

@@ -13,10 +13,11 @@ from engine.errors import ModelError, Unsupported
 from engine.machine.threads import exactly
 from engine.model.fixed_shape import TILE
 from engine.model.runner import kv_layout
+from engine.params import SpeculationParams, Verification
 from engine.startup import build
 from engine.startup.batch_invariance import Piecewise, RowByRow, hold_bits, is_independent
 from engine.startup.build import assemble
-from engine.types import Request, SpeculationParams, Verification
+from engine.types import Request
 from tests import zoo
 
 

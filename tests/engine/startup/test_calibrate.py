@@ -8,8 +8,9 @@ import pytest
 
 from engine.control.adaptive import AdaptiveK
 from engine.engine import Engine
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.calibrate import SHAPES, calibrate
-from engine.types import Request, SamplingParams, SpeculationMode, SpeculationParams
+from engine.types import Request
 from tests import fakes
 from tests.engine.test_engine import LAW, VOCAB
 

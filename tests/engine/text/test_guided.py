@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import engine.text.guided
 from engine.errors import GrammarFault, InvalidRequest, ModelError
+from engine.params import Guided
 from engine.text.codec import Codec
 from engine.text.guided import GrammarCompiler, GuidedLimits
 from engine.text.matcher import MAX_LEXER_STATES, CompiledGrammar
-from engine.types import Guided
 from tests.schemas import random_schema
 
 TARGET = Path(__file__).resolve().parents[3] / "models" / "target"

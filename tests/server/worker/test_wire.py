@@ -13,22 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import Bounds
+from engine.params import Guided, SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
 from engine.stats import Forward, StepStats
-from engine.types import (
-    DraftStats,
-    FinishedOutput,
-    FinishReason,
-    Guided,
-    Logprob,
-    Request,
-    SamplingParams,
-    SpeculationMode,
-    SpeculationParams,
-    SpeculationSettings,
-    TokenEvent,
-    TopLogprob,
-    Verification,
-)
+from engine.types import DraftStats, FinishedOutput, FinishReason, Logprob, Request, TokenEvent, TopLogprob
 from server.worker import wire
 from server.worker.engine_process import EngineServer, FrontEndGone, Link, serve
 from tests.server.fake_engine import FakeEngine
