@@ -1,6 +1,6 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-lowest test-cuda first-light first-light-2 check check-deploy test-image test-ray \
+.PHONY: help install demo quick test test-lowest test-cuda first-light first-light-2 check check-deploy test-image test-ray \
 	dashboards features serve proto \
 	train heads bench loadtest overload chaos simulate clean
 .DELETE_ON_ERROR:
@@ -27,6 +27,11 @@ demo: install ## Serve the embedded pair, complete unseen code through gRPC, com
 
 test: install ## Run all tests, a file at a time in each of WORKERS processes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# The heart: the engine without its kernels and C, greedy and coupled exactness, the server around a fake engine, style.
+quick: install ## Test the heart in about a minute: engine, exactness, server; all but what is marked slow
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" \
+		tests/style tests/engine tests/server tests/exactness/test_greedy.py tests/exactness/test_coupled.py
 
 # What a GPU machine may have: the lowest releases, and nothing for serving. Another Python that has them saves making one.
 LOWEST_VENV := .venv-lowest

@@ -168,7 +168,7 @@ class Logprob:
 
 @dataclass(eq=False)  # compared by identity: two requests may hold the same tokens
 class Sequence:
-    """One output while it is being generated. There is no prefill phase and no decode phase: `kv_len` chases `len(tokens)`."""
+    """One output that is being generated. There is no prefill or decode phase: `kv_len` chases `len(tokens)`."""
 
     request: Request
     seed: int

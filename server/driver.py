@@ -1,7 +1,7 @@
 """The asyncio clock: queue to engine, engine to streams. Knows no protocol and no tensors.
 
-The engine steps on a thread or in a process of its own (`host`); what is asked meanwhile (an end, a new request) is
-ordered in `run` alone, and holds before the engine's next step. So there are no locks.
+The engine steps on a thread or in a process of its own (`worker.host`). Ends and new requests that arrive meanwhile are
+passed to it by `run` alone, before its next step. So there are no locks.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from server.worker.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
-# A request without a deadline is due this long after it came; one with a deadline when it has to start to keep it, if
-# that is sooner. A step of priority makes it due earlier. So the order is known when it comes, and each goes up in it.
+# A request is due this long after its arrival, or when it has to start to keep its deadline, if that is sooner. Each
+# step of priority makes it due earlier. So a request's place is known at its arrival and can only move forward.
 PATIENCE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How a running request is to be ended; the reader gets `error` if there is one, else the engine's `Finished`."""
+    """How to end a running request: its reader gets `error` if there is one, else the engine's terminal event."""
 
     reason: FinishReason
     error: PilotfishError | None
 
 
 class Driver:
-    """Owns every live request from submission to its one end."""
+    """Owns every live request from its submission to its end."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Driver:
         self._endings: dict[str, _Ending] = {}
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
-        self._left: list[float] | None = None  # tokens that running outputs are likely to bring, as long as it is known
+        self._left: list[float] | None = None  # tokens that each running output is likely to need; None: to be computed
         self._stopping = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------------- the clock
@@ -102,7 +102,7 @@ class Driver:
             self._metrics.requests.start(stream.timeline)
             try:
                 self.host.add(stream.request)
-            except Exception as error:  # noqa: BLE001  # checked before it was queued: not the caller's mistake; logged
+            except Exception as error:  # noqa: BLE001  # the request was checked before it was queued, so the fault is ours; logged
                 self.host.drop(stream.request_id, FinishReason.ERROR)
                 self._fail(stream, "the engine refused the request", error)
 
@@ -115,7 +115,7 @@ class Driver:
     def _emit(self, output: TurnOutput) -> None:
         for event in output.events:
             stream = self._live.get(event.request_id)
-            if stream is not None:  # else another output's fault has just ended it
+            if stream is not None:  # else the fault of another output has just ended it
                 self._deliver(stream, event)
         if output.stats is not None:
             self._metrics.steps.observe(output.stats)
@@ -130,27 +130,27 @@ class Driver:
         self._end_all(error)
         return await self._supervisor.revive(self._stopping)
 
-    # ------------------------------------------------------------------------------------ what others ask meanwhile
+    # ------------------------------------------------------------------------------------ what callers ask meanwhile
 
     def require_open(self) -> None:
-        """Raise Unavailable or QueueFull where nobody can be taken: before any work is done for a request."""
+        """Raise Unavailable or QueueFull if no request can be accepted. Called before any work is done for one."""
         self._lifecycle.require_ready()
         self.queue.require_room(outlook=self._outlook())
 
     def submit(
         self, request: Request, *, interval: int = 1, priority: int = 0, remaining: float = math.inf
     ) -> OutputStream:
-        """Queue a checked request, whose caller waits for `remaining` seconds; its output arrives in the stream.
+        """Queue a checked request whose caller waits for `remaining` seconds; its outputs arrive in the stream.
 
         Raises:
             Unavailable: the server starts, drains or failed.
             DuplicateRequest: a live request has this id.
             QueueFull: the queue's bound in requests, tokens or seconds is reached.
-            DeadlinePassed: its caller's time is up, or will be before it can be served.
+            DeadlinePassed: its deadline has passed, or will pass before it can be served.
         """
         self.require_open()
         if request.request_id in self._live:
-            own = request.request_id.rpartition("/")[2]  # without its caller's name
+            own = request.request_id.rpartition("/")[2]  # without the caller's name
             raise DuplicateRequest(f"request_id {own!r} is live")
         now, work = self._clock(), self.estimates.work(request, self._most_tokens(request))
         due = min(now + PATIENCE_SECONDS - priority * self._ageing_seconds, now + remaining - work)
@@ -172,9 +172,9 @@ class Driver:
         return tuple(self._live.values())
 
     def end(self, stream: OutputStream, reason: FinishReason, error: PilotfishError | None = None) -> None:
-        """End a request: at once if it is queued, before the next step if it runs, not at all if it is over.
+        """End a request: at once if it is queued, before the next step if it runs; do nothing if it has ended.
 
-        The stream and not its id says which: an id may live again by the time its first caller is gone.
+        The stream identifies it, not the id: after its end another caller may have used the same id.
         """
         if stream.ended:
             return
@@ -198,7 +198,7 @@ class Driver:
     # -------------------------------------------------------------------------------------------- one request's end
 
     def _deliver(self, stream: OutputStream, event: TokenEvent) -> None:
-        """Hand over what one step output one output. A fault in doing so is this request's alone."""
+        """Give one event to its output. An exception here ends this request alone."""
         timeline = stream.outputs[event.index].timeline
         previous = timeline.last_token
         try:
@@ -223,13 +223,13 @@ class Driver:
             self._forget(stream, output.end.finished.reason)
 
     def _end_for_fault(self, stream: OutputStream, problem: str | None) -> None:
-        """One output cannot go on: its call ends with one error, so the other outputs have no reader any more."""
+        """End a request of which one output cannot go on: the call ends with one error, its other outputs with it."""
         self.host.drop(stream.request_id, FinishReason.CANCELLED)
         stream.fail(RequestFailed(problem or "the request failed"))
         self._forget(stream, FinishReason.ERROR)
 
     def _fail(self, stream: OutputStream, problem: str, error: Exception) -> None:
-        """End one request for a fault that is its own: its caller hears `problem`, the log hears the rest."""
+        """End one request for its own fault: its caller gets `problem`, the log gets the exception."""
         logger.error("request %s: %s", stream.request_id, problem, exc_info=error)
         stream.fail(RequestFailed(problem))
         self._forget(stream, FinishReason.ERROR)
@@ -247,7 +247,7 @@ class Driver:
             self._idle.set()
 
     def _end_all(self, error: Exception) -> None:
-        """The engine has lost what it was at: tell everyone."""
+        """End every live request after the engine has lost its state."""
         reason = "ENGINE_HUNG" if isinstance(error, EngineHung) else "ENGINE_DEAD"
         for stream in self.live():
             self.queue.remove(stream.request_id)
@@ -256,7 +256,7 @@ class Driver:
         self._metrics.requests.set_load(0, 0, 0.0)
 
     def _require_time(self, remaining: float, due: float, work: float) -> None:
-        """Raise DeadlinePassed where less is left than a request of this size will take by all that is known."""
+        """Raise DeadlinePassed if the time left is less than the estimated wait plus the estimated service."""
         if remaining == math.inf:
             return
         running = self._engine.num_running
@@ -273,7 +273,9 @@ class Driver:
             )
             self._left = sorted(self.estimates.left(*output) for output in outputs)
         free = self._engine.config.max_batch_size - self._engine.num_running if self._engine.has_room else 0
-        return self.estimates.outlook(len(self.queue) - free, self._left)  # who has a place waits for a step at most
+        return self.estimates.outlook(
+            len(self.queue) - free, self._left
+        )  # a request with a free place waits for one step at most
 
     def _most_output(self, request: Request) -> int:
         return self._most_tokens(request) - len(request.token_ids)

@@ -126,6 +126,7 @@ def test_different_seeds_differ() -> None:
     assert len({tuple(tokens) for tokens in fakes.run(engine, same).tokens.values()}) == 16
 
 
+@pytest.mark.slow
 def test_embedded_pair() -> None:
     """The same on the shipped models: text prompts, mixed laws, alone and among fifteen others."""
     codec = Codec.load(embedded_target())

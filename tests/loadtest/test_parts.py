@@ -27,7 +27,7 @@ from loadtest.samples import Objective, Outcome, Sample, Summary, levels
 from loadtest.swarm import processes
 from loadtest.workload import LONG_PROMPT, MAX_TOKENS, WORKLOADS, corpus
 from server.config import ServerConfig
-from server.telemetry.metrics import ScrapedMetrics as ServerMetrics
+from server.telemetry.metrics import Metrics as ServerMetrics
 
 
 @pytest.mark.parametrize("variation", [0.0, 0.5, 1.0, 2.0])

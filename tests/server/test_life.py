@@ -21,6 +21,8 @@ from tests.server.fake_engine import FakeEngine, served
 from tests.server.test_generate import collect, detail, request
 from tests.serving import serving, until
 
+pytestmark = pytest.mark.slow
+
 LONG = pb.StoppingParams(max_tokens=3000)
 
 

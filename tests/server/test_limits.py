@@ -16,6 +16,8 @@ from tests.server.http.test_gateway import talking
 from tests.server.test_generate import detail
 from tests.serving import until
 
+pytestmark = pytest.mark.slow
+
 BIAS = dict.fromkeys(range(3), 1.0)
 # Each bound, lowered; a request that goes beyond it, in the words of each door; and what both say of it.
 CASES = [

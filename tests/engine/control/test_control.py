@@ -24,6 +24,8 @@ from engine.types import Sequence
 from tests.clockwork import BUDGET, COSTS, MOST, Books, Costs, Machine, expected
 from tests.engine.test_scheduler import sequence
 
+pytestmark = pytest.mark.slow
+
 INT8, SMALL, GPU = COSTS
 
 # ------------------------------------------------------------------------------------------------- never slower

@@ -36,6 +36,8 @@ from tests.hostless import Counting, hostless, looking_away, sent_in_pieces
 from tests.interpreting import WHY_NOT
 from tests.loops import LAWS, LONGEST, PLAIN, AnyK, asking, engine_of, loop_of, models, plainly, request, steered
 
+pytestmark = pytest.mark.slow
+
 
 def interpreted(test):
     """A test that runs kernels."""

@@ -17,6 +17,8 @@ from engine.types import KVCursor, Request, Sequence
 from tests import zoo
 from tests.loops import engine_of, models
 
+pytestmark = pytest.mark.slow
+
 AUTO, FIXED = SpeculationMode.AUTO, SpeculationMode.FIXED
 
 

@@ -19,6 +19,8 @@ from tests import zoo
 from tests.engine.model.test_fuse import ROTARY, logits
 from tests.interpreting import WHY_NOT
 
+pytestmark = pytest.mark.slow
+
 TWO_NORMS = {
     "llama",
     "llama-tied",

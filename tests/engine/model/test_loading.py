@@ -22,6 +22,8 @@ from engine.model.runner import load_model
 from engine.startup.build import load, pick_device
 from models import embedded_target
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 MB = 2**20
 

@@ -28,6 +28,8 @@ from models.train import held_out_loss
 from server import cli
 from tests import zoo
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

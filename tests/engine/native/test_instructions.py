@@ -27,6 +27,8 @@ from engine.native import PackedMatrix, library, matmul
 from tests.drawn import int8s, numbers
 from tests.engine.native.test_native import Problem
 
+pytestmark = pytest.mark.slow
+
 NATIVE = Path(matmul.__file__).parent
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
 FLAGS = Path("/proc/cpuinfo").read_text("utf-8").split() if Path("/proc/cpuinfo").exists() else []

@@ -15,7 +15,7 @@ from engine.model.linear.int8 import OFFSET, PortableInt8
 from engine.native import PackedMatrix, library, multiplies
 from tests.drawn import int8s, numbers
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="no C compiler here")]
 FLOATS = [torch.float32, torch.bfloat16]
 
 

@@ -17,6 +17,8 @@ from engine.machine.threads import exactly
 from engine.native import library, rows
 from engine.native.compiled import _compiled, cache_folders, loaded
 
+pytestmark = pytest.mark.slow
+
 needs_kernel = pytest.mark.skipif(library() is None, reason="no C compiler here")
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

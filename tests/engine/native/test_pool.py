@@ -22,7 +22,7 @@ from engine.machine.threads import exactly, pool_threads, use_threads
 from engine.native import PackedMatrix, compiled, library, threads_in_use
 from tests.drawn import numbers
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="no C compiler here")]
 
 PIECE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
 

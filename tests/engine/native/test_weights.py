@@ -16,7 +16,7 @@ from engine.native import PackedMatrix, library, multiplies, round4, round8, rou
 from engine.native.weights import GROUP, panels_of, panels_of_levels
 from tests.drawn import int8s, numbers
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="no C compiler here")]
 FLOATS = [torch.float32, torch.bfloat16]
 
 

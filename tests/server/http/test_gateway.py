@@ -23,6 +23,8 @@ from tests.server.fake_grammar import FakeCompiler
 from tests.server.test_life import metric
 from tests.serving import serving, until
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = """{% for m in messages %}
 {% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}
 {{- m.content }};

@@ -16,6 +16,8 @@ from tests.server.test_life import metric
 from tests.server.test_order import served_for
 from tests.serving import until
 
+pytestmark = pytest.mark.slow
+
 ASK = {"prompt": "ab"}
 PATHS = [("/generate", ASK), ("/v1/completions", ASK), ("/v1/chat/completions", CHAT)]
 

@@ -27,6 +27,8 @@ from tests.server.test_life import LONG, code_of, health_of, metric
 from tests.server.worker import fake_child
 from tests.serving import serving, until
 
+pytestmark = pytest.mark.slow
+
 EXPECTED = FakeEngine()
 
 
