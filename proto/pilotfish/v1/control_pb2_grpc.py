@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ControlServiceStub:
-    """Tells about the server and stops requests.
+    """Reports on the server and ends requests.
     """
 
     def __init__(self, channel):
@@ -68,11 +68,11 @@ class ControlServiceStub:
 
 
 class ControlServiceServicer:
-    """Tells about the server and stops requests.
+    """Reports on the server and ends requests.
     """
 
     def GetServerInfo(self, request, context):
-        """What runs here and in which state it is. Answered in every state.
+        """Version and state of the server. Answered in every state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,7 +93,7 @@ class ControlServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """End requests early. Their callers get what there is, with FINISH_REASON_ABORTED.
+        """End requests early. Their callers get what was generated so far, with FINISH_REASON_ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,7 +155,7 @@ def add_ControlServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControlService:
-    """Tells about the server and stops requests.
+    """Reports on the server and ends requests.
     """
 
     @staticmethod
