@@ -89,7 +89,7 @@ dashboards: install ## Write the Grafana dashboards of deploy/grafana/dashboards
 features: install ## Run the tests of every option with every proposer; writes docs/features.md
 	$(BIN)/python -m pytest tests/exactness/test_options.py --features docs/features.md
 
-serve: install ## Serve the embedded pair (gRPC on 50051, HTTP on 8000); ARGS="--port ..." adds options
+serve: install ## Serve the embedded pair (gRPC on 50051, HTTP on 8000); ARGS="--grpc-port ..." adds options
 	$(BIN)/pilotfish serve $(ARGS)
 
 proto: install ## Regenerate the stubs from proto/
