@@ -82,7 +82,7 @@ class AbortedError(RequestFailedError):
     """Expected: the server gave up the call, for instance because its stream was not read."""
 
 
-class ServerFault(RequestFailedError):
+class ServerFaultError(RequestFailedError):
     """Unexpected: a fault of the server's. Worth a report."""
 
 
@@ -98,8 +98,8 @@ _BY_CODE: dict[grpc.StatusCode, type[RequestFailedError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     grpc.StatusCode.CANCELLED: CancelledError,
     grpc.StatusCode.ABORTED: AbortedError,
-    grpc.StatusCode.INTERNAL: ServerFault,
-    grpc.StatusCode.UNKNOWN: ServerFault,
+    grpc.StatusCode.INTERNAL: ServerFaultError,
+    grpc.StatusCode.UNKNOWN: ServerFaultError,
 }
 
 

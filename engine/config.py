@@ -1,6 +1,6 @@
-"""Every option of the engine, written once: name, default, limits and help text.
+"""Every option of the engine, defined once: name, default, limits and help text.
 
-The server's flags, environment variables and file are made from these fields.
+The server derives its flags, environment variables and file options from these fields.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from engine.params import MAX_NUM_DRAFT, SpeculationMode, Verification
 
 
 class Bounds(BaseModel):
-    """The most that one request may ask for: gRPC, HTTP and the offline API refuse alike.
+    """Upper bounds for one request; gRPC, HTTP and the offline API apply the same bounds.
 
-    What the model itself allows (its context, the width of its logits) is in `intake.Limits`.
+    The limits of the model itself (its context, the width of its logits) are in `intake.Limits`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,7 +41,7 @@ class Bounds(BaseModel):
 
 
 class EngineConfig(Bounds):
-    """How to load and run a target and, if there is one, its draft; and the most that a request may ask for."""
+    """How to load and run a target and its draft, if there is one; and the upper bounds for one request."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -142,7 +142,7 @@ class EngineConfig(Bounds):
         return self
 
     def _against_shares(self) -> Iterator[tuple[bool, str]]:
-        """What cannot be with a target in shares: whether it is asked for, and the complaint."""
+        """Options that are impossible with a target in shards: whether each one is set, and its message."""
         yield self.weights != "native", f"weights is {self.weights}, and only native ones can be cut"
         yield self.loop == "rounds", "loop is rounds, and no other process hears of a round"
         yield self.reproducible, "reproducible is on, and the order in which shares are summed is not ours"

@@ -1,4 +1,4 @@
-"""Offline use: prompts in, completions out, one call.
+"""Offline use: one call takes prompts and returns completions.
 
 >>> from engine import LLM, SamplingParams
 >>> llm = LLM("models/target", draft="models/draft")
@@ -30,7 +30,7 @@ Prompt = str | Seq[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """What came of one prompt. `text` is None where the checkpoint has no tokenizer."""
+    """One output of a prompt. `text` is None if the checkpoint has no tokenizer."""
 
     index: int  # which of the prompt's `n` outputs
     text: str | None
@@ -41,21 +41,21 @@ class CompletionOutput:
     finish_reason: FinishReason
     matched_stop: str | int | None  # the stop string, or the id of the token, that ended it
     prompt_tokens: int
-    cached_prompt_tokens: int  # of those, found in the prefix cache
-    speculation: SpeculationSettings  # the settings in force
-    seed: int  # asked again with this seed it gives the same tokens (rejection: if K and batch mates are the same too)
+    cached_prompt_tokens: int  # of those, tokens found in the prefix cache
+    speculation: SpeculationSettings  # the effective settings
+    seed: int  # a request with this seed gives the same tokens (rejection: if K and batch mates are the same too)
     stats: DraftStats
-    spec_gain: float  # tokens per second over what plain decoding would have made, as far as known
-    error: str | None = None  # with finish_reason "error": what went wrong with this prompt, and with no other
+    spec_gain: float  # speed-up: tokens per second divided by those of plain decoding, as far as known
+    error: str | None = None  # with finish_reason "error": what failed for this prompt; other prompts are not affected
 
 
 class LLM:
-    """A model to call in a program of one's own; `pilotfish serve` is the same engine behind a network."""
+    """A model for use inside a program; `pilotfish serve` is the same engine with a network interface."""
 
     _ids = count(1)
 
     def __init__(self, target: str | PathLike[str], draft: str | PathLike[str] | None = None, **config: Any) -> None:
-        """Load a target, and a draft if there is one; `config` as in `engine.config.EngineConfig`."""
+        """Load a target, and a draft if one is named; `config` are options of `engine.config.EngineConfig`."""
         settings = EngineConfig(target=fspath(target), draft=None if draft is None else fspath(draft), **config)
         self.engine: Engine = warm.load(settings, practises=False)
         self.codec = Codec.load(settings.target, settings.revision)
@@ -63,7 +63,7 @@ class LLM:
 
     @classmethod
     def of(cls, engine: Engine, codec: Codec | None = None) -> LLM:
-        """The same around an engine that is there already."""
+        """Make an LLM from an engine that is loaded already."""
         llm = cls.__new__(cls)
         llm.engine, llm.codec = engine, codec
         llm._compiler = _compiler(engine, codec)  # noqa: SLF001 - its own
@@ -77,13 +77,13 @@ class LLM:
         speculation: SpeculationParams | None = None,
         cache_salt: str | None = None,
     ) -> list[CompletionOutput]:
-        """Continue every prompt, all in one ragged batch; completions in the order of the prompts, `n` in a row each.
+        """Continue every prompt, all in one ragged batch; completions are in the order of the prompts, `n` for each.
 
-        A prompt is a string or token ids; `params` is one for all, or one for each.
+        A prompt is a string or token ids; `params` is one for all prompts, or one for each.
 
         Raises:
-            InvalidRequest: any prompt or its parameters are wrong; nothing was run.
-            ValueError: as many `params` as prompts, or one, were expected.
+            InvalidRequest: a prompt or its parameters are wrong; nothing was run.
+            ValueError: the number of `params` is neither one nor the number of prompts.
         """
         asked = SpeculationParams() if speculation is None else speculation
         shared = SamplingParams() if params is None else params
@@ -137,7 +137,7 @@ class LLM:
 
 @dataclass(slots=True)
 class _Output:
-    """One completion as it grows."""
+    """One completion while it is generated."""
 
     request: Request
     index: int
@@ -151,7 +151,7 @@ class _Output:
     finished: FinishedOutput | None = None
 
     def take(self, event: TokenEvent, engine: Engine) -> None:
-        """Take a step's tokens; a stop string ends the request here and now."""
+        """Take the tokens of a step; a stop string ends the output immediately."""
         assert self.finished is None, "an event after the last"
         kept, self.finished = len(event.token_ids), event.finished
         if self.text is not None:
@@ -172,7 +172,7 @@ class _Output:
             self.pieces.append(self.text.flush())
 
     def completion(self) -> CompletionOutput:
-        """The result, once finished."""
+        """The result; the output must be finished."""
         ended, asked = self.finished, self.request.sampling
         assert ended is not None, "the engine is idle and a request has no end"
         return CompletionOutput(
@@ -199,7 +199,7 @@ def _compiler(engine: Engine, codec: Codec | None) -> GrammarCompiler | None:
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """One prompt or many -> many: "a" -> ["a"]; [1, 2] -> [[1, 2]]; ["a", [1, 2]] -> itself."""
+    """One prompt or many -> a list: "a" -> ["a"]; [1, 2] -> [[1, 2]]; ["a", [1, 2]] -> the same list."""
     if isinstance(prompts, str):
         return [prompts]
     many = list(prompts)

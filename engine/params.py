@@ -1,4 +1,4 @@
-"""What a request may ask for: sampling, structure, speculation. `request/validation.py` checks the values."""
+"""The parameters of a request: sampling, structure, speculation. `request/validation.py` checks the values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SpeculationMode(StrEnum):
 
 
 class Verification(StrEnum):
-    """Which exact rule keeps or drops drafts (`engine/verify.py`)."""
+    """The exact rule that accepts or rejects drafts (`engine/verify.py`)."""
 
     COUPLED = "coupled"
     REJECTION = "rejection"
@@ -28,13 +28,13 @@ class Verification(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guided:
-    """The structure that an output must have: exactly one of these.
+    """The structure that an output must have: exactly one of these fields is set.
 
     Args:
-        json_schema: the text of a JSON Schema; the output is a document that it accepts.
-        regex: the output matches it as a whole.
-        grammar: the output is of this grammar, in Lark notation.
-        choice: the output is one of these texts.
+        json_schema: the text of a JSON Schema; the output is a document that is valid under it.
+        regex: a regular expression; the whole output matches it.
+        grammar: a grammar in Lark notation; the whole output matches it.
+        choice: texts; the output is one of them.
     """
 
     json_schema: str | None = None
@@ -45,31 +45,31 @@ class Guided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What to sample and when to stop. Field names are those of `pilotfish.v1`.
+    """How to sample and when to stop. Field names are those of `pilotfish.v1`.
 
     Args:
         temperature: 0 is greedy; otherwise logits are divided by it. At most 100.
         top_p: keep the smallest set of likeliest tokens whose probability reaches this; in (0, 1], 1 keeps all.
         top_k: keep this many likeliest tokens; 0 keeps all.
         min_p: drop tokens less likely than this fraction of the likeliest one; in [0, 1].
-        repetition_penalty: divides the logit of a token of prompt or output if positive, else multiplies it;
+        repetition_penalty: divides the logit of each token of prompt or output if it is positive, else multiplies it;
             above 0, up to 10 (Keskar et al. 2019, section 4.1).
-        presence_penalty: subtracted from the logit of each token of the output; -2 to 2.
-        frequency_penalty: subtracted once per time the output has the token; -2 to 2.
+        presence_penalty: subtracted from the logit of each token that the output contains; -2 to 2.
+        frequency_penalty: subtracted as many times as the output contains the token; -2 to 2.
         logit_bias: added to the logits of these tokens; -100 to 100.
-        allowed_token_ids: no other token may come; None allows all.
-        banned_token_ids: these tokens may not come.
+        allowed_token_ids: only these tokens can be generated; None allows all.
+        banned_token_ids: these tokens cannot be generated.
         guided: the structure that the output must have.
-        seed: the request's randomness; None draws one, which the result reports.
-        n: how many outputs; output 0 uses `seed`, the others seeds derived from it.
-        max_tokens: most tokens to generate; None is 128, or what the context has room for.
-        min_tokens: tokens before anything but `max_tokens` may end the output, unless its structure is complete.
+        seed: the seed of the request's randomness; with None a seed is drawn, and the result reports it.
+        n: how many outputs; output 0 uses `seed`, the others use seeds derived from it.
+        max_tokens: the most tokens to generate; None is 128, or less if the context or the server's limit is smaller.
+        min_tokens: the output has at least so many tokens, unless its structure is complete earlier.
         stop: strings that end the text; they are not part of it.
         stop_token_ids: tokens that end the output; they are part of `token_ids`, not of the text.
-        ignore_eos: go on past the model's own end-of-text tokens.
-        logprobs: report the log-probability of each token, and of this many likeliest ones beside it; None reports
-            none. They are of the model's own law: before penalties, bias, bans, structure and temperature.
-        prompt_logprobs: the same for each token of the prompt but the first, which nothing precedes.
+        ignore_eos: the model's own end-of-text tokens do not end the output.
+        logprobs: report the log-probability of each token, and of this many likeliest tokens at its position; None
+            reports none. They are of the target's distribution before penalties, bias, bans, structure and temperature.
+        prompt_logprobs: the same for each token of the prompt except the first, which has no predecessor.
     """
 
     temperature: float = 0.0
@@ -96,7 +96,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationParams:
-    """What a request asks of speculation; None leaves the choice to the server."""
+    """The speculation settings of a request; None leaves the choice to the server."""
 
     mode: SpeculationMode | None = None
     num_draft_tokens: int | None = None
@@ -106,7 +106,7 @@ class SpeculationParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationSettings:
-    """What is done about it: the effective settings, echoed in the result."""
+    """The effective speculation settings, which the result also reports."""
 
     mode: SpeculationMode
     num_draft_tokens: int

@@ -1,6 +1,6 @@
-"""Where keys and values lie. Knows arena rows; which sequence has which is `pages.py`'s business.
+"""Stores keys and values in arena rows. `pages.py` decides which sequence has which rows.
 
-One arena per model, allocated once. A sequence's position p lies in arena row
+There is one arena per model, allocated once. A sequence's position p is stored in arena row
 `page_table[p // page_size] * page_size + p % page_size`, the same row in every layer.
 """
 
@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNED = 64  # bytes, as torch's own tensors
+_ALIGNED = 64  # bytes, like torch's own tensors
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What one position costs: `layers` x 2 x `kv_heads` x `head_dim` numbers of `dtype`."""
+    """The shape of K/V: one position takes `layers` x 2 x `kv_heads` x `head_dim` numbers of `dtype`."""
 
     layers: int
     kv_heads: int
@@ -37,9 +37,9 @@ class KVArena:
     def __init__(
         self, layout: KVLayout, num_pages: int, page_size: int, device: torch.device, spare_rows: int = 0
     ) -> None:
-        # Spare rows lie behind the last page and belong to nobody: padding may write there.
+        # Spare rows are behind the last page and belong to no sequence: padding may write there.
         shape = (layout.layers, 2, num_pages * page_size + spare_rows, layout.kv_heads, layout.head_dim)
-        # Zeroed once: rows beyond `kv_len` may be read under a mask, and a stray NaN would survive the mask.
+        # Zeroed once: rows beyond `kv_len` may be read under a mask, and the mask would not remove a NaN.
         is_cpu = device.type == "cpu"
         storage = _zeros(shape, layout.dtype) if is_cpu else torch.zeros(shape, dtype=layout.dtype, device=device)
         self.layout, self.num_pages, self.page_size = layout, num_pages, page_size
@@ -53,7 +53,7 @@ class KVArena:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """`torch.zeros`, but the system hands out each page of zeros when it is first touched: no start waits for all."""
+    """Like `torch.zeros`, but the system zeroes each page at first access, so start-up does not wait for all pages."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.zeros(size + _ALIGNED, np.uint8)
     start = -memory.ctypes.data % _ALIGNED

@@ -1,4 +1,4 @@
-"""A ragged batch: sequences of different lengths, laid end to end without padding."""
+"""A ragged batch: sequences of different lengths, concatenated without padding."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ TABLE_MARK = 1 << 32  # far above any position and exact in int64
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """One sequence's share of a forward pass: `tokens` at positions `start`, `start + 1`, ...
+    """One sequence's part of a forward pass: `tokens` at positions `start`, `start + 1`, ...
 
-    The last `num_logits` of them want logits: K + 1 when drafts are verified, 0 inside a prompt.
+    The pass returns logits for the last `num_logits` tokens: K + 1 when drafts are verified, 0 inside a prompt.
     """
 
     tokens: Seq[int]
     start: int
     page_table: Seq[int]
     num_logits: int = 1
-    table: int = 0  # the rotary table, of a model that has two
+    table: int = 0  # the number of the rotary table, for a model that has two
 
     @property
     def kv_len(self) -> int:
-        """Valid K/V rows once this pass has written its own."""
+        """Valid K/V rows after this pass has written its own."""
         return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """What one forward pass needs to know. T tokens, R rows of logits, B sequences.
+    """The input of one forward pass. T tokens, R rows of logits, B sequences.
 
     Three sequences in pages of 4: A verifies two drafts at positions 5..7, B is fed a new prompt of four
     tokens, C decodes one token at position 9:
 
         cu_seqlens [0, 3, 7, 8]           A is rows 0..2, B rows 3..6, C row 7
         positions  [5 6 7 | 0 1 2 3 | 9]
-        kv_lens    [8, 4, 10]             what each attends to, its own rows included
+        kv_lens    [8, 4, 10]             rows that each sequence attends to, including its own
         logit_rows [0 1 2 | 6 | 7]        A wants all three, B and C their last
     """
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    position_ids: Tensor  # [T] int64, the position + table * TABLE_MARK: all that `rope.TwoTables` is told
+    position_ids: Tensor  # [T] int64, the position + table * TABLE_MARK: the only input of `rope.TwoTables`
     kv_rows: Tensor  # [T] int64, the arena row that each token's K/V is written to
     logit_rows: Tensor  # [R] int64
     cu_seqlens: tuple[int, ...]  # [B + 1]
     kv_lens: tuple[int, ...]  # [B]
     page_tables: tuple[Seq[int], ...]  # [B]
     page_size: int
-    is_contiguous: tuple[bool, ...]  # [B], whether its pages lie in a row
+    is_contiguous: tuple[bool, ...]  # [B], whether the sequence's pages are consecutive
     _worked_out: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def once(self, key: Hashable, work_out: Callable[[], T]) -> T:
-        """What does not change from layer to layer (masks, row tables) is worked out by the first that asks."""
+        """Compute a value that is the same for all layers (masks, row tables) at the first call, and keep it."""
         if key not in self._worked_out:
             self._worked_out[key] = work_out()
         found: T = self._worked_out[key]
@@ -70,7 +70,7 @@ class RaggedBatch:
 
     @classmethod
     def of(cls, feeds: Seq[Feed], page_size: int, device: torch.device) -> RaggedBatch:
-        """Lay `feeds` end to end."""
+        """Concatenate `feeds` into one batch."""
         ids: list[int] = []
         positions: list[int] = []
         position_ids: list[int] = []

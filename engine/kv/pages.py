@@ -1,10 +1,12 @@
-"""Which pages of an arena are free, held, or kept for whoever starts with the same tokens. Knows no tensor.
+"""Pages of an arena: free, held by a sequence, or kept for later requests that start with the same tokens.
 
-The prefix cache: a page that is full and fed is entered under (what stands before it, its own tokens). Entries
-are exact: no hash stands for tokens, so no collision can hand one caller the keys and values of another. What
-stands before is named by the number of the page before, which is given once and never again; before the first
-page stands the caller's salt. So equal prompts share pages only under equal salts, and a page whose predecessor
-is gone can never be found.
+The prefix cache: a full page whose K/V is written is entered under the key (predecessor, its own tokens). Keys are
+exact: tokens are compared themselves and not by a hash, so no collision can give one caller the keys and values of
+another. The predecessor is the number of the page before, and a number is never used twice; the predecessor of the
+first page is the caller's salt. So equal prompts share pages only under equal salts, and a page whose predecessor was
+removed can never be found.
+
+This module uses no tensors.
 """
 
 from __future__ import annotations
@@ -22,36 +24,36 @@ Key = tuple[Hashable, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _CachedPage:
-    """A page in the prefix cache: its name there, and what finds it."""
+    """A page in the prefix cache: its number there, and its key."""
 
     number: int
     key: Key
 
 
 class PagePool:
-    """The pages of one arena: each is free, or held by page tables, or kept by the prefix cache alone (I5)."""
+    """The pages of one arena: each is free, or held by page tables, or kept only by the prefix cache (I5)."""
 
     def __init__(self, num_pages: int, page_size: int, *, run: int = 1, prefix_cache: bool = False) -> None:
         self.num_pages, self.page_size, self.prefix_cache = num_pages, page_size, prefix_cache
-        self._run = run  # pages of a longest sequence: a new one starts where it may grow without a break
+        self._run = run  # pages of the longest sequence: a new sequence starts where it can grow without a gap
         self._free = set(range(num_pages))
         self._holders = [0] * num_pages
         self._numbers = count()
         self._pages: dict[Key, int] = {}  # the prefix cache
         self._entries: dict[int, _CachedPage] = {}  # by page
-        self._kept: OrderedDict[int, None] = OrderedDict()  # cached pages that nobody holds, oldest first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # cached pages that no page table holds, oldest first
 
     @property
     def num_free(self) -> int:
-        """Pages to be had: free ones, and those that only the prefix cache keeps."""
+        """Available pages: free ones, and those that only the prefix cache keeps."""
         return len(self._free) + len(self._kept)
 
     def pages_for(self, num_tokens: int) -> int:
-        """page_size 16: 0 -> 0, 1 -> 1, 16 -> 1, 17 -> 2."""
+        """The number of pages for `num_tokens` tokens; page_size 16: 0 -> 0, 1 -> 1, 16 -> 1, 17 -> 2."""
         return -(-num_tokens // self.page_size)
 
     def reserve(self, cursor: KVCursor, num_tokens: int) -> bool:
-        """Give `cursor` pages for its first `num_tokens` positions; False, and nothing changed, if too few are free."""
+        """Give `cursor` pages for its first `num_tokens` positions; False, with no change, if too few are free."""
         missing = self.pages_for(num_tokens) - len(cursor.page_table)
         if missing > self.num_free:
             return False
@@ -60,8 +62,8 @@ class PagePool:
         return True
 
     def release(self, cursor: KVCursor) -> None:
-        """Take all pages back; the cursor starts again from nothing."""
-        for page in reversed(cursor.page_table):  # the deepest is the first to be reused: without it the rest is of use
+        """Take all pages back and reset the cursor to an empty one."""
+        for page in reversed(cursor.page_table):  # the last page is reused first: the others are useful without it
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._put_away(page)
@@ -70,7 +72,7 @@ class PagePool:
         cursor.kv_len = 0
 
     def _take(self, previous: int | None) -> int:
-        """A page of its own for somebody; next to the previous one if that is free, so that most K/V lies in a row."""
+        """Take a free page; the one after `previous` if it is free, so that most K/V of a sequence is contiguous."""
         if not self._free:
             oldest, _ = self._kept.popitem(last=False)
             del self._pages[self._entries.pop(oldest).key]
@@ -95,7 +97,7 @@ class PagePool:
     # -------------------------------------------------------------------------------------------- the prefix cache
 
     def find(self, tokens: Seq[int], salt: Hashable) -> list[int]:
-        """The cached pages that hold the beginning of `tokens`, in order, all but the newest token at most."""
+        """The cached pages that hold the beginning of `tokens`, in order; they never cover the newest token."""
         found: list[int] = []
         before: Hashable = ("salt", salt)
         while self.prefix_cache and (len(found) + 1) * self.page_size < len(tokens):
@@ -107,11 +109,11 @@ class PagePool:
         return found
 
     def num_kept(self, pages: Iterable[int]) -> int:
-        """How many of these pages count as free as long as nobody holds them."""
+        """How many of these pages are kept only by the prefix cache, and so count as free."""
         return sum(page in self._kept for page in pages)
 
     def adopt(self, cursor: KVCursor, pages: Seq[int]) -> None:
-        """Begin an empty page table with cached pages: their K/V is there, and stays as it is."""
+        """Begin an empty page table with cached pages, whose K/V is already written and does not change."""
         assert not cursor.page_table, "only a sequence without pages can begin with others' pages"
         for page in pages:
             self._kept.pop(page, None)
@@ -121,14 +123,14 @@ class PagePool:
         cursor.kv_len = len(pages) * self.page_size
 
     def share(self, cursor: KVCursor, tokens: Seq[int], salt: Hashable) -> None:
-        """Enter the cursor's full and fed pages into the prefix cache, where they are not yet."""
+        """Enter the cursor's full pages with written K/V into the prefix cache, if they are not there yet."""
         while self.prefix_cache and (len(cursor.shared) + 1) * self.page_size <= cursor.kv_len:
             i = len(cursor.shared)
             before: Hashable = cursor.shared[-1] if i else ("salt", salt)
             cursor.shared.append(self._enter((before, self._span(tokens, i)), cursor.page_table[i]))
 
     def forget(self, cursor: KVCursor) -> None:
-        """Let nobody find these pages any more: what is in them cannot be trusted."""
+        """Remove these pages from the prefix cache, because their content cannot be trusted."""
         for page in cursor.page_table:
             entry = self._entries.pop(page, None)
             if entry is not None:
@@ -136,7 +138,7 @@ class PagePool:
         cursor.kv_len = 0
 
     def _enter(self, key: Key, page: int) -> int:
-        """The number under which `key` is known from now on. A twin that is there already keeps the place."""
+        """Enter a page under `key` and return the number of the entry; an existing entry with this key stays."""
         known = self._pages.get(key)
         if known is None:
             self._pages[key], self._entries[page] = page, _CachedPage(next(self._numbers), key)
@@ -147,7 +149,7 @@ class PagePool:
         return tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
 
     def check_invariants(self, cursors: Iterable[KVCursor]) -> None:
-        """I5: free, kept and held pages are disjoint and together all; nobody stands beyond his pages."""
+        """Check I5: free, kept and held pages are disjoint and together all; no `kv_len` exceeds its page table."""
         holders = [0] * self.num_pages
         for cursor in cursors:
             assert cursor.kv_len <= len(cursor.page_table) * self.page_size, "kv_len beyond the page table"

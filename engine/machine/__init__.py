@@ -1,4 +1,4 @@
-"""What this process has of the machine: threads, mapped files, and its rank among processes.
+"""The machine resources of this process: threads, mapped files, and its rank among processes.
 
-Knows the operating system and environment variables; knows no model and no request.
+This package knows the operating system and environment variables, and no model and no request.
 """

@@ -1,4 +1,4 @@
-"""Weights that are mapped from their files, how much of them has been read, and memory for what is made of them."""
+"""Weights that are mapped from files: releasing them, the progress of reading, and memory for converted weights."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ import numpy as np
 from torch import Tensor
 
 _DONTNEED, _HUGEPAGE = 4, 14  # MADV_*, of Linux
-_PAGES = Path("/proc/self/pagemap")  # 8 bytes of each page
+_PAGES = Path("/proc/self/pagemap")  # 8 bytes for each page
 _SWAPPED, _OF_FILE, _PRESENT = (1 << bit for bit in (62, 61, 63))
 
 
-_SECONDS = 2.0  # between two words of progress
+_SECONDS = 2.0  # between two reports of progress
 _GB = 10**9
 
 
 class ReadProgress:
-    """How far the weights of a checkpoint have been read, told every two seconds."""
+    """Reports every two seconds how much of the weights of a checkpoint has been read."""
 
     def __init__(self, what: str, size: Callable[[], int], tell: Callable[[str], None]) -> None:
-        """`size` is asked when something is told: files of a hub may not be here before."""
+        """`size` is called at each report, because files of a hub may not be downloaded earlier."""
         self._what, self._size, self._tell = what, size, tell
         self._bytes, self._told = 0, time.monotonic()
 
     def add(self, num_bytes: int) -> None:
-        """So much more has been read."""
+        """Count `num_bytes` more as read."""
         self._bytes += num_bytes
         self._say(lambda size: min(self._bytes, size))
 
     def at(self, done: int, of: int) -> None:
-        """So many of so many tensors have been read."""
+        """Report that `done` of `of` tensors have been read."""
         self._say(lambda size: size * done // max(1, of))
 
     def _say(self, read: Callable[[int], int]) -> None:
@@ -54,7 +54,7 @@ _reading: ContextVar[ReadProgress | None] = ContextVar("reading", default=None)
 
 @contextmanager
 def told(reading: ReadProgress) -> Iterator[None]:
-    """What is read on this thread meanwhile, `reading` is told of."""
+    """Report everything that this thread reads inside the block to `reading`."""
     before = _reading.set(reading)
     try:
         yield
@@ -63,15 +63,15 @@ def told(reading: ReadProgress) -> Iterator[None]:
 
 
 def reading() -> ReadProgress | None:
-    """Who is to be told."""
+    """The current `ReadProgress` of this thread, if any."""
     return _reading.get()
 
 
 def let_go(tensor: Tensor) -> None:
-    """`tensor` will hardly be read again: what is mapped from a file may leave this process's memory.
+    """Release the memory of a tensor that is mapped from a file and will hardly be read again (madvise).
 
-    It stays in the system's cache of files for as long as there is room, so that whoever starts next finds it there.
-    Nothing that was written is touched: all pages must be as they lie in the file.
+    The pages stay in the system's file cache as long as there is memory, so the next process that starts finds them
+    there. Only tensors whose pages are all unchanged pages of a file are released, so written data is never lost.
     """
     advise, (start, length) = _madvise(), _pages(tensor)
     if advise is not None and length and _lie_in_file(start, length):
@@ -82,14 +82,14 @@ def let_go(tensor: Tensor) -> None:
 
 
 def in_large_pages(tensor: Tensor) -> None:
-    """`tensor` is about to be written for the first time: in pages of megabytes, where the system has them. A hint."""
+    """Ask the system for large pages for a tensor that has not been written yet. This is only a hint."""
     advise, (start, length) = _madvise(), _pages(tensor)
     if advise is not None and length and tensor.is_cpu:
         advise(start, length, _HUGEPAGE)
 
 
 def _pages(tensor: Tensor) -> tuple[int, int]:
-    """Where its whole pages begin, and how many bytes they are."""
+    """The address of the tensor's first whole page, and the number of bytes of its whole pages."""
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     return start, max(0, tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
 

@@ -1,4 +1,4 @@
-"""Which of the processes that hold one target this is, as torchrun says it. Knows environment variables alone."""
+"""The rank of this process among the processes of one target, as torchrun sets it. Reads only environment variables."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from engine.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """A process among those that torchrun started; one alone where nothing did."""
+    """The rank of a process that torchrun started, and the numbers of processes; without torchrun, a single process."""
 
     rank: int = 0  # 0 leads: it has the requests
     size: int = 1
-    local_rank: int = 0  # among those on this machine: which GPU is its own
+    local_rank: int = 0  # among the processes on this machine: the number of its GPU
     local_size: int = 1
-    attempt: int = 0  # how often torchrun has begun again with all of them
+    attempt: int = 0  # how often torchrun has restarted all processes
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> RankInfo:
-        """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE -> a place.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
 
         Raises:
-            ModelError: one of them is no number, or the rank is none of that many.
+            ModelError: one of them is no number, or the rank is not below the number of processes.
         """
         if "WORLD_SIZE" not in environment:
             return cls()
@@ -38,14 +38,14 @@ class RankInfo:
 
     @property
     def leads(self) -> bool:
-        """Whether it is the one that has the requests."""
+        """Whether this is the process that has the requests."""
         return self.rank == 0
 
     def check(self, tensor_parallel_size: int) -> None:
-        """Refuse to hold a share where there are more or fewer processes than shares.
+        """Check that there are as many processes as shards.
 
         Raises:
-            ModelError: with both numbers.
+            ModelError: the numbers differ; the message contains both.
         """
         if self.size != tensor_parallel_size:
             raise ModelError(

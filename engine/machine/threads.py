@@ -1,4 +1,4 @@
-"""How many threads compute. Knows what the machine lets this process use; knows nothing of what is computed."""
+"""Sets how many threads compute. Knows the cores that this process may use; knows nothing of the computation."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 @dataclass
 class _Pool:
-    """How many threads of our C take part: at most so many, or exactly."""
+    """The number of threads of our C: at most `most` if it adapts, else exactly `most`."""
 
     most: int = 1
     adapts: bool = True
 
 
-_POOL = _Pool()  # a process has one, as it has one of torch's
+_POOL = _Pool()  # one per process, like torch's thread pool
 
 
 def use_threads(threads: int | None) -> int:
-    """Compute on `threads`, or on the cores this process may use; returns how many.
+    """Compute on `threads` threads, or on as many as the cores this process may use; returns how many.
 
-    torch takes as many. Of the threads of our C (`native/pool.c`) as many as are fastest take part.
+    torch uses all of them. Our C (`native/pool.c`) uses as many of them as are fastest.
     """
     count = threads or cores()
     torch.set_num_threads(count)
     _POOL.most, _POOL.adapts = count, True
-    # Passes run one after the other: a second pool would only take cores from the first. Torch lets it be set once.
+    # Passes run one after the other, so a second pool would only take cores from the first. Torch allows one setting.
     if torch.get_num_interop_threads() != 1:
         with contextlib.suppress(RuntimeError):
             torch.set_num_interop_threads(1)
@@ -42,13 +42,13 @@ def use_threads(threads: int | None) -> int:
 
 
 def leave_to_pool() -> None:
-    """Let torch compute on one thread: what is left to it is small, and its threads wait for each other."""
+    """Let torch compute on one thread, because the work left to it is small and its threads wait for each other."""
     torch.set_num_threads(1)
 
 
 @contextmanager
 def exactly(threads: int) -> Iterator[None]:
-    """Compute on so many threads meanwhile, torch and our C alike, whatever is fastest."""
+    """Compute on exactly `threads` threads inside the block, in torch and in our C, even if fewer are faster."""
     torchs, most, adapts = torch.get_num_threads(), _POOL.most, _POOL.adapts
     torch.set_num_threads(threads)
     _POOL.most, _POOL.adapts = threads, False
@@ -60,33 +60,33 @@ def exactly(threads: int) -> Iterator[None]:
 
 
 def most_threads() -> int:
-    """That may compute, torch's or ours, whichever are more."""
+    """The most threads that may compute: torch's or ours, the larger number."""
     return max(torch.get_num_threads(), _POOL.most)
 
 
 def pool_threads() -> int:
-    """As `pool_enter` takes it: at most so many, or below 0 exactly so many."""
+    """The number for `pool_enter`: n for at most n threads, -n for exactly n."""
     return _POOL.most if _POOL.adapts else -_POOL.most
 
 
 def cores() -> int:
-    """The cores in our affinity mask, or as many whole ones as our control group's quota pays for, if that is less."""
+    """The number of cores in our affinity mask, or of whole cores in our control group's quota, if that is less."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     allowed = quota()
     return affinity if allowed is None else max(1, min(affinity, int(allowed)))
 
 
 def quota(root: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> float | None:
-    """Cores' worth of time that the control groups above us allow, in version 1 or 2; None without a limit."""
+    """The number of cores that the quotas of our control groups (version 1 or 2) allow; None without a limit."""
     found = [limit for folder in _folders(root, membership) if (limit := _limit(folder)) is not None]
     return min(found, default=None)
 
 
 def _folders(root: Path, membership: Path) -> list[Path]:
-    """The folders of our groups and of those above them, as far as they can be seen from here.
+    """The folders of our control groups and of their parents, as far as this process can see them.
 
     `0::/a/b` (version 2) -> root/a/b, root/a, root; `3:cpu,cpuacct:/c` (version 1) -> root/cpu/c, root/cpu. In a
-    container the path may be that of the host, and then only the root is there.
+    container the path may be that of the host, and then only the root exists.
     """
     try:
         lines = membership.read_text("utf-8").splitlines()

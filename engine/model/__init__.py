@@ -1,5 +1,5 @@
-"""One model: its checkpoint, its weights in the type or the bits asked for, and passes over ragged batches.
+"""One model: its checkpoint, its weights in the type or number of bits asked for, and passes over ragged batches.
 
-Owns loading, rounding, rotary tables and the runner that turns token ids into logits. `linear` holds the matrices,
-`fusion` the faster replacements of modules. Knows no request, no scheduler and no sampling.
+This package contains loading, rounding, rotary tables and the runner that turns token ids into logits. `linear`
+contains the matrices, `fusion` the faster replacement modules. It knows no request, no scheduler and no sampling.
 """

@@ -1,4 +1,4 @@
-"""What lies in a local folder or on the hub, and in plain words what is wrong with it. Loads no weights itself."""
+"""Reads checkpoints in a local folder or on the hub, and explains in plain words what is wrong. Loads no weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError
 from engine.model.rope import longrope_border
 
-# What transformers and safetensors say of what they cannot load.
+# The errors of transformers and safetensors for a checkpoint that they cannot load.
 _FAULTS = (
     OSError,
     ValueError,
@@ -36,20 +36,20 @@ _FAULTS = (
     NotASafetensorsRepoError,
     SafetensorsParsingError,
 )
-# As headers of safetensors call them.
+# Types by their names in safetensors headers.
 _STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _LENGTH, _ABOUT = (
     8,
     "__metadata__",
-)  # bytes of a safetensors file that say how long its header is; its entry that is no tensor
-_LONGEST_COMPLAINT = 300  # characters; some of theirs list every class they know
+)  # bytes of a safetensors file that contain the length of its header; the one header entry that is no tensor
+_LONGEST_COMPLAINT = 300  # characters; some messages of transformers list every class it knows
 
 
 def read_config(name: str, revision: str | None) -> PreTrainedConfig:
-    """The config of a causal language model; none of the checkpoint's own code is run.
+    """Read the config of a causal language model, without running the checkpoint's own code.
 
     Raises:
-        ModelError: there is none, or it describes another kind of model.
+        ModelError: there is no config, or it describes another kind of model.
     """
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise ModelError(f"cannot load model {name!r}: there is no such folder")
@@ -65,7 +65,7 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
 
 
 def read_generation_config(name: str, revision: str | None) -> GenerationConfig | None:
-    """What it says of generation; None if it says nothing. Of all this a server honours the end tokens alone."""
+    """Read the generation config; None if there is none. A server uses only its end tokens."""
     try:
         return GenerationConfig.from_pretrained(name, revision=revision or "main")
     except OSError:
@@ -73,16 +73,16 @@ def read_generation_config(name: str, revision: str | None) -> GenerationConfig 
 
 
 def named_type(config: PreTrainedConfig) -> torch.dtype | None:
-    """The type of weights that a config names, for all of the checkpoint or for its text; None if it names none."""
+    """The type of weights that a config names, for the whole checkpoint or its text part; None if it names none."""
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return found if isinstance(found, torch.dtype) else None
 
 
 def stored_type(name: str, revision: str | None) -> torch.dtype | None:
-    """The type of most numbers of a checkpoint, by the headers of its files; None where no float is stored.
+    """The type of most numbers of a checkpoint, from the headers of its files; None where no float is stored.
 
     Raises:
-        ModelError: it has no safetensors, or they cannot be read.
+        ModelError: the checkpoint has no safetensors, or they cannot be read.
     """
     with told_as_model_error(name):
         found = cached_file(name, "config.json", revision=revision)
@@ -92,14 +92,14 @@ def stored_type(name: str, revision: str | None) -> torch.dtype | None:
                 parts = [file.get_slice(key) for key in file.keys()]  # noqa: SIM118 - it is no mapping
                 for part in parts:
                     counts[part.get_dtype()] += math.prod(part.get_shape())
-        if not counts and not Path(name).is_dir():  # of a hub's: not here yet, but the hub tells headers alone
+        if not counts and not Path(name).is_dir():  # on the hub and not downloaded yet: the hub returns the headers
             counts.update(get_safetensors_metadata(name, revision=revision).parameter_count)
     floats = [kind for kind, _ in counts.most_common() if kind in _STORED]
     return _STORED[floats[0]] if floats else None
 
 
 def end_tokens_of(config: PreTrainedConfig, generation: GenerationConfig | None) -> frozenset[int]:
-    """Tokens at which the model was taught to stop: its generation config's, or else its config's."""
+    """Tokens at which the model was trained to stop: from its generation config, or else from its config."""
     found = generation.eos_token_id if generation is not None else None
     if found is None:
         found = config.get_text_config().eos_token_id
@@ -109,7 +109,7 @@ def end_tokens_of(config: PreTrainedConfig, generation: GenerationConfig | None)
 
 
 def has_chat_template(name: str, revision: str | None) -> bool:
-    """Whether the checkpoint says how a chat is written down."""
+    """Whether the checkpoint contains a chat template."""
     optional = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     if cached_file(name, "chat_template.jinja", **optional) is not None:
         return True
@@ -119,18 +119,18 @@ def has_chat_template(name: str, revision: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """How many positions a model knows in a ragged batch, and which words of its config say so."""
+    """The number of positions that a model supports in a ragged batch, and the config field that decides it."""
 
     limit: int
     reason: str
 
 
 def positions(config: PreTrainedConfig) -> Positions:
-    """How many positions a model knows in a ragged batch.
+    """Compute how many positions a model supports in a ragged batch.
 
-    Two kinds of rotary embedding pick one frequency table for the whole pass by its largest position, and so for all
-    sequences of the batch by that of the longest. Up to the length of their first training they pick the same;
-    beyond it we go only where `engine.model.rope` can give each sequence its own.
+    Two kinds of rotary embedding choose one frequency table for the whole pass by its largest position, so the longest
+    sequence would decide for all sequences of the batch. Up to the length of their first training they always choose
+    the same table. Beyond it we serve only models for which `engine.model.rope` can give each sequence its own table.
     """
     text, border = config.get_text_config(), longrope_border(config)
     whole = shape_of(config, "max_position_embeddings")
@@ -149,7 +149,7 @@ def positions(config: PreTrainedConfig) -> Positions:
 
 
 def shape_of(config: PreTrainedConfig, name: str) -> int:
-    """A number that every family we serve has in its config under this name; ModelError where it is missing."""
+    """Read a number that the config of every supported family contains; ModelError where it is missing."""
     value = getattr(config.get_text_config(), name, None)
     if not isinstance(value, int):
         raise ModelError(f"a {config.model_type} model cannot be served: its config has no {name}")
@@ -157,7 +157,7 @@ def shape_of(config: PreTrainedConfig, name: str) -> int:
 
 
 def check_weights(name: str) -> None:
-    """Refuse a folder whose weights are pickles only: reading one may run code of its maker's."""
+    """Refuse a folder whose weights are pickles only, because reading a pickle can run code of its author."""
     folder = Path(name)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         pickles = sorted(path.name for path in folder.glob("*.bin"))
@@ -166,7 +166,7 @@ def check_weights(name: str) -> None:
 
 
 def check_whole(path: Path) -> None:
-    """Refuse a file that ends before its tensors do, as one whose copy was broken off."""
+    """Refuse a file that ends before its tensors end, for example after an interrupted copy."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = _LENGTH + int.from_bytes(file.read(_LENGTH), "little")
@@ -183,13 +183,16 @@ def check_whole(path: Path) -> None:
 
 
 def weights_size(name: str, revision: str | None) -> int:
-    """Bytes of the safetensors of a checkpoint, as far as they are here."""
+    """Bytes of the safetensors files of a checkpoint that are on this machine."""
     found = cached_file(name, "config.json", revision=revision)
     return sum(path.stat().st_size for path in Path(str(found)).parent.glob("*.safetensors"))
 
 
 def check_complete(name: str, report: Mapping[str, Collection[Any]]) -> None:
-    """Refuse a checkpoint that lacks weights: transformers would draw them at random. `report` is its own."""
+    """Refuse a checkpoint with missing weights, for which transformers would use random numbers.
+
+    `report` is the loading report of transformers.
+    """
     missing, mismatched = report["missing_keys"], sorted(report["mismatched_keys"])
     if missing:
         raise ModelError(f"model {name!r} lacks {len(missing)} of its weights, {min(missing)} among them")
@@ -200,7 +203,7 @@ def check_complete(name: str, report: Mapping[str, Collection[Any]]) -> None:
 
 @contextmanager
 def told_as_model_error(name: str) -> Iterator[None]:
-    """Whatever goes wrong while `name` is read becomes a ModelError of one short line."""
+    """Turn any error while `name` is read into a ModelError of one short line."""
     try:
         yield
     except _FAULTS as error:

@@ -1,9 +1,9 @@
-"""A runner whose every pass has one shape, so that a row's bits do not depend on how many rows there are.
+"""A runner whose passes all have one shape, so that a row's bits do not depend on the number of rows.
 
-A matmul library picks its kernel, and with it the order of its sums, by the shape of the operands. Here no operand
-that a row of tokens goes through ever changes its shape: a batch is cut into tiles of `TILE` tokens, each tile is
-a pass of its own, and what is missing from the last one is padding. What then still changes for a row is its place
-in the tile and its neighbours there; `engine.startup.batch_invariance` asks a model at load whether that matters.
+A matmul library chooses its kernel, and with it the order of its sums, by the shape of the operands. Here no operand
+ever changes its shape: a batch is cut into tiles of `TILE` tokens, each tile is one pass, and padding fills the last
+tile. Only a row's place in the tile and its neighbours there still change; `engine.startup.batch_invariance` tests at
+load whether they change its bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TILE = 16
 class FixedShapeRunner:
     """Runs `inner` in passes of exactly `TILE` tokens; `scratch` is a page of its arena with `TILE` spare rows.
 
-    `tap` is of the same model: after all passes it holds what it would after a single one.
+    `tap` belongs to the same model: after all passes it holds the same rows as after a single pass.
     """
 
     def __init__(self, inner: Runner, scratch: int, tap: Tap | None = None) -> None:
@@ -32,7 +32,7 @@ class FixedShapeRunner:
         self.vocab_size = inner.vocab_size
 
     def forward(self, feeds: Seq[Feed]) -> Tensor:
-        """As `Runner.forward`. Tiles run in order, so a sequence finds its earlier tokens in the arena."""
+        """Do what `Runner.forward` does. Tiles run in order, so the arena holds a sequence's earlier tokens."""
         logits, hidden = list[Tensor](), list[Tensor]()
         for tile in cut(feeds):
             logits.append(self._pass(tile))
@@ -49,14 +49,14 @@ class FixedShapeRunner:
         return self._run(tile, logits=True)[wanted]
 
     def _run(self, tile: list[Feed], *, logits: bool) -> Tensor:
-        """Logits of all rows or of none: how many were asked for must not show in a shape either."""
+        """Compute logits of all rows or of none: the number of wanted logits must not change a shape either."""
         missing = TILE - sum(len(feed.tokens) for feed in tile)
         padding = [Feed([0] * missing, 0, [self._scratch] * missing)] if missing else []
         return self._inner.forward([replace(f, num_logits=len(f.tokens) if logits else 0) for f in (*tile, *padding)])
 
 
 def cut(feeds: Iterable[Feed], size: int = TILE) -> Iterator[list[Feed]]:
-    """Tiles of `size` tokens, the last one shorter; size 4: tokens of [3, 6, 1] -> [[3, 1], [4], [1, 1]]."""
+    """Cut feeds into tiles of `size` tokens, the last shorter; size 4, tokens [3, 6, 1] -> [[3, 1], [4], [1, 1]]."""
     tile: list[Feed] = []
     room = size
     for feed in feeds:
@@ -74,13 +74,13 @@ def cut(feeds: Iterable[Feed], size: int = TILE) -> Iterator[list[Feed]]:
 
 
 def _piece(feed: Feed, start: int, stop: int) -> Feed:
-    """Tokens start .. stop - 1 of a feed; of 5 tokens that want 2 logits, 2..4 want 1 and 4..5 the other."""
+    """Take tokens start .. stop - 1 of a feed; if 5 tokens want 2 logits, tokens 2..4 want 1 and 4..5 the other."""
     num_logits = max(0, stop - max(start, len(feed.tokens) - feed.num_logits))
     return replace(feed, tokens=feed.tokens[start:stop], start=feed.start + start, num_logits=num_logits)
 
 
 def wanted_rows(tile: Iterable[Feed]) -> list[int]:
-    """Which rows of a tile want logits; (tokens, num_logits) [(3, 1), (2, 2), (4, 0)] -> [2, 3, 4]."""
+    """The rows of a tile that want logits; (tokens, num_logits) [(3, 1), (2, 2), (4, 0)] -> [2, 3, 4]."""
     rows: list[int] = []
     stop = 0
     for feed in tile:

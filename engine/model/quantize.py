@@ -1,7 +1,7 @@
-"""A model with weights of 8 or 4 bits: rounded as it is loaded, or saved once and loaded as it lies there.
+"""A model with weights of 8 or 4 bits: rounded at load, or rounded and saved once and then loaded as saved.
 
-Knows modules and files. Source weights stay mapped from their files and are rounded one matrix at a time, so that
-memory never holds them whole.
+This module knows modules and files. Source weights stay mapped from their files and are rounded one matrix at a time,
+so that memory never holds all of them.
 """
 
 from __future__ import annotations
@@ -34,31 +34,32 @@ from engine.model.linear.packed import MATMULS, matrix
 from engine.model.linear.swap import ROUTERS, bytes_after_swap
 from engine.model.runner import load_model, prepare
 
-# In `quantization_config`, so that whoever does not know it refuses the weights.
+# In `quantization_config`, so that software that does not know the method refuses the weights.
 _METHODS: dict[str, Rounded] = {f"pilotfish-{weights}": weights for weights in get_args(Rounded)}
 _VERSIONS: dict[Rounded, int] = {"int8": 1, "int4": 3}
-# No name that others would take for a float weight's.
+# A name that other software does not mistake for the name of a float weight.
 _SCALE = "weight_scale"
 _KINDS = {"weight_int4": Int4Linear, "weight_int8": Int8Linear}
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
 def quantise(model: PreTrainedModel, weights: Rounded = "int8") -> None:
-    """Replace every matmul of `model` by a rounded one. Embeddings, norms, routers and what we do not know stay.
+    """Replace every matmul of `model` by a rounded one. Embeddings, norms, routers and unknown modules stay.
 
-    In int4 the head is in int8 all the same, and so are matrices that are not of whole groups.
+    With int4, the head and matrices that do not consist of whole groups are in int8.
 
-    Rounding makes a step of 1/127 of a last bit, so what lies between the matmuls may not depend on batch mates either.
+    Rounding can turn a difference in the last bit into a step of 1/127. So the operations between the matmuls must not
+    depend on batch mates either.
 
     Raises:
         ModelError: a weight has a number that is not finite.
     """
     make_row_wise(model)
     head = model.get_output_embeddings()
-    # By name, one at a time: a list of modules would hold on to all float weights until its end.
+    # By name, one at a time: a list of modules would keep all float weights in memory until the loop ends.
     for name in [name for name, module in model.named_modules() if _is_matmul(name, module)]:
         module = cast("nn.Linear | Conv1D", model.get_submodule(name))
-        # Logits are wanted in float32: rounded to bfloat16, many would tie.
+        # Logits must be in float32: rounded to bfloat16, many would be equal.
         dtype = torch.float32 if module is head else None
         weight = matrix(module)
         rounded = Int4Linear if weights == "int4" and module is not head and fits(weight) else Int8Linear
@@ -74,7 +75,7 @@ def _is_matmul(name: str, module: nn.Module) -> bool:
 
 
 def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights, *, on_cuda: bool = False) -> int:
-    """What the weights of a float model take in `dtype`, or rounded; it may be on the meta device."""
+    """Bytes of the weights of a float model in `dtype`, or rounded; the model may be on the meta device."""
     if weights == "native":
         return sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     if weights == "fp8":
@@ -83,20 +84,20 @@ def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights, *
         return bytes_after_swap(model, dtype, w4.fits, w4.num_bytes)
     modules = dict(model.named_modules())
     matmuls = [module for name, module in modules.items() if _is_matmul(name, module)]
-    # Not only what is no matmul's: a head that shares the embedding's weights will have its own.
+    # All parameters of other modules, even shared ones: a head that shares the embedding's weights gets its own copy.
     others = {
         id(p): p for m in modules.values() if not isinstance(m, nn.Linear | Conv1D) for p in m.parameters(recurse=False)
     }
     held: int = sum(p.numel() for p in others.values()) * dtype.itemsize
     head = model.get_output_embeddings()
     in_groups = [m for m in matmuls if weights == "int4" and m is not head and fits(matrix(m))]
-    # Scales: 2 bytes for each group of inputs of an output in 4 bits, else 4 for each output.
+    # Scales: in 4 bits, 2 bytes for each group of inputs of an output; else 4 bytes for each output.
     grouped = sum(matrix(m).numel() // 2 + 2 * matrix(m).numel() // GROUP for m in in_groups)
     return held + grouped + sum(matrix(m).numel() + 4 * matrix(m).shape[0] for m in matmuls if m not in in_groups)
 
 
 def quantised_as(config: PreTrainedConfig) -> Rounded | None:
-    """How the weights that `save_quantised` wrote are rounded, None for others' checkpoints.
+    """How the weights of a checkpoint that `save_quantised` wrote are rounded; None for any other checkpoint.
 
     Raises:
         ModelError: another version wrote them.
@@ -118,12 +119,12 @@ def _mark(weights: Rounded) -> dict[str, Any]:
 
 
 def load_quantised(name: str, revision: str | None, dtype: torch.dtype, weights: Rounded = "int8") -> PreTrainedModel:
-    """A model with rounded weights, from any checkpoint; `dtype` is that of its rows, embeddings and K/V. CPU only.
+    """Load a model with rounded weights from any checkpoint, on a CPU only.
 
-    `weights` is for those that are not rounded yet.
+    `dtype` is the type of its rows, embeddings and K/V. `weights` applies to a checkpoint that is not rounded yet.
 
     Raises:
-        ModelError: nothing loadable is there, or weights are missing.
+        ModelError: there is no loadable checkpoint, or weights are missing.
     """
     config = read_config(name, revision)
     with told_as_model_error(name):
@@ -139,7 +140,7 @@ def load_quantised(name: str, revision: str | None, dtype: torch.dtype, weights:
 
 
 class _NoStorage(TorchFunctionMode):
-    """Parameters are made with `torch.empty` and take no memory here; tables that are computed do."""
+    """Parameters, which are made with `torch.empty`, take no memory in this mode; computed tables do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         on_meta = {"device": "meta"} if func is torch.empty else {}
@@ -147,7 +148,7 @@ class _NoStorage(TorchFunctionMode):
 
 
 def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model with our attention whose large parameters are on the meta device: to be filled."""
+    """Build a model with our attention, whose parameters are on the meta device until it is filled."""
     with _NoStorage(), initialization.no_init_weights():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION_NAME
@@ -158,7 +159,7 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> None:
-    """Give a skeleton its weights: rounded ones as they are, those of other matmuls unrounded, all else in `dtype`."""
+    """Give a skeleton its weights: rounded ones as they are, other matmuls' weights unrounded, the rest in `dtype`."""
     floats = dict(tensors)
     for key in tensors:
         path, _, kind = key.rpartition(".")
@@ -195,10 +196,10 @@ def _check_shape(key: str, made: Int8Linear, module: nn.Linear | Conv1D) -> None
 
 
 def _read(name: str, revision: str | None) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, mapped from its files.
+    """Map every tensor of a checkpoint from its files.
 
     Raises:
-        ModelError: a file is cut short.
+        ModelError: a file is incomplete.
     """
     tensors: dict[str, Tensor] = {}
     for path in sorted(_folder(name, revision, "*.safetensors").glob("*.safetensors")):
@@ -215,7 +216,7 @@ def _folder(name: str, revision: str | None, *patterns: str) -> Path:
 
 
 def save_quantised(name: str, revision: str | None, out: Path, weights: Rounded = "int8") -> None:
-    """Round the checkpoint `name` and write it to the folder `out`: what is loaded from there is bitwise the same.
+    """Round the checkpoint `name` and write it to the folder `out`; a model loaded from there is bitwise the same.
 
     Raises:
         ModelError: `name` cannot be loaded or is rounded already, or `out` is not empty.

@@ -1,8 +1,9 @@
 """One rotary table per sequence. Knows positions and config fields; knows no attention and no request.
 
 Longrope has two frequency tables: short factors for a sequence of at most `original_max_position_embeddings` tokens,
-long factors for a longer one. transformers picks one of them for a whole pass, by its largest position, which is right
-for a sequence alone and wrong for a ragged batch. Here every token brings the number of its own table along.
+long factors for a longer one. transformers picks one of them for a whole pass, by its largest position. This is right
+for a single sequence and wrong for a ragged batch. Here the position id of every token contains the number of its
+table.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from engine.kv.batch import TABLE_MARK
 
-# Families whose `generate` throws K/V made with the short table away at the border, so that what a sequence gives
-# depends on its length alone. Others go on with a mixture, and are served up to the border only.
+# Families whose `generate` discards K/V made with the short table at the border, so that the result of a sequence
+# depends only on its length. Other families continue with K/V of both tables; we serve them up to the border only.
 _RENEWING = {"phi3"}
 
 
 class TwoTables(nn.Module):
-    """Longrope's embedding, with the table of each token read off its position id."""
+    """Longrope's embedding, which reads the table of each token from its position id."""
 
     def __init__(self, config: PreTrainedConfig, device: torch.device) -> None:
         super().__init__()
@@ -43,17 +44,17 @@ class TwoTables(nn.Module):
 
 
 def longrope_border(config: PreTrainedConfig) -> int | None:
-    """The longest sequence that the first table serves, where a model has two that we can tell apart; else None."""
+    """The longest sequence for which the first table is used, if a model has two tables that we support; else None."""
     rope = getattr(config, "rope_parameters", None) or {}
     border: int | None = rope.get("original_max_position_embeddings")
     if config.model_type not in _RENEWING or rope.get("rope_type") != "longrope" or border is None:
         return None
-    # One of the two numbers picks the table and the other the moment of renewal: they must be one.
+    # One of the two numbers chooses the table and the other the moment of renewal, so they must be equal.
     return border if border == getattr(config, "original_max_position_embeddings", None) else None
 
 
 def install_tables(model: PreTrainedModel) -> None:
-    """Give a model with two tables our embedding in the place of its own; any other model stays as it is."""
+    """Replace the rotary embedding of a model with two tables by ours; any other model stays as it is."""
     if longrope_border(model.config) is None:
         return
     for name, module in list(model.named_modules()):

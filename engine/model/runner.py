@@ -1,4 +1,4 @@
-"""A transformers model that is fed ragged batches. Knows token ids and logits; knows no request."""
+"""Runs a transformers model on ragged batches. Knows token ids and logits, and no request."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from engine.model.rope import install_tables
 
 
 class Runner(Protocol):
-    """What a step needs of a model."""
+    """The interface of a model that a step uses."""
 
     @property
     def vocab_size(self) -> int:
-        """Width of its logits."""
+        """Width of the logits."""
         ...
 
     def forward(self, feeds: Seq[Feed]) -> Tensor:
@@ -48,7 +48,7 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """One transformers model, its arena, and the one method that the step calls."""
+    """One transformers model with its arena."""
 
     def __init__(self, model: PreTrainedModel, arena: KVArena, attend: Attend) -> None:
         self.model, self.arena, self.attend = model.eval(), arena, attend
@@ -58,7 +58,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, feeds: Seq[Feed]) -> Tensor:
-        """One pass of the model's own code over the ragged batch; attention is ours."""
+        """Run one pass of the model's own code over the ragged batch, with our attention."""
         batch = RaggedBatch.of(feeds, self.arena.page_size, self.device)
         output: Any = self.model(
             input_ids=batch.input_ids[None],
@@ -72,11 +72,11 @@ class ModelRunner:
 
 
 class Tap:
-    """Keeps the hidden states of a model's last pass: what its output matrix reads, after the final norm."""
+    """Keeps the hidden states of a model's last pass: the input of its output matrix, after the final norm."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.hidden: Tensor | None = None  # [T, hidden], one row per token of the ragged batch
-        # The trunk, not the output matrix: that sees only the rows whose logits are asked for.
+        # A hook on the trunk, because the output matrix receives only the rows whose logits are wanted.
         model.get_decoder().register_forward_hook(self._keep)
 
     def _keep(self, _trunk: nn.Module, _inputs: object, output: Any) -> None:
@@ -86,13 +86,14 @@ class Tap:
 def load_model(
     name: str, revision: str | None, dtype: torch.dtype | Literal["auto"], device: torch.device, shares: int = 1
 ) -> PreTrainedModel:
-    """Load a causal language model from a local folder or the hub; safetensors only, no code of the checkpoint's.
+    """Load a causal language model from a local folder or the hub; safetensors only, without running its own code.
 
-    With `auto` its weights keep the type that they are stored in, and on CPU stay mapped from their files. Of several
-    `shares` this process reads its own: there is a group of so many processes, and all of them load at the same time.
+    With `auto` the weights keep the type that they are stored in, and on CPU stay mapped from their files. With
+    `shares` above 1 this process loads its own shard, and all processes of a group of this size must load at the same
+    time.
 
     Raises:
-        ModelError: nothing loadable is there, or it would need code of its own.
+        ModelError: there is no loadable checkpoint, or it would need its own code.
     """
     logging.disable_progress_bar()  # it would write into the log of a server
     config = read_config(name, revision)
@@ -111,7 +112,7 @@ def load_model(
             trust_remote_code=False,
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `check_complete` tells them better
+            ignore_mismatched_sizes=True,  # `check_complete` reports them in a clearer message
             distributed_config=DistributedConfig(tp_size=shares) if shares > 1 else None,
         )
     model, report = loaded
@@ -121,7 +122,7 @@ def load_model(
 
 @contextmanager
 def _tensors_told() -> Iterator[None]:
-    """transformers counts the tensors that it reads in a bar: whoever watches is told of them."""
+    """Report the tensors that transformers counts in its progress bar to the current `ReadProgress`, if any."""
     watcher, set_hook = reading(), getattr(logging, "set_tqdm_hook", None)
     if watcher is None or set_hook is None:
         yield
@@ -141,14 +142,14 @@ def _tensors_told() -> Iterator[None]:
 
 
 def prepare(config: PreTrainedConfig) -> None:
-    """Set what a ragged batch needs of any config."""
-    # Some embeddings treat the pad token apart and look at its place on the host; a ragged batch has no padding.
+    """Change a config of any family so that the model can run ragged batches."""
+    # Some embeddings treat the pad token specially and read its place on the host; a ragged batch has no padding.
     if config.pad_token_id is not None:
         config.pad_token_id = None
 
 
 def kv_layout(config: PreTrainedConfig, dtype: torch.dtype) -> KVLayout:
-    """Read the shape of K/V off a transformers config of any family."""
+    """Read the shape of K/V from a transformers config of any family."""
     heads = shape_of(config, "num_attention_heads")
     text = config.get_text_config()
     kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
@@ -157,12 +158,12 @@ def kv_layout(config: PreTrainedConfig, dtype: torch.dtype) -> KVLayout:
 
 
 def known_positions(config: PreTrainedConfig) -> int:
-    """How many positions a model knows in a ragged batch."""
+    """The number of positions that a model supports in a ragged batch."""
     return positions(config).limit
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """Width of the logits: what a token id must stay below, whatever the tokenizer believes."""
+    """Width of the logits. Every token id must be below it, even if the tokenizer knows larger ids."""
     head = model.get_output_embeddings()
     shape = matmul_shape(head)
     if shape is not None:
@@ -173,5 +174,5 @@ def vocab_size(model: PreTrainedModel) -> int:
 
 
 def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Tokens at which the model was taught to stop, from its generation config or its config."""
+    """Tokens at which the model was trained to stop, from its generation config or its config."""
     return end_tokens_of(model.config, model.generation_config)

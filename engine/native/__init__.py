@@ -1,4 +1,4 @@
-"""C for what torch does badly on a CPU: compiled when it is first wanted, done without where it cannot be."""
+"""C code for operations that are slow in torch on a CPU: compiled at first use; torch runs where that fails."""
 
 from engine.native.compiled import instructions, library, threads_in_use
 from engine.native.matmul import ALIGNED, Matrix, PackedMatrix, multiplies

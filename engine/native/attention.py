@@ -1,4 +1,4 @@
-"""What our attention in C is told (`attention.h`)."""
+"""The arguments of our attention in C (`attention.h`)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class AttentionArgs(ctypes.Structure):
 
 
 def where_rows_lie(cu_seqlens: Seq[int], kv_lens: Seq[int], page_tables: Seq[Seq[int]]) -> Tensor:
-    """First rows `[B + 1]`, lengths `[B]` and page tables `[B, width]` of a batch, one after the other: int32."""
+    """Concatenate first rows `[B + 1]`, lengths `[B]` and page tables `[B, width]` of a batch, in int32."""
     width = max(map(len, page_tables))
     tables = chain.from_iterable((*table, *(0,) * (width - len(table))) for table in page_tables)
     return torch.tensor([*cu_seqlens, *kv_lens, *tables], dtype=torch.int32)
 
 
 def attention_args(where: Tensor, page_size: int, sequences: int, heads: int, kv_heads: int, dim: int) -> AttentionArgs:
-    """All but the tensors of a layer; `where` must outlive it."""
+    """Build the arguments without the tensors of a layer; `where` must live longer than the result."""
     start = where.data_ptr()
     return AttentionArgs(
         first_rows=start,

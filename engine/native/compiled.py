@@ -1,6 +1,6 @@
 """The C sources of this folder as a shared library, compiled by the machine's own compiler and kept in a cache.
 
-Nothing needs it: whoever asks is given None where there is no compiler, and takes torch's operations.
+No code requires the library: where there is no compiler, `library` returns None and callers use torch's operations.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 
 
 def library() -> ctypes.CDLL | None:
-    """The compiled sources, or None, and a line in the log that says why."""
+    """The compiled sources; or None, and the log says why."""
     found = loaded()
     return found if isinstance(found, ctypes.CDLL) else None
 
 
 @cache
 def loaded() -> ctypes.CDLL | str:
-    """The compiled sources, or why there are none."""
+    """The compiled sources, or the reason why there are none."""
     if os.environ.get("PILOTFISH_NATIVE") == "0":
         why = "PILOTFISH_NATIVE is 0"
     else:
@@ -56,20 +56,20 @@ def loaded() -> ctypes.CDLL | str:
 
 @cache
 def function(name: str, arguments: tuple[type, ...]) -> Callable[..., None]:
-    """`pilotfish_name` of the compiled sources, which must be there; it takes these arguments and returns nothing."""
+    """Return `pilotfish_name` of the compiled sources, which must exist; it takes these arguments, returns nothing."""
     found = getattr(library(), f"pilotfish_{name}")
     found.argtypes, found.restype = arguments, None
     return found  # type: ignore[no-any-return]
 
 
 def threads_in_use() -> int:
-    """Threads of our C in its last pass; 0 where nothing has asked for it yet, or it is not there."""
+    """Threads of our C in its last pass; 0 if it is not loaded yet or not available."""
     found = library() if loaded.cache_info().currsize else None
     return 0 if found is None else int(found.pool_threads())
 
 
 def instructions() -> str:
-    """By which instructions our C multiplies on this processor, and what would be faster; or why it does not run."""
+    """Describe the instructions that our C multiplies with here, and faster ones; or the reason why it does not run."""
     found = loaded()
     if isinstance(found, str):
         return f"torch's, several times slower: our C is {found}; it takes a C compiler (gcc or clang)"
@@ -81,11 +81,11 @@ def instructions() -> str:
 
 
 def _compiled() -> Path:
-    """The library's path; compiled if it is not there for these sources on this kind of processor.
+    """Return the library's path; compile it first if the cache has none for these sources and this kind of processor.
 
     Raises:
-        OSError: no compiler, or nowhere to write.
-        subprocess.SubprocessError: the compiler does not like the sources, or takes for ever.
+        OSError: there is no compiler, or no folder to write to.
+        subprocess.SubprocessError: the compiler reports an error or exceeds the time limit.
     """
     name = f"native-{fingerprint()}.so"
     for folder in cache_folders():
@@ -98,7 +98,7 @@ def _compiled() -> Path:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / name
         _compile(compiler, made)
-        return made.replace(folder / name)  # whole or not at all, however many start at once
+        return made.replace(folder / name)  # atomic, even if several processes start at the same time
 
 
 def _compile(compiler: str, made: Path) -> None:
@@ -107,7 +107,7 @@ def _compile(compiler: str, made: Path) -> None:
 
 
 def fingerprint() -> str:
-    """Of all that the result depends on; a home folder may be shared by unlike machines."""
+    """A hash of everything that the result depends on, because different machines may share a home folder."""
     info = Path("/proc/cpuinfo")
     flags = next((line for line in _lines(info) if line.startswith(("flags", "Features"))), "")
     parts = [platform.machine(), platform.processor(), flags, *FLAGS]
@@ -120,7 +120,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def cache_folders(*, writable: bool = False) -> Iterator[Path]:
-    """Where the library may lie, the preferred one first. Never one that somebody else could write into."""
+    """The folders for the library, the preferred one first. Never a folder into which another user can write."""
     home = os.environ.get("PILOTFISH_CACHE") or os.environ.get("XDG_CACHE_HOME")
     own = Path(home) if home else Path.home() / ".cache"
     for folder in (own / "pilotfish", Path(tempfile.gettempdir()) / f"pilotfish-{os.getuid()}"):

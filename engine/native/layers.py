@@ -38,7 +38,7 @@ class _Pass(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """What a layer is made of. Norms are (weight, eps) as `Rows.norm` takes them."""
+    """The parts of a layer. Norms are (weight, eps), as for `Rows.norm`."""
 
     qkv: PackedMatrix
     out: PackedMatrix
@@ -51,7 +51,7 @@ class LayerParts:
     window: int | None
 
     def told(self, k: Tensor, v: Tensor) -> _Layer:
-        """For C, with the arena `k`, `v` `[rows, kv_heads, head_dim]` of this layer."""
+        """Make the C structure, with the arena `k`, `v` `[rows, kv_heads, head_dim]` of this layer."""
         return _Layer(
             self.qkv.matrix, self.out.matrix, self.gate_up.matrix, self.down.matrix,
             self.norm_attention[0].data_ptr(), self.norm_mlp[0].data_ptr(), k.data_ptr(), v.data_ptr(),
@@ -60,29 +60,29 @@ class LayerParts:
 
 
 class Layers:
-    """Layers over one arena, ready to run."""
+    """Layers with one arena, ready to run."""
 
     def __init__(self, parts: Seq[LayerParts], k: Seq[Tensor], v: Seq[Tensor]) -> None:
-        self._parts, self._arena = tuple(parts), (tuple(k), tuple(v))  # C holds their addresses
+        self._parts, self._arena = tuple(parts), (tuple(k), tuple(v))  # kept alive, because C holds their addresses
         told = [part.told(*kv) for part, *kv in zip(self._parts, *self._arena, strict=True)]
         self._layers = (_Layer * len(told))(*told)
         self._inner = max(part.down.in_features for part in parts)
         self._widest = max(m.in_features for p in parts for m in (p.qkv, p.out, p.gate_up, p.down))
 
     def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, places: Tensor, where: AttentionArgs) -> Tensor:
-        """`hidden` `[T, width]` -> what the last layer gives, in its place.
+        """Replace `hidden` `[T, width]` by the result of the last layer, in place.
 
-        `cos`, `sin` `[T, head_dim]` are in its type, `places` `[T]` int64 are rows of the arena; `where` says which
-        pages are read (`attention_args`).
+        `cos`, `sin` `[T, head_dim]` have the type of `hidden`, and `places` `[T]` int64 are rows of the arena; `where`
+        contains the pages to read (`attention_args`).
 
         Raises:
-            MemoryError: there was none to work in.
+            MemoryError: the C code could not allocate working memory.
         """
         native, dtype, (rows, width) = library(), hidden.dtype, hidden.shape
         assert native is not None
         mixed = where.heads * where.dim
         joined = mixed + 2 * where.kv_heads * where.dim
-        # One allocation for all that is needed between the stages; torch's are aligned, and so are whole vectors.
+        # One allocation for all buffers between the stages; each buffer starts at a multiple of 64 bytes, for vectors.
         sizes = [rows * n * dtype.itemsize for n in (joined, mixed, 2 * self._inner)] + [rows * self._widest * 4]
         scratch = torch.empty(sum(sizes) + 4 * rows + 64 * 5, dtype=torch.uint8)
         at = [scratch.data_ptr()]

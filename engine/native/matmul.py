@@ -1,4 +1,4 @@
-"""Matrices packed for our C (`matmul.h`): integers of 4 and 8 bits, bfloat16 and float32. Knows numbers alone."""
+"""Matrices packed for our C (`matmul.h`): integers of 4 and 8 bits, bfloat16 and float32. Knows only numbers."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 @cache
 def panel() -> int:
-    """Outputs that this processor sums together: a matrix is packed for it."""
+    """The number of outputs that this processor sums together, for which a matrix is packed."""
     native = library()
     assert native is not None
     return int(native.pilotfish_panel())
 
 
 class PackedMatrix:
-    """A matrix `[out, in]` in panels. Where it was packed it stays: copies share it.
+    """A matrix `[out, in]` in panels. A copy is the same object, because the packed memory must not move.
 
-    A row's product is the same bits alone or in any batch, on any number of threads.
+    A row's product has the same bits alone and in any batch, on any number of threads.
     """
 
     def __init__(
@@ -67,18 +67,18 @@ class PackedMatrix:
         offset: Tensor | None,
         bias: Tensor | None,
     ) -> None:
-        """As matmul.h has it; `of` and `of_levels` make these from a matrix."""
+        """Take the fields of matmul.h; `of` and `of_levels` compute them from a matrix."""
         self.dtype, (self.out_features, self.in_features), self._panels = dtype, shape, panels
-        # C holds the addresses of these.
+        # C holds the addresses of these tensors, so they must stay alive.
         self._held = panels, *(None if x is None else _padded(x) for x in (scale, offset, bias))
         told = (None if x is None else x.data_ptr() for x in self._held)
         self.matrix = Matrix(*told, self.in_features, self.out_features, _BITS[dtype])
 
     @classmethod
     def of(cls, weight: Tensor | Seq[Tensor], scale: Tensor | None = None, bias: Tensor | None = None) -> PackedMatrix:
-        """Of a matrix, or several one below the other.
+        """Pack a matrix, or several stacked along the outputs.
 
-        `scale` `[out]` is what a step of an int8 weight is worth; `bias` `[out]` is float32.
+        `scale` `[out]` is the value of one step of an int8 weight; `bias` `[out]` is float32.
         """
         parts = _parts(weight)
         outputs, inputs = sum(map(len, parts)), parts[0].shape[1]
@@ -90,9 +90,9 @@ class PackedMatrix:
     def of_levels(
         cls, packed: Tensor | Seq[Tensor], scale: Tensor, bias: Tensor | None, levels: Seq[int]
     ) -> PackedMatrix:
-        """In 4 bits: `packed` uint8 `[out, in / 2]` names two of 16 `levels` in a byte, the first one low.
+        """Pack a matrix in 4 bits: each byte of `packed` uint8 `[out, in / 2]` has two indices of `levels`, first low.
 
-        `scale` `[out, in / 64]` is what a step of a level is worth in each group of inputs.
+        `scale` `[out, in / 64]` is the value of one step of a level in each group of inputs.
         """
         parts = _parts(packed)
         outputs, inputs = len(scale), 2 * parts[0].shape[1]
@@ -107,11 +107,14 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights."""
+        """Bytes of the weights."""
         return self._panels.nbytes
 
     def multiply(self, rows: Tensor, step: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """`[M, in]` in the weights' type, for int8 uint8 around 128 worth `step` `[M, 1]` each -> `[M, out]`."""
+        """Multiply rows `[M, in]` -> `[M, out]` in `dtype`.
+
+        Rows have the type of the weights. For integer weights they are uint8 around 128, in units of `step` `[M, 1]`.
+        """
         native = library()
         assert native is not None
         assert rows.is_contiguous(), "rows lie apart"

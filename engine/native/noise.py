@@ -1,4 +1,4 @@
-"""Numbers of Philox in C (`noise.c`): those of `engine/sampling/noise.py`, one call for all rows. CPU."""
+"""Philox noise in C (`noise.c`): the same numbers as `engine/sampling/noise.py`, one call for all rows. CPU only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _function(name: str) -> Callable[..., None]:
 
 
 def draws(seed: Tensor) -> bool:
-    """Whether C makes the numbers of rows whose seeds lie here; of tensors that are traced there is only the shape."""
+    """Whether C can compute the noise for these seeds; it cannot for traced tensors, which have a shape but no data."""
     return type(seed) is Tensor and seed.is_cpu and library() is not None
 
 
@@ -36,7 +36,7 @@ def uniform(seed: Tensor, position: Tensor, stream: Tensor, pairs: int) -> Tenso
 
 
 def uniform_at(seed: Tensor, position: Tensor, stream: Tensor, tokens: Tensor) -> Tensor:
-    """The same for `tokens` `[rows, S]` alone: float64 `[rows, S]`."""
+    """The same numbers for `tokens` `[rows, S]` only: float64 `[rows, S]`."""
     seed, position, stream, tokens = _dense(seed, position, stream, tokens)
     out = torch.empty(tokens.shape, dtype=torch.float64)
     ours = seed.data_ptr(), position.data_ptr(), stream.data_ptr(), tokens.data_ptr()

@@ -1,4 +1,4 @@
-"""What lies between matmuls, in C (`rows.c`): one call where torch takes from two to eight. CPU, float32, bfloat16."""
+"""Operations between matmuls in C (`rows.c`): one call where torch needs two to eight. CPU, float32, bfloat16."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ def rows() -> Rows | None:
 
 
 def rows_for(dtype: torch.dtype, *widths: int) -> Rows | None:
-    """The operations, for rows of this type and these widths; None where they cannot be had."""
+    """The operations, for rows of this type and these widths; None where they cannot run."""
     return rows() if dtype in BITS and not any(width % _LANES for width in widths) else None
 
 
 class Rows:
-    """Every tensor here is on the CPU and as `rows_for` was told, and dense; of `round` and `norm`, each row is."""
+    """Operations on rows. Every tensor is on the CPU and dense, with a type and widths that `rows_for` accepts.
+
+    For `round` and `norm`, only each row must be dense.
+    """
 
     def __init__(self, native: ctypes.CDLL) -> None:
         self._call = {}
@@ -63,7 +66,7 @@ class Rows:
         return out, scale
 
     def gate(self, x: Tensor) -> Tensor:
-        """(gate, up) `[M, 2 n]` -> silu(gate) * up `[M, n]`, in its type."""
+        """(gate, up) `[M, 2 n]` -> silu(gate) * up `[M, n]`, in the type of `x`."""
         m, n = x.shape[0], x.shape[1] // 2
         out = torch.empty(m, n, dtype=x.dtype)
         self._call["gate"](_dense(x), BITS[x.dtype], m, n, out.data_ptr(), pool_threads())
@@ -87,10 +90,10 @@ class Rows:
         return out
 
     def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor, places: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Turn queries in place, keys on their way into the arena, write values there; returns the queries.
+        """Rotate queries in place, write rotated keys and the values into the arena, and return the queries.
 
-        `qkv` is `[T, (heads + 2 kv_heads) * d]`, `cos` and `sin` `[T, d]` in its type, `places` `[T]` rows of the arena
-        `k`, `v` `[rows, kv_heads, d]`. What is returned is a view of `qkv`, `[T, heads, d]`.
+        `qkv` is `[T, (heads + 2 kv_heads) * d]`, `cos` and `sin` are `[T, d]` in its type, and `places` `[T]` are rows
+        of the arena `k`, `v` `[rows, kv_heads, d]`. The result is a view of `qkv`, `[T, heads, d]`.
         """
         kv_heads, dim = k.shape[1:]
         heads = qkv.shape[1] // dim - 2 * kv_heads

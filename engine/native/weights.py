@@ -1,6 +1,7 @@
-"""Weights on their way in: rounded (`round.c`), brought into panels (`panels.c`), by all threads. Knows numbers alone.
+"""Rounds weights (`round.c`) and packs them into panels (`panels.c`), on all threads. Knows only numbers.
 
-A matrix is cut into slices of rows, which threads take as they come: one that has lost its core holds up a slice.
+A matrix is cut into slices of rows, and each free thread takes the next slice. So a thread that has lost its core
+delays only one slice.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from engine.native.attention import BITS
 from engine.native.compiled import function, library
 
 GROUP = 64  # inputs that share a scale, in 4 bits
-_SLICE = 2**20  # bytes of what is read
+_SLICE = 2**20  # bytes of the input that a slice reads
 _I64, _PTR, _INT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "round8": (_PTR, _INT, _I64, _I64, _I64, _PTR, _PTR),
@@ -35,7 +36,7 @@ def _function(name: str) -> Callable[..., None]:
 
 
 def rounds(weight: Tensor) -> bool:
-    """Whether C rounds a matrix `[out, in]` as it lies there."""
+    """Whether C can round a matrix `[out, in]` in its present type, device and layout."""
     return library() is not None and weight.dtype in BITS and weight.is_cpu and weight.stride(1) == 1
 
 
@@ -56,9 +57,9 @@ def round8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round4(weight: Tensor, levels: Seq[int]) -> tuple[Tensor, Tensor]:
-    """`[out, in]` -> uint8 `[out, in / 2]`, two of 16 `levels` in a byte, the first one low.
+    """`[out, in]` -> uint8 `[out, in / 2]`, indices of two of 16 `levels` in a byte, the first one low.
 
-    With it bfloat16 `[out, in / 64]`: what a step of a level is worth in each group of inputs.
+    Also returns bfloat16 `[out, in / 64]`: the value of one step of a level in each group of inputs.
     """
     (outputs, inputs), call = weight.shape, _function("round4")
     out = _empty(outputs, inputs // 2, dtype=torch.uint8)
@@ -77,13 +78,14 @@ def round4(weight: Tensor, levels: Seq[int]) -> tuple[Tensor, Tensor]:
 
 
 def panels_of(parts: Seq[Tensor], width: int) -> tuple[Tensor, Tensor | None]:
-    """Matrices `[out, in]`, one below the other -> panels `[out / width, in / G, width, G]`, G numbers in 4 bytes.
+    """Matrices `[out, in]`, stacked -> panels `[out / width, in / G, width, G]`, G numbers in 4 bytes.
 
-    With them, of int8 weights, int32 `[out]`, rounded up to whole panels: what rows around 128 add to the sums.
+    For int8 weights it also returns int32 `[out]`, padded to whole panels: the amount that rows around 128 add to the
+    sums.
     """
     outputs, inputs, group = sum(map(len, parts)), parts[0].shape[1], 4 // parts[0].element_size()
     panels = _empty(-(-outputs // width), inputs // group, width, group, dtype=parts[0].dtype)
-    panels[outputs // width :].zero_()  # outputs that are not there
+    panels[outputs // width :].zero_()  # padding: outputs beyond the matrix
     offset = torch.zeros(len(panels) * width, dtype=torch.int32) if parts[0].dtype == torch.int8 else None
     to, call = (panels.data_ptr(), None if offset is None else offset.data_ptr()), _function("panels")
     for start, part in _placed(parts):
@@ -99,13 +101,13 @@ def panels_of(parts: Seq[Tensor], width: int) -> tuple[Tensor, Tensor | None]:
 def panels_of_levels(parts: Seq[Tensor], scale: Tensor, levels: Seq[int], width: int) -> tuple[Tensor, Tensor]:
     """Bytes and scales as from `round4` -> bytes `[out / width, words, width * 4]`, see matmul.h.
 
-    With them, float32 `[out]`, rounded up to whole panels: what rows around 128 add to the sums.
+    Also returns float32 `[out]`, padded to whole panels: the amount that rows around 128 add to the sums.
     """
     assert scale.dtype == torch.bfloat16, "C reads these"
     outputs, groups = scale.shape
     words = 8 * groups + (groups + 1) // 2
     panels = _empty(-(-outputs // width), words, 4 * width, dtype=torch.uint8)
-    panels[outputs // width :].zero_()  # outputs that are not there
+    panels[outputs // width :].zero_()  # padding: outputs beyond the matrix
     offset, table, scale = torch.zeros(len(panels) * width), torch.tensor(levels, dtype=torch.int8), scale.contiguous()
     to, call = (table.data_ptr(), panels.data_ptr(), offset.data_ptr()), _function("panels4")
     for start, part in _placed(parts):
@@ -120,19 +122,19 @@ def panels_of_levels(parts: Seq[Tensor], scale: Tensor, levels: Seq[int], width:
 
 
 def _placed(parts: Seq[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Each part behind its first output."""
+    """Pairs of (first output, part)."""
     return zip(accumulate(map(len, parts), initial=0), parts, strict=False)
 
 
 def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    """For weights: in large pages, which are there several times sooner and found sooner."""
+    """Allocate memory for weights in large pages, which the system provides faster and addresses faster."""
     made = torch.empty(*shape, dtype=dtype)
     in_large_pages(made)
     return made
 
 
 def _spread(matrix: Tensor, work: Callable[[int, int], None], multiple: int = 1) -> None:
-    """`work(first, last)` for slices of the rows of `matrix`, each but the last of a `multiple` of rows."""
+    """Run `work(first, last)` for slices of the rows of `matrix`, each but the last a `multiple` of rows."""
     rows, size = len(matrix), max(1, matrix.shape[1] * matrix.element_size())
     step = max(1, _SLICE // size // multiple) * multiple
     firsts = range(0, rows, step)

@@ -1,7 +1,7 @@
-"""The group of processes that hold one target, and integers from its first to the others. Knows no model.
+"""The group of processes that hold one target, and broadcasts of integers from rank 0 to the others. Knows no model.
 
-Two kinds of traffic, apart: the model's own sums and gathers, which transformers does on the device, and what the
-first process says to the others, which is small, is made on the host and goes through gloo whatever the device.
+There are two separate kinds of traffic. The model's own sums and gathers are done by transformers on the device. The
+broadcasts of rank 0 are small, start on the host, and always go through gloo, whatever the device is.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MEET = timedelta(minutes=10)  # to wait for the others at the start
-_IDLE = timedelta(days=365)  # to wait for something to do: as long as nobody asks for anything
-_FRAME = 1024  # integers that go at once; what is longer goes in two parts
+_MEET = timedelta(minutes=10)  # the longest wait for the other processes at the start
+_IDLE = timedelta(days=365)  # the longest wait for work: a server may be without requests for a long time
+_FRAME = 1024  # integers in one broadcast; a longer message is sent in two parts
 
 
 class Ranks:
@@ -39,10 +39,10 @@ class Ranks:
 
     @classmethod
     def join(cls, place: RankInfo, device: torch.device) -> Ranks:
-        """Meet the others, as torchrun's environment says where; this process takes the GPU of its local rank.
+        """Join the other processes at the address in torchrun's environment, and take the GPU of the local rank.
 
         Raises:
-            ModelError: there is no such GPU, or the others did not come.
+            ModelError: there is no such GPU, or the other processes did not join.
         """
         _take_device(place, device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -58,7 +58,7 @@ class Ranks:
         return ranks
 
     def say(self, numbers: Seq[int]) -> None:
-        """From rank 0 to all others. Raises RankLost."""
+        """Broadcast integers from rank 0 to all other ranks. Raises RankLost."""
         message = torch.zeros(max(_FRAME, 1 + len(numbers)), dtype=torch.int64)
         message[0] = len(numbers)
         message[1 : 1 + len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
@@ -68,7 +68,7 @@ class Ranks:
                 dist.broadcast(message[_FRAME:], 0, group=self._talk)
 
     def hear(self) -> list[int]:
-        """What rank 0 says next, however long that takes. Raises RankLost."""
+        """Wait for the next broadcast of rank 0 and return it. Raises RankLost."""
         message = torch.empty(_FRAME, dtype=torch.int64)
         with _losses_told(self.place):
             dist.broadcast(message, 0, group=self._talk)
@@ -80,7 +80,7 @@ class Ranks:
         return message[1:stop].tolist()
 
     def least(self, number: float) -> float:
-        """The least of what all of them bring. Raises RankLost."""
+        """Return the smallest of the numbers that all ranks pass. Raises RankLost."""
         brought = torch.tensor(number, dtype=torch.float64)
         with _losses_told(self.place):
             dist.all_reduce(brought, dist.ReduceOp.MIN, group=self._talk)
@@ -88,7 +88,7 @@ class Ranks:
 
 
 def _meeting_place(place: RankInfo) -> Store:
-    """Where MASTER_ADDR and MASTER_PORT say, apart from earlier attempts: torchrun keeps what those left there."""
+    """The store at MASTER_ADDR and MASTER_PORT, with a prefix per attempt: torchrun keeps keys of earlier attempts."""
     store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=_MEET))
     store.set_timeout(_MEET)
     return PrefixStore(f"attempt {place.attempt}", store)
@@ -108,7 +108,7 @@ def _take_device(place: RankInfo, device: torch.device) -> None:
 
 @contextmanager
 def _losses_told(place: RankInfo) -> Iterator[None]:
-    """What torch says of a peer that closed its connection becomes RankLost."""
+    """Turn torch's error for a peer that closed its connection into RankLost."""
     try:
         yield
     except RuntimeError as error:

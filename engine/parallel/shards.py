@@ -1,7 +1,7 @@
-"""A target in shares: each process of a group holds one, and all of them run every pass. Knows feeds; knows no request.
+"""A target in shards: each process of a group holds one, and all run every pass. Knows feeds; knows no request.
 
-Which matrix is cut how is transformers' business (`tp_plan`). A pass is the same call in each process, with the same
-batch: rank 0 has made it and says it to the others first. All of them get whole logits; only rank 0 reads them.
+transformers decides how each matrix is cut (`tp_plan`). A pass is the same call in each process, with the same batch:
+rank 0 builds the batch and first broadcasts it to the others. All ranks compute whole logits; only rank 0 uses them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Under these names transformers' plans know the matrices that make keys. Where their outputs are gathered, as in Phi-3,
-# every process attends with all heads.
+# The names of the matrices that compute keys, in transformers' plans. Where their outputs are gathered, as in Phi-3,
+# every process computes attention for all heads.
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 _CUT = "colwise"
 
 
 def check_shares(name: str, config: PreTrainedConfig, size: int) -> None:
-    """Refuse a model that cannot be cut in `size` shares.
+    """Refuse a model that cannot be cut into `size` shards.
 
     Raises:
-        ModelError: with the field and its value.
+        ModelError: the model cannot be cut; the message contains the field and its value.
     """
     if find_spec("accelerate") is None:
         raise ModelError(
@@ -56,12 +56,12 @@ def check_shares(name: str, config: PreTrainedConfig, size: int) -> None:
 
 
 def share_of(layout: KVLayout, config: PreTrainedConfig, size: int) -> KVLayout:
-    """What one process has of a layout: 8 KV heads in 2 shares -> 4, unless each process attends with all."""
+    """The K/V layout of one process: 8 KV heads in 2 shards -> 4, unless every process computes all heads."""
     return replace(layout, kv_heads=layout.kv_heads // size) if _heads_are_cut(config) else layout
 
 
 class ShardedRunner:
-    """The Runner of rank 0: has the others run each pass along with its own share."""
+    """The Runner of rank 0: it broadcasts each pass, so that the other ranks run it with their shards."""
 
     def __init__(self, inner: Runner, ranks: Ranks) -> None:
         self._inner, self._ranks = inner, ranks
@@ -69,11 +69,11 @@ class ShardedRunner:
         self._is_whole = True
 
     def forward(self, feeds: Seq[Feed]) -> Tensor:
-        """As `Runner.forward`.
+        """Do what `Runner.forward` does.
 
         Raises:
-            RankLost: the pass failed, or an earlier one, whatever of: some rank may still be in one of its collectives,
-                and would take those of the next pass for them.
+            RankLost: this pass or an earlier one failed, for any reason. Some rank may still be in a collective of the
+                failed pass, and would mix it up with the collectives of the next pass.
         """
         if not self._is_whole:
             raise RankLost("an earlier pass over all ranks failed: they are not in step any more")
@@ -89,7 +89,7 @@ class ShardedRunner:
 
 
 def follow(ranks: Ranks, runner: Runner) -> None:
-    """Run what rank 0 runs until it says nothing, or has ended. What a pass raises is this process's end."""
+    """Run every pass of rank 0, until it broadcasts an empty message or ends. An error in a pass ends this process."""
     try:
         while message := ranks.hear():
             runner.forward(decoded(message))
@@ -98,7 +98,7 @@ def follow(ranks: Ranks, runner: Runner) -> None:
 
 
 def encoded(feeds: Seq[Feed]) -> list[int]:
-    """Feeds as integers: for each of them five lengths and numbers, then its tokens, then its pages.
+    """Encode feeds as integers: for each feed five lengths and numbers, then its tokens, then its pages.
 
     Feed([7, 8], start=3, page_table=[5]) with one row of logits and table 0 -> [2, 3, 1, 1, 0, 7, 8, 5].
     """
@@ -111,7 +111,7 @@ def encoded(feeds: Seq[Feed]) -> list[int]:
 
 
 def decoded(message: Seq[int]) -> list[Feed]:
-    """The feeds that were `encoded`."""
+    """Decode the feeds that `encoded` has encoded."""
     return list(_read(message))
 
 
@@ -125,7 +125,7 @@ def _read(message: Seq[int]) -> Iterator[Feed]:
 
 
 def _plan(config: PreTrainedConfig) -> dict[str, str]:
-    """How transformers cuts the layers of this kind of model: names with wildcards to styles."""
+    """How transformers cuts the layers of this kind of model: names with wildcards -> styles."""
     return getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
 
 

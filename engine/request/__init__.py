@@ -1,4 +1,4 @@
-"""A request before it is a sequence: what is valid, and the defaults of what it leaves open.
+"""A request before it becomes sequences: its validation, and the defaults for fields that it leaves unset.
 
-Knows bounds and the limits of the loaded models; knows no tensor and no step.
+This package knows bounds and the limits of the loaded models, and no tensor and no step.
 """

@@ -1,4 +1,4 @@
-"""A request's way in: what is refused, and what a request that leaves things open gets."""
+"""Turns a request into sequences: refuses what cannot be served, and fills in defaults for unset fields."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from engine.params import MAX_SEED, SamplingParams, SpeculationMode, Speculation
 from engine.request.validation import violations
 from engine.types import KVCursor, Request, Sequence
 
-if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
+if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the models and the arena allow; fixed at load."""
+    """The limits of the models and the arena, fixed at load."""
 
     vocab_size: int  # width of the target's logits
     max_model_len: int  # most tokens of prompt and output together
     eos_token_ids: frozenset[int] = frozenset()
-    target_border: int | None = None  # longest sequence of the model's first rotary table; None: it has but one
+    target_border: int | None = None  # longest sequence of the model's first rotary table; None: it has only one
     draft_border: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Turns requests into sequences. Holds nothing that changes, so any thread may ask it."""
+    """Turns requests into sequences. It has no state that changes, so any thread may call it."""
 
     config: EngineConfig
     limits: Limits
@@ -42,11 +42,11 @@ class Intake:
         return self.config.proposer or next(best_first, "none")
 
     def check(self, request: Request) -> None:
-        """Refuse what cannot be served.
+        """Refuse a request that cannot be served.
 
         Raises:
-            InvalidRequest: with every violation at once.
-            Unsupported: a proposer that this server does not have, or a rule that it promises no bits for.
+            InvalidRequest: the request is invalid; the error contains all violations.
+            Unsupported: this server does not have the proposer, or is reproducible and cannot use the rule.
         """
         found = list(violations(request, self.config, self.limits.vocab_size, self.limits.max_model_len))
         if found:
@@ -61,7 +61,7 @@ class Intake:
             )
 
     def open(self, request: Request) -> list[Sequence]:
-        """The outputs of a request that `check` let through, each a sequence of its own."""
+        """Make one sequence for each output of a request that has passed `check`."""
         wanted, length = request.sampling, len(request.token_ids)
         seed = secrets.randbelow(MAX_SEED + 1) if wanted.seed is None else wanted.seed
         model_ends = frozenset() if wanted.ignore_eos else self.limits.eos_token_ids
@@ -82,7 +82,7 @@ class Intake:
         ]
 
     def _speculation(self, request: Request) -> SpeculationSettings:
-        """The request's wishes over the server's defaults; the server's limit on drafts holds for all."""
+        """The request's settings, with the server's defaults for unset ones, and the server's limit on drafts."""
         asked, config = request.speculation, self.config
         mode = asked.mode or config.speculation
         wanted = config.num_draft_tokens if asked.num_draft_tokens is None else asked.num_draft_tokens
@@ -96,13 +96,13 @@ class Intake:
 
 
 def _seed_of(seed: int, index: int) -> int:
-    """Output 0 has the request's own seed; the others one each, as if drawn, so that any can be asked for alone."""
+    """The seed of an output: the request's own for output 0, a hash for others, so that each can be repeated alone."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
 
 
 def self_test_request(max_model_len: int) -> Request:
-    """What no sound engine can fail at."""
+    """A minimal request that every working engine can serve."""
     sampling = SamplingParams(max_tokens=min(8, max_model_len - 1), ignore_eos=True)
     return Request(request_id="trial", token_ids=(0,), sampling=sampling)

@@ -1,4 +1,4 @@
-"""What can be wrong with a request, each with the field and the value. Knows bounds and no model."""
+"""Validation of a request: each violation names the field and the value. Knows bounds and no model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.errors import Violation
 from engine.params import MAX_NUM_DRAFT, MAX_SEED, Guided, SamplingParams
 from engine.types import Request
 
-if TYPE_CHECKING:  # asked for values alone: without pydantic there are others
+if TYPE_CHECKING:  # for types only: without pydantic there is another class
     from engine.config import Bounds
 
 MAX_SALT_LENGTH = 256  # characters
@@ -17,7 +17,7 @@ STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 
 
 def violations(request: Request, bounds: Bounds, vocab_size: int, max_model_len: int) -> Iterator[Violation]:
-    """Everything wrong with a request; `vocab_size` is the width of the logits."""
+    """All violations of a request; `vocab_size` is the width of the logits."""
     sampling = request.sampling
     yield from _number_violations(sampling)
     yield from _count_violations(sampling, bounds)
@@ -36,7 +36,7 @@ def violations(request: Request, bounds: Bounds, vocab_size: int, max_model_len:
 
 
 def _number_violations(sampling: SamplingParams) -> Iterator[Violation]:
-    limits = {  # field: least, most, whether the least itself is too little
+    limits = {  # field: least, most, whether the value must be above the least
         "temperature": (0.0, 100.0, False),
         "top_p": (0.0, 1.0, True),
         "min_p": (0.0, 1.0, False),
@@ -46,7 +46,7 @@ def _number_violations(sampling: SamplingParams) -> Iterator[Violation]:
     }
     for name, (least, most, is_open) in limits.items():
         value = getattr(sampling, name)
-        # Said as what must hold, not as what must not: every comparison with a NaN is false.
+        # The condition states what must be true, because every comparison with a NaN is false.
         if not (least <= value <= most and not (is_open and value == least)):
             expected = f"above {least:g}, up to {most:g}" if is_open else f"{least:g} to {most:g}"
             yield Violation(f"sampling.{name}", f"is {value}; expected {expected}")
@@ -118,7 +118,7 @@ def _set_violations(field: str, tokens: tuple[int, ...], vocab_size: int) -> Ite
 
 
 def _unknown(field: str, tokens: Iterable[int], vocab_size: int, *, by_id: bool = False) -> Iterator[Violation]:
-    """The first id that the model does not know; one is enough: a wrong tokenizer gets them all wrong."""
+    """Report only the first id that the model does not know, because with a wrong tokenizer there are many."""
     for i, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
             yield Violation(f"{field}[{token if by_id else i}]", f"is {token}; expected 0 to {vocab_size - 1}")
@@ -126,7 +126,7 @@ def _unknown(field: str, tokens: Iterable[int], vocab_size: int, *, by_id: bool 
 
 
 def _logprob_violations(request: Request, bounds: Bounds, max_model_len: int) -> Iterator[Violation]:
-    """What is asked for in all: a long prompt, many outputs or many likeliest tokens multiply."""
+    """Limit the total number of log-probabilities: prompt or output tokens times outputs times likeliest tokens."""
     sampling, most = request.sampling, bounds.max_total_logprobs
     num_tokens = sampling.max_tokens
     if num_tokens is None:
@@ -146,7 +146,7 @@ def _guided_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Vio
 
 
 def structure_violations(guided: Guided, max_bytes: int, max_choices: int) -> Iterator[Violation]:
-    """What is wrong with a structure before any of it is parsed. Costs no more than its length."""
+    """Violations of a structure that can be found without parsing, in time at most proportional to its length."""
     given = [name for name in STRUCTURES if getattr(guided, name) is not None]
     if len(given) != 1:
         what = " and ".join(given) or "none"
@@ -168,12 +168,12 @@ def structure_violations(guided: Guided, max_bytes: int, max_choices: int) -> It
 
 
 def structure_texts(guided: Guided) -> list[tuple[str, str]]:
-    """Each text of a structure's source with the field that it stands in."""
+    """Each text of a structure's source, with the name of its field."""
     if guided.choice is not None:
         return [(f"guided.choice[{i}]", text) for i, text in enumerate(guided.choice)]
     return [(structure_field(guided), guided.json_schema or guided.regex or guided.grammar or "")]
 
 
 def structure_field(guided: Guided) -> str:
-    """The field that is set, the last one if none is."""
+    """The name of the field that is set; the last one if none is set."""
     return "guided." + next((name for name in STRUCTURES if getattr(guided, name) is not None), STRUCTURES[-1])

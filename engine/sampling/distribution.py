@@ -1,8 +1,8 @@
-"""From logits to a law, and from a law to a token. Rows are independent; nothing here knows a batch.
+"""Turns logits into a distribution, and a distribution into a token. Rows are independent of the batch.
 
-A row is one position of one sequence. Its law is the softmax of the logits, as `processors` left them, after, in
-this order: temperature, top-k, top-p (of what top-k left), min-p. Temperature 0 puts all mass on the likeliest
-token, lowest id first.
+A row is one position of one sequence. Its distribution is the softmax of the processed logits (`processors`) after
+these steps in this order: temperature, top-k, top-p (of the tokens that top-k keeps), min-p. Temperature 0 puts all
+mass on the likeliest token; of equal ones, on the lowest id.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ TINY = torch.finfo(torch.float32).tiny  # no positive temperature rounds to zero
 
 
 class Kind(Enum):
-    """How much work a row's law is."""
+    """The kind of a row's distribution, which decides how much work it takes."""
 
     GREEDY = "greedy"  # an argmax
-    WHOLE = "whole"  # temperature alone: every token may come
-    TRUNCATED = "cut"  # top-k, top-p or min-p: only some may
+    WHOLE = "whole"  # only temperature: every token is possible
+    TRUNCATED = "cut"  # top-k, top-p or min-p: only some tokens are possible
 
     @classmethod
     def of(cls, wanted: SamplingParams) -> Kind:
@@ -42,7 +42,7 @@ class RowParams:
     """Sampling parameters of R rows as tensors on the model's device."""
 
     temperature: Tensor  # [R] float32
-    top_k: Tensor  # [R] int64, the vocabulary size where off
+    top_k: Tensor  # [R] int64, the vocabulary size where top-k is off
     top_p: Tensor  # [R] float64
     min_p: Tensor  # [R] float64
     seed: Tensor  # [R] int64, the bits of a uint64
@@ -100,10 +100,10 @@ def _signed(seed: int) -> int:
 
 
 def choose(logits: Tensor, params: RowParams) -> Tensor:
-    """Draw one token per row, int64 `[R]`, as argmax of the law's logits plus Gumbel noise (Gumbel-max trick).
+    """Draw one token per row, int64 `[R]`, as argmax of the distribution's logits plus Gumbel noise (Gumbel-max trick).
 
-    The noise is a function of the row's seed, position and stream alone, so two models that ask for the same
-    row meet the same noise: that is the coupling of `verify.coupled`. `logits` is float32 `[R, vocab]`.
+    The noise depends only on the row's seed, position and stream, so two models get the same noise for the same row:
+    this is the coupling of `verify.coupled`. `logits` is float32 `[R, vocab]`.
     """
     chosen = logits.argmax(-1)
     rows = params.rows(Kind.WHOLE)
@@ -121,7 +121,7 @@ def choose(logits: Tensor, params: RowParams) -> Tensor:
 
 
 def probabilities(logits: Tensor, params: RowParams) -> Tensor:
-    """The law of each row in full: float64 `[R, vocab]`, rows summing to 1."""
+    """The full distribution of each row: float64 `[R, vocab]`, rows summing to 1."""
     law = torch.zeros_like(logits, dtype=torch.float64).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     rows = params.rows(Kind.WHOLE)
     if rows is not None:
@@ -135,14 +135,14 @@ def probabilities(logits: Tensor, params: RowParams) -> Tensor:
 
 
 def _tempered(logits: Tensor, params: RowParams) -> Tensor:
-    """Logits over temperature. The maximum goes first: however small the temperature, the best token stays at 0."""
+    """Logits over temperature. The maximum is subtracted first, so the best token stays at 0 for any temperature."""
     return (logits - logits.amax(-1, keepdim=True)) / params.temperature[:, None]
 
 
 def _support(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
-    """The tokens that the filters leave, likeliest first: their scores, -inf behind them, and ids, both `[R, S]`.
+    """The tokens that truncation keeps, likeliest first: scores, with -inf as padding, and ids, both `[R, S]`.
 
-    S is the largest support of these rows, so that nobody pays for the vocabulary: noise is made for S tokens.
+    S is the largest support of these rows. Noise is computed for S tokens only, and not for the whole vocabulary.
     """
     # Stable, so that equal logits keep the order of their ids and top-k keeps exactly k.
     scores, tokens = _tempered(logits, params).sort(dim=-1, descending=True, stable=True)
@@ -152,12 +152,12 @@ def _support(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
 
 
 def kept(scores: Tensor, params: RowParams | SamplerRows) -> Tensor:
-    """Which of the sorted `scores` `[R, vocab]` stay, always the leading ones and at least one: bool `[R, vocab]`."""
+    """Which of the sorted `scores` `[R, vocab]` truncation keeps, always the first n >= 1: bool `[R, vocab]`."""
     rank = torch.arange(scores.shape[1], device=scores.device)
     by_k = rank < params.top_k[:, None]
     weight = scores.double().exp() * by_k
-    # Running sums in float64: a row's decision must not hinge on rounding that its batch mates could change.
+    # Running sums in float64: a row's decision must not depend on rounding that its batch mates could change.
     mass = weight.cumsum(-1)
     by_p = (mass - weight < params.top_p[:, None] * mass[:, -1:]) | (params.top_p[:, None] >= 1)
     by_min_p = weight >= params.min_p[:, None] * weight[:, :1]
-    return by_k & by_p & by_min_p | (rank == 0)  # a row without any number keeps one too, for `judge` to report
+    return by_k & by_p & by_min_p | (rank == 0)  # a row of NaN keeps a token too, and verification reports the row

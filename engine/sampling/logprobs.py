@@ -1,7 +1,7 @@
-"""How likely tokens were under the target's own law: log-softmax of its logits, before anything a request asked.
+"""Log-probabilities of tokens under the target's distribution: log-softmax of its logits, before all processors.
 
-That law does not depend on parameters, so numbers of different requests can be compared; and it is defined at
-every position, drafts or not.
+This distribution does not depend on sampling parameters, so numbers of different requests can be compared. It is
+defined at every position, with and without drafts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.types import Logprob, Sequence, TopLogprob
 
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> tuple[Logprob, ...]:
-    """Of token i at row i of `logits` `[R, vocab]`, and of the `top` likeliest there; ties by the lower id."""
+    """Logprobs of token i at row i of `logits` `[R, vocab]` and of the `top` likeliest tokens; ties: lower id first."""
     samplers = logits.double().log_softmax(-1)
     chosen = samplers.gather(1, torch.tensor(tokens, device=samplers.device)[:, None]).squeeze(1).tolist()
     best = _likeliest(samplers, top)
@@ -31,7 +31,7 @@ def _likeliest(samplers: Tensor, top: int) -> list[tuple[TopLogprob, ...]]:
 
 
 def record_prompt(sequence: Sequence, start: int, logits: Tensor) -> None:
-    """Add to `sequence.prompt_logprobs`; row i of `logits` came after position `start + i`."""
+    """Add to `sequence.prompt_logprobs`; row i of `logits` predicts the token after position `start + i`."""
     known = sequence.prompt_logprobs or [None]  # nothing precedes the first token
     skip = len(known) - 1 - start
     assert skip >= 0, "prompt positions were left out"

@@ -1,8 +1,8 @@
 """Randomness as a pure function of (seed, position, stream, token): no generator, no state, no order of calls.
 
 Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3) in int64
-tensor arithmetic, so that CPU and CUDA make the same bits. A word is an unsigned 32-bit number held in int64.
-On a CPU our C makes the same words where there is a compiler (`native/noise.c`).
+tensor arithmetic, so that CPU and CUDA compute the same bits. A word is an unsigned 32-bit number held in int64.
+On a CPU our C computes the same words where there is a compiler (`native/noise.c`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
 _ROUNDS = 10
-_NUMBERS_AT_ONCE = 2**16  # on CPU: ten rounds over more would leave the cache, 3 to 7 times slower
+_NUMBERS_AT_ONCE = 2**16  # on CPU: ten rounds over more do not fit in the cache and are 3 to 7 times slower
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Stream(IntEnum):
-    """What a number is for. Two uses never share one: the proposal's noise must not decide its own acceptance."""
+    """The use of a random number. No two uses share a number: a draft's noise must not decide its own acceptance."""
 
-    COUPLED = 0  # target and draft alike, on purpose: `verify.coupled`
+    COUPLED = 0  # the same for target and draft, on purpose: `verify.coupled`
     DRAFT = 1  # the draft's own choice under the rejection rule
     ACCEPT = 2
     RESAMPLE = 3
@@ -37,7 +37,7 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # A product of two words wraps into the sign bit of int64; its bits are right, so masks make words again.
+        # A product of two words overflows into the sign bit of int64; its bits are right, and masks make words again.
         left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1 = (right >> 32) & _WORD ^ c1 ^ k0, right & _WORD
         c2, c3 = (left >> 32) & _WORD ^ c3 ^ k1, left & _WORD
@@ -76,13 +76,13 @@ def gumbel_at(seed: Tensor, position: Tensor, stream: Tensor, tokens: Tensor) ->
 
 
 def _gumbel_pairs(seed: Tensor, position: Tensor, stream: Tensor, pairs: Tensor) -> Tensor:
-    """One Philox call feeds two neighbouring tokens: [rows, 1] x [P] -> [rows, 2 P]."""
+    """Noise of two neighbouring tokens from each Philox call: [rows, 1] x [P] -> [rows, 2 P]."""
     w0, w1, w2, w3 = _token_words(seed, position, stream, pairs)
     return _gumbel(torch.stack([_open_unit(w0, w1), _open_unit(w2, w3)], -1).flatten(1))
 
 
 def _token_words(seed: Tensor, position: Tensor, stream: Tensor, pair: Tensor) -> Words:
-    # The last counter word is 1 here and 0 in `uniform`: the two never meet.
+    # The last counter word is 1 here and 0 in `uniform`, so both never use the same counter.
     return philox((pair, position & _WORD, stream, torch.ones_like(position)), _key(seed))
 
 
@@ -97,6 +97,6 @@ def _open_unit(high: Tensor, low: Tensor) -> Tensor:
 
 
 def _gumbel(uniform: Tensor) -> Tensor:
-    # -log(-log(u)). The winner of an argmax has u near 1, where 52 bits keep its exponential -log(u) fine.
-    # It stays float64: in float32 two tokens would tie now and then, and a tie hangs on the order of the tokens.
+    # -log(-log(u)). The winner of an argmax has u near 1, where 52 bits still give -log(u) enough precision.
+    # It stays float64: in float32 two tokens would sometimes tie, and then the order of the tokens would decide.
     return torch.log_(torch.log(uniform).neg_()).neg_()

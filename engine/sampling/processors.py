@@ -1,8 +1,8 @@
-"""What a request changes of the model's logits before anything is drawn. Knows rows and their own tokens alone.
+"""Processors: the changes that a request makes to the model's logits before sampling. Uses only rows and their tokens.
 
-In this order, at every position as if decoding one token at a time: repetition penalty, frequency and presence
-penalties, logit bias; then what may not come at all: banned tokens, all but the allowed ones, end tokens before
-`min_tokens`, and what the structure forbids. The drafts before a position count like tokens.
+At every position the order is the same as in decoding one token at a time: repetition penalty, frequency and presence
+penalties, logit bias; then forbidden tokens: banned ones, all but the allowed ones, end tokens before `min_tokens`, and
+those that the structure forbids. The drafts before a position count like tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ NEVER = float("-inf")
 
 
 def process(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
-    """Logits `[R, vocab]` as the requests of `rows` want them; `logits` itself, never changed, if none wants any."""
+    """Apply the processors of the requests of `rows`; `logits` `[R, vocab]` is never changed in place.
+
+    Returns `logits` itself if no request needs a processor.
+    """
     concerned = [i for i, row in enumerate(rows) if _is_concerned(row.sequence)]
     if not concerned:
         return logits
@@ -45,13 +48,13 @@ def _is_penalised(wanted: SamplingParams) -> bool:
 
 
 def follow(sequence: Sequence, tokens: Seq[int]) -> None:
-    """Move the sequence's structure past the tokens that it now has."""
+    """Advance the sequence's grammar state over the new `tokens`."""
     if sequence.grammar is not None:
         _advance(sequence, tokens)
 
 
 def fitting(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
-    """The leading drafts that the sequence's structure allows: the target could take no others."""
+    """The leading drafts that the sequence's structure allows; verification would drop all others."""
     if sequence.grammar is None or not drafts:
         return drafts
     taken = _advance(sequence, drafts)
@@ -61,7 +64,7 @@ def fitting(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _advance(sequence: Sequence, tokens: Seq[int]) -> int:
-    """How many of `tokens` the structure takes; after a fault none, and it stands where the sequence does."""
+    """Advance the grammar state; returns how many of `tokens` fit. After a fault: 0, with the state of the sequence."""
     assert sequence.grammar is not None
     try:
         return sequence.grammar.advance(tokens)
@@ -71,11 +74,11 @@ def _advance(sequence: Sequence, tokens: Seq[int]) -> int:
 
 
 def _renew(sequence: Sequence, fault: GrammarFault) -> None:
-    """A structure may be of no use after a fault; one that was met in drafts says nothing of the output."""
+    """Replace a grammar state that may be unusable after a fault; a fault in drafts need not concern the output."""
     assert sequence.request.grammar is not None
     sequence.fault = str(fault)
     sequence.grammar = sequence.request.grammar.start()
-    with suppress(GrammarFault):  # it will say so again when the next mask is asked for
+    with suppress(GrammarFault):  # the next mask raises the fault again
         sequence.grammar.advance(sequence.tokens[sequence.prompt_len :])
 
 
@@ -95,10 +98,10 @@ def _penalised(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
 
 def _counts(rows: Seq[LogitsRow], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """How often the prompt, and the output before each row, have each token: two of float32 `[R, vocab]`.
+    """Count each token in the prompt, and in the output before each row: two float32 tensors `[R, vocab]`.
 
-    Tokens are counted once per sequence; a row adds the drafts before it. Small whole numbers: any order adds
-    them to the same bits.
+    Tokens are counted once per sequence; a row adds the drafts before it. The counts are small whole numbers, so every
+    order of the sums gives the same bits.
     """
     groups = [(sequence, len(list(same))) for sequence, same in groupby(rows, key=lambda row: row.sequence)]
     prompts = _bincount([s.request.token_ids if _is_penalised(s.request.sampling) else () for s, _ in groups], logits)
@@ -111,7 +114,7 @@ def _counts(rows: Seq[LogitsRow], logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _bincount(lists: Seq[Seq[int]], like: Tensor) -> Tensor:
-    """[[3, 3], [1]] -> one row per list with the number of times it has each token, `[lists, vocab]`."""
+    """Count tokens per list, `[lists, vocab]`: [[3, 3], [1]] -> row 0 has 2 at token 3, row 1 has 1 at token 1."""
     counts = torch.zeros(len(lists), like.shape[1], device=like.device)
     row, token = _flat(lists, like.device)
     return counts.index_put_((row, token), torch.ones(len(row), device=like.device), accumulate=True)
@@ -130,7 +133,7 @@ def _biased(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 
 
 def _forbidden(rows: Seq[LogitsRow], logits: Tensor) -> Tensor:
-    """What may not come: bool `[R, vocab]`."""
+    """The forbidden tokens: bool `[R, vocab]`."""
     masks = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     masks[_flat([row.sequence.request.sampling.banned_token_ids for row in rows], logits.device)] = True
     for i, row in enumerate(rows):
@@ -148,7 +151,7 @@ def _forbidden(rows: Seq[LogitsRow], logits: Tensor) -> Tensor:
 
 
 def _runs(rows: Seq[LogitsRow]) -> Iterator[tuple[int, list[LogitsRow]]]:
-    """Rows of the same sequence that stand together, each run with the number of its first."""
+    """Runs of adjacent rows of one sequence with a structure, each with the index of its first row."""
     start = 0
     for sequence, same in groupby(rows, key=lambda row: row.sequence):
         run = list(same)
@@ -158,10 +161,10 @@ def _runs(rows: Seq[LogitsRow]) -> Iterator[tuple[int, list[LogitsRow]]]:
 
 
 def _fill(masks: Tensor, rows: Seq[LogitsRow]) -> None:
-    """Masks `[len(rows), vocab]` of one sequence's rows, each with more drafts before it than the last.
+    """Fill masks `[len(rows), vocab]` of one sequence's rows, each with more drafts before it than the last.
 
-    From the first draft that does not fit on, rows are left open: that draft falls, so nobody reads them. A row at
-    which the structure fails is closed, and matters only to an output that gets there.
+    Rows after the first draft that does not fit stay open: that draft is dropped, so these rows are never used. If the
+    structure fails at a row, its mask forbids all tokens; this matters only if the output reaches that row.
     """
     sequence, taken = rows[0].sequence, 0
     state = sequence.grammar
@@ -180,7 +183,7 @@ def _fill(masks: Tensor, rows: Seq[LogitsRow]) -> None:
 
 
 def _ends_too_early(row: LogitsRow, may_come: Tensor) -> Iterable[int]:
-    """End tokens that `min_tokens` forbids; none where the structure is complete and allows nothing else."""
+    """The end tokens that `min_tokens` forbids; none where the structure is complete and allows only end tokens."""
     sequence = row.sequence
     if row.position - sequence.prompt_len >= sequence.request.sampling.min_tokens:
         return ()

@@ -1,4 +1,4 @@
-"""A row of logits, in the engine's words. Knows no tensor."""
+"""The place of a row of logits: its sequence, the drafts before it and its random stream. Uses no tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.types import Sequence
 
 
 class LogitsRow(NamedTuple):
-    """The token after all of `sequence` and the drafts `before` is to be drawn from `stream`."""
+    """The row from which the token after `sequence` and the drafts `before` is drawn, with noise from `stream`."""
 
     sequence: Sequence
     before: tuple[int, ...]
@@ -17,5 +17,5 @@ class LogitsRow(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Where that token goes: absolute, from 0."""
+        """The absolute position of that token, from 0."""
         return len(self.sequence.tokens) + len(self.before)

@@ -1,4 +1,4 @@
-"""Brings ragged logits before the rule that each sequence asked for. The rules themselves are in `verify.py`."""
+"""Applies to ragged logits the verification rule of each sequence. The rules themselves are in `verify.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.verify import NO_DRAFT, Verdict, coupled, leading_run, rejection
 
 @dataclass(frozen=True, slots=True)
 class VerifyInput:
-    """A sequence whose newest token was fed, with its drafts and the laws they came from (None: certainty)."""
+    """A sequence whose newest token was fed, with its drafts and their distributions (None: probability 1 each)."""
 
     sequence: Sequence
     drafts: tuple[int, ...]
@@ -31,29 +31,29 @@ class VerifyInput:
 
     @property
     def num_rows(self) -> int:
-        """Rows of logits: one after the newest token and one after each draft."""
+        """The number of rows of logits: one after the newest token and one after each draft."""
         return len(self.drafts) + 1
 
     def rows(self, stream: Stream) -> list[LogitsRow]:
-        """The positions that those speak of."""
+        """The positions of these rows."""
         return [LogitsRow(self.sequence, self.drafts[:i], stream) for i in range(self.num_rows)]
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutput:
-    """What one sequence gets from one step: tokens, and why there can be no more of them, if so.
+    """The result of one step for one sequence: tokens, and a problem if the output cannot continue after them.
 
-    Plain decoding would have met `problem` only after these tokens, and never if one of them ends the output.
+    Plain decoding would meet `problem` only after these tokens, and never if one of them ends the output.
     """
 
-    tokens: tuple[int, ...]  # kept drafts, then the target's own
+    tokens: tuple[int, ...]  # accepted drafts, then the target's own token
     num_accepted: int
     problem: str | None = None
     logprobs: tuple[Logprob, ...] = ()  # of `tokens`, where asked for
 
 
 def verify_rows(fed: Seq[VerifyInput], logits: Tensor) -> list[VerifyOutput]:
-    """Decide all sequences; `logits` `[sum of (K_i + 1), vocab]` in their order."""
+    """Verify the drafts of all sequences; `logits` `[sum of (K_i + 1), vocab]` are in the same order."""
     outcomes: list[VerifyOutput | None] = [None] * len(fed)
     first_rows = _offsets(fed)
     for rule, decide in _RULES.items():
@@ -70,15 +70,15 @@ Decide = Callable[[Seq[VerifyInput], Tensor, Tensor], Verdict]
 
 
 def _decide(decide: Decide, fed: Seq[VerifyInput], logits: Tensor) -> list[VerifyOutput]:
-    """One rule on the sequences that asked for it."""
+    """Apply one rule to the sequences that use it."""
     processed = process(logits, [row for f in fed for row in f.rows(Stream.COUPLED)])
     rows = _padded_rows(fed, logits.device)
     verdict = decide(fed, processed, rows)
-    # What a sequence gets rests on the rows up to and with the one its next token came from; a NaN reaches the maximum.
+    # A result depends on the rows up to the one of the next token, so these must be finite; a NaN becomes the maximum.
     num_sound = leading_run(logits.amax(-1).isfinite()[rows])
     num_open = leading_run(processed.amax(-1).isfinite()[rows])
     columns = [verdict.num_accepted, verdict.next_token, num_sound, num_open]
-    answers = torch.stack(columns, 1).tolist()  # the step's one wait
+    answers = torch.stack(columns, 1).tolist()  # the only place where a step waits for the device
     outcomes = [_outcome(f, *answer) for f, answer in zip(fed, answers, strict=True)]
     return _with_logprobs(fed, logits, outcomes)
 
@@ -94,7 +94,7 @@ def _outcome(fed: VerifyInput, num_accepted: int, next_token: int, num_sound: in
 
 
 def _with_logprobs(fed: Seq[VerifyInput], logits: Tensor, outcomes: list[VerifyOutput]) -> list[VerifyOutput]:
-    """The same outcomes; those that asked for logprobs have them, of the unprocessed logits."""
+    """Add log-probabilities of the unprocessed logits to the outcomes of sequences that asked for them."""
     for i, (f, outcome, first) in enumerate(zip(fed, outcomes, _offsets(fed), strict=False)):
         wanted = f.sequence.request.sampling.logprobs
         if wanted is not None and outcome.tokens:
@@ -126,7 +126,7 @@ def _params(fed: Seq[VerifyInput], logits: Tensor, stream: Stream) -> RowParams:
 
 
 def _padded_rows(fed: Seq[VerifyInput], device: torch.device) -> Tensor:
-    """Row of each position, `[B, K + 1]`; K_i [1, 0] -> [[0, 1], [2, 2]]: padding repeats the last, never read."""
+    """Row of each position, `[B, K + 1]`; K_i [1, 0] -> [[0, 1], [2, 2]]: padding repeats the last and is not used."""
     widest = max(f.num_rows for f in fed)
     rows = [[min(first + i, stop - 1) for i in range(widest)] for first, stop in pairwise(_offsets(fed))]
     return torch.tensor(rows, device=device)
@@ -140,7 +140,7 @@ def _padded_drafts(fed: Seq[VerifyInput], device: torch.device) -> Tensor:
 
 
 def _padded_draft_probs(fed: Seq[VerifyInput], drafts: Tensor, vocab: int) -> Tensor:
-    """Laws of the drafts, float64 `[B, K, vocab]`: 0 for a missing draft, one-hot for a certain one."""
+    """Distributions of the drafts, float64 `[B, K, vocab]`: 0 for a missing draft, one-hot without `draft_probs`."""
     probs = torch.zeros((*drafts.shape, vocab), dtype=torch.float64, device=drafts.device)
     for i, f in enumerate(fed):
         if f.draft_probs is not None:
@@ -151,5 +151,5 @@ def _padded_draft_probs(fed: Seq[VerifyInput], drafts: Tensor, vocab: int) -> Te
 
 
 def _offsets(fed: Seq[VerifyInput]) -> list[int]:
-    """First row of each, and the end; K_i [1, 0, 2] -> [0, 2, 3, 6]."""
+    """The first row of each sequence, and the end; K_i [1, 0, 2] -> [0, 2, 3, 6]."""
     return list(accumulate((f.num_rows for f in fed), initial=0))

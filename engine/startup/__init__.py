@@ -1,4 +1,4 @@
-"""What runs once, between a config and an engine that is ready: load, size, test, assemble, calibrate.
+"""Runs once and turns a config into a ready engine: load, size, test, assemble, calibrate.
 
-Imports everything below it and is imported by no part of a step.
+This package imports everything below it. No code that runs in a step imports it.
 """

@@ -1,9 +1,9 @@
-"""Are a row's bits its own? Asked once, at load, of a model that is to be run in tiles (`engine.model.fixed_shape`).
+"""Tests batch invariance at load, for a model that will run in fixed-shape passes (`engine.model.fixed_shape`).
 
-A tile fixes every shape. What is left is a row's place in the tile, its neighbours and the number of threads, and no
-library promises that those change nothing. So activations are taken in pieces that cannot differ, the model's own
-matmuls are tried one shape at a time, and then the model as a whole; everything is held against one thread, so that
-a later start with more finds the same bits.
+A tile fixes every shape. A row's bits can still depend on its place in the tile, on its neighbours and on the number of
+threads, and no library promises that they do not. So activations are computed in pieces whose shape never changes. Then
+the model's own matmuls are tested, one shape at a time, and last the whole model. Every result is compared with a run
+on one thread, so that a later start with more threads gives the same bits.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from engine.model.runner import ModelRunner
 log = logging.getLogger(__name__)
 
 _SHIFTS = (1, 6, TILE - 5)
-_PIECE = 16384  # torch hands elementwise work of 32,768 numbers to several threads; a multiple of all vector lengths
-_VECTOR = 64  # numbers in two registers of the widest kind and the shortest type
+_PIECE = 16384  # torch splits elementwise work of 32,768 numbers among threads; a multiple of all vector lengths
+_VECTOR = 64  # numbers that fit in two of the widest registers, in the shortest type
 _ACTIVATIONS = frozenset(
     found[0] if isinstance(found, tuple) else found for found in dict.values(activations.ACT2CLS)
 ) | {nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh, nn.Sigmoid}
 
 
 class RowByRow(nn.Module):
-    """A matmul that takes one row at a time: slow, and its rows cannot help being independent."""
+    """A matmul that computes one row at a time: slow, but its rows are always independent."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class RowByRow(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix of the matmul within, for those who ask its size."""
+        """The matrix of the inner matmul, for callers that need its size."""
         found = self.inner.weight
         assert isinstance(found, Tensor)
         return found
@@ -54,10 +54,10 @@ class RowByRow(nn.Module):
 
 
 class Piecewise(nn.Module):
-    """An activation that every number goes through alike.
+    """An activation that computes every number in the same way.
 
-    torch works on whole vectors and then on what is left at the end of a thread's part, where exp is another
-    function and may round otherwise. Here nothing is ever left, and there is one thread.
+    torch works on whole vectors, and then on the remainder at the end of a thread's part, where it uses another exp
+    function that may round differently. Here there is never a remainder, and only one thread.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -72,12 +72,12 @@ class Piecewise(nn.Module):
 
 @torch.inference_mode()
 def hold_bits(model: PreTrainedModel, layout: KVLayout) -> None:
-    """Make sure that a row's bits depend on nothing but its own context, taking matmuls row by row where they must.
+    """Ensure that a row's bits depend only on its own context; matmuls that need it are computed row by row.
 
     Raises:
-        ModelError: they depend on something else all the same.
+        ModelError: the bits still depend on something else.
     """
-    with exactly(torch.get_num_threads()):  # not as many as are fastest
+    with exactly(torch.get_num_threads()):  # instead of the number of threads that is fastest
         _hold_bits(model, layout)
 
 
@@ -86,7 +86,7 @@ def _hold_bits(model: PreTrainedModel, layout: KVLayout) -> None:
     sound: dict[str, bool] = {}
     for name, module in list(model.named_modules()):
         if isinstance(model.get_submodule(name.rpartition(".")[0]), Piecewise | RowByRow):
-            continue  # taken care of by an earlier engine on this model
+            continue  # an earlier engine of this model has replaced it
         if type(module) in _ACTIVATIONS:
             _replace(model, name, Piecewise(module))
         elif isinstance(module, nn.Linear | Conv1D):
@@ -99,7 +99,7 @@ def _hold_bits(model: PreTrainedModel, layout: KVLayout) -> None:
 
 
 def _refuse_experts(model: PreTrainedModel) -> None:
-    """Stacked matrices: each is used on as many rows as a router sends there, and no tile fixes that shape."""
+    """Refuse stacked matrices: a router decides how many rows each receives, and no tile fixes that shape."""
     for name, weight in model.named_parameters():
         if weight.ndim > 2:
             raise ModelError(
@@ -109,7 +109,7 @@ def _refuse_experts(model: PreTrainedModel) -> None:
 
 
 def shape_of(module: nn.Module) -> str:
-    """A matmul's kind: what decides which kernel it gets."""
+    """Describe a matmul by the properties that decide which kernel runs it."""
     assert isinstance(module.weight, Tensor)
     size = " x ".join(map(str, module.weight.shape))
     bias = " with bias" if isinstance(module.bias, Tensor) else ""
@@ -117,7 +117,7 @@ def shape_of(module: nn.Module) -> str:
 
 
 def is_independent(matmul: nn.Module) -> bool:
-    """Whether a row of a tile gets the same bits at every place, beside any rows, with one thread and with all."""
+    """Whether a row gets the same bits at every place of a tile, beside any rows, with one thread and with all."""
     assert isinstance(matmul.weight, Tensor)
     weight, generator = matmul.weight, torch.Generator().manual_seed(0)
     inner = matmul.inner if isinstance(matmul, RowByRow) else matmul
@@ -149,7 +149,10 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _check_whole(model: PreTrainedModel, layout: KVLayout) -> None:
-    """Norms, activations, attention, routers, heads: the logits of one sequence wherever it lies in its tiles."""
+    """Test the whole model: the logits of one sequence must have the same bits wherever it is in its tiles.
+
+    This covers norms, activations, attention, routers and heads.
+    """
     arena = KVArena(layout, num_pages=TILE, page_size=TILE, device=model.device, spare_rows=TILE)
     attend = choose("fixed", model.device)
     runner = FixedShapeRunner(ModelRunner(model, arena, attend), scratch=TILE)

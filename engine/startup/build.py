@@ -1,4 +1,4 @@
-"""From a config to an engine: loads the models, sizes the arenas, wires the parts. Nothing here runs in a step."""
+"""Turns a config into an engine: loads the models, sizes the arenas, connects the parts. No step runs this code."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ from engine.startup.memory import GIB, kv_gib
 from engine.startup.precision import held_as
 from engine.startup.self_test import probe
 
-if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
+if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
-PAGE_SIZE = 32  # tokens; the prefix cache knows whole pages
+PAGE_SIZE = 32  # tokens; the prefix cache keeps only whole pages
 
 
 def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Engine:
-    """Load what `config` names and make it ready to step; `progress` is told each stage.
+    """Load what `config` names and build an engine that is ready to step; `progress` receives the name of each stage.
 
-    With `tensor_parallel_size` above 1 this returns to rank 0 alone. In the other processes it does what rank 0 says
-    for as long as that lives, and then ends the process.
+    With `tensor_parallel_size` above 1 this function returns in rank 0 only. In the other processes it runs the worker
+    loop as long as rank 0 lives, and then ends the process.
 
     Raises:
-        ModelError: a checkpoint that cannot be served, or a pair that does not fit together.
+        ModelError: a checkpoint cannot be served, or the target and the draft do not fit together.
     """
     if config.tensor_parallel_size > 1 and not RankInfo.here().leads:
         load_share(config, progress)()
@@ -83,10 +83,10 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
 
 
 def load_share(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Callable[[], None]:
-    """In a rank other than 0: load its share. What is returned runs what rank 0 runs, until that has ended.
+    """Load the shard of a rank other than 0, and return its worker loop, which runs every pass of rank 0 until it ends.
 
     Raises:
-        ModelError: as `build_engine`.
+        ModelError: for the reasons given at `build_engine`.
         RankLost: rank 0 ended before it had loaded.
     """
     device = pick_device(config.device)
@@ -102,7 +102,7 @@ def load_share(config: EngineConfig, progress: Callable[[str], None] = lambda _:
 def _load_target(
     config: EngineConfig, device: torch.device, progress: Callable[[str], None]
 ) -> tuple[PreTrainedModel, Ranks | None]:
-    """The target, or this process's share of it and the group that has the others."""
+    """Load the target, or this process's shard of it, and join the group of ranks with the other shards."""
     shares, ranks = config.tensor_parallel_size, None
     place = RankInfo.here() if shares > 1 else RankInfo()
     use_threads(config.threads or max(1, cores() // place.local_size))
@@ -124,10 +124,12 @@ def load(
     shares: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PreTrainedModel:
-    """One model, its weights as asked, or rounded as the checkpoint has them; or a share. `progress` hears of bytes.
+    """Load one model or a shard of it; `progress` receives how many bytes have been read.
+
+    Weights that are already rounded in the checkpoint stay as they are; others are rounded as asked.
 
     Raises:
-        ModelError: it cannot be loaded, or rounded ones are wanted where they cannot run.
+        ModelError: the model cannot be loaded, or its rounded weights cannot run on this device.
     """
     with told(ReadProgress(f"loading {name}", partial(weights_size, name, revision), progress)):
         return _load(config, name, revision, weights, device, shares)
@@ -146,11 +148,11 @@ def _load(
         if config.fuse:
             log.info("%r stays unfused: a share of it has transformers' hooks on its matrices", name)
         return load_model(name, revision, held.dtype, device, shares)
-    if device.type == "cpu" and (held.weights == "int8" or held.weights == "int4"):  # only so do types tell these apart
+    if device.type == "cpu" and (held.weights == "int8" or held.weights == "int4"):  # `in` would not narrow the type
         model = load_quantised(name, revision, held.dtype, held.weights)
     else:
         model = load_model(name, revision, held.dtype, device)
-    if config.fuse and device.type == "cpu" and config.loop != "rounds":  # whose batches C cannot read
+    if config.fuse and device.type == "cpu" and config.loop != "rounds":  # our C cannot read the batches of rounds
         fuse(model)
         pack(model)
         stack(model)
@@ -176,11 +178,17 @@ def assemble(
     ops: RoundOps | None = None,
     ranks: Ranks | None = None,
 ) -> Engine:
-    """An engine of models that are loaded already (with our attention: `runner.load_model`).
+    """Build an engine from models that are loaded already (with our attention: `runner.load_model`).
 
-    `extra_proposers` come to those that the config brings, or replace them by name. `vocab` is for a draft of
-    another vocabulary. `wrappers` put proposers, by name, into others that watch them or change what they say.
-    `ops` are what rounds are made of, where that is not as usual. `ranks` has the other shares of the target.
+    Args:
+        config: the options of the engine.
+        target: the target model.
+        draft: the draft model.
+        extra_proposers: proposers, by name, that are added to those of the config or replace them.
+        vocab: the token map for a draft of another vocabulary.
+        wrappers: by proposer name, functions that wrap a proposer to watch it or to change its drafts.
+        ops: replaces the usual operations of rounds.
+        ranks: the group of ranks with the other shards of the target.
     """
     _check_bits_are_promised(config, target.device)
     drafters = Drafters.load(config, target, draft, vocab)
@@ -190,19 +198,19 @@ def assemble(
     memory = kv_gib(config, target.device, target.config)
     memory = memory if ranks is None else ranks.least(memory)
     num_pages = pages_within(memory, config.max_batch_size, [layout, *drafters.layouts.values()], page_size, limit)
-    spare = page_size if wants_rounds(config, target.device) else 0  # what rounds write for nobody
+    spare = page_size if wants_rounds(config, target.device) else 0  # rows for what rounds write without a sequence
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device, spare_rows=spare)
-    # int8 and packed floats keep their rows apart by themselves; torch's matmuls need passes of one shape.
+    # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
     needs_tiles = config.reproducible and not keeps_rows_apart(target)
     make_runner = partial(_tiled_runner, tap=drafters.tap) if needs_tiles else _runner
     if ranks is not None:
         ranks.say([num_pages, page_size])
     runner = make_runner(config, target, make_arena)
     runner = runner if ranks is None else ShardedRunner(runner, ranks)
-    # Under the coupled rule a draft's bits reach no output: only the target is slowed down for them.
+    # Under the coupled rule the bits of a draft change no output, so only the target runs in slower fixed-shape passes.
     row_wise = keeps_rows_apart(target)
     runners = drafters.runners(make_arena, partial(_attention, config, row_wise=row_wise))
-    attend = next((own.attend for own in runners.values()), None)  # what fits a draft model fits a head
+    attend = next((own.attend for own in runners.values()), None)  # attention that fits a draft model also fits a head
     attend = attend or attention.choose(config.attention, target.device, row_wise=row_wise)
     prefill = PrefillBudget(config.max_step_ms / 1000, config.max_batch_tokens)
     by_name = drafters.proposers(runners, make_arena, attend, prefill) | dict(extra_proposers)
@@ -226,7 +234,10 @@ def assemble(
 def _scheduler(
     config: EngineConfig, proposers: Proposers, prefill: PrefillBudget, num_pages: int, page_size: int, run: int
 ) -> Scheduler:
-    """One pool of pages for the target and, if a proposer has K/V, one for the draft; `run`: pages of one sequence."""
+    """Build a scheduler, with one page pool for the target and, if a proposer has K/V, one for the draft.
+
+    `run` is the number of pages of the longest sequence.
+    """
     pools = [PagePool(num_pages, page_size, run=run, prefix_cache=config.prefix_cache) for _ in range(2)]
     return Scheduler(
         pools[0],
@@ -242,7 +253,7 @@ def _scheduler(
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` -> cuda where there is one, else cpu; ModelError where cuda is asked for in vain."""
+    """`auto` -> cuda where there is one, else cpu; ModelError where cuda is asked for and missing."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelError("device is cuda, and torch sees no CUDA device here")
     if name == "auto":
@@ -251,14 +262,14 @@ def pick_device(name: str) -> torch.device:
 
 
 def layout_of(config: EngineConfig, target: PreTrainedModel) -> KVLayout:
-    """The K/V of a target, or of this process's share of it."""
+    """The K/V layout of a target, or of this process's shard of it."""
     layout = kv_layout(target.config, target.dtype)
     shares = config.tensor_parallel_size
     return layout if shares == 1 else share_of(layout, target.config, shares)
 
 
 def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
-    """The least of what is asked and what the models' positions allow."""
+    """The smaller of what is asked and what the models' positions allow; ModelError where more is asked."""
     known = [known_positions(model) for model in models]
     if config.max_model_len is not None and config.max_model_len > min(known):
         raise ModelError(f"max_model_len is {config.max_model_len}; the models know positions up to {min(known)}")
@@ -266,7 +277,7 @@ def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
 
 
 def pages_within(memory: float, most: int, layouts: list[KVLayout], page_size: int, max_model_len: int) -> int:
-    """Pages per arena: what `memory` GiB hold, but no more than `most` longest sequences could use."""
+    """Pages per arena: as many as `memory` GiB hold, but at most what `most` sequences of full length can use."""
     page_bytes = page_size * sum(layout.bytes_per_token for layout in layouts)
     affordable = int(memory * GIB) // page_bytes
     if affordable < 1:
@@ -291,7 +302,7 @@ def _runner(config: EngineConfig, model: PreTrainedModel, make_arena: Callable[.
 
 
 def _attention(config: EngineConfig, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
-    """What is asked for, or is fastest, and does with this model what it should."""
+    """Choose the attention that is asked for, or else the fastest one, that passes the self-test with this model."""
     try_out = partial(probe, model, layout)
     return attention.fitting(config.attention, model.device, try_out, row_wise=row_wise)
 

@@ -1,4 +1,4 @@
-"""Practice before the first request: what steps of several shapes cost, and how many drafts of a text are kept."""
+"""Calibration before the first request: measures the cost of steps of several shapes, and how many drafts are kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.types import FinishReason, Request
 
 @dataclass(frozen=True, slots=True)
 class CalibrationShape:
-    """So many sequences, each with a prompt and drafts of these sizes, for so many steps."""
+    """A batch of sequences, the drafts and prompt tokens of each, and the number of steps to run."""
 
     batch: int
     num_draft: int
@@ -23,7 +23,7 @@ class CalibrationShape:
     steps: int = 4
 
 
-# The most telling first: a large model has time for few of them.
+# The most informative shapes come first, because a large model has time for only a few of them.
 SHAPES = (
     CalibrationShape(1, 0, 16),
     CalibrationShape(1, 4, 16),
@@ -46,9 +46,10 @@ _GREEDY = SamplingParams()
 
 
 def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter, text: Seq[int] = ()) -> None:
-    """Run shapes until the time is over; a shape that has begun is finished. For an idle engine.
+    """Run shapes until the time is over; a shape that has begun is finished. The engine must be idle.
 
-    Prompts are parts of `text`. Without one they are of tokens that mean nothing, and so is what drafts of them bring.
+    Prompts are parts of `text`. Without a text, prompts are meaningless tokens, and then the measured acceptance of
+    drafts means nothing either.
     """
     assert not engine.has_work, "calibration is for an idle engine"
     start = clock()
@@ -69,13 +70,16 @@ def run(
     engine: Engine, prompts: Seq[int], num_draft: int, steps: int, sampling: SamplingParams = _GREEDY,
     text: Seq[int] = (),
 ) -> None:  # fmt: skip
-    """Prompts of these sizes, so many steps, and the end: whether drafts are kept does not decide how long it takes."""
+    """Feed prompts of these sizes, run `steps` steps, and cancel the rest.
+
+    The number of steps is fixed, so that the time does not depend on how many drafts are accepted.
+    """
     mode = SpeculationMode.FIXED if num_draft else SpeculationMode.OFF
     speculation = SpeculationParams(mode=mode, num_draft_tokens=num_draft)
-    # Each of another tenant, so that none finds what another has fed, or a run before.
+    # Each request has its own cache salt, so that it finds no prefix cached by another request or an earlier run.
     names, salt = [f"calibrate-{i}" for i in range(len(prompts))], token_hex(8)
     passes = -(-sum(prompts) // engine.config.max_batch_tokens)
-    reading = 2 * passes  # steps, about: the first prompts decode while the last are read
+    reading = 2 * passes  # steps, approximately: the first prompts decode while the last ones are still being fed
     for i, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
         most = min((reading + steps) * (1 + num_draft), engine.max_model_len - prompt)  # room for drafts in every step
         sampled = replace(sampling, max_tokens=most, ignore_eos=True)
@@ -94,7 +98,7 @@ def run(
 
 
 def _prompt(engine: Engine, number: int, length: int, text: Seq[int]) -> tuple[int, ...]:
-    """The text from a place that differs from prompt to prompt, going round where it ends."""
+    """Take `length` tokens of the text from an offset that differs per prompt; after its end, go on at its start."""
     if not text:
         return tuple((7 * j + number) % engine.vocab_size for j in range(length))
     return tuple(text[(97 * number + j) % len(text)] for j in range(length))

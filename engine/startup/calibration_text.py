@@ -1,4 +1,4 @@
-"""A little text for an engine to practise on before its first request: code and prose, as callers send them."""
+"""A short text for calibration before the first request: code and prose, like the text that callers send."""
 
 TEXT = '''
 def read_records(path, separator=","):

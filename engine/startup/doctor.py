@@ -1,6 +1,7 @@
-"""The doctor: can this machine run this pair, how, and if not, why. Reads configs first; loads weights only if asked.
+"""The doctor checks whether this machine can run this pair, how, and if not, why.
 
-Says what it finds and prints nothing. What it cannot read becomes a problem in words, never a traceback.
+It reads configs first and loads weights only if asked. It returns a report and prints nothing. An error while reading
+becomes a problem in the report, never a traceback.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ class DoctorReport:
 
     @property
     def works(self) -> bool:
-        """Whether nothing stands against serving."""
+        """Whether the pair can be served."""
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines: sections of names and values, the problems, and the verdict."""
+        """The report for programs: sections of names and values, the problems, and `works`."""
         sections: dict[str, dict[str, str]] = {}
         for finding in self.findings:
             sections.setdefault(finding.section, {})[finding.name] = finding.value
@@ -72,13 +73,13 @@ class DoctorReport:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one checkpoint says of itself, without its weights."""
+    """The properties of one checkpoint that can be read without its weights."""
 
     config: PreTrainedConfig
     layout: KVLayout
     held: HeldPrecision
     weight_bytes: int
-    kernel: str  # that multiplies rounded weights
+    kernel: str  # the kernel that multiplies rounded weights
     class_name: str
     codec: Codec | None
     vocabulary: DraftVocabulary
@@ -87,7 +88,7 @@ class Facts:
 
     @classmethod
     def read(cls, name: str, revision: str | None, asked: Weights, config: EngineConfig) -> Facts:
-        """Read configs and tokenizer; the model is built on the meta device, where weights take no memory."""
+        """Read configs and tokenizer, and build the model on the meta device, where weights take no memory."""
         described = checkpoint.read_config(name, revision)
         device = pick_device(config.device)
         held = held_as(config, name, revision, asked, device)
@@ -112,7 +113,7 @@ class Facts:
         )
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """What to tell of it."""
+        """The lines of the report: names and values."""
         known = checkpoint.positions(self.config)
         yield "family", f"{self.config.model_type} ({self.class_name})"
         yield "layers", f"{self.layout.layers}, with {self.layout.kv_heads} K/V heads of {self.layout.head_dim}"
@@ -135,8 +136,8 @@ class Facts:
 
 
 def check(config: EngineConfig, *, load: bool = True) -> DoctorReport:
-    """Look at the machine, at each checkpoint, at how they fit, and then, if asked, at whether they run."""
-    logging.set_verbosity_error()  # what it would warn of is in the report
+    """Check the machine, each checkpoint and how they fit together, and then, with `load`, whether they run."""
+    logging.set_verbosity_error()  # the report contains what transformers would warn of
     report = DoctorReport()
     with _problems_told(report):
         for name, value in environment(config):
@@ -154,7 +155,7 @@ def check(config: EngineConfig, *, load: bool = True) -> DoctorReport:
 
 
 def environment(config: EngineConfig) -> Iterator[tuple[str, str]]:
-    """The machine and its software."""
+    """Report the machine and its software."""
     yield "python", platform.python_version()
     for package in ("torch", "transformers", "tokenizers"):
         yield package, version(package)
@@ -178,7 +179,7 @@ def _device(config: EngineConfig) -> str:
 
 
 def _cgroup(name: str) -> str:
-    """A limit of this process's control group; empty where there is none."""
+    """Read a limit of this process's control group; empty where there is none."""
     try:
         return (Path("/sys/fs/cgroup") / name).read_text("ascii").strip()
     except OSError:
@@ -191,12 +192,12 @@ def _free_memory() -> int:
 
 @contextmanager
 def _problems_told(report: DoctorReport) -> Iterator[None]:
-    """What goes wrong inside becomes a problem."""
+    """Turn an error inside the block into a problem of the report."""
     try:
         yield
     except (ModelError, ValueError, RuntimeError, OSError, MemoryError) as error:
         problem = str(error) or repr(error)
-        if problem not in report.problems:  # several lines may stumble over one cause
+        if problem not in report.problems:  # one cause may make several lines fail
             report.problems.append(problem)
 
 
@@ -259,7 +260,7 @@ def _shares(config: EngineConfig, target: Facts) -> str:
 
 
 def _share(config: EngineConfig, target: Facts) -> KVLayout:
-    """The K/V of one share. Raises ModelError where there can be none."""
+    """The K/V layout of one shard. Raises ModelError where the model cannot be sharded."""
     check_shares(config.target, target.config, config.tensor_parallel_size)
     return share_of(target.layout, target.config, config.tensor_parallel_size)
 
@@ -276,7 +277,7 @@ def _pages(config: EngineConfig, models: list[Facts]) -> str:
 
 
 def _free_after(models: list[Facts], device: torch.device) -> int:
-    """What a GPU will have free once the weights are there."""
+    """Bytes that a GPU will have free once the weights are loaded."""
     return free_on(device) - sum(model.weight_bytes for model in models)
 
 

@@ -1,4 +1,4 @@
-"""Everything that a config lets draft, loaded, sized and given its arena. Runs at start-up alone."""
+"""Loads and sizes everything that can draft under a config, and gives each its arena. Runs at start-up only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.proposers.heads.medusa import MedusaHeads, MedusaProposer, load_medu
 from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
 from engine.text.codec import TOKENIZER_FILE, Codec, find_file
 
-if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
+if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
 
 MakeArena = Callable[[KVLayout], KVArena]
@@ -31,14 +31,14 @@ MakeArena = Callable[[KVLayout], KVArena]
 
 @dataclass(frozen=True)
 class Drafters:
-    """What drafts for a target, besides what needs no weights."""
+    """The draft models and heads of a target. Proposers without weights are not among them."""
 
     target: PreTrainedModel
-    models: Mapping[str, PreTrainedModel]  # by proposer: a draft model, the target's own first layers
+    models: Mapping[str, PreTrainedModel]  # by proposer name: a draft model, or the target's own first layers
     medusa: MedusaHeads | None
     eagle: EagleHead | None
     tap: Tap | None  # where the heads read the target's hidden states
-    layouts: Mapping[str, KVLayout]  # of those that need an arena
+    layouts: Mapping[str, KVLayout]  # by proposer name, for those that need an arena
     vocab: VocabMap | None = None  # for a draft model of another vocabulary
 
     @classmethod
@@ -49,10 +49,10 @@ class Drafters:
         draft: PreTrainedModel | None,
         vocab: VocabMap | None = None,
     ) -> Drafters:
-        """Load the heads that `config` names, beside a draft model that is loaded already.
+        """Load the heads that `config` names, and add the draft model, which is loaded already.
 
         Raises:
-            ModelError: a draft or a head that is not of this target.
+            ModelError: the draft or a head does not fit this target.
         """
         models, layouts = dict[str, PreTrainedModel](), dict[str, KVLayout]()
         if draft is not None:
@@ -73,10 +73,10 @@ class Drafters:
     def runners(
         self, make_arena: MakeArena, attention_of: Callable[[PreTrainedModel, KVLayout], Attend]
     ) -> dict[str, ModelRunner]:
-        """Each draft model with an arena of its own.
+        """Make a runner for each draft model, each with its own arena.
 
         Raises:
-            ModelError: it keeps not to the contract of a ragged batch.
+            ModelError: a model does not keep the contract of a ragged batch.
         """
         attends = {name: attention_of(model, self.layouts[name]) for name, model in self.models.items()}
         return {name: ModelRunner(m, make_arena(self.layouts[name]), attends[name]) for name, m in self.models.items()}
@@ -84,10 +84,10 @@ class Drafters:
     def proposers(
         self, runners: Mapping[str, ModelRunner], make_arena: MakeArena, attend: Attend, prefill: PrefillBudget
     ) -> dict[str, Proposer]:
-        """One proposer per name that a request may ask for; the target has run by now.
+        """Make one proposer per name that a request may ask for. The target must have run before this call.
 
         Raises:
-            ModelError: a target without readable features.
+            ModelError: the hidden states of the target cannot be read.
         """
         by_name: dict[str, Proposer] = {"none": NoProposer(), "ngram": NGramProposer(), "suffix": SuffixProposer()}
         for name, own in runners.items():
@@ -102,7 +102,7 @@ class Drafters:
         return by_name
 
     def _heads(self, tap: Tap, make_arena: MakeArena, attend: Attend, prefill: PrefillBudget) -> dict[str, Proposer]:
-        """Those that read the target's hidden states, through one tap."""
+        """Make the proposers that read the target's hidden states, all through one tap."""
         output, by_name = self.target.get_output_embeddings(), dict[str, Proposer]()
         if tap.hidden is None:
             raise ModelError(f"{type(self.target).__name__} runs past its decoder: no features can be read off it")
@@ -123,17 +123,17 @@ def _check_vocabulary(config: EngineConfig, target: PreTrainedModel, draft: PreT
 
 
 def match_vocabularies(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> VocabMap | None:
-    """How the draft's tokens are called by the target; None where they are the same.
+    """Map the draft's token ids to the target's; None where both vocabularies are the same.
 
     Raises:
-        ModelError: they differ, and a tokenizer is missing or too few tokens are shared.
+        ModelError: the vocabularies differ, and a tokenizer is missing or too few tokens are shared.
     """
     assert config.draft is not None
     names = (config.target, config.revision), (config.draft, config.draft_revision)
     files = [find_file(name, TOKENIZER_FILE, revision) for name, revision in names]
     models, widths = (target, draft), (vocab_size(target), vocab_size(draft))
     if files[0] and files[1] and files[0].read_bytes() == files[1].read_bytes() and widths[0] == widths[1]:
-        return None  # as most pairs; reading what each token means takes a second
+        return None  # true for most pairs, and saves the second that reading the meaning of each token takes
     return VocabMap.between(
         *(
             read_vocabulary(*name, width, model.config, end_tokens(model))
@@ -145,7 +145,7 @@ def match_vocabularies(config: EngineConfig, target: PreTrainedModel, draft: Pre
 def read_vocabulary(
     name: str, revision: str | None, width: int, config: PreTrainedConfig, ends: Iterable[int]
 ) -> DraftVocabulary:
-    """The tokens of a checkpoint."""
+    """Read the tokens of a checkpoint."""
     codec = Codec.load(name, revision)
     begin = getattr(config.get_text_config(), "bos_token_id", None)
     return DraftVocabulary.of(name, width, None if codec is None else codec.tokenizer, begin, ends)

@@ -1,4 +1,4 @@
-"""Which loop a config gets: rounds on the device where they can run, else plain steps. The log says which and why."""
+"""Chooses the loop for a config: rounds on the device where they can run, else plain steps. The log says why."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from engine.model.rope import longrope_border
 from engine.model.runner import ModelRunner, Runner, known_positions
 from engine.startup.memory import graph_budget
 
-if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
+if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
 
 def wants_rounds(config: EngineConfig, device: torch.device) -> bool:
-    """Whether rounds are to be had if they can be: on a CPU, which has nothing to wait for, only when asked for."""
+    """Whether to use rounds if they can run. On a CPU they save no waiting, so they run only when asked for."""
     return allows_rounds(config) and (config.loop == "rounds" or device.type == "cuda")
 
 
@@ -39,10 +39,10 @@ def rounds_for(
     drafts_for: frozenset[str],
     ops: RoundOps | None = None,
 ) -> RoundLoop | None:
-    """Rounds of `target` and `draft`, tried once; None where they are not wanted or cannot run.
+    """Build rounds of `target` and `draft` and try them once; None where they are not wanted or cannot run.
 
     Raises:
-        ModelError: they were asked for and cannot run.
+        ModelError: rounds were asked for and cannot run.
     """
     if config.tensor_parallel_size > 1:
         log.info("loop: plain, as the target is in shares")
@@ -67,7 +67,7 @@ def _rounds(
     drafts_for: frozenset[str],
     ops: RoundOps | None,
 ) -> RoundLoop:
-    """ModelError says why not."""
+    """Build rounds; a ModelError gives the reason why they cannot run."""
     if not isinstance(target, ModelRunner):
         raise ModelError("no rounds: reproducible passes have a shape of their own")
     why_not, device = _why_not(config, target), target.device
@@ -88,16 +88,16 @@ def _rounds(
 
 
 def ops_on(device: torch.device) -> RoundOps:
-    """Kernels; on a CPU, where rounds are for tests, what they mean in plain torch."""
+    """The operations of a round: kernels, or on a CPU, where rounds are only for tests, the same in plain torch."""
     if device.type == "cpu":
         return RoundOps(paged.attend_plainly, draws.choose, reference.commit)
-    from engine.kernels import commit, sampling  # brings Triton
+    from engine.kernels import commit, sampling  # imports Triton
 
     return RoundOps(paged.attend, sampling.choose, commit.commit)
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """What a model may do to a round: transformers', torch's and Triton's ways of saying no."""
+    """The errors of transformers, torch and Triton that mean that a model cannot run in a round."""
     return (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, *faults())
 
 

@@ -1,4 +1,4 @@
-"""How much memory keys and values may take. Knows shapes and devices; knows no model that is loaded."""
+"""Computes how much memory keys and values may take. It uses shapes and devices only, and no loaded model."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from engine.device_loop.shapes import MOST_RECORDED, allows_rounds, in_order_of_
 from engine.errors import ModelError
 from engine.kernels.paging import scratch_bytes
 
-if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
+if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-ON_A_CPU = 2.0  # GiB: what a machine has free now may be wanted by others later
-_SHARE = 0.95  # of what a card has free: what is left is for what nobody foresaw, such as pieces that do not fit
-_A_ROUND = 16 << 20  # bytes that a recorded round takes for itself: a kilobyte or so for each of its kernels, in all
-_GRAPHS = 0.1  # of what is free is the most that recorded rounds may take; the rest of them run as others stand in
+ON_A_CPU = 2.0  # GiB; a fixed size, because other processes may later need the memory that is free now
+_SHARE = 0.95  # share of a card's free memory that we use: the rest is for unforeseen needs, such as fragmentation
+_A_ROUND = 16 << 20  # bytes that one recorded round takes in all: about a kilobyte for each of its kernels
+_GRAPHS = 0.1  # largest share of free memory for recorded rounds; shapes beyond it run in recorded larger shapes
 _NUMBER = 8  # bytes; the noise of a draw is float64
-_COPIES = 4  # of the logits, while tokens are drawn from them
-_LOGITS = 2  # float32 numbers for each logit, where tokens are drawn by kernels
-_LONGEST = 1 << 20  # tokens, of a model that says nothing of its own
-_WIDTHS = 6  # rows as wide as a layer's widest that a pass holds at once
+_COPIES = 4  # copies of the logits while tokens are drawn from them
+_LOGITS = 2  # float32 numbers for each logit, where kernels draw the tokens
+_LONGEST = 1 << 20  # tokens, for a model whose config gives no limit
+_WIDTHS = 6  # rows, each as wide as a layer's widest, that a pass holds at once
 
 Free = Callable[[torch.device], int]
 
 
 def free_on(device: torch.device) -> int:
-    """Bytes that a CUDA device has free, those included that torch keeps for itself and does not use."""
+    """Bytes that a CUDA device has free, including bytes that torch has reserved and does not use."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def unreserved_on(device: torch.device) -> int:
-    """Bytes that nobody has asked the driver for; torch gives back first what it does not use."""
+    """Bytes that no process has allocated from the driver, after torch has returned what it does not use."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     return free
 
 
 def kv_gib(config: EngineConfig, device: torch.device, target: PreTrainedConfig, free: Free = free_on) -> float:
-    """GiB for keys and values: as asked; else, on CUDA, what is free now but for what passes will need.
+    """GiB for keys and values: as asked; else, on CUDA, the free memory minus what passes will need.
 
     Raises:
-        ModelError: nothing is left.
+        ModelError: no memory is left.
     """
     if config.kv_memory is not None:
         return config.kv_memory
@@ -68,7 +68,7 @@ def kv_gib(config: EngineConfig, device: torch.device, target: PreTrainedConfig,
 
 
 def graph_bytes(config: EngineConfig, target: PreTrainedConfig) -> int:
-    """What rounds of all shapes take when they are recorded: each its graphs, and all one pool to work in."""
+    """Bytes for recorded rounds of all shapes: the graphs of each round, and one memory pool that all rounds share."""
     if not allows_rounds(config):
         return 0
     text, most_drafts = target.get_text_config(), config.num_draft_tokens if config.draft is not None else 0
@@ -79,15 +79,16 @@ def graph_bytes(config: EngineConfig, target: PreTrainedConfig) -> int:
 
 
 def graph_budget(config: EngineConfig, target: PreTrainedConfig, device: torch.device) -> MemoryBudget:
-    """Memory for recorded rounds once K/V have theirs: as planned, or what passes leave if that is less."""
+    """Memory for recorded rounds after K/V are allocated: as planned, or what passes leave free if that is less."""
     left = free_on(device) - pass_bytes(config, target)
     return MemoryBudget(min(graph_bytes(config, target), left), lambda: unreserved_on(device))
 
 
 def pass_bytes(config: EngineConfig, target: PreTrainedConfig) -> int:
-    """What the largest pass holds beside weights and K/V: its rows between layers, its logits and their draws.
+    """Bytes that the largest pass holds beside weights and K/V.
 
-    And what the attention of one layer shares out. Shares of a target have fewer heads each, and need less.
+    These are its rows between layers, its logits, the work space of draws, and the partial results of one layer's
+    attention. A shard of a target has fewer heads and needs less.
     """
     text, widest = target.get_text_config(), _widest(target)
     rows, decided = config.max_batch_tokens, config.max_batch_size * (config.num_draft_tokens + 1)
@@ -103,7 +104,7 @@ def _widest(target: PreTrainedConfig) -> int:
 
 
 def _shared_attention(rows: int, config: EngineConfig, text: PreTrainedConfig) -> int:
-    """Where long sequences are shared among programs, what these say of one layer before it is merged."""
+    """Bytes of one layer's partial attention results, where long sequences are split among kernel programs."""
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     longest = config.max_model_len or getattr(text, "max_position_embeddings", None) or _LONGEST
     return scratch_bytes(rows, text.num_attention_heads, head_dim, longest)

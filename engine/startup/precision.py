@@ -1,6 +1,7 @@
-"""How the numbers of a checkpoint are held: what its matrices are rounded to, the type of all else, and why that.
+"""Chooses how a checkpoint is held in memory: the rounding of its matrices, the type of everything else, and why.
 
-The one place where a type is chosen; loading, the doctor and the sizes of arenas follow it. Reads no weights.
+This is the only place that chooses a type; loading, the doctor and the sizes of arenas use its result. It reads no
+weights.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from engine.model.linear.packed import packs_whole
 from engine.model.quantize import quantised_as
 from engine.native import multiplies
 
-if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
+if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
 
 Multiplies = Callable[[torch.dtype], bool]
@@ -40,7 +41,7 @@ class HeldPrecision:
 
     @property
     def type_name(self) -> str:
-        """As options have it: `bfloat16`."""
+        """The type as it is written in options: `bfloat16`."""
         return str(self.dtype).removeprefix("torch.")
 
     def __str__(self) -> str:
@@ -58,10 +59,10 @@ def held_as(
 ) -> HeldPrecision:
     """How the checkpoint `name` will be held on `device`, with weights as `asked` unless they are rounded already.
 
-    `multiplies` says which types our C multiplies here.
+    `multiplies` reports which types our C multiplies on this machine.
 
     Raises:
-        ModelError: nothing is there, or the device cannot do what is wanted.
+        ModelError: there is no such checkpoint, or the device cannot run it as asked.
     """
     described = read_config(name, revision)
     weights = weights_of(name, quantised_as(described), asked, device)
@@ -87,7 +88,7 @@ def held_as(
 
 
 def weights_of(name: str, saved: Weights | None, asked: Weights, device: torch.device) -> Weights:
-    """What the matrices will be rounded to; ModelError where the device cannot multiply that."""
+    """The type that the matrices will be rounded to; ModelError where the device cannot multiply that type."""
     found = saved or asked
     if device.type == "cpu" or found in ("native", "fp8"):
         return found
@@ -100,10 +101,10 @@ def weights_of(name: str, saved: Weights | None, asked: Weights, device: torch.d
 
 
 def on_meta(name: str, described: PreTrainedConfig) -> PreTrainedModel:
-    """The model without numbers.
+    """Build the model on the meta device, without weights.
 
     Raises:
-        ModelError: transformers cannot make it.
+        ModelError: transformers cannot build it.
     """
     with told_as_model_error(name), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(described)
@@ -111,7 +112,7 @@ def on_meta(name: str, described: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _own(name: str, revision: str | None, described: PreTrainedConfig) -> tuple[torch.dtype, str]:
-    """The checkpoint's own type, and where that was found."""
+    """The checkpoint's own type, and where it was found."""
     own, why = named_type(described), _OWN
     if own is None:
         own, why = stored_type(name, revision), "as its weights are stored; its config names no type"
@@ -124,10 +125,10 @@ def _own(name: str, revision: str | None, described: PreTrainedConfig) -> tuple[
 def _against_bfloat16(
     config: EngineConfig, name: str, described: PreTrainedConfig, multiplies: Multiplies
 ) -> str | None:
-    """Why bfloat16 would let a request's batch mates, or its drafts, show in its tokens on a CPU; None if it does not.
+    """Why bfloat16 on a CPU would let batch mates or drafts change a request's tokens; None if it would not.
 
-    Our C gives a row the same bits in any batch. torch rounds it by the batch's shape, which in bfloat16 decides
-    near-ties otherwise; in float32 it hardly ever does.
+    Our C gives a row the same bits in any batch. torch rounds a row differently for each batch shape. In bfloat16 this
+    changes which of two almost equal logits wins; in float32 it almost never does.
     """
     reasons = (
         (not config.fuse, "fuse is off"),

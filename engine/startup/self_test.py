@@ -1,8 +1,9 @@
-"""Does a model keep to the contract of a ragged batch? Asked once at load, so that no request ever finds out.
+"""Self-test at load: does a model keep the contract of a ragged batch? A model that fails it never serves a request.
 
-A model that attends in code of its own, or keeps state besides K/V (recurrent layers, convolutions), would load,
-run and mix the contexts of strangers; one whose attention means more than our hook is told (a mask that looks ahead,
-slopes, sinks, a window that only the mask knows) would run and be wrong. A few passes over tiny sequences tell.
+A model that has its own attention code, or keeps state besides K/V (recurrent layers, convolutions), would load and
+run, but it would mix the contexts of different requests. A model whose attention needs more than our hook receives (a
+mask that looks ahead, slopes, sinks, a window that is only in the mask) would run and give wrong results. A few passes
+over tiny sequences detect both.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def probe(model: PreTrainedModel, layout: KVLayout, attend: Attend) -> None:
-    """Refuse a model whose logits depend on batch mates or on cuts, or are not those of its own plain forward.
+    """Refuse a model whose logits depend on batch mates or on chunk borders, or differ from its own plain forward pass.
 
     Raises:
-        ModelError: what it did wrong.
+        ModelError: the model fails; the message says how.
     """
     _check_layers(model)
     arena = KVArena(layout, num_pages=2, page_size=_LENGTH, device=model.device)
@@ -56,7 +57,7 @@ def probe(model: PreTrainedModel, layout: KVLayout, attend: Attend) -> None:
 
 
 class _Windows:
-    """An attention that notes the window of each layer on the way."""
+    """Wraps an attention and records the window that each layer passes to it."""
 
     def __init__(self, arena: KVArena, attend: Attend) -> None:
         self._layer_of = {k.data_ptr(): layer for layer, k in enumerate(arena.k)}
@@ -79,7 +80,7 @@ class _Windows:
 
 @torch.inference_mode()
 def _plain_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """What transformers' own attention makes of one sequence alone: `[len(tokens), vocab]`."""
+    """Logits of one sequence alone with transformers' own attention: `[len(tokens), vocab]`."""
     model.set_attn_implementation("eager")
     try:
         logits: Tensor = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
@@ -89,7 +90,7 @@ def _plain_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 
 def _check_layers(model: PreTrainedModel) -> None:
-    """Kinds of attention that differ from ours only beyond the length that the probe runs are told by their names."""
+    """Refuse unknown layer types by name: some differ from ours only beyond the length that the self-test runs."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
     if kinds:
         raise ModelError(
@@ -98,7 +99,7 @@ def _check_layers(model: PreTrainedModel) -> None:
 
 
 def _check_windows(model: PreTrainedModel, watch: _Windows) -> None:
-    """A window that the config names and the layer does not pass on would be in transformers' mask alone."""
+    """Check that each layer passes on the window of the config; otherwise only transformers' mask would contain it."""
     for layer, window in sorted(watch.of_layer.items()):
         wanted = _window(model.config.get_text_config(), layer)
         if window != wanted:
@@ -119,9 +120,9 @@ def _check_arena(model: PreTrainedModel, arena: KVArena) -> None:
 
 def _check_equal(model: PreTrainedModel, got: Tensor, want: Tensor, problem: str) -> None:
     spread, off = max(float(want.std()), 1e-3), (got - want).abs()
-    # bf16 keeps 8 bits, and another batch shape rounds differently in every layer; a wrong context is off by far more.
-    # In int8 a last bit may become a step of 1/127 here and there. What counts is how far a whole row is off: of the
-    # hundred thousand numbers of a large vocabulary one is always far out.
+    # bf16 keeps 8 bits, and another batch shape rounds differently in every layer; a wrong context gives a far larger
+    # error. In int8 a difference in the last bit sometimes becomes a step of 1/127. We compare the error of a whole
+    # row, because among the hundred thousand logits of a large vocabulary one is always an outlier.
     is_exact = model.dtype == torch.float32 and not has_int8(model)
     furthest = off.max() if is_exact else off.square().mean(-1).sqrt().max()
     tolerance = 1e-3 if is_exact else 0.1

@@ -1,4 +1,4 @@
-"""From a config to an engine that is ready: no request compiles, records or measures anything for the first time."""
+"""Turns a config into a ready engine, so that no request pays for a first compilation, recording or measurement."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from engine.startup.calibrate import calibrate, run
 from engine.startup.calibration_text import TEXT
 from engine.text.codec import Codec
 
-if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic passes benchmarks/harness/bare.py
+if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
-_SHORT, _MIDDLE, _LONG = 16, 300, 5000  # tokens: attention over one split of the keys, over two, over two sizes of them
+# Tokens: attention runs over one split of the keys, over two splits, and over splits of two sizes.
+_SHORT, _MIDDLE, _LONG = 16, 300, 5000
 _STEPS = 2
 _REPETITION = (
-    0.125  # of the time for practice, where an earlier process left what it learned: the machine may be slower
+    0.125  # share of the calibration time where an earlier process saved its results: the machine may be slower now
 )
 _GREEDY = SamplingParams()
 _CUT = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01, seed=0)
@@ -34,7 +35,7 @@ _WHOLE = SamplingParams(temperature=1.0, seed=0)
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """Prompts of these sizes, fed and decoded together, with so many drafts each."""
+    """Prompts of these sizes, fed and decoded together, with `num_draft` drafts each."""
 
     prompts: Seq[int]
     num_draft: int = 0
@@ -42,7 +43,10 @@ class Rehearsal:
 
 
 def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
-    """Plain passes of every kind that kernels are compiled for: prompts beside rounds, and whoever does not ride."""
+    """Plain passes of every kind that kernels are compiled for.
+
+    The engine runs plain passes for prompts beside rounds, and for sequences that cannot decode on the device.
+    """
     config, longest = engine.config, engine.max_model_len - _STEPS * (1 + engine.config.num_draft_tokens)
     chunk, drafts = config.max_batch_tokens, config.num_draft_tokens
     for sampling in (_GREEDY, _WHOLE, _CUT):
@@ -60,10 +64,10 @@ def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
 
 
 def load(config: EngineConfig, progress: Progress = untold, *, practises: bool = True) -> Engine:
-    """Build an engine and make it ready; `practises`: and measure what steps cost, for `warm_up_seconds`.
+    """Build an engine and make it ready; with `practises`, calibrate it for `warm_up_seconds`.
 
     Raises:
-        ModelError: as `build_engine`.
+        ModelError: for the reasons given at `build_engine`.
     """
     engine = build_engine(config, progress)
     is_compiled = pick_device(config.device).type == "cuda"
@@ -76,16 +80,20 @@ def make_ready(
     engine: Engine, seconds: float = 0.0, progress: Progress = untold, *, is_compiled: bool = False,
     remembers: bool = False,
 ) -> None:  # fmt: skip
-    """Compile, record, run one request, and practise for so many seconds, or for a part of them where it is repetition.
+    """Compile, record, run one request, and calibrate for `seconds`, or for a part of them if it is a repetition.
 
-    `is_compiled` says whether passes are, as on CUDA, each for its kind of shape; `remembers`, whether it begins with
-    what an earlier process learned and leaves what it learns to a later one.
+    Args:
+        engine: an idle engine.
+        seconds: the time for calibration; 0 for none.
+        progress: receives the name of each stage.
+        is_compiled: passes are compiled for each kind of shape, as on CUDA.
+        remembers: load what an earlier process learned, and save what this one learns for a later process.
     """
     if is_compiled:
         _rehearse(engine, progress)
         engine.record(progress)
     progress("warming up")
-    with engine.rehearsing():  # what first times take is the price of nothing
+    with engine.rehearsing():  # a first run takes longer, so its time must not enter the cost model
         engine.warm_up()
     if remembers and engine.recall():
         seconds *= _REPETITION
@@ -96,7 +104,7 @@ def make_ready(
 
 
 def _text(engine: Engine) -> Seq[int]:
-    """Something to practise on, in the target's tokens; none without a tokenizer."""
+    """The calibration text in the target's tokens; empty without a tokenizer."""
     codec = Codec.load(engine.config.target, engine.config.revision)
     return () if codec is None else [t for t in codec.encode(TEXT) if t < engine.vocab_size]
 

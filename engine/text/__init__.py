@@ -1,4 +1,4 @@
-"""Text at the engine's edge: the tokenizer's codec with stop strings, and structures compiled from their source.
+"""Text at the border of the engine: the tokenizer's codec with stop strings, and structures compiled from their source.
 
-The step itself sees token ids and the protocol `engine.types.GrammarState` only.
+A step uses only token ids and the protocol `engine.types.GrammarState`.
 """

@@ -1,4 +1,4 @@
-"""Text to token ids and back, one token at a time. Knows a tokenizer and nothing of models, requests or networks."""
+"""Converts text to token ids and back, one token at a time. Knows a tokenizer, and no model, request or network."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Codec:
     """A checkpoint's tokenizer. Special tokens have no text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        # A checkpoint may ask for padding or truncation, which fit training and never one prompt.
+        # A checkpoint may ask for padding or truncation, which are for training and wrong for a single prompt.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.tokenizer = tokenizer
 
     @classmethod
     def load(cls, source: str | Path, revision: str | None = None) -> Codec | None:
-        """The tokenizer of a local folder or hub id; None if the checkpoint has none and so serves token ids alone."""
+        """Load the tokenizer of a local folder or hub id; None if there is none: then only token ids can be served."""
         path = find_file(source, TOKENIZER_FILE, revision)
         if path is None:
             return None
@@ -37,16 +37,16 @@ class Codec:
             raise ModelError(f"cannot read the tokenizer {path}: {error}") from error
 
     def encode(self, text: str, *, bare: bool = False) -> tuple[int, ...]:
-        """Token ids of a prompt, with the special tokens that the tokenizer puts around one; bare: without those."""
+        """Token ids of a prompt, with the special tokens that the tokenizer adds, or without them if `bare`."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=not bare).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of all of these tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Text of all of these tokens; bytes that are not UTF-8 become U+FFFD."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
 def find_file(source: str | Path, name: str, revision: str | None = None) -> Path | None:
-    """One file of a local folder or hub id; None if it has none of that name."""
+    """The path of one file of a local folder or hub id; None if there is no file of that name."""
     folder = Path(source)
     if folder.is_dir():
         path = folder / name
@@ -60,21 +60,21 @@ def find_file(source: str | Path, name: str, revision: str | None = None) -> Pat
 
 
 class Decoder:
-    """Token by token to text. Bytes of an unfinished character wait for the rest of it.
+    """Decodes token by token. Bytes of an unfinished character are held back until the character is complete.
 
-    A byte-level tokenizer gives exactly what decoding all tokens at once would give. Byte-fallback
-    decoders can revise text that is already out, for example `A` once it turns out to stand beside an
-    invalid byte; then decoding starts anew at the token that did it, whatever the chunks were.
+    With a byte-level tokenizer the result is exactly that of decoding all tokens at once. Byte-fallback decoders can
+    change text that was already returned, for example `A` next to a byte that later proves invalid. Then decoding
+    starts again at the token that caused the change, independently of the chunks.
     """
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._shown: list[int] = []  # the tokens of the last piece: some decoders look back at them
+        self._shown: list[int] = []  # the tokens of the last returned piece: some decoders need them as context
         self._held: list[int] = []  # the tokens since then
 
     def push(self, token: int) -> str:
-        """The text that this token completed, often that of the token itself."""
+        """Take a token and return the text that it completes, often the text of the token itself."""
         piece = self._step(token)
         self._held.append(token)
         if piece:
@@ -92,7 +92,7 @@ class Decoder:
         return pending + (self._stream.step(self._codec.tokenizer, token) or "")
 
     def flush(self) -> str:
-        """The text of the tokens still held back; a truncated character becomes U+FFFD."""
+        """Return the text of the tokens that are still held back; a truncated character becomes U+FFFD."""
         before, after = self._codec.decode(self._shown), self._codec.decode(self._shown + self._held)
         text = after.removeprefix(before) if after.startswith(before) else self._codec.decode(self._held)
         self._held = []
@@ -100,7 +100,7 @@ class Decoder:
 
 
 class StopMatcher:
-    """How much of one stop string the text ends with, after Knuth, Morris and Pratt: one step per character.
+    """Tracks how much of one stop string the text ends with (Knuth, Morris and Pratt): one step per character.
 
     For the stop string "abab" and the text "xaba", `matched` is 3.
     """
@@ -112,13 +112,13 @@ class StopMatcher:
         self._fallback = _borders(stop)
 
     def push(self, char: str) -> bool:
-        """Whether the text, with this character, ends with the whole stop string."""
+        """Take a character; returns whether the text now ends with the whole stop string."""
         assert self.matched < len(self.stop), "the text ended with the match"
         self.matched = _extend(self.stop, self._fallback, self.matched, char)
         return self.matched == len(self.stop)
 
     def go_on(self) -> None:
-        """Take a whole match for text like any other; its end may begin the next one."""
+        """Treat a whole match as ordinary text; its end may be the beginning of the next match."""
         if self.matched == len(self.stop):
             self.matched = self._fallback[-1]
 
@@ -139,29 +139,29 @@ def _borders(stop: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """What pushing some tokens brought: the text that each kept token made safe to show, and what stopped it."""
+    """The result of pushing tokens: the text that can be returned after each kept token, and the stop string if any."""
 
     texts: tuple[str, ...]
     stop: str | None = None
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "".join(self.texts)
 
     @property
     def num_tokens(self) -> int:
-        """How many of the pushed tokens count; fewer than were pushed only if a stop string completed."""
+        """The number of kept tokens; it is smaller than the number of pushed tokens only after a stop string."""
         return len(self.texts)
 
 
 class OutputText:
     """The text of one output, cut where a stop string completes, as if tokens came one by one.
 
-    Joined pieces and the final `flush` are the decoded tokens up to the stop string. Held back is only
-    what may still change: bytes of an unfinished character, and the longest end of the text that begins
-    some stop string. A token that ends the output by its id is not pushed: it has no text. A stop string that
-    completes within the first `min_tokens` tokens is text like any other.
+    The joined pieces and the final `flush` are the decoded tokens up to the stop string. Only text that may still
+    change is held back: bytes of an unfinished character, and the longest end of the text that begins a stop string.
+    A token that ends the output by its id has no text and is not pushed. A stop string that completes within the first
+    `min_tokens` tokens is ordinary text.
     """
 
     def __init__(self, codec: Codec, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
@@ -171,7 +171,7 @@ class OutputText:
         self._stopped = False
 
     def push(self, token_ids: Iterable[int]) -> TextPiece:
-        """Take tokens up to the one that completes a stop string."""
+        """Take tokens, up to the one that completes a stop string, if any."""
         assert not self._stopped, "nothing follows a stop string"
         texts = []
         for token in token_ids:
@@ -184,13 +184,13 @@ class OutputText:
         return TextPiece(tuple(texts))
 
     def flush(self) -> str:
-        """What was held back, once no more tokens come. A truncated character completes no stop string."""
+        """Return the text that was held back, after the last token. A truncated character completes no stop string."""
         text = "" if self._stopped else self._held + self._decoder.flush()
         self._held = ""
         return text
 
     def _match(self) -> str | None:
-        """Read the new characters: the stop string completing earliest, ties by list order, cuts the text."""
+        """Read the new characters; the stop string that completes first (ties: list order) cuts the text."""
         if not self._matchers:
             return None
         unread = self._num_held()

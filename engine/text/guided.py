@@ -1,9 +1,9 @@
-r"""From the structure that a request asks for to a compiled grammar. Knows source text and limits; nothing of the step.
+r"""Compiles the structure that a request asks for to a grammar. Knows source text and limits, and nothing of the step.
 
-What JSON Schema may not say here: keywords that the library does not implement are refused, never ignored. What a mask
-leaves out although it would be valid: white space around a JSON document, runs of more than `MAX_WHITESPACE` of it
-inside, properties in another order than the schema's, control characters other than \b \f \n \r \t, and escapes where
-the character may stand for itself (`\u0061`, `\/`). Any tokenization of an allowed text is allowed.
+JSON Schema: keywords that the library does not implement are refused, never ignored. A mask forbids some valid
+documents: those with white space around them, with more than `MAX_WHITESPACE` white-space characters in a row, with
+properties in another order than the schema's, with control characters other than \b \f \n \r \t, and with escapes for
+characters that need none (`\u0061`, `\/`). Any tokenization of an allowed text is allowed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from engine.text.codec import Codec
 from engine.text.matcher import CompiledGrammar, GrammarVocabulary, first_line
 from engine.types import Grammar
 
-MAX_WHITESPACE = 64  # a small model that begins to write spaces must come back
-# The library forbids `\u0061` for a declared property `a`, but takes it for another property's name: a document could
-# so get round the property's schema. Without `\u` no character has two spellings.
+MAX_WHITESPACE = 64  # so that a small model cannot write spaces for ever
+# The library forbids `\u0061` for a declared property `a`, but accepts it as the name of another property. So a
+# document could evade the property's schema. Without `\u` no character has two spellings.
 _ESCAPES = 'bfnrt\\"'
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*(\\u00(?:[01].|7f))")
-# Where only one text can follow, the library would allow its usual tokens alone, and so mask what it would accept.
+# Where only one text can follow, the library would allow only its usual tokens, and mask other tokens that it accepts.
 _NO_FORCING = '%llguidance {"no_forcing": true}'
-# `multipleOf: n` makes an automaton of n states that no limit of the library counts: 999,983 took 14 s and 391 MB.
+# `multipleOf: n` makes an automaton of n states, which no limit of the library covers: 999,983 took 14 s and 391 MB.
 MAX_MULTIPLE = 20_000
 _MAX_DECIMALS = 20
-_FIRST_STEPS = 4  # taken when compiling; an object with too many optional properties fails at its second token
+_FIRST_STEPS = 4  # tokens tried when compiling; an object with too many optional properties fails at its second token
 _SHOWN = 40  # characters of a source in an error
 
 _Result = CompiledGrammar | Violation
@@ -52,15 +52,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuidedLimits:
-    """What a request's structure may cost.
+    """Limits on the cost of a request's structure.
 
     Args:
-        source_bytes: longest source in UTF-8; of a choice, all its texts together.
-        choices: most texts of one choice.
-        compile_seconds: how long a caller waits for its structure, from when that was first asked for.
-        compile_threads: how many structures compile at once.
+        source_bytes: largest source in bytes of UTF-8; for a choice, all its texts together.
+        choices: largest number of texts of one choice.
+        compile_seconds: the longest wait for a structure, counted from the first request for it.
+        compile_threads: how many structures compile at the same time.
         cache_entries: how many structures, compiled or refused, are kept.
-        cache_bytes: how many bytes their sources may have together.
+        cache_bytes: how many bytes the sources of all kept structures may have together.
     """
 
     source_bytes: int = 64 * 1024
@@ -72,16 +72,16 @@ class GuidedLimits:
 
     @classmethod
     def of(cls, bounds: Bounds) -> GuidedLimits:
-        """The sizes that a request may have, and the usual costs."""
+        """Take the sizes from `bounds`, and the defaults for all other limits."""
         return cls(source_bytes=bounds.max_structure_bytes, choices=bounds.max_choices)
 
 
 @dataclass(frozen=True, slots=True)
 class _CachedStructure:
-    """A structure in the cache: what became of it, or will."""
+    """A structure in the cache, with its present or future result."""
 
     result: Future[_Result]
-    deadline: float  # for all who wait; later ones are told at once
+    deadline: float  # for all callers that wait; a caller after the deadline does not wait at all
     num_bytes: int
 
 
@@ -89,10 +89,10 @@ class GrammarCompiler:
     """Compiles structures for one tokenizer, and keeps them. Its methods may be called from any thread; they block.
 
     Args:
-        codec: the tokenizer; byte-level and byte-fallback ones serve.
+        codec: the tokenizer; byte-level and byte-fallback ones are supported.
         vocab_size: the width of the logits, at least the tokenizer's.
-        eos_token_ids: tokens that end an output; at least one, or no output could end.
-        limits: what a request's structure may cost.
+        eos_token_ids: tokens that end an output; at least one, because otherwise no output could end.
+        limits: limits on the cost of a request's structure.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class GrammarCompiler:
     ) -> None:
         self._limits = limits or GuidedLimits()
         self._vocabulary = _vocabulary(codec, vocab_size, tuple(dict.fromkeys(eos_token_ids)))
-        # The library lets go of the GIL while it compiles, so a thread that nobody waits for any more disturbs nobody.
+        # The library releases the GIL while it compiles, so a thread after its deadline does not slow other threads.
         self._threads = ThreadPoolExecutor(self._limits.compile_threads, thread_name_prefix="guided")
         self._lock = threading.Lock()
         self._entries: OrderedDict[Guided, _CachedStructure] = OrderedDict()
@@ -109,7 +109,7 @@ class GrammarCompiler:
     def of(
         cls, codec: Codec | None, vocab_size: int, eos_token_ids: Iterable[int], bounds: Bounds
     ) -> GrammarCompiler | None:
-        """A compiler for this checkpoint; None, and a line in the log, where it cannot have structured output."""
+        """Make a compiler for this checkpoint; None, with a line in the log, if it does not allow structured output."""
         ends = tuple(eos_token_ids)
         if codec is None or not ends:
             log.info("no structured output: the checkpoint has no %s", "end token" if codec else "tokenizer")
@@ -121,7 +121,7 @@ class GrammarCompiler:
             return None
 
     def compile(self, guided: Guided) -> Grammar:
-        """The grammar, compiled or from the cache; InvalidRequest if it cannot be had, or not in time."""
+        """Return the grammar, compiled or from the cache; InvalidRequest if it does not compile, or not in time."""
         num_bytes = check(guided, self._limits)
         entry = self._entry(guided, num_bytes)
         try:
@@ -146,7 +146,7 @@ class GrammarCompiler:
             return entry
 
     def _abandon(self, guided: Guided, entry: _CachedStructure) -> None:
-        """Work that has not begun is dropped; work that has goes on to its end, for whoever asks again."""
+        """Cancel a compilation that has not begun; a running one goes on, and later requests can use its result."""
         with self._lock:
             if entry.result.cancel() and self._entries.get(guided) is entry:
                 del self._entries[guided]
@@ -160,7 +160,7 @@ class GrammarCompiler:
 
 
 def _is_useless(result: Future[_Result]) -> bool:
-    """Whether to compile anew: it never ran, our code failed, or the grammar's shared lexer is worn out."""
+    """Whether to compile again: it never ran, our code failed, or the grammar's shared lexer has met a limit."""
     if not result.done():
         return False
     if result.cancelled() or result.exception():
@@ -184,11 +184,14 @@ def _vocabulary(codec: Codec, vocab_size: int, end_tokens: tuple[int, ...]) -> G
     return GrammarVocabulary(tokenizer, vocab_size, end_tokens)
 
 
-# What the caller asked for, before any of it is parsed
+# Checks before the structure is parsed
 
 
 def check(guided: Guided, limits: GuidedLimits) -> int:
-    """Bytes of the source; InvalidRequest if it is none, several, or too large. Costs no more than its length."""
+    """Return the bytes of the source; InvalidRequest unless there is exactly one and it is small enough.
+
+    The time is at most proportional to the length of the source.
+    """
     found = list(structure_violations(guided, limits.source_bytes, limits.choices))
     if found:
         raise InvalidRequest(found)
@@ -201,7 +204,7 @@ def _shown(guided: Guided) -> str:
     return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")
 
 
-# Compiling, on a thread of its own
+# Compilation, on a separate thread
 
 
 def _compile(vocabulary: GrammarVocabulary, guided: Guided) -> _Result:
@@ -216,7 +219,7 @@ def _compile(vocabulary: GrammarVocabulary, guided: Guided) -> _Result:
 
 
 def _take_first_steps(grammar: CompiledGrammar) -> None:
-    """GrammarFault if it matches nothing or costs too much at once; otherwise the first request finds warm masks."""
+    """Try a few tokens: GrammarFault if nothing matches or a mask costs too much. This also warms the first masks."""
     state, end_tokens = grammar.start(), list(grammar.vocabulary.end_tokens)
     mask = np.empty(grammar.vocabulary.vocab_size, dtype=np.bool_)
     for _ in range(_FIRST_STEPS):
@@ -228,7 +231,7 @@ def _take_first_steps(grammar: CompiledGrammar) -> None:
 
 
 def _source(guided: Guided) -> str:
-    """The structure in the library's own notation; ValueError says what is wrong with it."""
+    """The structure in the library's own notation; a ValueError explains what is wrong with it."""
     if guided.json_schema is not None:
         source = f"start: %json {_schema(guided.json_schema)}"
     elif guided.grammar is not None:
@@ -242,7 +245,7 @@ def _source(guided: Guided) -> str:
 
 
 def _schema(text: str) -> str:
-    """The schema with our options in it, as the library's grammars quote it."""
+    """The schema with our options, quoted as in the library's grammars."""
     _check_multiples([text])
     spaces = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
     options: Any = {"whitespace_pattern": spaces, "json_allowed_escapes": _ESCAPES}
@@ -255,15 +258,15 @@ def _schema(text: str) -> str:
 
 
 def _literal(text: str) -> str:
-    r"""A regex for just this text: "a.b" -> "a\x{2e}b"."""
+    r"""A regex that matches exactly this text: "a.b" -> "a\x{2e}b"."""
     return "".join(char if char.isalnum() or not char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def _check_multiples(texts: Iterable[str]) -> None:
-    """Every `multipleOf` in the JSON documents that these texts begin with, as if all held for one number."""
+    """Check every `multipleOf` in the JSON documents at the start of these texts, as if all applied to one number."""
     found: list[Decimal] = []
 
-    def collect(pairs: list[tuple[str, Any]]) -> None:  # sees duplicate keys too
+    def collect(pairs: list[tuple[str, Any]]) -> None:  # receives duplicate keys too
         found.extend(v for k, v in pairs if k == "multipleOf" and isinstance(v, Decimal) and v.is_finite())
 
     decoder = json.JSONDecoder(object_pairs_hook=collect, parse_float=Decimal, parse_int=Decimal)
@@ -274,14 +277,14 @@ def _check_multiples(texts: Iterable[str]) -> None:
 
 
 def _common_multiple(numbers: list[Decimal]) -> int:
-    """0.25 and 2 -> 25 and 200 hundredths -> 200."""
+    """The least common multiple without decimals: 0.25 and 2 -> 25 and 200 hundredths -> 200."""
     decimals = max(0, *(-int(number.normalize().as_tuple().exponent) for number in numbers))
     if decimals > _MAX_DECIMALS or any(abs(number) > MAX_MULTIPLE for number in numbers):
-        return MAX_MULTIPLE + 1  # instead of integers with as many digits as the caller likes
+        return MAX_MULTIPLE + 1  # avoids integers with an unlimited number of digits
     scale = 10**decimals
     return math.lcm(*(int(abs(number) * scale) for number in numbers if number))
 
 
 def _reason(error: str) -> str:
-    reason = first_line(error).removeprefix("at 1(8): failed to compile JSON schema: ")  # our line, not the caller's
+    reason = first_line(error).removeprefix("at 1(8): failed to compile JSON schema: ")  # a place in our text
     return reason if len(reason) <= 200 else reason[:199] + "…"

@@ -1,8 +1,8 @@
-"""Where one output stands in a compiled structure, over llguidance. Knows token ids; not what was asked, no cache.
+"""The state of one output in a compiled structure, based on llguidance. Knows token ids, no request and no cache.
 
-A matcher's copies share one lexer, and once that lexer has met a limit every copy fails with it. A fault must end one
-request alone, so a state whose lexer fails goes on with a matcher of its own, fed with the tokens so far; only if that
-one fails as well is the fault its own.
+All copies of a matcher share one lexer, and when that lexer meets a limit, every copy fails. But a fault must end only
+one request. So a state whose lexer fails continues with its own new matcher, which is fed the tokens so far. Only if
+this matcher fails as well, the request itself has caused the fault.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from engine.errors import GrammarFault
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What one mask may cost, chosen by measurement (docs/adr/0007-structured-output-llguidance.md): a structure that asks
-# for more is refused when it is compiled, or ends its request later.
+# The cost limits of one mask, chosen by measurement (docs/adr/0007-structured-output-llguidance.md). A structure that
+# needs more is refused when it is compiled, or ends its request later.
 STEP_LEXER_FUEL = 100_000
 STEP_MAX_ITEMS = 5_000
 MAX_ITEMS_IN_ROW = 500
-# What a structure may cost to compile and to keep.
+# The limits on compiling and keeping a structure.
 INITIAL_LEXER_FUEL = 1_000_000
 MAX_LEXER_STATES = 50_000
 MAX_GRAMMAR_SIZE = 20_000
 
-RENEWAL_SECONDS = 0.1  # most time inside a step to give one state a matcher of its own
-_LEXER_FAILED = "lexer error"  # how the library's report begins; the stop reason is `InternalError` for everything
-_REPLAY_TOKENS = 64  # between two looks at the clock while it is fed
+RENEWAL_SECONDS = 0.1  # longest time inside a step to give one state its own matcher
+_LEXER_FAILED = "lexer error"  # how the library's report begins; the stop reason is always `InternalError`
+_REPLAY_TOKENS = 64  # tokens fed to a new matcher between two checks of the time
 
 
 def parser_limits() -> LLParserLimits:
@@ -51,19 +51,19 @@ def parser_limits() -> LLParserLimits:
 
 @dataclass(frozen=True, slots=True)
 class GrammarVocabulary:
-    """The tokens as the library knows them; ids of the logits beyond the tokenizer's are never allowed."""
+    """The tokens in the library's form; ids of the logits beyond the tokenizer's are never allowed."""
 
     tokenizer: LLTokenizer
     vocab_size: int
     end_tokens: tuple[int, ...]
 
     def matcher(self, source: str) -> LLMatcher:
-        """A matcher with a lexer of its own; what is wrong with `source` is found in its `get_error`."""
+        """Make a matcher with its own lexer; its `get_error` reports what is wrong with `source`."""
         return LLMatcher(self.tokenizer, source, log_level=0, limits=parser_limits())
 
 
 class CompiledGrammar:
-    """A structure that compiled; `source` is in the library's own notation. See `engine.types.Grammar`."""
+    """A compiled structure; `source` is in the library's own notation. See `engine.types.Grammar`."""
 
     def __init__(self, vocabulary: GrammarVocabulary, source: str) -> None:
         self.vocabulary = vocabulary
@@ -71,11 +71,11 @@ class CompiledGrammar:
         self._source = source
         self._first = vocabulary.matcher(source)
         self.compile_seconds = time.perf_counter() - started
-        self.worn = False  # its shared lexer has met a limit: whoever keeps it should compile anew
+        self.worn = False  # its shared lexer has met a limit: a cache should compile the structure again
 
     @property
     def error(self) -> str:
-        """Why it cannot be used, in the library's words; empty if it can."""
+        """The library's reason why the structure cannot be used; empty if it can."""
         return self._first.get_error()
 
     def start(self) -> MatcherState:
@@ -83,33 +83,33 @@ class CompiledGrammar:
         return MatcherState(self, self._first.deep_copy())
 
     def renew(self) -> LLMatcher | None:
-        """A matcher that shares nothing with the others; None if that would hold up a step for too long."""
+        """Make a matcher that shares nothing with the others; None if this would delay a step too long."""
         self.worn = True
         return self.vocabulary.matcher(self._source) if self.compile_seconds <= RENEWAL_SECONDS else None
 
 
 class MatcherState:
-    """One output's way through a structure. See `engine.types.GrammarState`.
+    """The state of one output in a structure. See `engine.types.GrammarState`.
 
-    End tokens are kept here, not in the library, which takes none once nothing else can follow. One of them ends the
-    output where the structure may end and is never text, even if its id has some.
+    This class handles end tokens itself, because the library accepts none after a structure is complete. An end token
+    ends the output where the structure may end. It is never text, even if its id has some.
     """
 
     def __init__(self, grammar: CompiledGrammar, matcher: LLMatcher) -> None:
         self._grammar = grammar
         self._vocabulary = grammar.vocabulary
         self._matcher = matcher
-        self._shared = True  # the lexer, with all states of this grammar that never failed
-        self._tokens: list[int] = []  # taken, without an end token
+        self._shared = True  # whether the lexer is shared with all states of this grammar that never failed
+        self._tokens: list[int] = []  # accepted tokens, without an end token
         self._ended = False
         self._bits = np.zeros(-(-self._vocabulary.vocab_size // 32), dtype=np.int32)
 
     def fill(self, mask: Tensor) -> None:
-        """Write which tokens may come next; after an end token the end tokens, so that a law is left."""
+        """Write which tokens may come next; after an end token the end tokens, so that the distribution is not zero."""
         self.mark(mask.numpy())
 
     def mark(self, allowed: NDArray[np.bool_]) -> None:
-        """The same for an array: structures are compiled where there are no tensors, too."""
+        """Do the same for an array, because structures are also compiled where there are no tensors."""
         assert allowed.shape == (self._vocabulary.vocab_size,), f"a mask of shape {allowed.shape}"
         if self._ended:
             allowed[:] = False
@@ -122,7 +122,7 @@ class MatcherState:
             raise GrammarFault(f"after {len(self._tokens)} tokens the structure has no way on")
 
     def advance(self, tokens: Seq[int]) -> int:
-        """Take the longest leading part that fits; at most one end token, after which nothing fits."""
+        """Accept the longest leading part that fits; returns its length. Nothing fits after an end token."""
         if self._ended:
             return 0
         ends = (i for i, token in enumerate(tokens) if token in self._vocabulary.end_tokens)
@@ -132,12 +132,12 @@ class MatcherState:
         return taken + self._ended
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` that were taken, an end token among them."""
+        """Take back the last `num_tokens` accepted tokens, including an end token."""
         assert num_tokens <= len(self._tokens) + self._ended, f"taking back {num_tokens} of {len(self._tokens)} tokens"
         num_text = num_tokens - (self._ended and num_tokens > 0)
         self._ended = self._ended and num_tokens == 0
         if num_text:
-            self._matcher.rollback(num_text)  # if it fails, so does the next fill, which mends or reports it
+            self._matcher.rollback(num_text)  # if it fails, the next fill fails too, and repairs or reports it
             del self._tokens[-num_text:]
 
     def _consume(self, tokens: list[int]) -> int:
@@ -164,8 +164,8 @@ class MatcherState:
             raise GrammarFault(f"after {len(self._tokens)} tokens the structure fails: {reason}")
 
     def _renew(self) -> None:
-        """Go on with a lexer of its own: the shared one failed, perhaps on another request's tokens."""
-        # Only the lexer is shared. A parser's limit would only be met again, at the same cost.
+        """Continue with a separate lexer, because the shared one failed, perhaps on another request's tokens."""
+        # Only the lexer is shared. If the parser has met a limit, a new one would meet it again at the same cost.
         if not self._shared or not self._matcher.get_error().startswith(_LEXER_FAILED):
             self._check()
         deadline = time.perf_counter() + RENEWAL_SECONDS
@@ -182,7 +182,7 @@ class MatcherState:
 
 
 def first_line(error: str) -> str:
-    """What a reader needs of the library's report: the last line that begins with `error:`, or the first line."""
+    """The useful line of the library's report: the last line that begins with `error:`, or else the first line."""
     lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines() if line.strip()]
     named = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
     return (named or lines or ["it gave no reason"])[-1 if named else 0]

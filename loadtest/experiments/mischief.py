@@ -13,7 +13,14 @@ from random import Random
 
 import grpc
 
-from client import AsyncClient, CancelledError, DeadlineExceededError, QueueFullError, RequestFailedError, ServerFault
+from client import (
+    AsyncClient,
+    CancelledError,
+    DeadlineExceededError,
+    QueueFullError,
+    RequestFailedError,
+    ServerFaultError,
+)
 from pilotfish.v1 import generation_pb2 as pb
 from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
 
@@ -64,7 +71,7 @@ async def _read(scene: Scene, **options: object) -> str:
         async with contextlib.aclosing(scene.client.stream("def main():\n", max_tokens=LONG, **options)) as events:  # type: ignore[arg-type]
             async for _ in events:
                 pass
-    except (QueueFullError, DeadlineExceededError, CancelledError, ServerFault) as error:
+    except (QueueFullError, DeadlineExceededError, CancelledError, ServerFaultError) as error:
         return type(error).__name__
     except RequestFailedError as error:
         return str(error)
@@ -101,7 +108,7 @@ async def fail(scene: Scene, random: Random) -> None:
         end = "served"
     except RequestFailedError as error:
         end = type(error).__name__
-    scene.note(name, end, "served" if part == HARMLESS else "ServerFault", "QueueFullError")
+    scene.note(name, end, "served" if part == HARMLESS else "ServerFaultError", "QueueFullError")
 
 
 async def stall(scene: Scene, random: Random) -> None:

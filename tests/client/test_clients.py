@@ -278,7 +278,7 @@ def test_all_violations_arrive(connected, fake):
         (grpc.StatusCode.UNAVAILABLE, client.UnavailableError),
         (grpc.StatusCode.ABORTED, client.AbortedError),
         (grpc.StatusCode.CANCELLED, client.CancelledError),
-        (grpc.StatusCode.INTERNAL, client.ServerFault),
+        (grpc.StatusCode.INTERNAL, client.ServerFaultError),
         (grpc.StatusCode.PERMISSION_DENIED, client.PermissionDeniedError),
         (grpc.StatusCode.UNAUTHENTICATED, client.UnauthenticatedError),
         (grpc.StatusCode.DATA_LOSS, client.RequestFailedError),

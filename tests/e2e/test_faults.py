@@ -177,7 +177,7 @@ async def test_a_poison_request_fails_alone_wherever_it_fails(apart, monkeypatch
                 healthy, sick = await all_of(connection, fault.__name__, **options)
                 assert healthy == wanted, fault.__name__
                 if fault is not in_draft:  # that costs drafts alone
-                    assert isinstance(sick, client.ServerFault), (fault.__name__, sick)
+                    assert isinstance(sick, client.ServerFaultError), (fault.__name__, sick)
                     assert SECRET not in sick.message
                 await until(lambda: not server.app.driver.live())
                 await until(lambda: engine.free_pages == engine.total_pages)
@@ -198,7 +198,7 @@ async def test_no_number_of_poison_requests_stops_an_idle_server(apart, monkeypa
         async with client.AsyncClient(address) as connection:
             wanted = await tokens_of(connection, PROMPTS[0])
             for _ in range(7):
-                with pytest.raises(client.ServerFault):
+                with pytest.raises(client.ServerFaultError):
                     await tokens_of(connection, "a", request_id=in_target.__name__)
             assert await tokens_of(connection, PROMPTS[0]) == wanted
             assert metric(server, "engine_restarts_total") == 0

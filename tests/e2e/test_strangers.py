@@ -43,7 +43,7 @@ async def attack(client: AsyncClient, guided: Guided) -> errors.RequestFailedErr
     asked = {name: value for name, value in asked.items() if value is not None}
     try:
         await client.generate("x = ", deadline=60, max_tokens=200, temperature=1.0, seed=1, **asked)
-    except (errors.InvalidRequestError, errors.ServerFault) as error:
+    except (errors.InvalidRequestError, errors.ServerFaultError) as error:
         return error
     return None
 

@@ -1,7 +1,7 @@
-"""Fewer, larger operations in a transformers model; knows shapes of modules and no family by name.
+"""Fewer, larger operations in a transformers model; uses shapes of modules and no family by name.
 
-A module that looks like one we can run faster gets a stand-in. The stand-in is tried on random rows beside the
-original and stays only if both say the same; what looks otherwise, or answers otherwise, stays as it was.
+A module that looks like one we can run faster gets a replacement module. An equivalence test compares both on random
+rows, and the replacement stays only if both give the same result. All other modules stay as they were.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from engine.native import Rows, rows_for
 log = logging.getLogger(__name__)
 
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_ROWS, _PAGE = 3, 8  # of a trial
+_ROWS, _PAGE = 3, 8  # of an equivalence test
 
 
 def fuse(model: PreTrainedModel) -> Counter[str]:
-    """Give `model` stand-ins wherever they fit; how many of each kind. Weights are joined one module at a time."""
+    """Put replacement modules into `model` wherever they fit; returns how many of each kind.
+
+    Weights are joined one module at a time.
+    """
     done: Counter[str] = Counter()
-    for name in [name for name, _ in model.named_modules()][:0:-1]:  # what is inside comes before what it is inside of
+    for name in [name for name, _ in model.named_modules()][:0:-1]:  # inner modules come before outer ones
         module = model.get_submodule(name)
         for group in _GROUPS:
             done["matmuls joined"] += _join(module, group)
@@ -46,7 +49,7 @@ def fuse(model: PreTrainedModel) -> Counter[str]:
 
 
 class Joined(nn.Module):
-    """One matmul for several that read the same rows; each is a `JoinedPart`, which takes its part of the result."""
+    """One matmul in place of several that read the same rows; for each a `JoinedPart` takes its part of the result."""
 
     def __init__(self, matmul: nn.Module, sizes: list[int]) -> None:
         super().__init__()
@@ -59,8 +62,8 @@ class Joined(nn.Module):
         return cast("Tensor", self.matmul(x))
 
     def share(self, index: int, x: Tensor) -> Tensor:
-        """The result of one part; computed when the first of them asks, let go of when the last has."""
-        if self._rows is not x:  # we hold on to it, so that it is the same rows and not the same address
+        """Return the result of one part; all parts are computed at the first call and released after the last part."""
+        if self._rows is not x:  # we keep a reference to x, so that no other tensor can get the same identity
             self._rows, self._shares = x, self(x).split(self.sizes, -1)
         share = self._shares[index]
         if index == len(self.sizes) - 1:
@@ -69,14 +72,14 @@ class Joined(nn.Module):
 
 
 class JoinedPart(nn.Module):
-    """Stands where one of the joined matmuls stood."""
+    """Replaces one of the joined matmuls."""
 
     def __init__(self, joined: Joined, index: int) -> None:
         super().__init__()
         self.joined, self.index = joined, index
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the matmul whose place it took."""
+        """Return the result of the matmul that it replaces."""
         return self.joined.share(self.index, x)
 
 
@@ -135,7 +138,7 @@ def _norm_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not isinstance(eps, float):
         return None
     x = random_rows(model, 1, _ROWS, weight.numel())
-    for scale in (weight, 1 + weight.float()):  # Gemma's weights are what is added to 1
+    for scale in (weight, 1 + weight.float()):  # Gemma stores the scale minus 1
         stand_in = RMSNorm(scale, eps)
         if agree(lambda m: m(x), module, stand_in):
             return stand_in
@@ -143,7 +146,7 @@ def _norm_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
 
 
 class Gated(nn.Module):
-    """down(silu(gate) * up) on joined gate and up, in C; in int8 what `down` reads is rounded in the same breath."""
+    """down(silu(gate) * up) on joined gate and up, in C; in int8 the same call also rounds the input of `down`."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -189,7 +192,7 @@ class RotaryAttention(nn.Module):
         ragged: Ragged | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """As the original."""
+        """Compute what the original computes."""
         seen = self.seen
         if ragged is None or position_embeddings is None or position_embeddings[0].shape[-1] != seen.head_dim:
             passed = {"attention_mask": attention_mask, "position_embeddings": position_embeddings, **others}
@@ -209,7 +212,7 @@ class RotaryAttention(nn.Module):
         return cast("nn.Module", self.inner.o_proj)(out.flatten(1)[None]), None
 
     def _native_for(self, projected: Tensor, cos: Tensor, ragged: Ragged) -> Rows | None:
-        """Our C, where it can turn what was projected on its way into this arena."""
+        """Our C functions, where they can rotate the projected rows while writing them into this arena; else None."""
         dtype, plain = ragged.arena.layout.dtype, getattr(self.inner, "q_norm", None) is None
         one_type = projected.dtype == cos.dtype == dtype and projected.is_cpu and cos.shape[0] == 1
         return rows_for(dtype, self.seen.head_dim // 2) if plain and one_type and not self.seen.head_dim % 2 else None
@@ -221,13 +224,13 @@ class RotaryAttention(nn.Module):
         return ragged.attend(query, k, v, ragged.batch, seen.scale, seen.window, seen.softcap)
 
     def _projected(self, hidden_states: Tensor) -> Tensor:
-        """q, k and v side by side, `[T, ...]`; some families have them so."""
+        """q, k and v side by side, `[T, ...]`; some families have one matmul for all three from the start."""
         inner = cast("Any", self.inner)
         both = inner.q_proj.joined if hasattr(inner, "q_proj") else inner.qkv_proj
         return cast("Tensor", both(hidden_states)[0])
 
     def _normed(self, turning: Tensor) -> Tensor:
-        """Families with norms on q and k."""
+        """Apply the norms on q and k, in families that have them."""
         q_norm, k_norm = getattr(self.inner, "q_norm", None), getattr(self.inner, "k_norm", None)
         if q_norm is None or k_norm is None:
             return turning
@@ -236,7 +239,7 @@ class RotaryAttention(nn.Module):
 
 
 def _rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """[T, heads, d]: the halves (a, b) of each head become (a cos - b sin, b cos + a sin)."""
+    """Rotate [T, heads, d]: the halves (a, b) of each head become (a cos - b sin, b cos + a sin)."""
     return (x * cos[0, :, None]).add_(x.roll(x.shape[-1] // 2, -1).mul_(signed_sin))
 
 
@@ -247,7 +250,7 @@ def _signed(sin: Tensor) -> Tensor:
 
 
 class _Seen:
-    """What an attention module hands to our attention function: noted in a trial, in which this stands in for it."""
+    """Replaces our attention function in an equivalence test, and records what an attention module passes to it."""
 
     def __init__(self) -> None:
         self.heads = self.kv_heads = self.head_dim = 0
@@ -263,7 +266,7 @@ class _Seen:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Mix everything that it is given, so that the result tells each difference."""
+        """Mix all inputs, so that a difference in any of them changes the result."""
         self.scale, self.window, self.softcap = scale, window, softcap
         _, self.heads, self.head_dim = query.shape
         self.kv_heads = k.shape[1]
@@ -272,7 +275,7 @@ class _Seen:
 
 
 class _Page:
-    """An arena of one page for a trial: of the shape that was seen, or that is written first."""
+    """An arena of one page for an equivalence test, of the recorded shape or of the shape that is written first."""
 
     def __init__(self, dtype: torch.dtype, seen: _Seen) -> None:
         self.layout = KVLayout(1, seen.kv_heads, seen.head_dim, dtype)

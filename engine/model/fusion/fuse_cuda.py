@@ -1,6 +1,7 @@
-"""Stand-ins for CUDA: what `fuse` has joined, run by our kernels. Knows shapes of modules and no family by name.
+"""Replacement modules for CUDA: our kernels run what `fuse` has joined. Uses shapes of modules and no family by name.
 
-As there, a stand-in is tried on random rows beside what it replaces and stays only if both say the same.
+As in `fuse`, an equivalence test compares each replacement with the original on random rows, and the replacement stays
+only if both give the same result.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from engine.model.runner import kv_layout
 
 log = logging.getLogger(__name__)
 
-_ROWS, _PAGE = 3, 8  # of a trial
+_ROWS, _PAGE = 3, 8  # of an equivalence test
 
 
 def fuse_for_cuda(model: PreTrainedModel, ops: object = None) -> Counter[str]:
-    """Join what `fuse` joins, then give `model` our kernels wherever they fit; how many of each kind."""
+    """Join what `fuse` joins, then put our kernels into `model` wherever they fit; returns how many of each kind."""
     found, trials, done = _ops(ops), EquivalenceTests(), Counter[str]()
     run = partial(_try, model)
     fuse(model)
-    for name in [name for name, _ in model.named_modules()][:0:-1]:  # what is inside comes before what it is inside of
+    for name in [name for name, _ in model.named_modules()][:0:-1]:  # inner modules come before outer ones
         if name.endswith(".inner"):
-            continue  # the original of one of `fuse`'s stand-ins, which still asks for it as it was
+            continue  # the original of one of `fuse`'s replacements, which still needs it unchanged
         for kind, candidates in _KINDS.items():
             module = model.get_submodule(name)
             new = next((new for new in candidates(module, found) if trials.agree(kind, run, module, new)), None)
@@ -51,18 +52,18 @@ def fuse_for_cuda(model: PreTrainedModel, ops: object = None) -> Counter[str]:
 
 
 def _ops(ops: object) -> LayerOps:
-    """Of a module; by default our kernels."""
+    """The operations of the module `ops`; by default those of our kernels."""
     if ops is None:
-        from engine.kernels import rows  # brings Triton
+        from engine.kernels import rows  # imports Triton
 
         ops = rows
     return ops if isinstance(ops, LayerOps) else LayerOps.of(ops)
 
 
 def link(model: PreTrainedModel, trials: EquivalenceTests | None = None) -> int:
-    """Have each layer's last sum made together with the norm that reads it, of the next layer or behind the last.
+    """Let each layer compute its last sum together with the norm that reads it: the next layer's or the final norm.
 
-    Returns for how many layers. To be done again where a model's layers are others than before.
+    Returns the number of linked layers. If the list of a model's layers changes, call this again.
     """
     trials, count = trials or EquivalenceTests(), 0
     for name, stack in list(model.named_modules()):
@@ -83,7 +84,7 @@ def link(model: PreTrainedModel, trials: EquivalenceTests | None = None) -> int:
 def _handing(
     model: PreTrainedModel, layer: KernelLayer, reader: tuple[KernelNorm, ...]
 ) -> Callable[[tuple[KernelNorm, ...]], Tensor]:
-    """Runs a layer and the norm behind it, which gets its sum from the layer, or does not."""
+    """Return a function that runs a layer and the norm that follows it, with or without handing the norm on."""
 
     def run(following: tuple[KernelNorm, ...]) -> Tensor:
         with _changed(layer, "following", following):
@@ -94,9 +95,9 @@ def _handing(
 
 
 def round_ahead(model: PreTrainedModel, ops: object = None) -> Counter[str]:
-    """Have rows for matmuls in 8-bit floats rounded by what makes them; how many of each kind.
+    """Let the module that produces rows for a matmul in 8-bit floats also round them; returns how many of each kind.
 
-    Norms and gates do it where they are the last thing before a matmul. Elsewhere it is a kernel of its own.
+    Norms and gates round where they are the last operation before a matmul. Elsewhere a separate kernel rounds.
     """
     found, trials, done = _ops(ops), EquivalenceTests(), Counter[str]()
     for module in model.modules():
@@ -133,7 +134,7 @@ def _change(
     changes: list[tuple[nn.Module, str, Any]],
     trials: EquivalenceTests,
 ) -> bool:
-    """Set attributes of some modules, if `module` then says what it said before."""
+    """Set attributes of some modules, if `module` then still gives the same result."""
 
     def run(changed: bool) -> Tensor:
         with ExitStack() as whole:
@@ -149,7 +150,7 @@ def _change(
 
 @contextmanager
 def _changed(module: nn.Module, name: str, value: object) -> Iterator[None]:
-    """An attribute is another meanwhile."""
+    """Give an attribute another value inside the block."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -163,7 +164,7 @@ def _norms(module: nn.Module, ops: LayerOps) -> list[nn.Module]:
 
 
 def _gates(module: nn.Module, ops: LayerOps) -> list[nn.Module]:
-    inner = cast("Any", getattr(module, "inner", module))  # `fuse` may have one of its own for CPUs
+    inner = cast("Any", getattr(module, "inner", module))  # `fuse` may have put its own module for CPUs here
     gate, down = getattr(inner, "gate_proj", None), getattr(inner, "down_proj", None)
     both = gate.joined if isinstance(gate, JoinedPart) else getattr(inner, "gate_up_proj", None)
     if not isinstance(both, nn.Module) or not isinstance(down, nn.Module):
@@ -192,7 +193,7 @@ _KINDS: dict[str, Callable[[nn.Module, LayerOps], list[nn.Module]]] = {
 
 @torch.inference_mode()
 def _try(model: PreTrainedModel, module: nn.Module) -> Tensor:
-    """What a module of any kind says to the same random rows each time; a tuple is what an attention alone gives."""
+    """Run a module of any kind on random rows that are the same each time; only an attention returns a tuple."""
     hidden: int = model.config.get_text_config().hidden_size
     if isinstance(module, RMSNorm | KernelNorm):
         width = module.scale.numel()
@@ -216,7 +217,7 @@ def _try(model: PreTrainedModel, module: nn.Module) -> Tensor:
 
 
 def _rotary(model: PreTrainedModel, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin as the model makes them, of its first kind of layer where it has several."""
+    """cos and sin as the model computes them; for its first kind of layer where it has several."""
     rotary = cast("Any", model.get_decoder()).rotary_emb
     kinds = getattr(rotary, "layer_types", None)
     return cast("tuple[Tensor, Tensor]", rotary(x, positions, *sorted(kinds)[:1]) if kinds else rotary(x, positions))

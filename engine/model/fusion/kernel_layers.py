@@ -1,6 +1,6 @@
-"""Norms, gates, attention and decoder layers that our kernels run. Knows shapes of modules and no family by name.
+"""Norms, gates, attention and decoder layers that our kernels run. Uses shapes of modules and no family by name.
 
-What is between two matmuls is one kernel: a sum, the norm that follows it and, where the next matmul is in 8-bit
+All work between two matmuls is one kernel: a sum, the norm that follows it and, where the next matmul is in 8-bit
 floats, the rounding of its rows.
 """
 
@@ -19,7 +19,7 @@ from engine.model.fusion.fuse import RMSNorm, RotaryAttention
 
 @dataclass(frozen=True, slots=True)
 class LayerOps:
-    """`engine.kernels.rows`, or `engine.kernels.reference`, which means the same."""
+    """The functions of `engine.kernels.rows`, or of `engine.kernels.reference`, which compute the same."""
 
     rotate_and_write: Callable[..., Tensor]
     add_norm: Callable[..., tuple[Tensor, Tensor]]
@@ -30,19 +30,19 @@ class LayerOps:
 
     @classmethod
     def of(cls, module: object) -> LayerOps:
-        """The functions of a module: a model that holds them can be copied, one that holds a module cannot."""
+        """Take the functions of a module: a model that holds them can be copied, one that holds a module cannot."""
         return cls(**{field.name: getattr(module, field.name) for field in fields(cls)})
 
 
 class KernelNorm(nn.Module):
-    """RMSNorm, alone or of a sum. `rounds`: what a layer gets of it is in 8-bit floats."""
+    """RMSNorm, alone or of a sum. With `rounds`, its result for a matmul is in 8-bit floats."""
 
     def __init__(self, norm: RMSNorm, ops: LayerOps) -> None:
         super().__init__()
         size = norm.scale.numel()
         self.scale = nn.Parameter(norm.scale.detach() / size**0.5, requires_grad=False)
         self.eps, self.ops, self.rounds = norm.eps / size, ops, False
-        self._handed: tuple[Tensor | None, Tensor | Fp8Rows | None] = None, None  # a sum, and its norm
+        self._handed: tuple[Tensor | None, Tensor | Fp8Rows | None] = None, None  # a sum, and its stored norm
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., size]`."""
@@ -50,18 +50,19 @@ class KernelNorm(nn.Module):
         return handed if isinstance(handed, Tensor) else self.ops.add_norm(x, None, self.scale, self.eps)[0]
 
     def for_matmul(self, x: Tensor) -> Tensor | Fp8Rows:
-        """The norm of x as the matmul that reads it wants it."""
+        """The norm of x, in the form that the next matmul reads."""
         handed = self._taken(x)
         return handed if handed is not None else self._run(x, None, None)[0]
 
     def of_sum(self, x: Tensor, residual: Tensor, before: KernelNorm | None) -> tuple[Tensor | Fp8Rows, Tensor]:
-        """The norm of x + residual, as a matmul wants it, and the sum; `before` is a norm that x goes through first."""
+        """Return the norm of x + residual, in the form that a matmul reads, and the sum; `before` is applied to x."""
         return self._run(x, residual, None if before is None else (before.scale, before.eps))
 
     def hand_on(self, x: Tensor, residual: Tensor, before: KernelNorm | None) -> Tensor:
-        """The sum. Its norm waits for whoever asks for the norm of this very tensor, and is let go of then.
+        """Return the sum, and store its norm until the next call of this module.
 
-        Whoever reads the sum meanwhile, or passes on another tensor, gets what is right; only nobody may write to it.
+        If that call is for this same tensor, it takes the stored norm; for any other tensor it computes the norm.
+        Other code may read the sum in between, but must not write to it.
         """
         normed, total = self.of_sum(x, residual, before)
         self._handed = total, normed
@@ -80,7 +81,7 @@ class KernelNorm(nn.Module):
 
 
 class KernelGate(nn.Module):
-    """down(activation(gate) * up) on gate and up in one matmul. `rounds`: what `down` reads is in 8-bit floats."""
+    """down(activation(gate) * up), with gate and up in one matmul. With `rounds`, `down` reads 8-bit floats."""
 
     def __init__(self, both: nn.Module, down: nn.Module, activation: str, ops: LayerOps) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class KernelGate(nn.Module):
 
 
 class KernelAttention(nn.Module):
-    """Attention whose rotation, norms of heads and K/V write are one kernel; without a ragged batch, the original."""
+    """Attention with rotation, norms of heads and K/V write in one kernel; the original runs if there is no batch."""
 
     def __init__(self, fused: RotaryAttention, ops: LayerOps) -> None:
         super().__init__()
@@ -113,7 +114,7 @@ class KernelAttention(nn.Module):
         ragged: Ragged | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """As the original."""
+        """Compute what the original computes."""
         if ragged is None or position_embeddings is None:
             return cast("tuple[Tensor, None]", self.fused(hidden_states, position_embeddings, ragged=ragged, **others))
         cos, sin = position_embeddings
@@ -128,7 +129,7 @@ class KernelAttention(nn.Module):
         return self.o_proj(out.flatten(1)[None]), None
 
 
-# In the order of their use: before attention, on what attention gives, before the MLP, on what the MLP gives.
+# In the order of their use: before attention, on attention's result, before the MLP, on the MLP's result.
 NAMES = (
     ("input_layernorm", None, "post_attention_layernorm", None),
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -139,7 +140,8 @@ NAMES = (
 class KernelLayer(nn.Module):
     """A decoder layer x += attention(norm(x)); x += mlp(norm(x)), each sum in one kernel with the norm that follows.
 
-    In some families what is added goes through a norm as well. Without a ragged batch the original runs.
+    In some families the results of attention and MLP are normalised before they are added. Without a ragged batch the
+    original runs.
     """
 
     def __init__(self, inner: nn.Module, names: tuple[str | None, ...]) -> None:
@@ -149,11 +151,12 @@ class KernelLayer(nn.Module):
         assert all(norm is None or isinstance(norm, KernelNorm) for norm in norms)
         assert [name is None for name in names] == [norm is None for norm in norms]
         self.norms = cast("tuple[KernelNorm, KernelNorm | None, KernelNorm, KernelNorm | None]", tuple(norms))
-        # The norm that reads what this layer gives, if it may get it from here; in a tuple, as it is no part of this.
+        # The norm that reads this layer's result, if this layer may compute it; in a tuple, so that torch does not
+        # register it as a part of this module.
         self.following: tuple[KernelNorm, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
-        """What a model asks of its layers besides, such as their kind of attention."""
+        """Return other attributes of the original layer that a model reads, such as its kind of attention."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -1,6 +1,6 @@
-"""All decoder layers of a fused model in one call of our C; knows shapes of modules and no family by name.
+"""Runs all decoder layers of a fused model in one call of our C; uses shapes of modules and no family by name.
 
-Between two matmuls of a small model Python takes longer than the matmuls do.
+In a small model the Python code between two matmuls takes longer than the matmuls.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from engine.native.layers import LayerParts, Layers
 
 log = logging.getLogger(__name__)
 
-_PAGE, _ROWS = 8, 3  # of the trial
+_PAGE, _ROWS = 8, 3  # of the equivalence test
 
 
 def stack(model: PreTrainedModel) -> bool:
-    """Let the decoder layers of a fused `model` run as one, if they are as we know them; says whether."""
+    """Make the decoder layers of a fused `model` run in one call, if all their parts are known; returns whether."""
     for name, layers in list(model.named_modules()):
         if not isinstance(layers, nn.ModuleList) or not len(layers):
             continue
@@ -46,7 +46,7 @@ def stack(model: PreTrainedModel) -> bool:
 
 
 class Stack(nn.ModuleList):
-    """A list of layers that, to whoever goes through it, has one item: all of them at once."""
+    """A list of layers that yields one item when iterated: a callable that runs all layers at once."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__(layers)
@@ -56,13 +56,13 @@ class Stack(nn.ModuleList):
         return iter((cast("nn.Module", self.run),))
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):  # the model goes through the first n of n
+        if isinstance(index, slice):  # the model iterates over the first n of n layers
             kept = list(self._modules.values())[index]
             return self if len(kept) == len(self) else Stack(nn.ModuleList(kept))
         return super().__getitem__(index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": None}  # a copy has an arena of its own
+        return {**self.__dict__, "_ready": None}  # a copy has its own arena
 
     def run(
         self,
@@ -71,7 +71,7 @@ class Stack(nn.ModuleList):
         ragged: Ragged | None = None,
         **others: Any,
     ) -> Tensor:
-        """As the layers one after the other, which is what is done where C does not serve."""
+        """Compute what the layers compute one after the other; they run in that way where C cannot run the pass."""
         if ragged is not None and position_embeddings is not None:
             if self.serves(hidden_states, position_embeddings, ragged):
                 return self.at_once(hidden_states, position_embeddings, ragged)
@@ -81,13 +81,13 @@ class Stack(nn.ModuleList):
     def one_by_one(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, **others: Any
     ) -> Tensor:
-        """Layer after layer."""
+        """Run layer after layer."""
         for layer in self._modules.values():
             hidden_states = cast("Any", layer)(hidden_states, position_embeddings=position_embeddings, **others)
         return hidden_states
 
     def at_once(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
-        """All layers in C: the same bits."""
+        """Run all layers in C, with the same bits as `one_by_one`."""
         cos, sin = (x[0].contiguous() for x in position_embeddings)
         layout, first = ragged.arena.layout, cast("Any", self._modules["0"])
         where = native.args_of(ragged.batch, first.self_attn.seen.heads, layout.kv_heads, layout.head_dim)
@@ -111,7 +111,7 @@ class Stack(nn.ModuleList):
 
 
 def _parts(layer: nn.Module) -> LayerParts | None:
-    """What a layer consists of, if it is norm, attention, norm, MLP, all of them stand-ins; None if not."""
+    """The parts of a layer, if it is norm, attention, norm, MLP, and all are replacement modules; None if not."""
     inside = {name: module for name, module in layer.named_children() if not isinstance(module, nn.Dropout)}
     kinds = (inside.pop(name, None) for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"))
     match (*kinds, *inside):
@@ -130,7 +130,7 @@ def _parts(layer: nn.Module) -> LayerParts | None:
 
 
 def _agrees(together: Stack, model: PreTrainedModel) -> bool:
-    """Whether a trial says the same in C and module by module."""
+    """Whether an equivalence test gives the same result in C and module by module."""
     layout = kv_layout(model.config, model.dtype)
     arena = KVArena(layout, 1, _PAGE, model.device)
     ragged = Ragged(RaggedBatch.of([Feed([0] * _ROWS, 4, [0])], _PAGE, model.device), arena, native.attend)

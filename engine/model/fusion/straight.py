@@ -1,7 +1,7 @@
 """A model's pass without transformers' code around it: embedding, layers, norm, output matrix, and nothing between.
 
-That code prepares masks, caches and records which a ragged batch has no use for, and takes longer than the layers of a
-small model do.
+That code prepares masks, caches and records that a ragged batch does not use, and it takes longer than the layers of a
+small model.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from engine.model.runner import kv_layout
 
 log = logging.getLogger(__name__)
 
-_PAGE, _START, _ROWS = 8, 4, 3  # of the trial
+_PAGE, _START, _ROWS = 8, 4, 3  # of the equivalence test
 
 
 class LayerStack(Protocol):
-    """All layers of a model at once, where they can (`stack.Stack`)."""
+    """All layers of a model, which can run in one call (`stack.Stack`)."""
 
     def serves(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> bool:
-        """Whether they can run this pass."""
+        """Whether the layers can run this pass in one call."""
         ...
 
     def at_once(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
-        """`[1, T, width]` -> the same."""
+        """`[1, T, width]` -> `[1, T, width]`."""
         ...
 
 
 def straighten(model: PreTrainedModel, layers: LayerStack) -> None:
-    """Let a model whose layers run in one call do so without what is around them.
+    """Skip transformers' code around the layers of a model whose layers run in one call.
 
-    It does so if a trial gives the same bits: a model that scales, caps or adds something on the way gives others.
+    This is done only if an equivalence test gives the same bits. A model that scales, caps or adds something outside
+    its layers fails the test.
     """
     trunk = model.get_decoder()
     around = (getattr(trunk, "norm", None), getattr(trunk, "rotary_emb", None))
@@ -53,14 +54,14 @@ def straighten(model: PreTrainedModel, layers: LayerStack) -> None:
 
 
 class StraightPass:
-    """Stands in the place of a model's `forward`, which still runs whatever is no pass over a ragged batch in C."""
+    """Replaces a model's `forward`; the original still runs every pass that C cannot run over a ragged batch."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._trunk = model, cast("Any", model.get_decoder())
-        self.__wrapped__ = model.forward  # by this name `inspect` finds it, if someone asks what `forward` takes
+        self.__wrapped__ = model.forward  # `inspect` reads the parameters of `forward` through this name
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """`logits` `[1, R, vocab]` for the rows that `logits_to_keep` names, as the model's own `forward`."""
+        """`logits` `[1, R, vocab]` of the rows that `logits_to_keep` names, like the model's own `forward`."""
         logits = None if given else self.logits(**named)
         return self.__wrapped__(*given, **named) if logits is None else SimpleNamespace(logits=logits)
 
@@ -72,7 +73,7 @@ class StraightPass:
         logits_to_keep: Tensor | int = 0,  # [R]
         **others: Any,
     ) -> Tensor | None:
-        """None where C does not serve, or somebody listens to the layers."""
+        """Logits `[1, R, vocab]`; None where C cannot run the pass, or a hook reads the hidden states."""
         trunk, rows = self._trunk, logits_to_keep
         if ragged is None or input_ids is None or not isinstance(rows, Tensor) or others != {"use_cache": False}:
             return None
@@ -88,8 +89,8 @@ class StraightPass:
 
 @torch.inference_mode()
 def _same_bits(straight: StraightPass, model: PreTrainedModel) -> bool:
-    """Whether a trial, begun in the midst of a text, gives the same bits both ways."""
-    vocab = model.config.get_text_config().vocab_size  # of what it is fed; its logits may be wider
+    """Whether an equivalence test that starts in the middle of a text gives the same bits both ways."""
+    vocab = model.config.get_text_config().vocab_size  # of the input; the logits may be wider
     tokens = torch.randint(vocab, (_ROWS,), generator=torch.Generator().manual_seed(0)).tolist()
     batch = RaggedBatch.of([Feed(tokens, _START, [0], _ROWS)], _PAGE, model.device)
     arena = KVArena(kv_layout(model.config, model.dtype), 1, _PAGE, model.device)

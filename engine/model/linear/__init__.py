@@ -1,4 +1,4 @@
 """Matrices and their products: int8, int4, fp8 and packed floats, each with its rounding and its kernel calls.
 
-Here a weight or an activation is rounded. Knows numbers and modules; knows no model and no request.
+This package rounds weights and activations. It knows numbers and modules, and no model and no request.
 """

@@ -1,7 +1,7 @@
-"""Activations that no number's place can change.
+"""Activations whose result does not depend on a number's place.
 
-torch computes them in whole vectors, and what is left over at the end of a buffer, or of a thread's part of it, with
-another function that may round otherwise. Here nothing is left over and there is one thread.
+torch computes whole vectors with one function, and the remainder at the end of a buffer, or of a thread's part of it,
+with another function that may round differently. Here there is no remainder, and only one thread.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel, activations
 
-_VECTOR = 64  # numbers in the longest vector of the shortest type, twice over
-_SERIAL = 16384  # more numbers than this go to several threads in GELU; elsewhere twice as many
+_VECTOR = 64  # twice the numbers in the longest vector of the shortest type
+_SERIAL = 16384  # GELU uses several threads for more numbers than this; other activations for twice as many
 _KINDS = frozenset(found[0] if isinstance(found, tuple) else found for found in dict.values(activations.ACT2CLS)) | {
     nn.SiLU,
     nn.GELU,
@@ -23,17 +23,17 @@ _KINDS = frozenset(found[0] if isinstance(found, tuple) else found for found in 
 
 
 class RowWise(nn.Module):
-    """An elementwise `inner`, given whole rows, as many at once as one thread takes."""
+    """Runs an elementwise `inner` on whole rows, as many at once as torch computes in one thread."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        # GELU has one function for numbers that lie side by side and another for the rest. The commonest has not.
+        # GELU has one function for contiguous numbers and another for other layouts. SiLU, the most common, has one.
         self._as_it_lies = type(inner) is nn.SiLU
         self._most = (2 if self._as_it_lies else 1) * _SERIAL - 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any `[..., n]`."""
+        """`[..., n]` -> `[..., n]`."""
         n = x.shape[-1]
         if n % _VECTOR:
             padded: Tensor = self(F.pad(x, (0, -n % _VECTOR)))

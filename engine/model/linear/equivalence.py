@@ -1,4 +1,4 @@
-"""Whether a stand-in says what the original says, tried on random rows; knows tensors alone."""
+"""Equivalence tests: compare a replacement module with the original on random rows. Knows only tensors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ _FAULTS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexE
 
 
 def random_rows(model: PreTrainedModel, *shape: int) -> Tensor:
-    """The same numbers each time, in the model's type and place."""
+    """Random numbers that are the same each time, in the model's type and on its device."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=generator).to(model.device, model.dtype)
 
 
 @torch.inference_mode()
 def agree(run: Callable[[T], Tensor], original: T, stand_in: T, *, also: tuple[type[Exception], ...] = ()) -> bool:
-    """Whether both give the same but for rounding; one that cannot run does not. `also`: how else that may show."""
+    """Whether both give the same result except for rounding.
+
+    An error means that they do not agree. `also` names exceptions that are treated as such an error.
+    """
     expected: tuple[type[Exception], ...] = (*_FAULTS, *also)
     try:
         want, got = run(original), run(stand_in)
@@ -35,23 +38,23 @@ def agree(run: Callable[[T], Tensor], original: T, stand_in: T, *, also: tuple[t
         return False
     if want.dtype != got.dtype:
         return False
-    # A row as a whole: where numbers are rounded coarsely, one of thousands is always far off.
+    # The error of a whole row: where numbers are rounded coarsely, one of thousands always has a large error.
     off = (got - want).float().square().mean(-1).sqrt().max()
     return bool(off <= (1e-4 if want.dtype == torch.float32 else 0.03) * want.float().std())
 
 
 class EquivalenceTests:
-    """Stand-ins of several kinds that are run by kernels.
+    """Equivalence tests for several kinds of replacement modules that run kernels.
 
-    A kernel that cannot be compiled, or does not fit on this card, keeps its kind out from then on: the log says so
+    If a kernel cannot be compiled or does not fit on this card, its kind is not used from then on. The log says so
     once, and the model stays as it was.
     """
 
     def __init__(self) -> None:
-        self.failed: dict[str, str] = {}  # kinds, and why
+        self.failed: dict[str, str] = {}  # kind -> the error
 
     def agree(self, kind: str, run: Callable[[T], Tensor], original: T, stand_in: T) -> bool:
-        """As `trial.agree`; kernels assert what they cannot run."""
+        """Like the function `agree`; an AssertionError means that a kernel cannot run this shape."""
         if kind in self.failed:
             return False
         try:

@@ -1,7 +1,8 @@
-"""Matmuls in 8-bit floats (e4m3): weights rounded once with a scale per output, rows as they come with one each.
+"""Matmuls in 8-bit floats (e4m3): weights are rounded once with a scale per output, and rows in each pass.
 
-For CUDA from Hopper on, by torch's own operation; it runs on CPUs too, which have nothing to gain. A row's rounding
-hangs on the row alone. What a model says in 8 bits is what is served: speculation is exact for the model as loaded.
+They are for CUDA from Hopper on, and use torch's own operation; they also run on CPUs, but are not faster there. The
+rounding of a row depends on that row only. The model in 8 bits is the model that is served: speculation is exact for
+the model as loaded.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _STEP = 16  # sizes of matrices are multiples of this
 
 
 class Fp8Linear(nn.Module):
-    """As `nn.Linear`, in bfloat16 at both ends; takes rows that are rounded already, too."""
+    """Like `nn.Linear`, with bfloat16 input and output; the input may also be rounded already."""
 
-    round_rows: Callable[[Tensor], Fp8Rows] = staticmethod(reference.round_rows)  # or a kernel that means the same
+    round_rows: Callable[[Tensor], Fp8Rows] = staticmethod(reference.round_rows)  # or a kernel that computes the same
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -49,15 +50,15 @@ def fits(in_features: int, out_features: int) -> bool:
 
 
 def num_bytes(in_features: int, out_features: int) -> int:
-    """Of a matrix and its scales."""
+    """Bytes of a matrix and its scales."""
     return in_features * out_features + 4 * out_features
 
 
 def to_fp8(model: PreTrainedModel) -> Swapped:
-    """Round the matrices of a loaded model, one at a time. The head, routers and what does not fit stay.
+    """Round the matrices of a loaded model, one at a time. The head, routers and matrices of other sizes stay.
 
     Raises:
-        ModelError: it is not in bfloat16.
+        ModelError: the model is not in bfloat16.
     """
     if model.dtype != torch.bfloat16:
         raise ModelError(f"fp8 weights are for models in bfloat16; dtype is {str(model.dtype).removeprefix('torch.')}")

@@ -1,8 +1,8 @@
 """Matrices of 4 bits times rows of int8 (W4A8): half the bytes of int8, for one or a few rows at a time.
 
-Every 64 inputs of an output share a scale (a bfloat16: 4.25 bits a weight), and each weight is one of 16 levels. What
-they multiply is rounded as in `int8.py`, and the products of a group are summed as integers; only the groups' sums
-are floats, added in the order of the inputs. So a row's bits are its own here as well.
+Every 64 inputs of an output share a scale (a bfloat16: 4.25 bits a weight), and each weight is one of 16 levels. The
+rows are rounded as in `int8.py`, and the products of a group are summed as integers; only the groups' sums are floats,
+added in the order of the inputs. So this is batch-invariant as well.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from engine.model.linear.int8 import OFFSET, Int8Linear, Packed
 from engine.native import PackedMatrix, multiplies, round4, rounds
 
 GROUP = 64  # inputs
-# Where squares of errors are least for normal numbers, 64 of them scaled by their largest (Lloyd 1982), in 32nds: then
-# four products with a row's bytes fit in 16 bits (`dot_levels` in native/registers.h).
+# The levels with the least squared error for normal numbers, 64 of them scaled by their largest (Lloyd 1982). They are
+# in 32nds, so that four products with a row's bytes fit in 16 bits (`dot_levels` in native/registers.h).
 LEVELS = (-32, -24, -19, -15, -11, -8, -5, -2, 2, 5, 8, 11, 15, 19, 24, 32)
 _CHUNK = 512  # rows of a matrix that are rounded at once
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether a matrix `[out, in]` is of whole groups."""
+    """Whether a matrix `[out, in]` consists of whole groups."""
     return not weight.shape[1] % GROUP
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Floats `[out, in]` -> levels uint8 `[out, in / 2]`, two in a byte; scale bfloat16 `[out, in / 64]`.
 
-    In C or in torch the bits are the same. A scale is not finite where a number of its group is not.
+    C and torch give the same bits. A scale is not finite if a number of its group is not finite.
     """
     if rounds(weight):
         return round4(weight.detach(), LEVELS)
@@ -46,14 +46,14 @@ def _round(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / LEVELS[-1]
     index = torch.bucketize(groups / scale, (levels[1:] + levels[:-1]) / 2)
     chosen = levels[index]
-    # The scale that suits the chosen levels best, by least squares.
+    # The scale with the least squared error for the chosen levels.
     scale = (_sum(groups * chosen) / _sum(chosen * chosen)).bfloat16()
     pairs = index.flatten(1).to(torch.uint8).unflatten(1, (-1, 2))
     return pairs[..., 0] | pairs[..., 1] << 4, scale
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Over the last dimension, of 64 numbers, by halves: torch's own order hangs on the processor's vectors."""
+    """Sum over the last dimension, of 64 numbers, by halves: torch's own order depends on the processor's vectors."""
     while x.shape[-1] > 1:
         first, second = x.chunk(2, -1)
         x = first + second
@@ -67,7 +67,10 @@ def levels_of(packed: Tensor) -> Tensor:
 
 
 class PortableInt4:
-    """`PackedMatrix` in 4 bits by plain torch, slowly; float64 holds every group's sum exactly. Copies share it."""
+    """`PackedMatrix` in 4 bits with plain torch, which is slow; float64 holds every group's sum exactly.
+
+    A copy is the same object.
+    """
 
     def __init__(self, packed: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = len(packed), 2 * packed.shape[1]

@@ -1,8 +1,8 @@
 """Matrices of int8 times rows of int8 (W8A8), in integers. Knows numbers; knows no model.
 
-Each row of a weight (one output) is rounded to int8 with a scale of its own, once; each row of activations likewise,
-every time. Their products are summed as integers, and sums of integers have no order: a row's result is the same
-bits alone, in a batch, on any number of threads, and in our C as in either of the two kernels below.
+Each row of a weight (one output) is rounded once to int8 with its own scale; each row of activations is rounded in the
+same way in every pass. Products are summed as integers, and a sum of integers does not depend on the order. So a row's
+result has the same bits alone, in a batch, on any number of threads, in our C and in both kernels below.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from engine.native import PackedMatrix, multiplies, round8, rounds, rows_for
 
 log = logging.getLogger(__name__)
 
-OFFSET = 128  # oneDNN takes rows as uint8: 128 stands for 0
-_TINY = 1e-30  # a row of zeros has a scale too
-_CHUNK = 4096  # rows of a matrix that are widened at once
+OFFSET = 128  # oneDNN reads rows as uint8: 128 means 0
+_TINY = 1e-30  # so that a row of zeros has a scale too
+_CHUNK = 4096  # rows of a matrix that are converted to float at once
 
 
 class Kernel(Protocol):
@@ -31,7 +31,7 @@ class Kernel(Protocol):
     name: str
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Bring int8 `weight` `[out, in]` into the form that `multiply` reads."""
+        """Convert int8 `weight` `[out, in]` to the form that `multiply` reads."""
         ...
 
     def multiply(self, rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
@@ -40,12 +40,12 @@ class Kernel(Protocol):
 
 
 class PortableInt8:
-    """Plain torch on any machine, slowly: float64 holds every sum exactly."""
+    """Plain torch for any machine: slow, but exact, because float64 holds every sum."""
 
     name = "portable"
 
     def pack(self, weight: Tensor) -> Tensor:
-        """As it is."""
+        """Return the weight as it is."""
         return weight.contiguous()
 
     def multiply(self, rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
@@ -56,17 +56,17 @@ class PortableInt8:
 
 
 class OneDNN:
-    """oneDNN's integer matmul, behind two private operators of torch: they may be missing, or change."""
+    """oneDNN's integer matmul, through two private operators of torch, which may be missing or change."""
 
     name = "onednn"
 
     def __init__(self) -> None:
         self._pack = torch.ops.onednn.qlinear_prepack.default
         self._multiply = torch.ops.onednn.qlinear_pointwise.default
-        self._zeros: dict[int, Tensor] = {}  # offsets of weights: there are none
+        self._zeros: dict[int, Tensor] = {}  # offsets of weights, which are all 0, by the number of outputs
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Blocked for the machine's integer instructions; opaque."""
+        """Convert the weight to oneDNN's blocked form, which is opaque."""
         return cast("Tensor", self._pack(weight.contiguous(), None))
 
     def multiply(self, rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
@@ -75,14 +75,14 @@ class OneDNN:
         zeros = self._zeros.get(size)
         if zeros is None:
             zeros = self._zeros[size] = torch.zeros(size, dtype=torch.int64)
-        # No bias, output scale 1 and offset 0, nothing after it.
+        # No bias, output scale 1 and offset 0, and no operation after the matmul.
         plain: tuple[Any, ...] = (None, 1.0, 0, torch.float32, "none", [], "")
         return cast("Tensor", self._multiply(rows, 1.0, OFFSET, packed, scale, zeros, *plain))
 
 
 @cache
 def kernel() -> Kernel:
-    """The faster one that computes right here with this torch; asked once, and where our C does not serve."""
+    """Choose the faster kernel that is correct on this machine with this torch. Used only where our C cannot run."""
     try:
         found = OneDNN()
         if _is_right(found):
@@ -94,13 +94,13 @@ def kernel() -> Kernel:
 
 
 def kernel_name() -> str:
-    """What multiplies here."""
+    """The name of the kernel that multiplies on this machine."""
     return "native" if multiplies(torch.int8) else kernel().name
 
 
 @torch.inference_mode()
 def _is_right(candidate: Kernel) -> bool:
-    """Against plain torch, with the extremes among the numbers: CPUs without VNNI add in 16 bits and may overflow."""
+    """Compare with plain torch, including extreme numbers: CPUs without VNNI add in 16 bits and may overflow."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(-127, 128, (80, 272), dtype=torch.int8, generator=generator)
     rows = torch.randint(1, 256, (5, 272), dtype=torch.uint8, generator=generator)
@@ -114,7 +114,7 @@ def _is_right(candidate: Kernel) -> bool:
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix `[out, in]` of any float type -> int8 of the same shape, float32 scale `[out]`; a few rows at a time.
 
-    In C or in torch the bits are the same. The scale of a row is not finite where one of its numbers is not.
+    C and torch give the same bits. The scale of a row is not finite if one of its numbers is not finite.
     """
     if rounds(weight):
         return round8(weight.detach())
@@ -130,10 +130,10 @@ def _round_part(part: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Floats `[M, n]` -> uint8 `[M, n]` and scale `[M, 1]`, x about (uint8 - 128) * scale; the largest is 255 or 1.
+    """Floats `[M, n]` -> uint8 `[M, n]` and scale `[M, 1]`: x is about (uint8 - 128) * scale; the largest is 255 or 1.
 
-    Each operation is exact to the last bit by itself, so that a row's place and neighbours cannot matter; in C or in
-    torch the bits are the same.
+    Each operation is correctly rounded, so a row's place and neighbours cannot change its bits. C and torch give the
+    same bits.
     """
     native = rows_for(x.dtype, x.shape[1])
     if native is not None and x.is_cpu and x.stride(1) == 1:
@@ -148,7 +148,7 @@ def _round(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Packed(Protocol):
-    """A matrix in the form that is multiplied: `PackedMatrix`, or another kernel's."""
+    """A matrix in the form that a kernel multiplies: `PackedMatrix`, or the form of another kernel."""
 
     def multiply(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
         """See `PackedMatrix.multiply`."""
@@ -156,7 +156,7 @@ class Packed(Protocol):
 
 
 class _Packed:
-    """`PackedMatrix` in int8 by another kernel. Copies share it."""
+    """Does what `PackedMatrix` does in int8, with another kernel. A copy is the same object."""
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -176,12 +176,12 @@ class _Packed:
 
 
 class Int8Linear(nn.Module):
-    """`nn.Linear` with an int8 weight and rows rounded to int8; what goes in and comes out is float."""
+    """`nn.Linear` with an int8 weight and rows rounded to int8; input and output are float."""
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.dtype = dtype  # of what comes out; that of what goes in, where it is None
+        self.dtype = dtype  # of the output; None for the type of the input
         self.packed: Packed | None = None
         # Buffers, so that modules which share weights can share them.
         self.weight_int8: Tensor | None
@@ -198,7 +198,7 @@ class Int8Linear(nn.Module):
 
     @classmethod
     def joined(cls, parts: Seq[Int8Linear]) -> Int8Linear:
-        """One matrix of several that read the same rows: every output has a scale of its own, so nothing is rounded."""
+        """Join matrices that read the same rows; nothing is rounded again, because every output has its own scale."""
         weights, biases = [part.weight_int8 for part in parts], [part.bias for part in parts]
         assert all(w is not None for w in weights), "already packed"
         has_bias, unpacked = all(bias is not None for bias in biases), cast("list[Tensor]", weights)
@@ -213,7 +213,7 @@ class Int8Linear(nn.Module):
         return made
 
     def pack(self) -> Packed:
-        """Bring the weight into the form that is multiplied, once, and let go of the plain one."""
+        """Convert the weight once to the form that is multiplied, and release the plain weight."""
         if self.packed is None:
             assert self.weight_int8 is not None
             return self._keep_packed([self.weight_int8])
@@ -234,12 +234,12 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
         rows = x.view(-1, self.in_features)
-        if not len(rows):  # no logits are wanted in the middle of a prompt
+        if not len(rows):  # in the middle of a prompt no logits are needed
             return x.new_empty(*x.shape[:-1], self.out_features)
         return self.of_rounded(*round_rows(rows), x.dtype).view(*x.shape[:-1], self.out_features)
 
     def of_rounded(self, rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """`[M, in]`, rounded by `round_rows` or as it does -> `[M, out]`, in `dtype` unless this has one of its own."""
+        """Rows `[M, in]`, rounded as by `round_rows` -> `[M, out]` in `dtype`, unless this module has its own dtype."""
         return self.pack().multiply(rows, scale, self.dtype or dtype)
 
 

@@ -1,7 +1,7 @@
-"""Float matrices in the panels of our C, where a row's sums do not depend on how many rows there are.
+"""Float matrices in the panels of our C, where a row's sums do not depend on the number of rows.
 
-Knows modules; knows no model by name. torch's own float matmuls choose the order of their sums by the shape of the
-operands; here it is the order of the inputs, always. So what int8 has by nature (`int8.py`), floats have too.
+This file knows modules and no model by name. torch's own float matmuls choose the order of their sums by the shape of
+the operands; here it is always the order of the inputs. So floats are batch-invariant, as int8 always is (`int8.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.native import ALIGNED, PackedMatrix, multiplies, rows_for
 
 log = logging.getLogger(__name__)
 
-MATMULS = (nn.Linear, Conv1D)  # not what is made of them: it may do more
+MATMULS = (nn.Linear, Conv1D)  # not their subclasses, which may do more
 
 
 class PackedLinear(nn.Module):
@@ -29,21 +29,21 @@ class PackedLinear(nn.Module):
 
     def __init__(self, packed: PackedMatrix, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.packed, self.dtype = packed, dtype  # of what comes out; that of what goes in, where it is None
+        self.packed, self.dtype = packed, dtype  # dtype of the output; None for the type of the input
         self.in_features, self.out_features = packed.in_features, packed.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
         dtype = self.dtype or x.dtype
         rows = x.reshape(-1, self.in_features)
-        if not len(rows):  # no logits are wanted in the middle of a prompt
+        if not len(rows):  # in the middle of a prompt no logits are needed
             return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
         out = self.packed.multiply(rows.to(self.packed.dtype).contiguous(), None, dtype)
         return out.view(*x.shape[:-1], self.out_features)
 
 
 def pack(model: PreTrainedModel) -> int:
-    """Replace every float matmul of a model on the CPU that our C multiplies faster than torch; returns how many."""
+    """Replace every float matmul of a model on the CPU whose type and size our C multiplies; returns how many."""
     head, done = model.get_output_embeddings(), 0
     if model.device.type != "cpu":
         return 0
@@ -51,7 +51,7 @@ def pack(model: PreTrainedModel) -> int:
         module = cast("nn.Linear | Conv1D", model.get_submodule(name))
         weight = matrix(module)
         if multiplies(weight.dtype) and rows_for(weight.dtype, weight.shape[1]) is not None:
-            # Logits are wanted in float32: rounded to bfloat16, many would tie.
+            # Logits must be in float32: rounded to bfloat16, many would be equal.
             dtype = torch.float32 if module is head else None
             bias = cast("Tensor | None", module.bias)
             bias = None if bias is None else bias.detach().float()
@@ -65,7 +65,7 @@ def pack(model: PreTrainedModel) -> int:
 
 
 def packs_whole(model: nn.Module) -> bool:
-    """Whether `pack` leaves nothing to torch where C multiplies its type; the model may be on the meta device."""
+    """Whether `pack` would replace all matmuls where C multiplies their type; the model may be on the meta device."""
     matmuls = [module for module in model.modules() if isinstance(module, MATMULS)]
     return not _has_experts(model) and all(
         type(module) in MATMULS and not matrix(module).shape[1] % ALIGNED for module in matmuls
@@ -73,18 +73,18 @@ def packs_whole(model: nn.Module) -> bool:
 
 
 def matrix(matmul: nn.Module) -> Tensor:
-    """`[out, in]`; GPT-2 keeps it the other way round."""
+    """The matrix as `[out, in]`; GPT-2 stores it as `[in, out]`."""
     weight = cast("Tensor", matmul.weight)
     return weight.t() if isinstance(matmul, Conv1D) else weight
 
 
 def keeps_rows_apart(model: nn.Module) -> bool:
-    """Whether no matmul of `model` lets a row's bits depend on the other rows: they are in int8, or packed."""
+    """Whether every matmul of `model` is batch-invariant, because it is in int8 or packed."""
     return not _has_experts(model) and not any(isinstance(module, MATMULS) for module in model.modules())
 
 
 def runs_in_c(model: PreTrainedModel) -> bool:
-    """Whether our C multiplies all matrices of `model`, and so leaves little to torch."""
+    """Whether our C multiplies all matrices of `model`, so that torch does little work."""
     matmuls = [module for module in model.modules() if isinstance(module, Int8Linear)]
     return (
         model.device.type == "cpu"
@@ -94,12 +94,12 @@ def runs_in_c(model: PreTrainedModel) -> bool:
 
 
 def _has_experts(model: nn.Module) -> bool:
-    """Stacked matrices, which the model multiplies itself."""
+    """Whether there are stacked matrices, which the model multiplies in its own code."""
     return any(weight.ndim > 2 for weight in model.parameters())
 
 
 def packed_of(matmul: nn.Module) -> PackedMatrix | None:
-    """What our C multiplies with, if it is what comes out of `matmul` as it is."""
+    """The matrix of `matmul` in our C, if `matmul` returns its product without a change of type; else None."""
     if not isinstance(matmul, Int8Linear | PackedLinear) or matmul.dtype is not None:
         return None
     found = matmul.pack() if isinstance(matmul, Int8Linear) else matmul.packed

@@ -1,7 +1,7 @@
-"""Matmuls of a model give way to others, wherever a module refers to them. Knows modules and no family by name.
+"""Replaces matmuls of a model by others, wherever a module refers to them. Knows modules and no family by name.
 
-A stand-in and the original that it keeps may hold one matmul both: one that is replaced in a single place would stay
-in memory beside what replaces it.
+A replacement module and the original inside it may both refer to one matmul. If it were replaced in one place only, the
+old matmul would stay in memory beside the new one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
-ROUTERS = ("gate", "router")  # small matrices that choose experts: a rounded choice is another choice
+ROUTERS = ("gate", "router")  # small matrices that choose experts: rounding them could change the choice
 
 Fits = Callable[[int, int], bool]  # in_features, out_features
 
@@ -31,7 +31,7 @@ class Swapped:
     stayed: dict[str, str] = field(default_factory=dict)
 
     def tell(self, kind: str) -> None:
-        """One line in the log."""
+        """Write one line to the log."""
         reasons: dict[str, list[str]] = defaultdict(list)
         for name, reason in self.stayed.items():
             reasons[reason].append(name)
@@ -40,7 +40,7 @@ class Swapped:
 
 
 def swap_matmuls(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module], fits: Fits) -> Swapped:
-    """Put `make(matmul)` in the place of every matmul that may be rounded, one at a time, in all of its places."""
+    """Replace every matmul that may be rounded by `make(matmul)`, one at a time, wherever a module refers to it."""
     places: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         if type(module) is nn.Linear:
@@ -63,7 +63,7 @@ def swap_matmuls(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module],
 def bytes_after_swap(
     model: PreTrainedModel, dtype: torch.dtype, fits: Fits, num_bytes: Callable[[int, int], int]
 ) -> int:
-    """What the weights of a float model will take in `dtype`, its matmuls as `num_bytes` says of their sizes."""
+    """Bytes of the weights of a float model after the swap: `num_bytes(in, out)` for its matmuls, others in `dtype`."""
     head, swapped = model.get_output_embeddings(), 0
     stay = {id(weight): weight for weight in model.parameters()}
     for name, module in model.named_modules():
@@ -74,7 +74,7 @@ def bytes_after_swap(
 
 
 def why_not(name: str, matmul: nn.Linear, head: nn.Module | None, fits: Fits) -> str | None:
-    """Why a matmul stays as it is; None if it need not."""
+    """The reason why a matmul stays as it is; None if it can be replaced."""
     if matmul is head:
         return "head"
     if name.rpartition(".")[2] in ROUTERS:

@@ -1,8 +1,8 @@
 """Matrices of 4 bits times rows in 16 bits (W4A16), for CUDA: a quarter of the bytes of bfloat16 to read.
 
-128 inputs of an output share a scale, and each weight is one of 16 levels at equal distances, -8 .. 7, none of them an
-offset: what symmetric checkpoints of GPTQ or AWQ hold, too. Levels are exact in bfloat16, and a group's sum is scaled
-in float32: what is multiplied is the dequantised matrix, unrounded.
+128 inputs of an output share a scale, and each weight is one of 16 levels at equal distances, -8 .. 7, without an
+offset, as in symmetric checkpoints of GPTQ or AWQ. Levels are exact in bfloat16, and a group's sum is scaled in
+float32. So the product is that of the dequantised matrix, without further rounding.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 Multiply = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor]  # `kernels.w4.matmul`, or its reference
 _CHUNK = 512  # outputs that are rounded at once
-_TRIED = (3, 40, 100)  # rows: one number for each size of tile
-_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the largest weight of a group: the rest is finer if that is cut
+_TRIED = (3, 40, 100)  # rows of the equivalence tests: one number for each size of tile
+_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)  # share of a group's largest weight: clipping it gives the others finer steps
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def _round(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _levels(groups: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest levels, and the scale that suits them best, by least squares."""
+    """The nearest levels, and the scale with the least squared error for them."""
     is_zero = scale == 0
     levels = (groups / scale.masked_fill(is_zero, 1)).round().clamp(-8, 7)
     square = (levels * levels).sum(2, keepdim=True)
@@ -57,7 +57,7 @@ def _levels(groups: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class W4Linear(nn.Module):
-    """As `nn.Linear`, in 16 bits at both ends. Not for two passes at the same time: see `kernels.w4.matmul`."""
+    """Like `nn.Linear`, with 16-bit input and output. Two passes must not run at the same time: `kernels.w4.matmul`."""
 
     words: Tensor
     scale: Tensor
@@ -67,7 +67,7 @@ class W4Linear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         words, scale = round_weight(linear.weight)
-        # Buffers: they are no float parameters of three dimensions, as stacked experts are.
+        # Buffers, so that they are not mistaken for stacked experts, which are parameters of three dimensions.
         counts = torch.zeros(-(-self.out_features // TILE_OUTPUTS), dtype=torch.int32, device=words.device)
         for name, tensor in (("words", words), ("scale", scale), ("arrived", counts)):
             self.register_buffer(name, tensor.contiguous(), persistent=name != "arrived")
@@ -82,29 +82,29 @@ class W4Linear(nn.Module):
 
 
 def fits(in_features: int, _out_features: int) -> bool:
-    """Whether a matrix of these sizes is of whole groups."""
+    """Whether a matrix of these sizes consists of whole groups."""
     return not in_features % GROUP
 
 
 def num_bytes(in_features: int, out_features: int) -> int:
-    """Of a matrix and its scales."""
+    """Bytes of a matrix and its scales."""
     return in_features * out_features // 2 + 2 * in_features // GROUP * out_features
 
 
 def to_w4(model: PreTrainedModel, multiply: Multiply | None = None) -> Swapped:
-    """Round the matrices of a loaded model, one at a time. The head, routers and what is not of whole groups stay.
+    """Round the matrices of a loaded model, one at a time. The head, routers and matrices without whole groups stay.
 
-    A kernel that cannot run here, or says something else, is replaced by what it means in plain torch, slowly.
+    If the kernel cannot run here, or fails the equivalence test, plain torch computes the same, which is slow.
 
     Raises:
-        ModelError: it is not in 16 bits, or Triton is not installed.
+        ModelError: the model is not in 16 bits, or Triton is not installed.
     """
     if model.dtype not in (torch.bfloat16, torch.float16):
         raise ModelError(f"int4 weights on cuda are for bfloat16; dtype is {str(model.dtype).removeprefix('torch.')}")
     if multiply is None:
         if not has_triton():
             raise ModelError("int4 weights on cuda need Triton, and it is not installed")
-        from engine.kernels import w4  # brings Triton
+        from engine.kernels import w4  # imports Triton
 
         multiply = w4.matmul
     swapped = swap_matmuls(model, W4Linear, fits)
