@@ -94,10 +94,10 @@ class PromptPair:
         use_threads(1)
         return load_pair(self.config)
 
-    def engine(self, seconds: float, *, remembers: bool = False) -> Engine:
+    def engine(self, seconds: float, *, uses_saved_calibration: bool = False) -> Engine:
         """One that is ready; so many seconds of practice."""
         engine = assemble(self.config, *self.models)
-        make_ready(engine, seconds, remembers=remembers)
+        make_ready(engine, seconds, uses_saved_calibration=uses_saved_calibration)
         return engine
 
     def batch(self, engine: Engine, name: str, number: int, prompt: tuple[int, ...]) -> Batch:
@@ -153,7 +153,7 @@ def measure_fresh(options: argparse.Namespace) -> list[Text]:
     fixed = {name: pair.engine(0.0) for name in ("0", *options.fixed)}
     for n in within(options, numbers):
         with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, PILOTFISH_CACHE=folder):
-            fresh = {name: pair.engine(seconds, remembers=True) for name in (AUTO, AGAIN)}
+            fresh = {name: pair.engine(seconds, uses_saved_calibration=True) for name in (AUTO, AGAIN)}
         texts.append(pair.text(fixed | fresh, n, pair.subject.prompts[n]))
     return texts
 

@@ -46,51 +46,63 @@ class EngineConfig(Bounds):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: str = Field(description="Target model: a local folder or a Hugging Face hub id.")
-    draft: str | None = Field(None, description="Draft model; without one, drafts come from the prompt.")
+    draft: str | None = Field(
+        None,
+        description="Draft model: a local folder or a Hugging Face hub id. Without one, drafts are found in the "
+        "sequence's own text.",
+    )
     revision: str | None = Field(None, description="Hub revision of the target; a commit pins it.")
     draft_revision: str | None = Field(None, description="Hub revision of the draft; a commit pins it.")
-    device: Device = Field("auto", description="Where to compute; auto takes cuda when there is one, else cpu.")
+    device: Device = Field("auto", description="Device to compute on; auto uses cuda if there is one, else cpu.")
     dtype: DType = Field(
         "auto",
-        description="Type of weights, activations and K/V; auto is each checkpoint's own (bfloat16 for most), but "
-        "float32 on a CPU whose bfloat16 would let batch mates show. float16 is for CUDA.",
+        description="Type of weights, activations and K/V. auto is the checkpoint's own type (bfloat16 for most), but "
+        "float32 on a CPU whose bfloat16 results would depend on the other requests of a batch. float16 is "
+        "for CUDA only.",
     )
     weights: Weights = Field(
         "native",
-        description="int8 (CPU only) and int4 round matrices to so many bits at load, fp8 to 8-bit floats (for CUDA "
-        "from Hopper on); on CUDA both want bfloat16; native leaves them in dtype.",
+        description="native keeps the weights in dtype. int8 (CPU only) and int4 round matrices to 8 or 4 bits at "
+        "load, fp8 to 8-bit floats (for CUDA from Hopper on). On CUDA, int4 and fp8 need bfloat16.",
     )
-    draft_weights: Weights | None = Field(None, description="The same for the draft; default that of the target.")
+    draft_weights: Weights | None = Field(
+        None, description="Weights of the draft model, with the same choices; default: as for the target."
+    )
     fuse: bool = Field(True, description="Join and replace small operations of a model where that changes no result.")
     medusa: str | None = Field(None, description="Medusa heads of the target: a local folder or a hub id.")
     medusa_revision: str | None = Field(None, description="Hub revision of the Medusa heads; a commit pins it.")
     eagle: str | None = Field(None, description="EAGLE head of the target: a local folder or a hub id.")
     eagle_revision: str | None = Field(None, description="Hub revision of the EAGLE head; a commit pins it.")
     self_layers: int | None = Field(
-        None, ge=1, description="Layers of the target that draft for it (proposer self); default a third of them."
+        None,
+        ge=1,
+        description="Number of the target's first layers that draft for it (proposer self); default a third of its "
+        "layers.",
     )
     proposer: str | None = Field(
         None,
-        description="Who drafts: auto, model, self, eagle, medusa, suffix, ngram or none, as far as loaded; "
-        "default auto with a draft model, else ngram.",
+        description="Default proposer: auto, model, self, eagle, medusa, suffix, ngram or none, as far as its model or "
+        "heads are loaded; default auto with a draft model, else ngram.",
     )
     num_draft_tokens: int = Field(8, ge=0, le=MAX_NUM_DRAFT, description="Most drafts per sequence and step (K).")
     speculation: SpeculationMode = Field(SpeculationMode.AUTO, description="How K is chosen: auto, fixed or off.")
-    verification: Verification = Field(Verification.COUPLED, description="Exact rule that keeps or drops drafts.")
+    verification: Verification = Field(
+        Verification.COUPLED, description="Exact rule that accepts or rejects drafts: coupled or rejection."
+    )
     max_model_len: int | None = Field(None, ge=2, description="Most tokens of prompt and output; default the model's.")
     max_batch_size: int = Field(64, ge=1, description="Most sequences in one step.")
     max_batch_tokens: int = Field(512, ge=1, description="Most tokens fed to the target in one step.")
     max_step_ms: float = Field(
         250.0,
         gt=0,
-        description="Longest that reading a long prompt may make a step, in milliseconds, for those who decode "
-        "meanwhile; four times that where nobody does.",
+        description="Longest time of a step, in milliseconds, while a long prompt is read and other sequences decode; "
+        "four times as long if no sequence decodes.",
     )
     kv_memory: float | None = Field(
         None,
         gt=0,
         description="Memory for keys and values of target and drafts, in GiB; default 2 on cpu, and on cuda what is "
-        "free once the weights are there, less what passes need.",
+        "free after loading the weights, less what passes need.",
     )
     page_size: int | None = Field(
         None, ge=1, description="Tokens per K/V page; default 32, or one page per sequence without prefix cache."
@@ -103,26 +115,31 @@ class EngineConfig(Bounds):
     )
     loop: Loop = Field(
         "auto",
-        description="Where sequences decode: in plain steps, or in rounds that stay on the device; auto takes rounds "
-        "on cuda where they can run. Both give the same tokens; what rounds cannot do, plain steps do beside them.",
+        description="How sequences decode: in plain steps, or in rounds on the device. auto uses rounds on cuda where "
+        "they can run. Both give the same tokens; sequences that rounds cannot decode run in plain steps.",
     )
     reproducible: bool = Field(
-        False, description="The same bits whatever else is in the batch; slower, with coupled verification only."
+        False,
+        description="A request gets the same bits whatever other requests are in its batch. Slower; with coupled "
+        "verification only.",
     )
     warm_up_seconds: float = Field(
-        4.0, ge=0, description="Time to measure at load what steps cost, so that AUTO starts well; 0 measures nothing."
+        4.0,
+        ge=0,
+        description="Time at load to measure the costs of steps, so that AUTO starts with a good cost model; 0 "
+        "measures nothing.",
     )
     threads: int | None = Field(
         None,
         ge=1,
-        description="Compute threads, at most: on a CPU as many take part as are fastest; default the cores that this "
-        "process may use, or its part of them with other ranks.",
+        description="Most compute threads. On a CPU the engine uses as many of them as are fastest; default the cores "
+        "that this process may use, divided among the ranks of this machine.",
     )
     tensor_parallel_size: int = Field(
         1,
         ge=1,
-        description="Processes that hold the target together, each a share of every layer on a device of its own; "
-        "torchrun starts as many. A draft model is whole, with the first of them.",
+        description="Number of processes that hold the target together, each with a shard of every layer on its own "
+        "device; start them with torchrun. A draft model is not sharded: rank 0 holds it.",
     )
 
     @model_validator(mode="after")
@@ -135,13 +152,13 @@ class EngineConfig(Bounds):
         return self
 
     @model_validator(mode="after")
-    def _target_can_be_shared(self) -> Self:
-        problems = [problem for stands, problem in self._against_shares() if stands]
+    def _target_can_be_sharded(self) -> Self:
+        problems = [problem for stands, problem in self._problems_with_shards() if stands]
         if self.tensor_parallel_size > 1 and problems:
             raise ValueError(f"tensor_parallel_size is {self.tensor_parallel_size}; {'; '.join(problems)}")
         return self
 
-    def _against_shares(self) -> Iterator[tuple[bool, str]]:
+    def _problems_with_shards(self) -> Iterator[tuple[bool, str]]:
         """Options that are impossible with a target in shards: whether each one is set, and its message."""
         yield self.weights != "native", f"weights is {self.weights}, and only native ones can be cut"
         yield self.loop == "rounds", "loop is rounds, and no other process hears of a round"
@@ -155,7 +172,7 @@ class EngineConfig(Bounds):
             yield head is not None, f"{name} is {head!r}, and no process has the whole output matrix that heads use"
 
     @model_validator(mode="after")
-    def _bits_can_be_promised(self) -> Self:
+    def _reproducible_is_coupled(self) -> Self:
         if self.reproducible and self.verification is not Verification.COUPLED:
             raise ValueError("reproducible needs verification to be coupled: under rejection the drafts decide, too")
         return self

@@ -21,7 +21,7 @@ from engine.errors import DuplicateRequest
 from engine.model.runner import Runner
 from engine.proposers import Proposal, Proposers
 from engine.request.intake import Intake, Limits, self_test_request
-from engine.sampling.processors import follow
+from engine.sampling.processors import advance_grammar
 from engine.sampling.verification import VerifyOutput
 from engine.scheduler import Scheduler, StepPlan
 from engine.stats import Clock, StepStats, Stopwatch
@@ -138,7 +138,7 @@ class Engine:
         sequence.tokens += fresh
         sequence.target.rollback(len(sequence.tokens))  # I3: this is the whole rollback
         sequence.draft.rollback(len(sequence.tokens))
-        follow(sequence, fresh)
+        advance_grammar(sequence, fresh)
         event = TokenEvent(
             request_id=sequence.request_id,
             index=sequence.index,

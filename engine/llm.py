@@ -57,7 +57,7 @@ class LLM:
     def __init__(self, target: str | PathLike[str], draft: str | PathLike[str] | None = None, **config: Any) -> None:
         """Load a target, and a draft if one is named; `config` are options of `engine.config.EngineConfig`."""
         settings = EngineConfig(target=fspath(target), draft=None if draft is None else fspath(draft), **config)
-        self.engine: Engine = warm.load(settings, practises=False)
+        self.engine: Engine = warm.load(settings, calibrates=False)
         self.codec = Codec.load(settings.target, settings.revision)
         self._compiler = _compiler(self.engine, self.codec)
 

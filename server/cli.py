@@ -195,12 +195,12 @@ def _follow(config: ServerConfig) -> int:
     import signal
 
     from engine.errors import ModelError, RankLost
-    from engine.startup.build import load_share
+    from engine.startup.build import load_shard
     from server.telemetry import logs
 
     logs.configure(config.log_format)
     try:
-        follow = load_share(config.engine(), lambda stage: logger.info("%s", stage))
+        follow = load_shard(config.engine(), lambda stage: logger.info("%s", stage))
     except (ModelError, RankLost) as error:
         logger.error("cannot hold a share of %s: %s", config.target, error)  # noqa: TRY400  # no trace is of use
         return 1

@@ -20,7 +20,7 @@ class Pilotfish:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.version = f"pilotfish {version()}"
         self._engine = build_engine(EngineConfig.model_validate(settings))
-        make_ready(self._engine, self._engine.config.warm_up_seconds, remembers=True)  # as a server
+        make_ready(self._engine, self._engine.config.warm_up_seconds, uses_saved_calibration=True)  # as a server
 
     def run(self, prompts: Prompts, tokens: int, k: int | str) -> Turn:
         """See `Program`."""

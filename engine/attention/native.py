@@ -12,7 +12,7 @@ from engine.attention import sdpa
 from engine.kv.batch import RaggedBatch
 from engine.machine.threads import pool_threads
 from engine.native import library
-from engine.native.attention import BITS, AttentionArgs, attention_args, where_rows_lie
+from engine.native.attention import BITS, AttentionArgs, attention_args, pack_batch_indices
 
 _LANES = 16  # what a head's size must be a multiple of
 
@@ -46,5 +46,5 @@ def attend(
 
 def args_of(batch: RaggedBatch, heads: int, kv_heads: int, dim: int) -> AttentionArgs:
     """What the kernel is told of a batch, without the tensors of a layer. Lives no longer than `batch`."""
-    where = batch.once("native", lambda: where_rows_lie(batch.cu_seqlens, batch.kv_lens, batch.page_tables))
+    where = batch.once("native", lambda: pack_batch_indices(batch.cu_seqlens, batch.kv_lens, batch.page_tables))
     return attention_args(where, batch.page_size, len(batch.kv_lens), heads, kv_heads, dim)

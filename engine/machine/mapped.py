@@ -67,7 +67,7 @@ def reading() -> ReadProgress | None:
     return _reading.get()
 
 
-def let_go(tensor: Tensor) -> None:
+def release_mapped(tensor: Tensor) -> None:
     """Release the memory of a tensor that is mapped from a file and will hardly be read again (madvise).
 
     The pages stay in the system's file cache as long as there is memory, so the next process that starts finds them

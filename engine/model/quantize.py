@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.attention.registry import ATTENTION_NAME
 from engine.choices import Rounded, Weights
 from engine.errors import ModelError
-from engine.machine.mapped import let_go
+from engine.machine.mapped import release_mapped
 from engine.model.checkpoint import check_whole, read_config, told_as_model_error
 from engine.model.linear import fp8, w4
 from engine.model.linear.activations import make_row_wise
@@ -67,7 +67,7 @@ def quantise(model: PreTrainedModel, weights: Rounded = "int8") -> None:
         if not made.scale.isfinite().all():
             raise ModelError(f"{name}.weight has a number that is not finite")
         model.set_submodule(name, made)
-        let_go(weight)
+        release_mapped(weight)
 
 
 def _is_matmul(name: str, module: nn.Module) -> bool:
@@ -180,7 +180,7 @@ def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], name: str, dtyp
             for parameter in module.parameters(recurse=False):
                 stored, parameter.data = parameter.data, parameter.to(dtype)
                 if parameter.dtype != stored.dtype:
-                    let_go(stored)
+                    release_mapped(stored)
 
 
 def _check_shape(key: str, made: Int8Linear, module: nn.Linear | Conv1D) -> None:

@@ -25,7 +25,7 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
-def where_rows_lie(cu_seqlens: Seq[int], kv_lens: Seq[int], page_tables: Seq[Seq[int]]) -> Tensor:
+def pack_batch_indices(cu_seqlens: Seq[int], kv_lens: Seq[int], page_tables: Seq[Seq[int]]) -> Tensor:
     """Concatenate first rows `[B + 1]`, lengths `[B]` and page tables `[B, width]` of a batch, in int32."""
     width = max(map(len, page_tables))
     tables = chain.from_iterable((*table, *(0,) * (width - len(table))) for table in page_tables)

@@ -57,7 +57,7 @@ class Ranks:
         log.info("rank %d of %d, on %s", place.rank, place.size, device.type)
         return ranks
 
-    def say(self, numbers: Seq[int]) -> None:
+    def broadcast(self, numbers: Seq[int]) -> None:
         """Broadcast integers from rank 0 to all other ranks. Raises RankLost."""
         message = torch.zeros(max(_FRAME, 1 + len(numbers)), dtype=torch.int64)
         message[0] = len(numbers)
@@ -67,7 +67,7 @@ class Ranks:
             if len(message) > _FRAME:
                 dist.broadcast(message[_FRAME:], 0, group=self._talk)
 
-    def hear(self) -> list[int]:
+    def receive(self) -> list[int]:
         """Wait for the next broadcast of rank 0 and return it. Raises RankLost."""
         message = torch.empty(_FRAME, dtype=torch.int64)
         with _losses_told(self.place):
@@ -79,7 +79,7 @@ class Ranks:
                 message = torch.cat((message, rest))
         return message[1:stop].tolist()
 
-    def least(self, number: float) -> float:
+    def minimum(self, number: float) -> float:
         """Return the smallest of the numbers that all ranks pass. Raises RankLost."""
         brought = torch.tensor(number, dtype=torch.float64)
         with _losses_told(self.place):

@@ -33,7 +33,7 @@ _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 _CUT = "colwise"
 
 
-def check_shares(name: str, config: PreTrainedConfig, size: int) -> None:
+def check_shards(name: str, config: PreTrainedConfig, size: int) -> None:
     """Refuse a model that cannot be cut into `size` shards.
 
     Raises:
@@ -55,7 +55,7 @@ def check_shares(name: str, config: PreTrainedConfig, size: int) -> None:
             raise ModelError(f"tensor_parallel_size is {size}, which does not divide {field} of {name!r} ({count})")
 
 
-def share_of(layout: KVLayout, config: PreTrainedConfig, size: int) -> KVLayout:
+def shard_layout(layout: KVLayout, config: PreTrainedConfig, size: int) -> KVLayout:
     """The K/V layout of one process: 8 KV heads in 2 shards -> 4, unless every process computes all heads."""
     return replace(layout, kv_heads=layout.kv_heads // size) if _heads_are_cut(config) else layout
 
@@ -80,7 +80,7 @@ class ShardedRunner:
         message = encoded(feeds)
         self._is_whole = False
         try:
-            self._ranks.say(message)
+            self._ranks.broadcast(message)
             logits = self._inner.forward(feeds)
         except Exception as error:
             raise RankLost(f"a pass over all ranks failed: {error}") from error
@@ -88,10 +88,10 @@ class ShardedRunner:
         return logits
 
 
-def follow(ranks: Ranks, runner: Runner) -> None:
+def worker_loop(ranks: Ranks, runner: Runner) -> None:
     """Run every pass of rank 0, until it broadcasts an empty message or ends. An error in a pass ends this process."""
     try:
-        while message := ranks.hear():
+        while message := ranks.receive():
             runner.forward(decoded(message))
     except RankLost as error:
         log.info("rank 0 has ended: %s", error)

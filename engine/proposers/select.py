@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.kv.batch import Feed
 from engine.proposers.base import Finder, Observer, Passed, Proposal, Proposer
-from engine.sampling.processors import fitting
+from engine.sampling.processors import allowed_prefix
 from engine.stats import Forward
 from engine.types import Sequence
 
@@ -75,7 +75,7 @@ class Proposers:
                 part = self._ask(name, proposer, [sequences[i] for i in mine], [k_each[i] for i in mine])
                 forwards += part.forwards
                 for i, drafts, probs in zip(mine, part.tokens, part.draft_probs, strict=True):
-                    tokens[i] = fitting(sequences[i], drafts)
+                    tokens[i] = allowed_prefix(sequences[i], drafts)
                     draft_probs[i] = None if probs is None else probs[: len(tokens[i])]
         return Proposal(tuple(tokens), tuple(draft_probs), tuple(forwards))
 

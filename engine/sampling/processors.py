@@ -47,13 +47,13 @@ def _is_penalised(wanted: SamplingParams) -> bool:
     return wanted.repetition_penalty != 1 or wanted.presence_penalty != 0 or wanted.frequency_penalty != 0
 
 
-def follow(sequence: Sequence, tokens: Seq[int]) -> None:
+def advance_grammar(sequence: Sequence, tokens: Seq[int]) -> None:
     """Advance the sequence's grammar state over the new `tokens`."""
     if sequence.grammar is not None:
         _advance(sequence, tokens)
 
 
-def fitting(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
+def allowed_prefix(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
     """The leading drafts that the sequence's structure allows; verification would drop all others."""
     if sequence.grammar is None or not drafts:
         return drafts

@@ -71,7 +71,7 @@ class Piecewise(nn.Module):
 
 
 @torch.inference_mode()
-def hold_bits(model: PreTrainedModel, layout: KVLayout) -> None:
+def ensure_batch_invariance(model: PreTrainedModel, layout: KVLayout) -> None:
     """Ensure that a row's bits depend only on its own context; matmuls that need it are computed row by row.
 
     Raises:

@@ -31,23 +31,23 @@ from engine.model.fusion.fuse import fuse
 from engine.model.fusion.fuse_cuda import fuse_for_cuda, round_ahead
 from engine.model.fusion.stack import stack
 from engine.model.linear.fp8 import to_fp8
-from engine.model.linear.packed import keeps_rows_apart, pack, runs_in_c
+from engine.model.linear.packed import is_batch_invariant, pack, runs_in_c
 from engine.model.linear.w4 import to_w4
 from engine.model.quantize import load_quantised
 from engine.model.rope import longrope_border
 from engine.model.runner import ModelRunner, Runner, Tap, end_tokens, known_positions, kv_layout, load_model
 from engine.parallel.group import Ranks
-from engine.parallel.shards import ShardedRunner, check_shares, follow, share_of
+from engine.parallel.shards import ShardedRunner, check_shards, shard_layout, worker_loop
 from engine.proposers import Proposer, Proposers
 from engine.proposers.vocab import VocabMap
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
-from engine.startup.batch_invariance import hold_bits
+from engine.startup.batch_invariance import ensure_batch_invariance
 from engine.startup.drafters import Drafters, match_vocabularies
 from engine.startup.loop import rounds_for, wants_rounds
 from engine.startup.memory import GIB, kv_gib
 from engine.startup.precision import held_as
-from engine.startup.self_test import probe
+from engine.startup.self_test import check_ragged_contract
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
@@ -67,10 +67,10 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
         ModelError: a checkpoint cannot be served, or the target and the draft do not fit together.
     """
     if config.tensor_parallel_size > 1 and not RankInfo.here().leads:
-        load_share(config, progress)()
+        load_shard(config, progress)()
         raise SystemExit(0)
     device = pick_device(config.device)
-    _check_bits_are_promised(config, device)
+    _check_reproducible(config, device)
     target, ranks = _load_target(config, device, progress)
     draft = None
     if config.draft is not None:
@@ -82,7 +82,7 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
     return assemble(config, target, draft, vocab=vocab, ranks=ranks)
 
 
-def load_share(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Callable[[], None]:
+def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Callable[[], None]:
     """Load the shard of a rank other than 0, and return its worker loop, which runs every pass of rank 0 until it ends.
 
     Raises:
@@ -92,11 +92,11 @@ def load_share(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     device = pick_device(config.device)
     target, ranks = _load_target(config, device, progress)
     assert ranks is not None, "a share of a whole target"
-    ranks.least(kv_gib(config, device, target.config))
-    num_pages, page_size = ranks.hear()
+    ranks.minimum(kv_gib(config, device, target.config))
+    num_pages, page_size = ranks.receive()
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
     progress(f"rank {ranks.place.rank} follows")
-    return partial(follow, ranks, _runner(config, target, make_arena))
+    return partial(worker_loop, ranks, _runner(config, target, make_arena))
 
 
 def _load_target(
@@ -108,7 +108,7 @@ def _load_target(
     use_threads(config.threads or max(1, cores() // place.local_size))
     if shares > 1:
         place.check(shares)
-        check_shares(config.target, read_config(config.target, config.revision), shares)
+        check_shards(config.target, read_config(config.target, config.revision), shares)
         progress(f"meeting {shares - 1} other ranks")
         ranks = Ranks.join(place, device)
     progress(f"loading target {config.target}")
@@ -190,25 +190,25 @@ def assemble(
         ops: replaces the usual operations of rounds.
         ranks: the group of ranks with the other shards of the target.
     """
-    _check_bits_are_promised(config, target.device)
+    _check_reproducible(config, target.device)
     drafters = Drafters.load(config, target, draft, vocab)
     limit = max_model_len(config, [model.config for model in (target, *drafters.models.values())])
     layout = layout_of(config, target)
     page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
     memory = kv_gib(config, target.device, target.config)
-    memory = memory if ranks is None else ranks.least(memory)
+    memory = memory if ranks is None else ranks.minimum(memory)
     num_pages = pages_within(memory, config.max_batch_size, [layout, *drafters.layouts.values()], page_size, limit)
     spare = page_size if wants_rounds(config, target.device) else 0  # rows for what rounds write without a sequence
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device, spare_rows=spare)
     # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
-    needs_tiles = config.reproducible and not keeps_rows_apart(target)
+    needs_tiles = config.reproducible and not is_batch_invariant(target)
     make_runner = partial(_tiled_runner, tap=drafters.tap) if needs_tiles else _runner
     if ranks is not None:
-        ranks.say([num_pages, page_size])
+        ranks.broadcast([num_pages, page_size])
     runner = make_runner(config, target, make_arena)
     runner = runner if ranks is None else ShardedRunner(runner, ranks)
     # Under the coupled rule the bits of a draft change no output, so only the target runs in slower fixed-shape passes.
-    row_wise = keeps_rows_apart(target)
+    row_wise = is_batch_invariant(target)
     runners = drafters.runners(make_arena, partial(_attention, config, row_wise=row_wise))
     attend = next((own.attend for own in runners.values()), None)  # attention that fits a draft model also fits a head
     attend = attend or attention.choose(config.attention, target.device, row_wise=row_wise)
@@ -265,7 +265,7 @@ def layout_of(config: EngineConfig, target: PreTrainedModel) -> KVLayout:
     """The K/V layout of a target, or of this process's shard of it."""
     layout = kv_layout(target.config, target.dtype)
     shares = config.tensor_parallel_size
-    return layout if shares == 1 else share_of(layout, target.config, shares)
+    return layout if shares == 1 else shard_layout(layout, target.config, shares)
 
 
 def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
@@ -288,7 +288,7 @@ def pages_within(memory: float, most: int, layouts: list[KVLayout], page_size: i
     return min(affordable, most * -(-max_model_len // page_size))
 
 
-def _check_bits_are_promised(config: EngineConfig, device: torch.device) -> None:
+def _check_reproducible(config: EngineConfig, device: torch.device) -> None:
     if config.reproducible and device.type not in ("cpu", "cuda"):
         raise ModelError(f"reproducible is for cpu and cuda: on {device.type} no order of sums is known to be fixed")
     if config.reproducible and device.type == "cuda" and not has_triton():
@@ -297,13 +297,13 @@ def _check_bits_are_promised(config: EngineConfig, device: torch.device) -> None
 
 def _runner(config: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena]) -> Runner:
     layout = layout_of(config, model)
-    attend = _attention(config, model, layout, row_wise=keeps_rows_apart(model))
+    attend = _attention(config, model, layout, row_wise=is_batch_invariant(model))
     return ModelRunner(model, make_arena(layout), attend)
 
 
 def _attention(config: EngineConfig, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
     """Choose the attention that is asked for, or else the fastest one, that passes the self-test with this model."""
-    try_out = partial(probe, model, layout)
+    try_out = partial(check_ragged_contract, model, layout)
     return attention.fitting(config.attention, model.device, try_out, row_wise=row_wise)
 
 
@@ -311,7 +311,7 @@ def _tiled_runner(
     _: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena], tap: Tap | None
 ) -> Runner:
     layout = kv_layout(model.config, model.dtype)
-    attend = attention.fitting("fixed", model.device, partial(probe, model, layout))
-    hold_bits(model, layout)
+    attend = attention.fitting("fixed", model.device, partial(check_ragged_contract, model, layout))
+    ensure_batch_invariance(model, layout)
     arena = make_arena(layout, spare_rows=TILE)
     return FixedShapeRunner(ModelRunner(model, arena, attend), scratch=arena.num_pages, tap=tap)

@@ -31,7 +31,7 @@ from engine.model.linear.int8 import kernel_name
 from engine.model.quantize import weight_bytes
 from engine.model.runner import kv_layout
 from engine.native import instructions
-from engine.parallel.shards import check_shares, share_of
+from engine.parallel.shards import check_shards, shard_layout
 from engine.params import SpeculationMode
 from engine.proposers.vocab import DraftVocabulary, VocabMap
 from engine.startup import warm
@@ -261,8 +261,8 @@ def _shares(config: EngineConfig, target: Facts) -> str:
 
 def _share(config: EngineConfig, target: Facts) -> KVLayout:
     """The K/V layout of one shard. Raises ModelError where the model cannot be sharded."""
-    check_shares(config.target, target.config, config.tensor_parallel_size)
-    return share_of(target.layout, target.config, config.tensor_parallel_size)
+    check_shards(config.target, target.config, config.tensor_parallel_size)
+    return shard_layout(target.layout, target.config, config.tensor_parallel_size)
 
 
 def _pages(config: EngineConfig, models: list[Facts]) -> str:
@@ -289,7 +289,7 @@ def _weights(models: list[Facts]) -> str:
 def _check_load(report: DoctorReport, config: EngineConfig) -> None:
     with _problems_told(report):
         start = perf_counter()
-        warm.load(config, practises=False)
+        warm.load(config, calibrates=False)
         report.findings.append(Finding("load", "probe", f"passed; loaded and ran in {perf_counter() - start:.1f} s"))
 
 

@@ -15,7 +15,7 @@ from engine.device_loop.round import DeviceModel, RoundOps
 from engine.device_loop.shapes import allows_rounds
 from engine.errors import ModelError
 from engine.kernels import faults, has_triton, reference
-from engine.model.linear.packed import keeps_rows_apart
+from engine.model.linear.packed import is_batch_invariant
 from engine.model.rope import longrope_border
 from engine.model.runner import ModelRunner, Runner, known_positions
 from engine.startup.memory import graph_budget
@@ -109,7 +109,7 @@ def _why_not(config: EngineConfig, target: ModelRunner) -> str | None:
         return f"attention is {config.attention}, and lengths are on the device, where only our kernel reads them"
     if longrope_border(target.model.config) is not None:
         return "the model has two rotary tables"
-    if keeps_rows_apart(target.model):
+    if is_batch_invariant(target.model):
         return "its weights are packed for a CPU"
     return None
 

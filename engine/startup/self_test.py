@@ -24,7 +24,7 @@ _LENGTH = 6
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def probe(model: PreTrainedModel, layout: KVLayout, attend: Attend) -> None:
+def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Attend) -> None:
     """Refuse a model whose logits depend on batch mates or on chunk borders, or differ from its own plain forward pass.
 
     Raises:

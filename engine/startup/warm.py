@@ -63,22 +63,22 @@ def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
         yield Rehearsal([_LONG, *[_SHORT] * (config.max_batch_size - 1)])
 
 
-def load(config: EngineConfig, progress: Progress = untold, *, practises: bool = True) -> Engine:
-    """Build an engine and make it ready; with `practises`, calibrate it for `warm_up_seconds`.
+def load(config: EngineConfig, progress: Progress = untold, *, calibrates: bool = True) -> Engine:
+    """Build an engine and make it ready; with `calibrates`, calibrate it for `warm_up_seconds`.
 
     Raises:
         ModelError: for the reasons given at `build_engine`.
     """
     engine = build_engine(config, progress)
     is_compiled = pick_device(config.device).type == "cuda"
-    seconds = config.warm_up_seconds if practises else 0.0
-    make_ready(engine, seconds, progress, is_compiled=is_compiled, remembers=config.warm_up_seconds > 0)
+    seconds = config.warm_up_seconds if calibrates else 0.0
+    make_ready(engine, seconds, progress, is_compiled=is_compiled, uses_saved_calibration=config.warm_up_seconds > 0)
     return engine
 
 
 def make_ready(
     engine: Engine, seconds: float = 0.0, progress: Progress = untold, *, is_compiled: bool = False,
-    remembers: bool = False,
+    uses_saved_calibration: bool = False,
 ) -> None:  # fmt: skip
     """Compile, record, run one request, and calibrate for `seconds`, or for a part of them if it is a repetition.
 
@@ -87,7 +87,7 @@ def make_ready(
         seconds: the time for calibration; 0 for none.
         progress: receives the name of each stage.
         is_compiled: passes are compiled for each kind of shape, as on CUDA.
-        remembers: load what an earlier process learned, and save what this one learns for a later process.
+        uses_saved_calibration: load what an earlier process learned, and save what this one learns for a later process.
     """
     if is_compiled:
         _rehearse(engine, progress)
@@ -95,11 +95,11 @@ def make_ready(
     progress("warming up")
     with engine.rehearsing():  # a first run takes longer, so its time must not enter the cost model
         engine.warm_up()
-    if remembers and engine.recall():
+    if uses_saved_calibration and engine.recall():
         seconds *= _REPETITION
     if seconds:
         calibrate(engine, seconds, text=_text(engine))
-    if remembers:
+    if uses_saved_calibration:
         engine.keep_learned()
 
 

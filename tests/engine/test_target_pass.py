@@ -86,7 +86,7 @@ def test_a_poison_in_the_commit_ends_its_own_request(monkeypatch: pytest.MonkeyP
             raise RuntimeError("poison")
         follow(sequence, fresh)
 
-    monkeypatch.setattr(engine_module, "follow", faulty)
+    monkeypatch.setattr(engine_module, "advance_grammar", faulty)
     engine, found = engine_with(LAW), fakes.Outputs()
     for request in requests():
         engine.add(request)

@@ -42,7 +42,7 @@ def watch(llm: LLM) -> Counter[str]:
     """What steps will have done, so that a test can see that it was what it is about."""
     counts: Counter[str] = Counter()
     ranks, step = llm.engine._target_pass._target._ranks, llm.engine.step
-    say = ranks.say
+    broadcast = ranks.broadcast
 
     def counting() -> Any:
         output = step()
@@ -51,9 +51,9 @@ def watch(llm: LLM) -> Counter[str]:
 
     def saying(numbers: Seq[int]) -> None:
         counts["longest_message"] = max(counts["longest_message"], len(numbers))
-        say(numbers)
+        broadcast(numbers)
 
-    llm.engine.step, ranks.say = counting, saying
+    llm.engine.step, ranks.broadcast = counting, saying
     return counts
 
 
@@ -75,7 +75,7 @@ def run(folder: Path, **options: Any) -> dict[str, Any]:
         asked = SpeculationParams(mode=mode, num_draft_tokens=k, proposer=proposer)
         came[f"{proposer}, K={k}"] = said(llm.generate(prompts, laws, speculation=asked))
         llm.engine.check_invariants()
-    llm.engine._target_pass._target._ranks.say([])  # so that the others come back, for the next family
+    llm.engine._target_pass._target._ranks.broadcast([])  # so that the others come back, for the next family
     return {"came": came, "counts": counts, "share": share(llm)}
 
 

@@ -15,7 +15,7 @@ from engine.kv.batch import Feed
 from engine.machine.threads import exactly
 from engine.model.fusion.fuse import fuse
 from engine.model.fusion.stack import stack
-from engine.model.linear.packed import keeps_rows_apart, pack
+from engine.model.linear.packed import is_batch_invariant, pack
 from engine.model.runner import ModelRunner, kv_layout
 from engine.native import multiplies
 from engine.params import SpeculationMode, SpeculationParams
@@ -41,7 +41,7 @@ def test_logits_are_bitwise_the_same_in_any_batch(family: str, dtype: torch.dtyp
     fuse(model)
     pack(model)
     stack(model)
-    assert keeps_rows_apart(model)
+    assert is_batch_invariant(model)
     arena = KVArena(kv_layout(model.config, dtype), 8, 64, torch.device("cpu"))
     runner = ModelRunner(model, arena, choose("auto", model.device, row_wise=True))
     draw = random.Random(family)

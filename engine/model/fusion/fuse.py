@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from engine.attention.registry import Ragged
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
-from engine.machine.mapped import let_go
+from engine.machine.mapped import release_mapped
 from engine.model.linear.equivalence import agree, random_rows
 from engine.model.linear.int8 import Int8Linear
 from engine.native import Rows, rows_for
@@ -110,7 +110,7 @@ def _joined_linear(parts: list[nn.Linear]) -> nn.Linear:
     if parts[0].bias is not None:
         joined.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]), requires_grad=False)
     for part in parts:
-        let_go(part.weight)
+        release_mapped(part.weight)
     return joined
 
 
@@ -180,7 +180,7 @@ class RotaryAttention(nn.Module):
     Without a ragged batch, as in transformers' own forward pass, the original runs.
     """
 
-    def __init__(self, inner: nn.Module, seen: _Seen) -> None:
+    def __init__(self, inner: nn.Module, seen: _RecordedAttention) -> None:
         super().__init__()
         self.inner, self.layer_idx, self.seen = inner, cast("int", inner.layer_idx), seen
 
@@ -249,7 +249,7 @@ def _signed(sin: Tensor) -> Tensor:
     return torch.cat([-first, second], -1)
 
 
-class _Seen:
+class _RecordedAttention:
     """Replaces our attention function in an equivalence test, and records what an attention module passes to it."""
 
     def __init__(self) -> None:
@@ -277,7 +277,7 @@ class _Seen:
 class _Page:
     """An arena of one page for an equivalence test, of the recorded shape or of the shape that is written first."""
 
-    def __init__(self, dtype: torch.dtype, seen: _Seen) -> None:
+    def __init__(self, dtype: torch.dtype, seen: _RecordedAttention) -> None:
         self.layout = KVLayout(1, seen.kv_heads, seen.head_dim, dtype)
         self.k, self.v = (
             defaultdict[int, Tensor](lambda: torch.zeros(_PAGE, seen.kv_heads, seen.head_dim, dtype=dtype))
@@ -293,7 +293,7 @@ def _attention_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | Non
     width, head_dim = model.config.get_text_config().hidden_size, getattr(module, "head_dim", None)
     if not has_qkv or not hasattr(module, "o_proj") or not hasattr(module, "layer_idx") or not head_dim:
         return None
-    seen = _Seen()
+    seen = _RecordedAttention()
     batch = RaggedBatch.of([Feed([0] * _ROWS, 4, [0])], _PAGE, model.device)
     angles = random_rows(model, 1, _ROWS, head_dim // 2).float().repeat(1, 1, 2) * 3
     rotary = angles.cos().to(model.dtype), angles.sin().to(model.dtype)

@@ -17,7 +17,7 @@ from engine.attention.registry import Ragged
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.fusion.fuse import Gated, RMSNorm, RotaryAttention
-from engine.model.fusion.straight import straighten
+from engine.model.fusion.straight import bypass_model_code
 from engine.model.linear.equivalence import agree, random_rows
 from engine.model.linear.packed import packed_of
 from engine.model.runner import kv_layout
@@ -40,7 +40,7 @@ def stack(model: PreTrainedModel) -> bool:
             if _agrees(together, model):
                 model.set_submodule(name, together)
                 log.info("%d layers run in one call", len(layers))
-                straighten(model, together)
+                bypass_model_code(model, together)
                 return True
     return False
 

@@ -37,7 +37,7 @@ class LayerStack(Protocol):
         ...
 
 
-def straighten(model: PreTrainedModel, layers: LayerStack) -> None:
+def bypass_model_code(model: PreTrainedModel, layers: LayerStack) -> None:
     """Skip transformers' code around the layers of a model whose layers run in one call.
 
     This is done only if an equivalence test gives the same bits. A model that scales, caps or adds something outside
@@ -47,13 +47,13 @@ def straighten(model: PreTrainedModel, layers: LayerStack) -> None:
     around = (getattr(trunk, "norm", None), getattr(trunk, "rotary_emb", None))
     if getattr(trunk, "layers", None) is not layers or not all(isinstance(part, nn.Module) for part in around):
         return
-    straight = StraightPass(model)
+    straight = DirectPass(model)
     if _same_bits(straight, model):
         cast("Any", model).forward = straight
         log.info("passes go straight through the layers")
 
 
-class StraightPass:
+class DirectPass:
     """Replaces a model's `forward`; the original still runs every pass that C cannot run over a ragged batch."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -88,7 +88,7 @@ class StraightPass:
 
 
 @torch.inference_mode()
-def _same_bits(straight: StraightPass, model: PreTrainedModel) -> bool:
+def _same_bits(straight: DirectPass, model: PreTrainedModel) -> bool:
     """Whether an equivalence test that starts in the middle of a text gives the same bits both ways."""
     vocab = model.config.get_text_config().vocab_size  # of the input; the logits may be wider
     tokens = torch.randint(vocab, (_ROWS,), generator=torch.Generator().manual_seed(0)).tolist()

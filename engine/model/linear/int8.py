@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from engine.machine.mapped import let_go
+from engine.machine.mapped import release_mapped
 from engine.native import PackedMatrix, multiplies, round8, rounds, rows_for
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class Int8Linear(nn.Module):
     def _keep_packed(self, parts: Seq[Tensor]) -> Packed:
         self.weight_int8, self.packed = None, self._packed_of(parts)
         for part in parts:
-            let_go(part)
+            release_mapped(part)
         return self.packed
 
     def _packed_of(self, parts: Seq[Tensor]) -> Packed:

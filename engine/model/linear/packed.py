@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.machine.mapped import let_go
+from engine.machine.mapped import release_mapped
 from engine.model.linear.activations import make_row_wise
 from engine.model.linear.int8 import Int8Linear
 from engine.native import ALIGNED, PackedMatrix, multiplies, rows_for
@@ -56,9 +56,9 @@ def pack(model: PreTrainedModel) -> int:
             bias = cast("Tensor | None", module.bias)
             bias = None if bias is None else bias.detach().float()
             model.set_submodule(name, PackedLinear(PackedMatrix.of(weight.detach(), None, bias), dtype))
-            let_go(weight)
+            release_mapped(weight)
             done += 1
-    if keeps_rows_apart(model):
+    if is_batch_invariant(model):
         make_row_wise(model)
     log.info("packed: %d float matrices", done)
     return done
@@ -78,7 +78,7 @@ def matrix(matmul: nn.Module) -> Tensor:
     return weight.t() if isinstance(matmul, Conv1D) else weight
 
 
-def keeps_rows_apart(model: nn.Module) -> bool:
+def is_batch_invariant(model: nn.Module) -> bool:
     """Whether every matmul of `model` is batch-invariant, because it is in int8 or packed."""
     return not _has_experts(model) and not any(isinstance(module, MATMULS) for module in model.modules())
 
@@ -88,7 +88,7 @@ def runs_in_c(model: PreTrainedModel) -> bool:
     matmuls = [module for module in model.modules() if isinstance(module, Int8Linear)]
     return (
         model.device.type == "cpu"
-        and keeps_rows_apart(model)
+        and is_batch_invariant(model)
         and all(isinstance(matmul.pack(), PackedMatrix) for matmul in matmuls)
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.machine.mapped import let_go
+from engine.machine.mapped import release_mapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are counted by Linux")
 
@@ -39,7 +39,7 @@ def test_mapped_pages_are_let_go_and_read_again(tmp_path: Path) -> None:
     mapped = written(path)
     assert torch.equal(mapped, numbers)
     assert resident(path) == 4096
-    let_go(mapped)
+    release_mapped(mapped)
     assert resident(path) < 1024
     assert torch.equal(mapped, numbers)
 
@@ -58,20 +58,20 @@ def test_what_is_let_go_of_stays_in_the_systems_cache(tmp_path: Path) -> None:
     """Or whoever starts next would read all of it from the disk again."""
     mapped = written(tmp_path / "weights")
     assert int(mapped.sum()) > 0
-    let_go(mapped)
+    release_mapped(mapped)
     assert in_cache(tmp_path / "weights") == 4096 * 1024 // mmap.PAGESIZE
 
 
 def test_a_page_that_was_written_to_is_not_let_go_of(tmp_path: Path) -> None:
     mapped = written(tmp_path / "weights")
     mapped[500_000] = -1
-    let_go(mapped)
+    release_mapped(mapped)
     assert mapped[500_000] == -1
 
 
 def test_numbers_of_our_own_survive() -> None:
     numbers = torch.arange(2**20)
-    let_go(numbers)
-    let_go(numbers[:3])
-    let_go(numbers[:0])
+    release_mapped(numbers)
+    release_mapped(numbers[:3])
+    release_mapped(numbers[:0])
     assert torch.equal(numbers, torch.arange(2**20))

@@ -13,7 +13,7 @@ from engine.errors import ModelError, RankLost
 from engine.kv.arena import KVLayout
 from engine.kv.batch import Feed
 from engine.machine.rank import RankInfo
-from engine.parallel.shards import ShardedRunner, check_shares, decoded, encoded, follow, share_of
+from engine.parallel.shards import ShardedRunner, check_shards, decoded, encoded, shard_layout, worker_loop
 from engine.startup.build import load
 from tests import families, zoo
 
@@ -39,10 +39,10 @@ class Recorded:
     def __init__(self, *said):
         self.said = list(said)
 
-    def say(self, numbers):
+    def broadcast(self, numbers):
         self.said.append(list(numbers))
 
-    def hear(self):
+    def receive(self):
         if not self.said:
             raise RankLost("rank 1 has lost another one: connection closed by peer")
         return self.said.pop(0)
@@ -72,19 +72,19 @@ def test_others_run_what_rank_0_runs_until_it_has_ended():
     assert runner.vocab_size == mine.vocab_size
     for feeds in (A, B):
         assert len(runner.forward(feeds)) == len(feeds)
-    follow(ranks, theirs)
+    worker_loop(ranks, theirs)
     assert theirs.fed == mine.fed == [A, B]
 
 
 def test_a_message_of_nothing_lets_others_go():
     ranks, theirs = Recorded(encoded(A), [], encoded(B)), Echo()
-    follow(ranks, theirs)
+    worker_loop(ranks, theirs)
     assert theirs.fed == [A]
 
 
 def test_a_fault_of_a_follower_is_its_end():
     with pytest.raises(ValueError, match="broken"):
-        follow(Recorded(encoded(A), encoded(B)), Echo(ValueError("broken")))
+        worker_loop(Recorded(encoded(A), encoded(B)), Echo(ValueError("broken")))
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("connection closed by peer"), ValueError("anything")])
@@ -113,7 +113,7 @@ def test_after_a_pass_that_failed_there_is_no_other(fault):
 )
 def test_models_that_cannot_be_cut_are_refused(family, size, problem):
     with pytest.raises(ModelError) as told:
-        check_shares("here", zoo.families()[family], size)
+        check_shards("here", zoo.families()[family], size)
     assert f"tensor_parallel_size is {size}" in str(told.value)
     assert problem in str(told.value)
 
@@ -122,8 +122,8 @@ def test_models_that_cannot_be_cut_are_refused(family, size, problem):
 def test_a_share_of_the_keys(family, kept):
     """Of Phi-3, whose keys are in one matrix with queries and values, each rank attends with all heads."""
     config, layout = zoo.families()[family], KVLayout(2, 8, 16, torch.float32)
-    check_shares("here", config, 2)
-    share = share_of(layout, config, 2)
+    check_shards("here", config, 2)
+    share = shard_layout(layout, config, 2)
     assert (share.kv_heads, share.layers, share.head_dim) == (kept, 2, 16)
 
 

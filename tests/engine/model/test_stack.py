@@ -15,7 +15,7 @@ from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.fusion.fuse import fuse
 from engine.model.fusion.stack import Stack, stack
-from engine.model.linear.packed import PackedLinear, keeps_rows_apart, pack
+from engine.model.linear.packed import PackedLinear, is_batch_invariant, pack
 from engine.model.quantize import quantise
 from engine.model.runner import ModelRunner, kv_layout
 from engine.native import library, multiplies
@@ -127,9 +127,9 @@ def test_what_a_layer_does_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_packed_models_keep_their_rows_apart(dtype: torch.dtype) -> None:
     made = plain_model("llama", dtype)
-    assert not keeps_rows_apart(made)
+    assert not is_batch_invariant(made)
     assert pack(made) == 7 * made.config.num_hidden_layers + 1
-    assert keeps_rows_apart(made)
+    assert is_batch_invariant(made)
     assert isinstance(made.get_output_embeddings(), PackedLinear)
     assert made.get_output_embeddings()(torch.zeros(1, 2, made.config.hidden_size, dtype=dtype)).dtype == torch.float32
 
@@ -137,7 +137,7 @@ def test_packed_models_keep_their_rows_apart(dtype: torch.dtype) -> None:
 def test_experts_are_not_apart() -> None:
     made = zoo.ours(zoo.reference("mixtral"))
     pack(made)
-    assert not keeps_rows_apart(made), "how many rows meet an expert hangs on the batch"
+    assert not is_batch_invariant(made), "how many rows meet an expert hangs on the batch"
 
 
 def test_our_attention_alone_is_served() -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import GraniteConfig, PreTrainedModel
 
 from engine.model.fusion.stack import Stack
-from engine.model.fusion.straight import StraightPass
+from engine.model.fusion.straight import DirectPass
 from engine.model.runner import Tap
 from tests import zoo
 from tests.engine.model.test_stack import DTYPES, STACKED, model, plain_model, pytestmark, several_passes, stack
@@ -25,7 +25,7 @@ def test_a_pass_goes_straight_through_and_gives_the_same_bits(
     made = model(family, dtype, int8=False)
     want = several_passes(made)
     stack(made)
-    assert isinstance(made.forward, StraightPass)
+    assert isinstance(made.forward, DirectPass)
     monkeypatch.setattr(type(made.get_decoder()), "forward", None)  # the way around
     assert torch.equal(several_passes(made), want)
 
@@ -41,8 +41,8 @@ def granite(**scales: float) -> PreTrainedModel:
 def test_a_model_that_does_something_on_the_way_does_it_still(scale: str) -> None:
     straight, scaled = granite(), granite(**{scale: 2.0})
     assert isinstance(scaled.get_decoder().layers, Stack)
-    assert isinstance(straight.forward, StraightPass)
-    assert not isinstance(scaled.forward, StraightPass)
+    assert isinstance(straight.forward, DirectPass)
+    assert not isinstance(scaled.forward, DirectPass)
     assert not torch.equal(several_passes(straight), several_passes(scaled))
 
 

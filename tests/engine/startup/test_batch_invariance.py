@@ -15,7 +15,7 @@ from engine.model.fixed_shape import TILE
 from engine.model.runner import kv_layout
 from engine.params import SpeculationParams, Verification
 from engine.startup import build
-from engine.startup.batch_invariance import Piecewise, RowByRow, hold_bits, is_independent
+from engine.startup.batch_invariance import Piecewise, RowByRow, ensure_batch_invariance, is_independent
 from engine.startup.build import assemble
 from engine.types import Request
 from tests import zoo
@@ -59,7 +59,7 @@ def spoil(model: torch.nn.Module, kind: type[nn.Linear]) -> None:
 def test_a_matmul_that_fails_is_taken_row_by_row(model: torch.nn.Module, kind: type[nn.Linear]) -> None:
     spoil(model, kind)
     assert not is_independent(model.model.layers[1].mlp.down_proj)
-    hold_bits(model, kv_layout(model.config, model.dtype))
+    ensure_batch_invariance(model, kv_layout(model.config, model.dtype))
     assert isinstance(model.model.layers[1].mlp.down_proj, RowByRow)
     assert isinstance(model.model.layers[0].mlp.down_proj, nn.Linear)
 
@@ -67,7 +67,7 @@ def test_a_matmul_that_fails_is_taken_row_by_row(model: torch.nn.Module, kind: t
 def test_a_matmul_that_fails_even_so_is_refused_by_its_shape(model: torch.nn.Module) -> None:
     spoil(model, ByThreads)
     with pytest.raises(ModelError, match=r"down_proj \(ByThreads 32 x 48 float32\)"):
-        hold_bits(model, kv_layout(model.config, model.dtype))
+        ensure_batch_invariance(model, kv_layout(model.config, model.dtype))
 
 
 def test_what_is_no_matmul_is_found_by_the_whole_model(model: torch.nn.Module) -> None:
@@ -77,14 +77,14 @@ def test_what_is_no_matmul_is_found_by_the_whole_model(model: torch.nn.Module) -
 
     model.model.norm = nn.Sequential(model.model.norm, Mixing())
     with pytest.raises(ModelError, match="its neighbours in a tile"):
-        hold_bits(model, kv_layout(model.config, model.dtype))
+        ensure_batch_invariance(model, kv_layout(model.config, model.dtype))
 
 
 def test_twice_is_once(model: torch.nn.Module) -> None:
     layout = kv_layout(model.config, model.dtype)
-    hold_bits(model, layout)
+    ensure_batch_invariance(model, layout)
     once = [name for name, _ in model.named_modules()]
-    hold_bits(model, layout)
+    ensure_batch_invariance(model, layout)
     assert [name for name, _ in model.named_modules()] == once
 
 
@@ -120,7 +120,7 @@ def test_refused_where_no_order_is_fixed(monkeypatch: pytest.MonkeyPatch) -> Non
         assemble(EngineConfig(target="x", reproducible=True), model)
     monkeypatch.setattr(build, "has_triton", lambda: False)
     with pytest.raises(ModelError, match="needs Triton"):
-        build._check_bits_are_promised(EngineConfig(target="x", reproducible=True), torch.device("cuda"))
+        build._check_reproducible(EngineConfig(target="x", reproducible=True), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

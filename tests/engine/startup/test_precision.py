@@ -16,7 +16,7 @@ from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model.checkpoint import stored_type
-from engine.model.linear.packed import keeps_rows_apart, pack, packs_whole
+from engine.model.linear.packed import is_batch_invariant, pack, packs_whole
 from engine.model.quantize import save_quantised
 from engine.native import multiplies
 from engine.startup.build import load
@@ -140,7 +140,7 @@ def test_what_is_foretold_of_packing_comes_true(family: str) -> None:
     model = zoo.ours(zoo.reference(family)).to(torch.bfloat16)
     foretold = packs_whole(on_meta(family, zoo.families()[family]))
     pack(model)
-    assert keeps_rows_apart(model) == foretold
+    assert is_batch_invariant(model) == foretold
 
 
 def test_rounded_weights_keep_what_suits_them(tmp_path: Path) -> None:
