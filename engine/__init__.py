@@ -37,9 +37,9 @@ _LATE = {"LLM": "engine.llm", "CompletionOutput": "engine.llm", "EngineConfig": 
 
 
 def __getattr__(name: str) -> object:
-    """`LLM` brings torch and transformers, seconds of start-up that a client or `--help` should not pay.
+    """`LLM` imports torch and transformers: seconds of start-up that a client or `--help` should not wait.
 
-    `EngineConfig` brings pydantic, which the kernels and their tests on a bare GPU machine do without.
+    `EngineConfig` imports pydantic, which a GPU machine that tests kernels may not have.
     """
     if name in _LATE:
         return getattr(importlib.import_module(_LATE[name]), name)

@@ -43,7 +43,7 @@ class CompletionOutput:
     prompt_tokens: int
     cached_prompt_tokens: int  # of those, tokens found in the prefix cache
     speculation: SpeculationSettings  # the effective settings
-    seed: int  # a request with this seed gives the same tokens (rejection: if K and batch mates are the same too)
+    seed: int  # with it a request gives the same tokens (rejection rule: if K and the batch are the same too)
     stats: DraftStats
     spec_gain: float  # speed-up: tokens per second divided by those of plain decoding, as far as known
     error: str | None = None  # with finish_reason "error": what failed for this prompt; other prompts are not affected

@@ -29,7 +29,7 @@ _MASKED = torch.finfo(torch.float32).min  # its exp is 0, and unlike -inf it can
 class Pairs:
     """N tiles of queries, and the P pairs of a tile and a block that it sees; P is a multiple of `GROUP`.
 
-    Tile N - 1 belongs to nobody: it takes what the pairs say that fill up the last group.
+    Tile N - 1 belongs to no query: it receives the results of the pairs that fill up the last group.
     """
 
     rows: Tensor  # [N, ROWS], rows of the batch; a tile with fewer repeats its last

@@ -45,6 +45,6 @@ def attend(
 
 
 def args_of(batch: RaggedBatch, heads: int, kv_heads: int, dim: int) -> AttentionArgs:
-    """What the kernel is told of a batch, without the tensors of a layer. Lives no longer than `batch`."""
+    """The kernel's arguments for a batch, without the tensors of a layer. Valid as long as `batch` is."""
     where = batch.once("native", lambda: pack_batch_indices(batch.cu_seqlens, batch.kv_lens, batch.page_tables))
     return attention_args(where, batch.page_size, len(batch.kv_lens), heads, kv_heads, dim)

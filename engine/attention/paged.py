@@ -63,7 +63,7 @@ def paging_of(batch: RaggedBatch, group: int, *, fixed: bool = False) -> Paging:
 
 
 def key_of(group: int) -> tuple[str, int]:
-    """Under this key a batch whose layout stands on the device already brings it along."""
+    """The key under which a batch carries a layout that is on the device already."""
     return "paging", group
 
 

@@ -1,4 +1,4 @@
-"""Which attention runs, and the hook that brings transformers' models to it."""
+"""Which attention implementation runs, and the hook by which transformers' models call it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How many drafts each sequence gets, step by step, from what steps were measured to cost and to bring.
+"""How many drafts each sequence gets in each step, from measured costs and observed acceptance.
 
-One cost model, one posterior of acceptance for each sequence, one rule: the most expected tokens per expected second.
-Where that is no drafts at all, a budget of time pays for single drafts, if a hopeful view of their sequences says that
-they could pay. Knows no model and no clock: seconds are told to it. Whatever it chooses, the tokens are the same.
+One cost model, one posterior of acceptance per sequence, one rule: the most expected tokens per expected second. Where
+the best choice is no drafts, a budget of time pays for exploration: single drafts for sequences that could gain by an
+optimistic estimate of their acceptance. Knows no model and no clock: seconds are passed in. No choice changes a token.
 """
 
 from __future__ import annotations
@@ -26,27 +26,30 @@ from engine.types import Sequence
 
 Find = Callable[[Sequence, int], tuple[int, ...] | None]
 
-SHARE = 0.015  # of the time of plain steps, which may be lost to drafts of which no gain is expected
+SHARE = 0.015  # of the time of plain steps may be lost to exploration
 
-_MARGIN = 0.03  # what a gain must exceed, since costs are known from noisy steps
-_SAVED, _DEBT = 4.0, 4.0  # plain steps' worth of the budget that is saved up; and that is paid back
-_HOPE = 0.8  # quantile of a sequence's rates at which drafts would have to pay, or they are not tried
-_HOLD = 4  # steps for which a trial goes on, whatever it costs: what the draft model had to read first is used
-_REST = 8  # steps without drafts after which it is asked again whether they would pay
-_PLAIN_SHARE, _PLAIN_EVERY = 0.02, (4, 128)  # of what drafting gains, for plain steps to compare with; in steps
-_HORIZON = 128  # tokens for which an output is expected to go on at most
+_MARGIN = 0.03  # least expected speed-up beyond 1: costs are measured on noisy steps
+_SAVED, _DEBT = 4.0, 4.0  # bounds of the budget, in plain steps: most that is saved, most debt that is paid back
+_HOPE = 0.8  # quantile of a sequence's acceptance rate at which drafts must pay, or they are not explored
+_HOLD = 4  # steps for which exploration goes on whatever it costs, so that a prefill of the draft model is used
+_REST = 8  # steps without drafts before the choice is computed again
+_PLAIN_SHARE, _PLAIN_EVERY = (
+    0.02,
+    (4, 128),
+)  # most of the speed-up that plain steps for comparison may cost; least and most steps between them
+_HORIZON = 128  # most further tokens that an output is expected to have
 
 
 @dataclass(slots=True)
 class _Budget:
-    """Seconds that trials may lose. It grows with time, and the loss of every step with drafts is charged to it."""
+    """Seconds that exploration may lose. The budget grows with time; every step with drafts is charged its loss."""
 
     seconds: float = 0.0
-    wanted: float = 0.0  # what the cheapest trial would take that there was not enough for
-    held: dict[Sequence, int] = field(default_factory=dict)  # for how many steps more each is tried
+    wanted: float = 0.0  # cost of the cheapest exploration that could not be afforded
+    held: dict[Sequence, int] = field(default_factory=dict)  # for how many more steps each sequence is explored
 
     def charge(self, loss: float, plain: float) -> None:
-        """A step of AUTO and what it lost against plain steps. A gain pays debts and saves up nothing."""
+        """Charge a step of AUTO its loss against plain steps. A step that gained pays debts but saves nothing."""
         after = self.seconds - loss
         after = after if loss > 0 else max(self.seconds, min(0.0, after))
         self.seconds = min(max(after, -_DEBT * plain) + SHARE * plain, max(_SAVED * plain, self.wanted))
@@ -58,30 +61,36 @@ class _Group(NamedTuple):
     name: str
     sequences: Seq[Sequence]
     limits: Ints
-    is_found: Bools  # their drafts were found in the text; the limit is how many
+    is_found: Bools  # whether their drafts were found in the text; `limits` then counts those
 
 
 class AdaptiveK:
-    """As many as pay, down to none."""
+    """AUTO: as many drafts as pay, down to none."""
 
     def __init__(
         self, draft_kv_users: frozenset[str] = frozenset(), finders: Mapping[str, Find] = MappingProxyType({})
     ) -> None:
         self.gain, self.acceptance, self.target = Speedup(), Acceptance(), CostModel()
-        self.is_exploring = False  # the latest choice is a trial
+        self.is_exploring = False  # whether the latest choice is an exploration
         self._drafting = defaultdict[str, CostModel](CostModel)  # by proposer
-        self._draft_kv_users = draft_kv_users  # names of the proposers whose sequences may have to catch up
-        self._finders = finders  # by proposer: the drafts that the text holds, or None where a model would draft
-        self._found: dict[Sequence, tuple[int, tuple[int, ...]]] = {}  # drafts from the text, and at which length
+        self._draft_kv_users = draft_kv_users  # names of the proposers with a draft K/V that may have to catch up
+        self._finders = finders  # by proposer: drafts found in the text, or None where a model would draft
+        self._found: dict[
+            Sequence, tuple[int, tuple[int, ...]]
+        ] = {}  # drafts found in the text, and the length of the sequence then
         self._budget = _Budget()
-        self._num_steps = self._since_plain = self._rows = 0  # rows: what the latest step had room for
-        self._expected = 1.5  # gain of the latest step with drafts
-        self._resting: tuple[int, Sequence | None, int] = (0, None, 0)  # how many, the newest, and until which step
+        self._num_steps = self._since_plain = self._rows = 0  # rows: budget of the latest step
+        self._expected = 1.5  # speed-up expected of the latest step with drafts
+        self._resting: tuple[int, Sequence | None, int] = (
+            0,
+            None,
+            0,
+        )  # number of sequences, the newest of them, and until which step
 
     # ---------------------------------------------------------------------------------------------------- choosing
 
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
-        """AUTO gets what pays, FIXED what it asked for; now and then a step without drafts, or a trial."""
+        """AUTO gets what pays, FIXED its own K; now and then a plain step for comparison, or an exploration."""
         self.is_exploring, self._rows = False, budget
         if self._is_resting(sequences):
             return [0] * len(sequences)
@@ -89,7 +98,7 @@ class AdaptiveK:
             limit and s.speculation.mode is SpeculationMode.AUTO for s, limit in zip(sequences, limits, strict=True)
         ]
         chosen = within([0 if f else limit for f, limit in zip(free, limits, strict=True)], budget)
-        self._look_back()
+        self._learn_from_unused()
         if not any(free) or not self.target.count or self._is_plain_due():
             return chosen
         load = BatchLoad.of([len(s.tokens) for s in sequences], chosen, prompt_rows)
@@ -107,12 +116,12 @@ class AdaptiveK:
         return chosen
 
     def _is_resting(self, sequences: Seq[Sequence]) -> bool:
-        """The same sequences were found not worth drafting for a moment ago: asking again would cost time."""
+        """Whether drafts were found not to pay for the same sequences a few steps ago: the choice itself takes time."""
         count, newest, until = self._resting
         return self._num_steps < until and bool(sequences) and (len(sequences), sequences[-1]) == (count, newest)
 
     def _is_plain_due(self) -> bool:
-        """A plain step loses what drafting would have gained: near break-even, where it matters, hardly anything."""
+        """Whether a plain step for comparison is due. It loses the speed-up of drafting: hardly any near break-even."""
         least, most = _PLAIN_EVERY
         loss = 1 - 1 / max(1.0, self._expected)
         return self._since_plain >= min(max(loss / _PLAIN_SHARE, least), most)
@@ -124,8 +133,8 @@ class AdaptiveK:
         most = [k if drafts is None else min(k, len(drafts)) for k, drafts in zip(limits, found, strict=True)]
         return _Group(name, sequences, np.array(most), np.array([drafts is not None for drafts in found]))
 
-    def _look_back(self) -> None:
-        """What was found and not asked for costs nothing to judge: the tokens that came instead are there now."""
+    def _learn_from_unused(self) -> None:
+        """Learn from drafts that were found in the text and not used: the tokens show now which were right."""
         for sequence, (length, drafts) in self._found.items():
             came = sequence.tokens[length : length + len(drafts)]
             if came:
@@ -141,18 +150,18 @@ class AdaptiveK:
         if best.gain > 1 + _MARGIN:
             self._expected = best.gain
             return best
-        return None if load.prompt_rows else self._try(group, load, budget)
+        return None if load.prompt_rows else self._explore(group, load, budget)
 
-    def _try(self, group: _Group, load: BatchLoad, budget: int) -> Choice | None:
-        """One draft each for some, as many as the budget pays for, if they could pay at all."""
+    def _explore(self, group: _Group, load: BatchLoad, budget: int) -> Choice | None:
+        """One draft each for as many sequences as the budget affords, if an optimistic estimate says it pays."""
         held = self._budget.held
         these = np.array([s in held for s in group.sequences]) & (group.limits > 0)
         if these.any():
             offer = self._offer(group, spread=False)
-            for sequence in group.sequences:  # reading a prompt is no trial yet
+            for sequence in group.sequences:  # a prefill of the draft model is no exploration yet
                 held[sequence] = held.get(sequence, 0) - (self._unseen(group.name, sequence) == 0)
             self._budget.held = {s: left for s, left in held.items() if left > 0}
-            return self._tried(offer.shallow(these, int(these.sum())).all_of(load, self.target, budget))
+            return self._exploring(offer.shallow(these, int(these.sum())).all_of(load, self.target, budget))
         if self._budget.seconds <= 0:
             return None
         hopeful = self._offer(group, hope=_HOPE).best(load, self.target, budget)
@@ -165,17 +174,17 @@ class AdaptiveK:
             choice = offer.shallow(these, count).all_of(load, self.target, budget)
             if choice.loss <= self._budget.seconds:
                 self._budget.held = {s: _HOLD for s, k in zip(group.sequences, choice.num_draft, strict=True) if k}
-                return self._tried(choice)
+                return self._exploring(choice)
             self._budget.wanted = choice.loss
             count //= 2
         return None
 
-    def _tried(self, choice: Choice) -> Choice:
+    def _exploring(self, choice: Choice) -> Choice:
         self.is_exploring = True
         return choice
 
     def _offer(self, group: _Group, hope: float | None = None, *, spread: bool = True) -> Offer:
-        """What could be drafted. What is invested in catching up comes back in later rounds, where it is `spread`."""
+        """The drafts on offer. With `spread`, the cost of catching up is shared by the rounds still to come."""
         sequences, depth = group.sequences, int(group.limits.max())
         kept = np.zeros((len(sequences), depth))
         for is_found in {*group.is_found.tolist()}:
@@ -185,23 +194,23 @@ class AdaptiveK:
         contexts = np.array([len(s.tokens) for s in sequences], float)
         rooms = np.array([min(s.max_len - len(s.tokens), _HORIZON) for s in sequences], float)
         unseen = np.array([self._unseen(group.name, s) for s in sequences], float)
-        # What goes by while the draft model reads for all of them, if it gets half of a step's room.
+        # Tokens that are decoded while the draft model catches up for all of them with half of each step's budget.
         rooms = rooms - 2 * unseen.sum() / max(self._rows, 1)
         rounds = np.maximum(rooms / 2, 1) if spread else np.ones(len(sequences))
-        prices = self._drafting[group.name]
-        seconds = drafting_seconds(prices, kept, contexts, unseen, rounds, group.is_found)
-        return Offer(group.limits, kept, seconds, prices.a_call, contexts)
+        costs = self._drafting[group.name]
+        seconds = drafting_seconds(costs, kept, contexts, unseen, rounds, group.is_found)
+        return Offer(group.limits, kept, seconds, costs.a_call, contexts)
 
     def _unseen(self, name: str, sequence: Sequence) -> int:
-        """Tokens that a draft model has to be fed before it can draft, beside the two that it is always fed."""
+        """Tokens that the draft model has to be fed before it can draft, apart from the two that each round feeds."""
         return max(0, len(sequence.tokens) - 2 - sequence.draft.kv_len) if name in self._draft_kv_users else 0
 
     # ---------------------------------------------------------------------------------------------------- learning
 
     def learn(self, done: StepFeedback) -> None:
-        """Prices, chances and gain, from one step."""
+        """Update costs, acceptance, speed-up and budget from one step."""
         asked = sorted({s.speculation.proposer for s, k in zip(done.sequences, done.asked, strict=True) if k})
-        self._learn_chances(done)
+        self._learn_acceptance(done)
         if len(asked) == 1:
             self._learn_drafting(self._drafting[asked[0]], done)
         if done.has_prompts or not done.sequences:
@@ -216,7 +225,7 @@ class AdaptiveK:
         tokens = 1 + sum(done.accepted) / len(done.sequences)
         self._budget.charge(done.seconds - plain * tokens if asked else 0.0, plain)
 
-    def _learn_chances(self, done: StepFeedback) -> None:
+    def _learn_acceptance(self, done: StepFeedback) -> None:
         groups = defaultdict[Source, list[int]](list)
         for i, sequence in enumerate(done.sequences):
             if done.drafted[i]:
@@ -227,7 +236,7 @@ class AdaptiveK:
             self.acceptance.learn([done.sequences[i] for i in mine], source, drafted[mine], accepted[mine])
 
     @staticmethod
-    def _learn_drafting(prices: CostModel, done: StepFeedback) -> None:
+    def _learn_drafting(costs: CostModel, done: StepFeedback) -> None:
         lengths = [length for length, k in zip(done.lengths, done.asked, strict=True) if k]
         in_passes = sum(count for count, _ in done.draft_passes)
         work = quantities(
@@ -237,15 +246,15 @@ class AdaptiveK:
             sequences=in_passes,
             context=in_passes * sum(lengths) / len(lengths),
         )
-        prices.learn(with_rows(work, [tokens for _, tokens in done.draft_passes]), done.draft_seconds)
+        costs.learn(with_rows(work, [tokens for _, tokens in done.draft_passes]), done.draft_seconds)
 
     def begin(self) -> None:
-        """What was learned so far was practice: its costs and its priors stay, its gain does not."""
+        """End calibration: keep costs and acceptance priors, discard the speed-up and the budget."""
         self.gain, self._budget = Speedup(), _Budget()
         self._since_plain, self._expected = 0, 1.5
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is over."""
+        """Drop what is known of a sequence that has ended."""
         self.acceptance.forget(sequence)
         self.gain.forget(sequence)
         self._budget.held.pop(sequence, None)
@@ -254,12 +263,12 @@ class AdaptiveK:
     # ------------------------------------------------------------------------------------- from one start to the next
 
     def state(self) -> dict[str, Any]:
-        """What outlives the process, as JSON can hold it."""
-        drafting = {name: prices.state() for name, prices in self._drafting.items()}
+        """What a later process can start with, as JSON values."""
+        drafting = {name: costs.state() for name, costs in self._drafting.items()}
         return {"target": self.target.state(), "drafting": drafting, "acceptance": self.acceptance.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Begin with a `state`. Raises ValueError, KeyError or TypeError where it is none, and may be half restored."""
+        """Start with a `state`. Raises ValueError, KeyError or TypeError for anything else; half may be restored."""
         self.target = CostModel.of_state(state["target"])
-        self._drafting.update({str(name): CostModel.of_state(prices) for name, prices in state["drafting"].items()})
+        self._drafting.update({str(name): CostModel.of_state(costs) for name, costs in state["drafting"].items()})
         self.acceptance.restore(state["acceptance"])

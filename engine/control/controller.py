@@ -1,4 +1,4 @@
-"""Who chooses how many drafts each sequence gets, and what is told about the outcome; the simplest such choice."""
+"""The interface that chooses how many drafts each sequence gets, its feedback, and the simplest implementation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.control.speedup import Speedup
 from engine.params import SpeculationMode
 from engine.types import Sequence
 
-_NEAR = 4  # tokens that a draft model has missed are fed in a pass that hardly costs more for them
+_NEAR = 4  # so many tokens that the draft model has missed hardly make its pass longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +20,19 @@ class StepFeedback:
     """What a step did for sequences that fed their newest token, and the seconds it took."""
 
     sequences: Seq[Sequence]
-    lengths: Seq[int]  # when the step was planned
+    lengths: Seq[int]  # tokens of each sequence when the step was planned
     asked: Seq[int]
     drafted: Seq[int]
     accepted: Seq[int]
     draft_passes: Seq[tuple[int, int]]  # sequences and tokens of each pass of a draft model
     draft_seconds: float
     other_seconds: float
-    has_prompts: bool  # others fed prompts in the same pass
-    rows: int | None = None  # of the target's pass, where some were fed that count for nobody
+    has_prompts: bool  # whether other sequences fed prompts in the same pass
+    rows: int | None = None  # of the target's pass, where it had rows of no sequence
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Duration of the whole step."""
         return self.draft_seconds + self.other_seconds
 
     @property
@@ -47,36 +47,36 @@ class Control(Protocol):
 
     @property
     def gain(self) -> Speedup:
-        """How much faster than plain decoding it has been."""
+        """The measured speed-up over plain decoding."""
         ...
 
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
-        """K of each sequence in the step that is being planned, at most its limit; they share the budget."""
+        """K of each sequence in the planned step: at most its limit each, at most `budget` together."""
         ...
 
     def learn(self, done: StepFeedback) -> None:
-        """What became of it."""
+        """Take the outcome of a step."""
         ...
 
     def begin(self) -> None:
-        """What was learned so far was practice: its costs and its priors stay, its gain does not."""
+        """End calibration: keep costs and acceptance priors, discard the speed-up."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is over."""
+        """Drop what is known of a sequence that has ended."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What outlives the process, as JSON can hold it."""
+        """What a later process can start with, as JSON values."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Begin with what an earlier process knew. Raises ValueError, KeyError or TypeError where it is no `state`."""
+        """Start with a `state` of an earlier process. Raises ValueError, KeyError or TypeError for anything else."""
         ...
 
 
 class FixedK:
-    """As many as each may have, whatever they cost."""
+    """As many drafts as each sequence may have, whatever they cost."""
 
     is_exploring = False
 
@@ -88,50 +88,48 @@ class FixedK:
         return within(limits, budget)
 
     def learn(self, done: StepFeedback) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
     def begin(self) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def forget(self, sequence: Sequence) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def state(self) -> dict[str, Any]:
-        """Nothing to keep."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing to begin with."""
+        """Do nothing."""
 
 
 class Explorer(Control, Protocol):
-    """A control that now and then asks for drafts only to find out whether they would pay."""
+    """A control that sometimes asks for drafts only to learn whether they would pay."""
 
     @property
     def is_exploring(self) -> bool:
-        """Whether the latest choice is such a one."""
+        """Whether the latest choice is an exploration."""
         ...
 
 
 class DelayedFeedback:
-    """Adapts a control to delayed feedback: it hears of a choice only when the next one is made, as of rounds.
+    """Adapts a control to delayed feedback: the outcome of a round is known only after the next choice.
 
-    After a requested plain step the choice before it repeats once, until that step is known: else a second one would
-    be requested.
+    After a requested plain step the choice before it is repeated once, until the outcome of the plain step is known.
+    Otherwise the control would request a second one.
     """
 
     def __init__(self, inner: Explorer) -> None:
         self._inner = inner
-        self._last: dict[Sequence, int] = {}  # chosen last, as far as there were drafts
-        self._held: dict[Sequence, int] | None = None  # the same, from before the plain step that is not known yet
+        self._last: dict[Sequence, int] = {}  # the last choice with drafts
+        self._held: dict[Sequence, int] | None = None  # the choice before a plain step whose outcome is not known yet
 
     @property
     def gain(self) -> Speedup:
-        """The inner one's."""
         return self._inner.gain
 
     def choose(self, sequences: Seq[Sequence], limits: Seq[int], budget: int, prompt_rows: int) -> list[int]:
-        """The inner one's choice, or the one before."""
+        """The inner control's choice, or the one before a plain step."""
         if self._held is not None:
             held, self._held = self._held, None
             return within([min(n, held.get(s, 0)) for s, n in zip(sequences, limits, strict=True)], budget)
@@ -143,27 +141,23 @@ class DelayedFeedback:
         return chosen
 
     def learn(self, done: StepFeedback) -> None:
-        """As the inner one."""
         self._inner.learn(done)
 
     def begin(self) -> None:
-        """As the inner one."""
         self._inner.begin()
         self._last, self._held = {}, None
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is over."""
+        """Drop what is known of a sequence that has ended."""
         self._inner.forget(sequence)
         self._last.pop(sequence, None)
         if self._held is not None:
             self._held.pop(sequence, None)
 
     def state(self) -> dict[str, Any]:
-        """As the inner one."""
         return self._inner.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """As the inner one."""
         self._inner.restore(state)
 
 
@@ -177,11 +171,11 @@ def within(limits: Seq[int], budget: int) -> list[int]:
 
 
 def levelled(sequences: Seq[Sequence], limits: Seq[int], chosen: Seq[int]) -> list[int]:
-    """What was `chosen` for each, made fit for a round on the device, whose rows are those of its largest K for all.
+    """Fit the `chosen` K of each to a round on the device, which has rows for its largest K for every sequence.
 
-    AUTO gets as many rows as were found worth it, spread evenly, and drafts wherever rows are there anyway; but whose
-    draft model would have much to read first gets some only if they were chosen for it. FIXED stays as it is.
-    [4, 4, 0, 0] -> [2, 2, 2, 2]; [1, 0, 0, 0], a probe -> [1, 1, 1, 1].
+    The rows that AUTO was found worth are spread evenly over its sequences. A sequence whose draft model would first
+    have to read many tokens gets drafts only if they were chosen for it. FIXED keeps its K.
+    [4, 4, 0, 0] -> [2, 2, 2, 2]; [1, 0, 0, 0], an exploration -> [1, 1, 1, 1].
     """
     free = [i for i, s in enumerate(sequences) if limits[i] and s.speculation.mode is SpeculationMode.AUTO]
     wanted, given = sum(chosen[i] for i in free), list(chosen)

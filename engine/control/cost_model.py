@@ -1,4 +1,4 @@
-"""What work costs, learned from work done: time as a sum of prices. Knows no model, no clock and no sequence.
+"""What work costs, learned from past steps: time as a sum of unit costs. Knows no model, no clock and no sequence.
 
     seconds = price of a pass + n * price of a sequence + ... = prices . quantities
 
@@ -22,13 +22,13 @@ Floats = npt.NDArray[np.float64]
 # Rows cost by size: the first few may be nearly free, later ones cost what they compute. Straight between these.
 KNOTS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 8192], float)
 _WIDTHS = np.diff(KNOTS)
-_FIRST_RAMP = 6  # where the prices of rows begin: before them calls, passes, sequences, contexts
+_FIRST_RAMP = 6  # index of the first cost by rows; before it are those of calls, passes, sequences and contexts
 NUM_QUANTITIES = _FIRST_RAMP + len(_WIDTHS)
 
 _KEEP = 0.99  # of what was known along a measurement's direction: half is forgotten in 69 measurements
 _LEAST, _MOST = 0.3, 2.0  # a measurement beyond these multiples of what was expected counts as one of them
 _IMPROVE_EVERY, _YOUNG = 2, 64  # measurements
-_RIDGE, _SMOOTH = 0.01, 0.3  # of a measurement's weight: that a price is 0, and that of a row its neighbour's
+_RIDGE, _SMOOTH = 0.01, 0.3  # weight, in measurements, of the priors: a cost is 0; a row costs as its neighbour
 
 
 def quantities(
@@ -48,7 +48,7 @@ def with_rows(found: Floats, rows_of_passes: Seq[float]) -> Floats:
 
 
 class CostModel:
-    """The prices of one kind of work."""
+    """The unit costs of one kind of work."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -149,7 +149,7 @@ class CostModel:
             self._information -= np.outer(known, known) * ((1 - _KEEP) / total)
 
     def _improve(self) -> None:
-        """One round of coordinate descent toward the best fit among prices that are not negative.
+        """One round of coordinate descent toward the best fit with costs that are not negative.
 
         It starts where the last one ended, and a pass's own price comes first: whoever has seen one size alone
         believes that all cost the same, and that drafts which need no pass are free; tries others, and learns.

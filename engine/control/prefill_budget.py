@@ -12,7 +12,7 @@ import math
 import sys
 
 _AIM = 0.9  # of the bound: the context grows with every chunk, and no two steps take the same
-_ALONE = 4.0  # times the bound is what a step may take that nobody else waits for: larger chunks cost less per token
+_ALONE = 4.0  # times the bound for a step that no other sequence waits for: larger chunks cost less per token
 _NEW = 0.5  # weight of the newest step
 _MOST = 4.0  # times what was expected counts as that: one stall is no new machine
 _LEAST = 1e-9  # seconds per token
@@ -39,7 +39,7 @@ class PrefillBudget:
 
         225 ms to be filled, decoding takes 45, each token 2: 90 tokens. Decoding takes 200: another 200, 100 tokens.
         """
-        if self._per_token is not None:  # nobody is slowed down on a guess
+        if self._per_token is not None:  # without a measurement no step is bounded
             taken = self._of(decoding)
             seconds = _ALONE * self._seconds if alone else self._seconds
             self._left = max(seconds - taken, taken)

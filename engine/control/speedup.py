@@ -33,7 +33,7 @@ class Speedup:
         return plain / spent if spent > 0 else 1.0
 
     def add(self, sequences: Seq[Sequence], num_tokens: Seq[int], spent: float, plain_step: float) -> None:
-        """A step: what it brought each, what it took, and what a plain step would have taken that brings one each."""
+        """Add a step: tokens of each sequence, its seconds, and those of a plain step, which yields one token each."""
         mean = sum(num_tokens) / len(sequences)
         self._plain = self._plain * _KEEP + mean * plain_step
         self._spent = self._spent * _KEEP + spent

@@ -23,7 +23,7 @@ def choose(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> 
 
 
 def probabilities(logits: Tensor, samplers: SamplerRows, *, truncated: bool = True) -> Tensor:
-    """The law of each row in full, as `sampling.probabilities`: float64 `[R, vocab]`."""
+    """The distribution of each row, as `sampling.distribution.probabilities`: float64 `[R, vocab]`."""
     drawn = _scores(logits, logits.amax(-1), samplers, truncated=truncated).double().softmax(-1)
     greedy = torch.zeros_like(drawn).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     return torch.where(samplers.temperature[:, None] > 0, drawn, greedy)

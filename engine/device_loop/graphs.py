@@ -36,8 +36,8 @@ class MemoryBudget:
 class Graphs:
     """Records rounds, all in one pool of memory and on one stream: they never run at the same time.
 
-    What a round brings lies in that pool, and its next play writes over it: whoever keeps it copies it first, on the
-    stream that plays (`results.PendingRound` does).
+    The output of a round is in that pool, and its next play overwrites it: a caller that keeps it copies it first,
+    on the stream that plays (`results.PendingRound` does).
     """
 
     def __init__(self, budget: MemoryBudget) -> None:
@@ -50,7 +50,7 @@ class Graphs:
         return self._budget.is_left
 
     def __call__(self, round_: Round) -> Run:
-        """Drafting and verification, a graph each, so that each can be timed; recorded on places of nobody."""
+        """Drafting and verification, a graph each, so that each can be timed; recorded with idle places."""
         slots = torch.full((round_.size,), IDLE, dtype=torch.int64, device=round_.device)
         drafting = verifying = None
         with self._budget.taken():
@@ -71,7 +71,7 @@ class Graphs:
             verifying.replay()
             return brought
 
-        play(slots, lambda: None)  # the first launch of a graph brings it to the device
+        play(slots, lambda: None)  # the first launch of a graph uploads it to the device
         return play
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Where the rows of a round's passes lie, and which laws they draw from. Knows no model and no logits.
+"""Where the rows of a round's passes are in the arenas, and their sampling parameters. Knows no model and no logits.
 
 Nothing of this hangs on what is drawn on the way, so it is worked out once for all passes of a model: launches for each
 pass would cost more than its numbers.
@@ -86,7 +86,7 @@ class Layout:
         whole = state.whole.index_select(1, owner)
         position = whole[LENGTH] + self._offset
         fed, its = position[: self._num_fed], owner[: self._num_fed]
-        # Position -1 is in page -1, the last column: what lies before the first token goes to the page of nobody.
+        # Position -1 is in page -1, the last column: what would be before the first token goes to the spare page.
         kv_rows = torch.add(fed % page_size, pages[its, fed // page_size], alpha=page_size)
         first = self._slices[0].stop // self._size
         moved = torch.stack([self._nothing, self._nothing, whole[LENGTH, : self._slices[0].stop : first], slots], 1)

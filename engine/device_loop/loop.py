@@ -1,7 +1,8 @@
-"""The host's side of rounds on the device: who stands where, one launch after the other, answers one round late.
+"""The host's side of rounds on the device: it assigns slots, launches rounds and reads results one round late.
 
-Knows no scheduling policy and gives no pages away: it is told who rides in the next round, with how many drafts, and
-finds the pages for that reserved. It takes what `serves` says it takes; everything else is for the plain loop.
+Knows no scheduling policy and reserves no pages: the plan says which sequences take part in the next round and with how
+many drafts, and the scheduler has reserved their pages. `serves` says which requests can run here; all others run in
+plain steps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from engine.types import Sequence
 
 
 def serves(sampling: SamplingParams, ends: Seq[int]) -> bool:
-    """Whether a request can run here: shaped by temperature and cuts alone, with few end tokens."""
+    """Whether a request can run here: it uses only temperature and truncation, and has few end tokens."""
     plain = SamplingParams(
         temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
         seed=sampling.seed, n=sampling.n, max_tokens=sampling.max_tokens, stop=sampling.stop,
@@ -44,8 +45,8 @@ class RoundLoop:
 
     Args:
         drafts_for: names of the proposers whose drafts are those of `draft`.
-        chunk: most tokens that the draft is fed in one pass to catch up.
-        recorder: how rounds are recorded; `graphs.Graphs` on CUDA. By default they are run as they are.
+        chunk: most tokens that one pass feeds the draft to catch up.
+        recorder: how rounds are recorded; `graphs.Graphs` on CUDA. By default they run unrecorded.
     """
 
     name = "rounds"
@@ -71,15 +72,15 @@ class RoundLoop:
         self._drafts_for, self._chunk = drafts_for if draft is not None else frozenset[str](), chunk
         self._clock, self._num_slots = clock, num_slots
         width = -(-(longest + most_drafts + 1) // target.arena.page_size)
-        # The last row of pages in each arena is behind those that are given away: nobody's.
+        # The last page of each arena is behind those of the pool and belongs to no sequence.
         spare = target.arena.num_pages, (draft or target).arena.num_pages
         self.state = DeviceSlots(num_slots, longest, width, spare, vocab, target.model.device)
         self._free = list(range(num_slots, IDLE, -1))
         self._drafter = None if draft is None else ModelRunner(draft.model, draft.arena, ops.attend)
         self.repertoire = Repertoire(self._round, recorder, covering(num_slots, self._most_drafts), clock=clock)
         self.on_device: dict[Sequence, DeviceSequence] = {}  # in the order in which they came
-        self._slots = dict[int, Tensor]()  # who stands at which place of a batch of so many; empty: to be laid out anew
-        self._pending: deque[PendingRound] = deque()  # launched and not yet read: one between steps, two within
+        self._slots = dict[int, Tensor]()  # by batch size: the slot at each place; empty after a change
+        self._pending: deque[PendingRound] = deque()  # launched and not read: one between steps, two within a step
         self._has_launched = False
 
     def takes(self, sequence: Sequence) -> bool:
@@ -91,37 +92,37 @@ class RoundLoop:
         return drafts_here and has_one_table and serves(sequence.request.sampling, ends)
 
     def try_out(self) -> None:
-        """Run rounds of nobody. What a model does that a round cannot hold raises here, and not in a request."""
+        """Run rounds without sequences, so that a model that cannot run in a round raises here and not in a request."""
         nobody = torch.full((1,), IDLE, dtype=torch.int64, device=self.state.tracks.length.device)
         for truncated in (False, True):
             for k in (0, min(1, self._most_drafts)):
                 self.repertoire.try_out(RoundShape(1, k, truncated))(nobody, lambda: None)
 
     def record(self, progress: Progress, sizes: Seq[int] | None, ks: Seq[int] | None) -> None:
-        """Record rounds of every shape that can occur, or of these sizes and Ks alone, as far as room and time go."""
+        """Record rounds of every shape that can occur, or of `sizes` and `ks`, within the memory budget."""
         shapes = in_order_of_worth(self._num_slots, self._most_drafts)
         wanted = [s for s in shapes if (sizes is None or s.size in sizes) and (ks is None or s.k in ks)]
         self.repertoire.record(wanted, progress)
 
     def rest(self) -> None:
-        """While nobody asks: see to it that what was missed is there the next time."""
+        """While the engine is idle: record rounds that were missing."""
         self.repertoire.rest()
 
     # ------------------------------------------------------------------------------------------------- launching
 
     def launch(self, works: Seq[Work]) -> None:
-        """Launch a round of these and nobody else. Their pages reach as far as `Scheduler` reserves for riders."""
+        """Launch a round of exactly these. The scheduler has reserved pages for all that rounds in flight may write."""
         wanted = {work.sequence: work for work in works}
         for sequence in [s for s in self.on_device if s not in wanted]:
             self.leave(sequence)
         for sequence in wanted:
             if sequence not in self.on_device:
-                self._board(sequence)
+                self._enter(sequence)
         self._has_launched = not all(map(_is_ending, self.on_device))
         if self._has_launched:
             self._launch(wanted)
 
-    def _board(self, sequence: Sequence) -> None:
+    def _enter(self, sequence: Sequence) -> None:
         slot, sampling = self._free.pop(), sequence.request.sampling
         ends = tuple(sequence.end_token_ids)
         rejects = sequence.speculation.verification is Verification.REJECTION
@@ -131,10 +132,10 @@ class RoundLoop:
         self._slots.clear()
 
     def leave(self, sequence: Sequence) -> None:
-        """Take a sequence out, if it is here, whatever a round in flight may still say of it."""
+        """Free the sequence's slot, if it has one. Results of rounds in flight are then ignored."""
         member = self.on_device.pop(sequence, None)
         if member is not None:
-            self._free.append(member.slot)  # no round that is launched from now on looks at it, until it is filled anew
+            self._free.append(member.slot)  # later rounds do not read the slot before it is filled again
             self._slots.clear()
             sequence.in_flight = 0
 
@@ -160,10 +161,10 @@ class RoundLoop:
             sequence.in_flight += num_draft + 1
 
     def _catch_up(self, wanted: dict[Sequence, Work]) -> list[int]:
-        """Feed the draft what it has missed of those who are to get drafts: how many tokens of each.
+        """Feed the draft what it has missed of the sequences that get drafts; return the number of tokens of each.
 
-        Of a sequence that is not in step a round in flight brings one token, so that what the host knows but for the
-        newest is all tokens but the last two. Who is not done within a chunk gets no drafts yet.
+        If the draft is behind, the round in flight adds exactly one token, so the draft has to read `tokens[:-1]`. A
+        sequence that is not done within a chunk gets no drafts yet.
         """
         feeds, room = list[Feed](), self._chunk
         for sequence, member in self.on_device.items():
@@ -182,26 +183,26 @@ class RoundLoop:
         return [len(feed.tokens) for feed in feeds]
 
     def _prepare(self, member: DeviceSequence, num_draft: int, k: int) -> None:
-        """Note for its slot what is new of its pages and of its drafts."""
+        """Write changes of its pages and its K to its slot."""
         sequence = member.sequence
         self.state.target.enter(member.slot, sequence.target.page_table)
         self.state.draft.enter(member.slot, sequence.draft.page_table)
         if min(member.num_draft, k) != num_draft:
             member.num_draft = self._most_drafts if num_draft == k else num_draft
             self.state.set_num_draft(member.slot, member.num_draft)
-        if member.draft_caught_up and not num_draft:  # a round without drafts, or without pages for its own
+        if member.draft_caught_up and not num_draft:  # a round without drafts, or without pages for drafts
             member.draft_caught_up = False
             sequence.draft.kv_len = max(0, min(sequence.draft.kv_len, len(sequence.tokens) - 2))
 
     def _laid_out(self, size: int) -> Tensor:
-        """The slot at each of `size` places; uploaded only when somebody came or went."""
+        """The slot at each of `size` places; uploaded only when a sequence came or left."""
         if size not in self._slots:
             slots = [member.slot for member in self.on_device.values()] + [IDLE] * (size - len(self.on_device))
             self._slots[size] = send(torch.tensor(slots, dtype=torch.int64), self.state.tracks.length.device)
         return self._slots[size]
 
     def _kinds(self) -> tuple[bool, bool]:
-        """Whether any law is cut, and whether any sequence is of the rejection rule: most rounds do without either."""
+        """Whether any row is truncated, and whether any sequence uses the rejection rule; most rounds need neither."""
         truncated = any(Kind.of(s.request.sampling) is Kind.TRUNCATED for s in self.on_device)
         return truncated, any(s.speculation.verification is Verification.REJECTION for s in self.on_device)
 
@@ -213,7 +214,7 @@ class RoundLoop:
     # --------------------------------------------------------------------------------------------------- reading
 
     def read(self) -> list[RoundResult]:
-        """What came of all rounds but the one just launched. Cursors stand as if its tokens were committed already."""
+        """Results of all rounds but the one that was just launched. Their tokens are already counted by the cursors."""
         round_results = []
         while len(self._pending) > self._has_launched:
             round_results.append(self._land(self._pending.popleft()))
@@ -244,5 +245,5 @@ class RoundLoop:
 
 
 def _is_ending(sequence: Sequence) -> bool:
-    """Whether what is in flight is sure to end it: every round brings a token."""
+    """Whether the rounds in flight end it for certain: every round yields a token."""
     return sequence.in_flight > 0 and len(sequence.tokens) + 1 >= sequence.max_len

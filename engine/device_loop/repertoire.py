@@ -117,7 +117,7 @@ class Repertoire:
         log.info("recorded %d of %d rounds in %.1f s, %d in all", done, len(missing), seconds, len(self))
 
     def rest(self) -> None:
-        """While nobody asks: record the shape that was missed most, if that was often.
+        """While the engine is idle: record the shape that was missing most often, if that was often.
 
         Where there is no room it takes that of the one whose last use is longest ago.
         """

@@ -1,4 +1,4 @@
-"""What a round on the device brings, on its way to the host. Knows no model and launches nothing."""
+"""Results of rounds on the device, on their way to the host. Knows no model and launches nothing."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from engine.scheduler import Work
 from engine.stats import Clock, Forward
 from engine.types import Sequence
 
-Progress = Callable[[str], None]  # is told what loading is at
+Progress = Callable[[str], None]  # gets a message for each stage of loading
 
 
 def untold(_: str) -> None:
-    """Nobody hears of it."""
+    """Discard the message."""
 
 
 @dataclass(slots=True, eq=False)
 class DeviceSequence:
-    """A sequence that stands on the device."""
+    """A sequence in a slot of the device."""
 
     sequence: Sequence
     slot: int
-    num_draft: int = 0  # as its slot has it; a round's K bounds it too
-    draft_caught_up: bool = False  # the draft's K/V reaches to all tokens but the last two, those in flight included
+    num_draft: int = 0  # as stored in its slot; a round's K is a bound too
+    draft_caught_up: bool = False  # the draft's K/V covers all tokens but the last two, tokens in flight included
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceResult:
-    """What a round brought one sequence."""
+    """What one sequence got from a round."""
 
     sequence: Sequence
     num_draft: int
@@ -46,7 +46,7 @@ class SequenceResult:
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What a round brought those who are still there, and what control learns from it."""
+    """Results of the sequences that have not left since the launch, and the feedback for control."""
 
     results: tuple[SequenceResult, ...]
     feedback: StepFeedback
@@ -55,7 +55,7 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True)
 class RoundEntry:
-    """One sequence's part in a round, as it was when that was launched."""
+    """One sequence's part in a round, as of its launch."""
 
     member: DeviceSequence
     length: int
@@ -79,11 +79,11 @@ class RoundEntry:
 
 
 class Rounds(Protocol):
-    """What a step asks of `round_loop.RoundLoop`."""
+    """What a step needs of `loop.RoundLoop`."""
 
     @property
     def name(self) -> str:
-        """Of this way of decoding."""
+        """Name of this way of decoding."""
         ...
 
     def takes(self, sequence: Sequence) -> bool:
@@ -91,23 +91,23 @@ class Rounds(Protocol):
         ...
 
     def launch(self, works: Seq[Work]) -> None:
-        """Launch a round of these and nobody else."""
+        """Launch a round of exactly these sequences."""
         ...
 
     def read(self) -> list[RoundResult]:
-        """What came of all rounds but the one just launched."""
+        """Results of all rounds but the one that was just launched."""
         ...
 
     def leave(self, sequence: Sequence) -> None:
-        """Take a sequence out, if it is here."""
+        """Free the sequence's slot, if it has one."""
         ...
 
     def record(self, progress: Progress, sizes: Seq[int] | None, ks: Seq[int] | None) -> None:
-        """Make ready for rounds of every size and K, or of these alone, so that none is recorded in a request."""
+        """Record rounds of every size and K, or of these, so that no request waits for a recording."""
         ...
 
     def rest(self) -> None:
-        """Nobody asks anything: there is a moment to make up for what was not ready."""
+        """While the engine is idle: record rounds that were missing."""
         ...
 
 
@@ -117,29 +117,27 @@ class NoRounds:
     name = "plain"
 
     def takes(self, sequence: Sequence) -> bool:
-        """No."""
         return False
 
     def launch(self, works: Seq[Work]) -> None:
-        """There is nobody to launch a round for."""
+        """Check that there is no sequence to launch a round for."""
         assert not works, "a sequence waits for a round, and there are no rounds"
 
     def read(self) -> list[RoundResult]:
-        """Nothing."""
         return []
 
     def leave(self, sequence: Sequence) -> None:
-        """Nobody is here."""
+        """Do nothing."""
 
     def record(self, progress: Progress, sizes: Seq[int] | None, ks: Seq[int] | None) -> None:
-        """There is nothing to record."""
+        """Do nothing."""
 
     def rest(self) -> None:
-        """Nothing is missed."""
+        """Do nothing."""
 
 
 class DeviceTimer:
-    """Moments on the device's own clock, which nobody waits for."""
+    """Times by the device's own clock; taking them makes the host wait for nothing."""
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self._is_cuda, self._clock = device.type == "cuda", clock
@@ -147,7 +145,7 @@ class DeviceTimer:
         self._events: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """Now; on a GPU, when it comes to it."""
+        """Take the time; on a GPU, when its queue reaches this point."""
         if self._is_cuda:
             self._events.append(torch.cuda.Event(enable_timing=True))
             self._events[-1].record()
@@ -155,7 +153,7 @@ class DeviceTimer:
             self._moments.append(self._clock())
 
     def seconds(self) -> list[float]:
-        """Between one mark and the next; the device must have passed them all."""
+        """Seconds between successive marks. The device must have passed all of them."""
         if self._is_cuda:
             return [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:], strict=False)]
         return [b - a for a, b in zip(self._moments, self._moments[1:], strict=False)]
@@ -163,15 +161,15 @@ class DeviceTimer:
 
 @dataclass(slots=True)
 class PendingRound:
-    """One round's: copied behind the round, waited for when it is read."""
+    """A launched round whose results the host has not read: they are copied behind it, and `read` waits for them."""
 
     k: int
     size: int  # places of the batch
-    entries: list[RoundEntry]  # in the order of the places
-    fed: list[int]  # tokens that the draft was fed first, of each sequence that had to catch up
-    timer: DeviceTimer  # before drafting, between that and verification, behind it
+    entries: list[RoundEntry]  # in the order of their places
+    fed: list[int]  # tokens that the draft was fed before the round, of each sequence that had to catch up
+    timer: DeviceTimer  # marks: before drafting, before verification, after it
     brought: RoundOutput
-    _rows: Tensor = field(init=False)  # [B, K + 4]: what was drawn; how many are fresh and accepted; whether it ended
+    _rows: Tensor = field(init=False)  # [B, K + 4]: tokens drawn; how many are new, and accepted; whether it ended
     _event: torch.cuda.Event | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -184,7 +182,7 @@ class PendingRound:
             self._event.record()
 
     def read(self) -> list[list[int]]:
-        """Of each place."""
+        """The rows of all places."""
         if self._event is not None:
             self._event.synchronize()
         return self._rows.tolist()
@@ -195,7 +193,7 @@ class PendingRound:
         return [*passes, (len(self.fed), sum(self.fed))] if self.fed else passes
 
     def forwards(self) -> tuple[Forward, ...]:
-        """The same and the target's, without idle places."""
+        """All passes of the round, without idle places."""
         count = len(self.entries)
         drafting = [Forward("draft", *passed) for passed in self.draft_passes(count)]
         return *drafting, Forward("verify", count, count + sum(entry.num_draft for entry in self.entries))

@@ -71,7 +71,7 @@ class RoundOutput:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What the draft model proposed, and the laws that it was drawn from, where a rule asks for them."""
+    """The drafts of a round, and the distributions that they were drawn from, where a rule needs them."""
 
     tokens: Tensor  # [B, K] int64
     samplers: Tensor | None  # [B, K, vocab] float64

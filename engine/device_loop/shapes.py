@@ -14,7 +14,7 @@ _BEYOND = 64  # and multiples of this
 
 
 class RoundShape(NamedTuple):
-    """A round of `size` places and `k` drafts; `truncated`: where laws may have a top-k, top-p or min-p."""
+    """A round of `size` places and `k` drafts; `truncated`: rows may have a top-k, top-p or min-p."""
 
     size: int
     k: int

@@ -17,7 +17,7 @@ from engine.kernels.args import Tracks
 from engine.kernels.paging import send
 from engine.params import SamplingParams
 
-IDLE = 0  # the slot of nobody, for the idle places of a batch
+IDLE = 0  # the slot of no sequence, for the idle places of a batch
 MOST_ENDS = 8  # tokens that may end an output
 
 LENGTH, MAX_LENGTH, RUNNING, NUM_DRAFT, REJECTS, SEED, TOP_K = range(7)  # rows of `DeviceSlots.whole`
@@ -40,8 +40,8 @@ class SlotState:
 class Tables:
     """Which pages of one model's arena hold the sequence in each slot: `[slots, width + 1]`.
 
-    Where no page of its own is, there is `spare_page`: it belongs to nobody and takes what is written beyond. The last
-    column is always spare, as that of position -1.
+    Where a sequence has no page there is `spare_page`, which belongs to none and receives what is written beyond.
+    The last column is always spare, as that of position -1.
     """
 
     def __init__(self, slate: Slate, name: str, spare_page: int) -> None:

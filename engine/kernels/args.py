@@ -72,5 +72,5 @@ class SamplerRows:
         return SamplerRows(*(getattr(self, field.name)[some] for field in fields(self)))
 
     def dense(self) -> SamplerRows:
-        """The same without gaps between numbers: a kernel is told where the first one is."""
+        """The same without gaps between numbers: a kernel gets the address of the first one only."""
         return SamplerRows(*(getattr(self, field.name).contiguous() for field in fields(self)))

@@ -1,4 +1,4 @@
-"""Who walks which keys: programs for the tiles of a pass, as many for each as it has keys. Made once, for all layers.
+"""Which program reads which keys: programs for the tiles of a pass, by their number of keys. Made once for all layers.
 
 The device makes it, for lengths may be known there alone: a graph's launches have the same shape whatever stands in it.
 """
@@ -22,7 +22,7 @@ _ALL = 1 << 30  # programs: more than there can be splits
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who walks which keys of which tile: the same for all layers of a pass that have one shape and one window."""
+    """Which program reads which keys of which tile: the same for all layers of a pass with one shape and one window."""
 
     items: Tensor  # [W, ITEM] int32, one for each program of a K/V head; `_plan_kernel` says what is in them
     merges: Tensor  # [M] int32, items whose tiles are shared by several programs; -1: none

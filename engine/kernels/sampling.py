@@ -1,7 +1,7 @@
-"""From logits to tokens: argmax of a row's law plus Gumbel noise, with the bits of noise of `engine.sampling.noise`.
+"""From logits to tokens: argmax of scaled logits plus Gumbel noise, with the bits of `engine.sampling.noise`.
 
-A logit of -inf masks its token. Greedy, whole and cut laws stand side by side in one batch, told apart on the device by
-their parameters; where a law is cut, `truncated` finds its end. Ten launches with cuts, three without.
+A logit of -inf masks its token. A batch may mix greedy rows, rows without and rows with truncation; the device tells them
+apart by their parameters. `kernels.truncation` finds where a row ends. Ten launches with truncation, three without.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the law of a row ends after top-k, then top-p of what is left, without sorting anything.
+"""Where top-k, and then top-p of what is left, cut off the distribution of a row, without sorting anything.
 
 Scores (logits over temperature, the best at 0) have ranks: the bits of how far a score lies below 0, so that likelier
 tokens have smaller ranks. A law is all tokens up to a last rank, and of that rank the first few by id. The last rank of
@@ -39,8 +39,8 @@ class Search:
     rank: Tensor  # [R, 2, 3] int32, where the bins of a step begin
     before: Tensor  # [R, 2, 3] float64, tokens or weight before that
     limit: Tensor  # [R] float64, the weight that top-p may hold
-    last: Tensor  # [R] int32, the last rank of the law
-    allowed: Tensor  # [R] int32, how many tokens of that rank belong to the law; NEVER where all do
+    last: Tensor  # [R] int32, the last rank that is kept
+    allowed: Tensor  # [R] int32, how many tokens of that rank are kept; NEVER where all are
     ties: Tensor  # [R, blocks] int32, tokens of that rank in each block, where not all do
 
     @classmethod
@@ -253,7 +253,7 @@ def _end_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, peaks_ptr, bins_ptr, rank_ptr, before_ptr, limit_ptr, last_ptr,
     allowed_ptr, ties_ptr, stride, vocab, blocks, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The end of a law; where it lies among tokens of one rank, how many of these each block has."""
+    """The last kept token; where it is among tokens of one rank, how many of these each block has."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_p = tl.load(temperature_ptr + row), tl.load(top_p_ptr + row)
     if temperature > 0:

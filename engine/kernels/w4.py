@@ -127,7 +127,7 @@ def _w4_kernel(
         if is_last:
             tl.store(arrived_ptr + tile, 0)
             acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for i in range(splits):  # in this order, whoever was last
+            for i in range(splits):  # in this order, whichever program was last
                 acc += tl.load(parts_ptr + i * every + at, mask=real, other=0.0, cache_modifier=".cg")
     else:
         is_last = True

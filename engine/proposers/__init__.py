@@ -1,4 +1,4 @@
-"""Who guesses the next tokens. A proposer may be wrong; it can never change the output."""
+"""Proposers draft the next tokens. A proposer may be wrong; it can never change the output."""
 
 from engine.proposers.base import Proposal, Proposer
 from engine.proposers.model import ModelProposer

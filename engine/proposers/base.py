@@ -67,7 +67,7 @@ class Observer(Protocol):
     """A proposer that reads what the target's pass leaves behind, besides logits."""
 
     def observe(self, passed: Seq[Passed]) -> None:
-        """Called after each pass of the target, before drafts are judged: rows of drafts may turn out to be wrong."""
+        """Called after each pass of the target, before drafts are verified: rows of drafts may turn out to be wrong."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Drafts that are drawn one after another from logits: what all proposers with a law of their own share."""
+"""Drafts that are drawn one after another from logits: common to all proposers with a distribution of their own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Chain:
 
     @property
     def is_judged_by_law(self) -> bool:
-        """Whether the rejection rule will ask for the law of each draft."""
+        """Whether the rejection rule needs the distribution of each draft."""
         return self.sequence.speculation.verification is Verification.REJECTION
 
 
@@ -53,7 +53,7 @@ def chains_of(sequences: Seq[Sequence], k_each: Seq[int]) -> list[Chain]:
 def draw(chains: Seq[Chain], logits: Tensor) -> None:
     """Append one token to each chain, as the sequence's own parameters have it; `logits` `[len(chains), vocab]`.
 
-    The one place where a draft is drawn: whatever shapes the target's law shapes the draft's here.
+    The one place where a draft is drawn: whatever shapes the target's distribution shapes the draft's here.
     """
     if not chains:
         return

@@ -1,4 +1,4 @@
-"""Look first, then think: a match in the text is nearly free; where there is none, somebody drafts."""
+"""Lookup first: a match in the text is nearly free; where there is none, a drafter drafts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FirstOf:
         self.uses_draft_kv, self.shares_draft_kv = drafter.uses_draft_kv, drafter.shares_draft_kv
 
     def observe(self, passed: Seq[Passed]) -> None:
-        """The drafter may need what the target left behind, whoever drafts next."""
+        """Pass it on: the drafter may need the target's features for its next drafts."""
         if isinstance(self._drafter, Observer):
             self._drafter.observe(passed)
 

@@ -90,7 +90,7 @@ class Proposers:
                 self._show(name, proposer, mine)
 
     def _show(self, name: str, observer: Observer, passed: list[Passed]) -> None:
-        """As in `_ask`: who cannot see costs speed alone, and is not asked until it has seen a pass again."""
+        """As in `_ask`: an observer that fails costs speed alone, and drafts again only after it has seen a pass."""
         self._blind.discard(name)
         try:
             observer.observe(passed)

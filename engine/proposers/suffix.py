@@ -219,7 +219,7 @@ class SuffixProposer:
         return max(own, best_guess(tokens, others, k, rules), key=lambda guess: guess.score)
 
     def _read(self, sequence: Sequence, past: SuffixIndex) -> _IndexedText:
-        """Take in what is new of a sequence. Its last round is never seen: nobody asks for drafts after it."""
+        """Index the new tokens of a sequence. Those of its last round are never indexed: no drafts follow it."""
         reading = self._readings.setdefault(sequence, _IndexedText())
         reading.own.grow(sequence.tokens, reading.num_read)
         # The end of the prompt goes along, so that an output can be found from its first token on.

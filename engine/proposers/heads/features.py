@@ -8,7 +8,7 @@ from torch import Tensor
 class Features:
     """A run of positions of one sequence: `rows[i]` `[hidden]` belongs to position `first + i`.
 
-    Rows of drafts may be stale: whoever reads says up to where the sequence's tokens stand.
+    Rows of drafts may be stale: the reader passes the number of the sequence's tokens.
     """
 
     def __init__(self) -> None:
