@@ -102,7 +102,7 @@ class App:
     # --------------------------------------------------------------------------------------------------- startup
 
     async def startup(self, tasks: asyncio.TaskGroup) -> None:
-        """Catch signals, open the doors, load the model, start the clock."""
+        """Catch signals, open the front ends, load the model, start the driver."""
         self._started = time.monotonic()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.stop)
@@ -208,11 +208,11 @@ class App:
     # ------------------------------------------------------------------------------------- main loop and shutdown
 
     async def main_loop(self) -> None:
-        """The driver and the doors do the work; wait for a reason to stop."""
+        """Wait for a reason to stop, while the driver and the front ends work."""
         await self._stop.wait()
 
     async def shutdown(self) -> None:
-        """Take nothing new, let live streams finish, cut those that do not, close the doors."""
+        """Accept nothing new, let live streams finish, cut those that do not, close the front ends."""
         await self.lifecycle.move(State.DRAINING)
         if self.driver is not None:
             await self._drain(self.driver)

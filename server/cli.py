@@ -191,7 +191,7 @@ def _run(config: ServerConfig, child: Child | None) -> int:
 
 
 def _follow(config: ServerConfig) -> int:
-    """Hold a share of the target for the server of rank 0, without doors, until that has ended."""
+    """Hold a shard of the target for the server of rank 0, without front ends, until that server has ended."""
     import signal
 
     from engine.errors import ModelError, RankLost
@@ -204,7 +204,7 @@ def _follow(config: ServerConfig) -> int:
     except (ModelError, RankLost) as error:
         logger.error("cannot hold a share of %s: %s", config.target, error)  # noqa: TRY400  # no trace is of use
         return 1
-    # torchrun sends them to everybody; rank 0 drains, and needs this share until then.
+    # torchrun sends them to all ranks; rank 0 drains, and needs this shard until then.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     follow()

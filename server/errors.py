@@ -26,7 +26,7 @@ class QuotaExceeded(QueueFull):
 
 
 class Unauthenticated(PilotfishError):
-    """Expected: no token, or nobody's."""
+    """Expected: the token is missing or unknown."""
 
 
 class Forbidden(PilotfishError):

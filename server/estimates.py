@@ -16,7 +16,7 @@ from server.streams.output import Timeline
 _NEW = 0.1  # weight of the newest value in a mean of the last ten or so
 _KEEP = 0.995  # per step: the best rate fades, so that a machine that became slower is believed in the end
 _MIN_PROMPT_TOKENS = 32  # a step that feeds fewer tells nothing of the speed of reading
-RETRY_SECONDS = (1.0, 0.1, 30.0)  # what a refused caller is told where nothing is known; least; most
+RETRY_SECONDS = (1.0, 0.1, 30.0)  # hint for a refused caller: where nothing is known; least; most
 
 
 class Estimates:
@@ -37,7 +37,7 @@ class Estimates:
         self._accepted = self._accepted * _KEEP + stats.accepted
         seconds = sum(stats.phase_seconds.values())
         decoding = sum(forward.sequences for forward in stats.forwards if forward.kind == "verify")
-        if stats.generated_tokens and decoding:  # who still reads a prompt gets no tokens, and slows nobody's pace
+        if stats.generated_tokens and decoding:  # a sequence in its prompt gets no tokens and slows no other
             size = decoding.bit_length()
             self._paces[size] = _mean(self._paces.get(size), seconds * decoding / stats.generated_tokens)
         if stats.prompt_tokens >= _MIN_PROMPT_TOKENS and seconds > 0:
@@ -97,7 +97,7 @@ class Estimates:
         return reading + (least_tokens(request, max_len) - 1) * (self._per_token or 0.0)
 
     def outlook(self, waiting: int, left: Sequence[float]) -> Outlook:
-        """What a request that came now could expect, behind so many who have no place; `left` as in `turn`, ascending.
+        """What a request can expect behind `waiting` others without a place; `left`: tokens of running outputs, ascending.
 
         Past times of service lag behind when load rises; what runs now tells little when lengths differ much.
         """
@@ -106,7 +106,7 @@ class Estimates:
         return Outlook(wait if waiting >= 0 else 0.0, self._service or 0.0, self._retry(wait))
 
     def _retry(self, wait: float) -> float:
-        """Seconds after which all that wait now have a place: who came again sooner would find others there."""
+        """Seconds after which all that wait now have a place: an earlier retry would find them still waiting."""
         unknown, least, most = RETRY_SECONDS
         return unknown if self._service is None else min(most, max(least, wait))
 

@@ -1,4 +1,4 @@
-"""Where the server is in its life, and who is told when that changes. Knows no model and no network."""
+"""The state of the server, and the listeners that hear of its changes. Knows no model and no network."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Outlook:
 
     wait: float = 0.0  # until it got a place
     service: float = 0.0  # from its place to its end
-    retry: float = 1.0  # until a caller who is refused may find room
+    retry: float = 1.0  # seconds until a refused caller may find room
 
 
 NOTHING_KNOWN = Outlook()
@@ -35,7 +35,7 @@ class _Waiting:
 
 
 class AdmissionQueue:
-    """Who is due first goes first; bounded in requests, tokens and seconds. A push, pop or remove costs O(log n).
+    """Requests by due time, bounded in requests, tokens and seconds. A push, pop or remove costs O(log n).
 
     The bounds in tokens and seconds are about waiting behind others: an empty queue takes any request.
     """

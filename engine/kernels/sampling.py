@@ -1,7 +1,7 @@
 """From logits to tokens: argmax of scaled logits plus Gumbel noise, with the bits of `engine.sampling.noise`.
 
-A logit of -inf masks its token. A batch may mix greedy rows, rows without and rows with truncation; the device tells them
-apart by their parameters. `kernels.truncation` finds where a row ends. Ten launches with truncation, three without.
+A logit of -inf masks its token. A batch may mix greedy rows, rows without and rows with truncation; the device tells
+them apart by their parameters. `kernels.truncation` finds where a row ends. Ten launches with it, three without.
 """
 
 from __future__ import annotations

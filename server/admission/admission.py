@@ -27,13 +27,13 @@ RETRY_SECONDS = 1.0  # what is being encoded will soon be done
 
 
 def no_deadline() -> float:
-    """Seconds that are left to a caller who set no limit."""
+    """Seconds left to a caller that set no deadline."""
     return math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a request comes from: who asks, how many seconds are left, and headers that may name a trace."""
+    """Origin of a request: its caller, the seconds left, and headers that may name a trace."""
 
     caller: Caller = ANYBODY
     remaining: Callable[[], float] = no_deadline
@@ -42,7 +42,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An admitted request. Whoever admitted it calls `release` when its reader is gone, whatever the reason."""
+    """An admitted request. The front end that admitted it calls `release` when its reader is gone, for any reason."""
 
     driver: Driver
     wanted: convert.Wanted
@@ -66,7 +66,7 @@ class Call:
                     first = False
 
     def release(self, *, late: bool = False) -> None:
-        """Nobody reads any more: end what is still live, and free its pages before the next step."""
+        """The reader is gone: end what is still live, and free its pages before the next step."""
         self.leave()
         self.trace.end(self.stream)
         if self.stream.ended:

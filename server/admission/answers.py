@@ -23,7 +23,7 @@ _FINISH_REASONS = {
 
 
 def stream_responses(chunk: Chunk, asked: Wanted, *, first: bool) -> Iterator[pb.GenerateStreamResponse]:
-    """A chunk's messages: what its tokens brought if anything, then the end if it is there."""
+    """Messages of a chunk: its tokens if it has any, then its end if it has one."""
     request_id = asked.request_id if first else ""
     if chunk.text or chunk.logprobs or chunk.prompt_logprobs or (chunk.token_ids and asked.token_ids):
         delta = pb.TokenDelta(index=chunk.index, text=chunk.text, logprobs=map(_logprob, chunk.logprobs))

@@ -1,4 +1,4 @@
-"""Who may call, and how much: bearer tokens, and what each caller has a right to. Knows no protocol.
+"""Callers and their quotas: bearer tokens, and what each caller may use. Knows no protocol.
 
 Tokens come from a file, never from a flag, and are kept as hashes. Looking one up takes the same time whichever it is.
 Callers know nothing of each other: ids of requests and cached prompts are each caller's own.
@@ -24,7 +24,7 @@ _LIVE_RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. An operator may end everybody's requests."""
+    """The owner of a token. An operator may end the requests of all callers."""
 
     name: str
     is_operator: bool = False
@@ -42,7 +42,7 @@ ANYBODY = Caller("", is_operator=True)  # where no tokens are asked for
 
 
 class Callers:
-    """Everybody who may call, by the SHA-256 of their tokens; if there is nobody, everybody may."""
+    """The known callers by the SHA-256 of their tokens; if none are known, every call is allowed."""
 
     def __init__(self, by_digest: Mapping[bytes, Caller] | None = None) -> None:
         self._by_digest = dict(by_digest or {})
@@ -80,7 +80,7 @@ class Callers:
         return self.identify(str(given[0]) if given else None)
 
     def identify(self, authorization: str | None) -> Caller:
-        """Whose token an `authorization` of the form `Bearer TOKEN` has; Unauthenticated if nobody's."""
+        """The caller whose token `authorization` (`Bearer TOKEN`) has; Unauthenticated if it is unknown."""
         if not self._by_digest:
             return ANYBODY
         scheme, _, token = (authorization or "").partition(" ")
@@ -95,7 +95,7 @@ class Callers:
 
 
 def _parsed(words: list[str], where: str) -> tuple[bytes, Caller]:
-    """["me", "secret...", "operator"] -> the token's digest and who it names."""
+    """["me", "secret...", "operator"] -> the token's digest and its caller."""
     if len(words) not in (2, 3) or (len(words) == 3 and words[2] != "operator"):
         raise ValueError(f"{where}: expected NAME TOKEN, or NAME TOKEN operator")
     name, token = words[:2]
@@ -155,4 +155,4 @@ class Quotas:
 
 
 def _nothing() -> None:
-    """Nobody counts."""
+    """Without quotas: count nothing."""

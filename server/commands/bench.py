@@ -84,7 +84,7 @@ class Bench:
         return cls(BenchConfig.load(others), mine.tokens, mine.rounds, tuple(mine.batches), mine.json)
 
     def run(self, tell: Callable[[str], None] = lambda _: None) -> str:
-        """The table; `tell` is told how far it is.
+        """The table; `tell` gets the progress.
 
         Raises:
             ModelError: a checkpoint that cannot be served.

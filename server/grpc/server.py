@@ -1,4 +1,4 @@
-"""The gRPC door: its options, interceptors, credentials and port. Knows no service."""
+"""The gRPC front end: its options, interceptors, credentials and port. Knows no service."""
 
 from __future__ import annotations
 

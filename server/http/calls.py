@@ -29,7 +29,7 @@ Render = Callable[[AsyncIterator[pb.GenerateStreamResponse]], AsyncIterator[dict
 
 
 class CallerGone(Exception):  # named by what happened
-    """Expected: nobody waits for the answer any more."""
+    """Expected: the caller has gone."""
 
 
 async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
@@ -66,7 +66,7 @@ async def in_time(origin: Origin) -> AsyncIterator[None]:
 
 
 async def admit(admission: Admission, asked: ParsedBody, origin: Origin) -> Call:
-    """A live request; whoever gets it releases it."""
+    """Admit the request. The function that gets the call has to release it."""
     async with in_time(origin):
         return await admission.admit(asked.message, origin, asked.wrong)
 
@@ -86,7 +86,7 @@ class EventStream(Response):
 
     def __init__(self, call: Call, render: Render, origin: Origin, stall_seconds: float) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]  # nobody knows it yet
+        del self.headers["content-length"]  # the length is not known yet
         self._call, self._render, self._origin, self._stall_seconds = call, render, origin, stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

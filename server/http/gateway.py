@@ -1,4 +1,4 @@
-"""A thin HTTP door on the same event loop: is it healthy, what does it measure, which model. Knows no engine."""
+"""The HTTP front end on the server's event loop: health, metrics, models, and the application. Knows no engine."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _vitals(driver: Driver) -> dict[str, Any]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn on a socket of ours and without its signal handlers: `app` has its own, for all doors."""
+    """uvicorn on a socket of ours and without its signal handlers: `app` has its own, for both front ends."""
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
         class Protocol(HttpProtocol):

@@ -33,7 +33,7 @@ async def events(messages: AsyncIterator[pb.GenerateStreamResponse]) -> AsyncIte
 
 
 def _piece(delta: pb.TokenDelta) -> Json:
-    """Text that no token brought alone, held back until the end, is in `text` only."""
+    """Text that belongs to no single token and is held back until the end is in `text` only."""
     borders = accumulate(delta.text_lengths, initial=0)
     texts = [delta.text[start:stop] for start, stop in pairwise(borders)]
     tokens = [

@@ -121,7 +121,7 @@ def _add_errors(app: FastAPI, door: _Routes) -> None:
 
     @app.exception_handler(CallerGone)
     async def gone(_: Request, __: CallerGone) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the caller has gone
 
     @app.exception_handler(Exception)
     async def failed(_: Request, __: Exception) -> JSONResponse:

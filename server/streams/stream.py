@@ -1,4 +1,4 @@
-"""What one request brings, on its way from the engine to its reader. Knows tokens and text, no protocol.
+"""The outputs of one request, on their way from the engine to its reader. Knows tokens and text, no protocol.
 
 The driver writes, one reader reads. What is not yet read is merged into one `Chunk` per output, so a slow reader
 gets fewer and larger messages, and never more than `n * max_tokens` tokens wait for it.
@@ -61,7 +61,7 @@ class OutputStream:
             timeline.started = now
 
     def push(self, event: TokenEvent) -> bool:
-        """Take what one step brought one output; whether text ended that output and the engine is to be told."""
+        """Add one event to its output; return whether a stop string ended it, so that the engine has to end it too."""
         assert not self.ended, f"an event after the end of {self.request_id}"
         output = self.outputs[event.index]
         stopped = output.push(event)

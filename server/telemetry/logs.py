@@ -32,6 +32,6 @@ def configure(log_format: LogFormat) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    # These say at INFO what our own log says better, or what nobody asked.
+    # These log at INFO what our own log says better, or what no operator needs.
     for chatty in ("uvicorn", "httpx", "httpcore", "filelock", "huggingface_hub"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -143,7 +143,7 @@ class RequestMetrics:
         self.stalls = _counter(registry, "stream_stalls", "Streams cut because their reader took no message.")
 
     def watch_queue(self, usage: Callable[[], float]) -> None:
-        """Ask `usage` for the queue's share of its limits whenever somebody looks."""
+        """Call `usage` for the queue's share of its limits at each scrape."""
         self._queue_usage.set_function(usage)
 
     def reject(self, reason: str) -> None:
@@ -156,7 +156,7 @@ class RequestMetrics:
         self._queue.observe(timeline.started - timeline.arrived, _exemplar(timeline))
 
     def deliver(self, timeline: Timeline, previous: float | None) -> None:
-        """A round brought an output tokens; `previous` is when the one before did."""
+        """Count a delivery of tokens to an output; `previous` is the time of the one before."""
         assert timeline.last_token is not None, "a delivery without tokens"
         if previous is None:
             self._first.observe(timeline.last_token - timeline.arrived, _exemplar(timeline))

@@ -31,7 +31,7 @@ class Trace(Protocol):
         """It was not admitted."""
 
     def end(self, stream: OutputStream) -> None:
-        """Nobody reads it any more."""
+        """End the trace: the reader is gone."""
 
 
 class Tracing(Protocol):
@@ -42,7 +42,7 @@ class Tracing(Protocol):
 
 
 class NoTracing:
-    """For those who ask for none. All methods do nothing."""
+    """The trace of a server without tracing. All methods do nothing."""
 
     trace_id = None
 

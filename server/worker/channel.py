@@ -44,7 +44,7 @@ class Channel(asyncio.Protocol):
         self.close()
 
     def send(self, frame: bytes) -> None:
-        """Write, as soon as there is room; to nobody, once the process is gone."""
+        """Write as soon as there is room; discard once the process is gone."""
         if not self._transport.is_closing():
             self._transport.write(frame)
 

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_LEAD = 2  # outputs that may wait to be taken up: the next step need not wait for the doors, cancellations for few
+MAX_LEAD = (
+    2  # outputs that may wait unread: enough that a step need not wait for the front ends, few enough for cancellations
+)
 COMPILE_THREADS = 2
 _RECEIVE_BYTES = 1 << 16
 
@@ -97,8 +99,8 @@ class EngineServer:
         self._link, self._engine, self._compile = link, engine, compile_grammar
         self._beat_seconds, self._spoke = beat_seconds, time.monotonic()
         self._order = 0  # the last one that was obeyed
-        self._lead = 0  # outputs that the doors have not taken up
-        self._tickets: dict[str, int] = {}  # of whoever is with the engine, by id
+        self._lead = 0  # outputs that the front ends have not read
+        self._tickets: dict[str, int] = {}  # of the live requests, by id
         self._names: dict[int, str] = {}  # the same the other way round
         self._left: dict[int, int] = {}  # outputs of theirs that have not ended
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
@@ -106,7 +108,7 @@ class EngineServer:
         self._events: list[wire.Event] = []  # not told yet
 
     def run(self) -> NoReturn:
-        """Turn until the doors are gone, or a step raises."""
+        """Read orders, step and report until the front ends are gone, or a step raises."""
         while True:
             self.turn()
 
@@ -172,7 +174,7 @@ class EngineServer:
     def _add(self, ticket: int, request: Request) -> None:
         try:
             self._engine.add(request)
-        except Exception as error:  # the doors have checked it: not its caller's mistake
+        except Exception as error:  # the front ends have checked it, so the fault is ours
             logger.exception("request %s: the engine refused it", request.request_id)
             self._refuse(ticket, request, str(error))
         else:
@@ -194,7 +196,7 @@ class EngineServer:
             self._note(self._engine.finish(self._names[ticket], reason))
         self._events = [event for event in self._events if event.ticket != ticket]
 
-    # ------------------------------------------------------------------------------------------------- what is told
+    # ------------------------------------------------------------------------------------------------- messages
 
     def _note(self, events: Iterable[TokenEvent]) -> None:
         """Keep events to be told; whose last output ends has no ticket any more."""
@@ -269,7 +271,7 @@ def ready(model: ServedModel, engine: Engine) -> wire.Ready:
 
 
 def serve(link: Link, load: Load) -> None:
-    """Load what the first message asks for and serve it, for as long as there are doors."""
+    """Load what the first message names and serve it until the front ends are gone."""
     start = _first(link)
     logs.configure(start.log_format)
     config = EngineConfig.model_validate_json(start.config)
@@ -290,7 +292,7 @@ def main(load: Load = ServedModel.load, ahead: str = "") -> None:
 
     `ahead` is a module to import before anything is asked for: the doors may still be busy with their own.
     """
-    # Both come from terminals and service managers that mean everybody; the doors decide when all is over.
+    # Terminals and service managers send both to the whole group; the front ends decide when this process ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
@@ -308,7 +310,7 @@ def main(load: Load = ServedModel.load, ahead: str = "") -> None:
         logger.exception("the engine failed")
     finally:
         logging.shutdown()  # before the socket closes: then this process may be killed
-        os._exit(code)  # a structure that compiles on another thread is nobody's any more
+        os._exit(code)  # a structure that another thread still compiles is not needed any more
 
 
 def _first(link: Link) -> wire.Start:

@@ -1,7 +1,7 @@
 """Where the engine runs, behind one interface: on a thread of this process (here), or in its own (`remote.py`).
 
-The driver has an engine's verbs but no engine: what it orders holds before the next step, and what came of it is in
-what `turn` brings.
+The driver calls an engine's verbs without having an engine: its orders take effect before the next step, and `turn`
+returns what came of them.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TurnOutput:
-    """What a turn brought: events of a step and its measurements, or without a step the ends that were ordered."""
+    """Result of a turn: the events and statistics of a step, or without one the terminal events of ordered ends."""
 
     events: tuple[TokenEvent, ...]
     stats: StepStats | None
 
 
 class Host(Protocol):
-    """An engine that lives somewhere."""
+    """The place where an engine runs."""
 
     is_hung: bool  # a thread of this process is lost in a step
 
     @property
     def engine(self) -> EngineView:
-        """How it stands, as far as is known here."""
+        """State of the engine, as far as this process knows it."""
         ...
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is with it."""
+        """Whether the engine has any request."""
         ...
 
     async def start(self, progress: Progress) -> ServedModel:
@@ -58,7 +58,7 @@ class Host(Protocol):
         ...
 
     def drop(self, request_id: str, reason: FinishReason) -> None:
-        """End a request that nobody reads any more: nothing of it comes with any turn."""
+        """End a request whose reader is gone: no turn returns an event of it."""
         ...
 
     async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
@@ -66,11 +66,11 @@ class Host(Protocol):
         ...
 
     async def restart(self) -> None:
-        """Begin again without requests; EngineGone where only a new process of ours could."""
+        """Restart without requests; EngineGone if only a new server process could."""
         ...
 
     async def close(self) -> None:
-        """Leave nothing behind that runs."""
+        """Stop everything that runs."""
         ...
 
 
@@ -81,7 +81,7 @@ class LocalHost:
         self.is_hung = False
         self._load, self._config = load, config
         self._compute, self._hang_seconds = compute, hang_seconds
-        self._ended: list[TokenEvent] = []  # ordered, not yet brought
+        self._ended: list[TokenEvent] = []  # ordered, not yet returned by a turn
         self._loaded: Engine | None = None
 
     @property
@@ -92,7 +92,7 @@ class LocalHost:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is live, or its end not yet told."""
+        """Whether a request is live, or its end not yet returned."""
         return self.engine.has_work or bool(self._ended)
 
     async def start(self, progress: Progress) -> ServedModel:
@@ -116,7 +116,7 @@ class LocalHost:
         self._ended = [event for event in self._ended if event.request_id != request_id]
 
     async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
-        """Ends that were ordered come at once; else one step is taken, or there is nothing to do."""
+        """Return ordered ends at once; else take one step; without work wait for `wake`."""
         if self._ended:
             ended, self._ended = tuple(self._ended), []
             return TurnOutput(ended, None)
@@ -131,13 +131,15 @@ class LocalHost:
         await asyncio.wait((step,), timeout=self._hang_seconds)
         if not step.done():
             self.is_hung = True
-            step.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody asks any more
+            step.add_done_callback(
+                lambda late: late.cancelled() or late.exception()
+            )  # its outcome is not needed any more
             raise EngineHung(f"a step has taken more than {self._hang_seconds:g} seconds")
         output = step.result()
         return TurnOutput(output.events, output.stats)
 
     async def restart(self) -> None:
-        """End everything and try it, in place: the same weights and pages."""
+        """End every request and test the engine in place, with the same weights and pages."""
         self._ended = []
         if self.is_hung:
             raise EngineGone("a step that does not end has the compute thread")

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, seen from the doors. Orders go out at once; it steps on without waiting for us.
+"""An engine in a process of its own, as the front ends see it. Orders are sent at once; the engine never waits.
 
 The process is a child of this one, at the other end of a pair of sockets that nobody else can open. It is killed
 when it says nothing for too long, or what is no message; and it ends when this process does.
@@ -97,7 +97,9 @@ class RemoteEngine:
     async def _spawn(self, progress: Progress) -> None:
         self._live, self._tickets, self._outputs, self._loss, self._progress = {}, {}, deque(), None, progress
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
-        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # whoever waits may be gone
+        self._ready.add_done_callback(
+            lambda ready: ready.cancelled() or ready.exception()
+        )  # the waiting task may be gone
         child = self._child = self._child or Child.start(self._program.source)
         beat = min(MOST_BEAT_SECONDS, self._hang_seconds / _BEATS_PER_HANG)
         make = lambda: Channel(self._limit, self._take, self._lose)  # noqa: E731
@@ -150,7 +152,7 @@ class RemoteEngine:
         return None
 
     def _reader(self, event: wire.Event) -> str | None:
-        """The request that this event is for; None where nobody reads it any more."""
+        """The request of this event; None if its reader is gone."""
         live = self._live.get(event.ticket)
         if live is None:
             return None
@@ -160,7 +162,7 @@ class RemoteEngine:
                 self._forget(live.request_id)
         return live.request_id
 
-    # ---------------------------------------------------------------------------------------------- what it is told
+    # ---------------------------------------------------------------------------------------------- messages from it
 
     def add(self, request: Request) -> None:
         """See Host; wire.Unsayable for a request that no message has room for."""
@@ -252,7 +254,7 @@ class RemoteEngine:
 
     @property
     def default_proposer(self) -> str:
-        """Who drafts for a request that names nobody."""
+        """The proposer of a request that names none."""
         return self._intake.default_proposer
 
     @property

@@ -1,6 +1,6 @@
-"""An engine that failed begins again: at once, then after longer and longer pauses, and not for ever.
+"""Restarts an engine that failed: at once, then after longer and longer pauses, and not for ever.
 
-Whoever fails too often is left to what runs this process (Kubernetes, systemd): it ends with an exit code.
+After too many failures the server ends with an exit code, for whatever runs it (Kubernetes, systemd).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 
 
 class Crashes:
-    """When the engine failed of late, and so how long to wait before it begins again."""
+    """Recent failures of the engine, and so the pause before the next restart."""
 
     def __init__(self, most: int, window_seconds: float, clock: Clock = time.monotonic) -> None:
         self._most, self._window_seconds, self._clock = most, window_seconds, clock
         self._times: deque[float] = deque()
 
     def pause(self) -> float | None:
-        """Count one more: seconds to wait, 0 after the first of late, and doubling; None after too many."""
+        """Count a failure; return seconds to wait: 0 after the first recent one, then doubling; None after too many."""
         now = self._clock()
         self._times.append(now)
         while self._times[0] < now - self._window_seconds:
@@ -42,18 +42,18 @@ class Crashes:
 
 
 class Supervisor:
-    """Restarts what a host runs, and lets everyone know how that goes."""
+    """Restarts the engine of a host and reports each change of state."""
 
     def __init__(self, host: Host, lifecycle: Lifecycle, metrics: Metrics, crashes: Crashes) -> None:
         self._host, self._lifecycle, self._metrics, self._crashes = host, lifecycle, metrics, crashes
 
     async def lost(self) -> None:
-        """The engine failed: take nothing new."""
+        """After a failure of the engine: accept no requests."""
         self._metrics.engine_up.set(0)
         await self._lifecycle.move(State.RECOVERING)
 
     async def revive(self, stopping: asyncio.Event) -> bool:
-        """Whether it runs again. Otherwise the server has failed, or is `stopping`."""
+        """Restart until the engine runs; False if the server has failed or is `stopping`."""
         while self._lifecycle.state is State.RECOVERING and not stopping.is_set():
             pause = self._crashes.pause()
             if pause is None:

@@ -1,4 +1,4 @@
-"""What the doors' process and the engine's say to each other: length, then MessagePack. Knows no sockets.
+"""Messages between the front-end process and the engine's process: length, then MessagePack. Knows no sockets.
 
 Every message is one of the structs below, checked field by field when it is read. Nothing else can be said: no code, no
 class names, no references, so whoever could write here could at most ask for tokens.
@@ -30,7 +30,7 @@ class Unsayable(PilotfishError):
     """Expected: a request that no message can hold: too large, or with what is no text. It is refused alone."""
 
 
-# ------------------------------------------------------------------------------------------ from doors to engine
+# ------------------------------------------------------------------------------------------ from front ends to engine
 
 
 class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -69,7 +69,7 @@ class Finish(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Drop(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The same for a request that nobody reads any more: no event of it is wanted."""
+    """The same for a request whose reader is gone: no event of it is wanted."""
 
     order: int
     ticket: int
@@ -80,7 +80,7 @@ class Taken(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """One more `StepReport` has been taken up: another may be made."""
 
 
-# ------------------------------------------------------------------------------------------ from engine to doors
+# ------------------------------------------------------------------------------------------ from engine to front ends
 
 
 class Progress(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -172,7 +172,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepReport(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """What a step brought, or orders without a step: then there are no `stats`."""
+    """Events and statistics of a step, or the ends that were ordered without a step: then there are no `stats`."""
 
     events: tuple[Event, ...]
     stats: StepStats | None
@@ -209,7 +209,7 @@ def framed(message: ToEngine | ToFrontEnd, limit: int) -> bytes:
 
 
 def read_to_engine(payload: bytes) -> ToEngine:
-    """A message from the doors; WireError if it is none."""
+    """Decode a message from the front ends; WireError if it is none."""
     try:
         return _to_engine.decode(payload)
     except msgspec.MsgspecError as error:

@@ -19,7 +19,7 @@ _FILES = {  # path -> file and its type
     "/pilotfish.svg": ("pilotfish.svg", "image/svg+xml"),
 }
 PATHS = frozenset(_FILES)
-# Nothing from elsewhere, nothing inline, nobody else's frame: a text that a model wrote can do nothing but be read.
+# Nothing from other hosts, nothing inline, no foreign frame: text that a model wrote can only be read.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
