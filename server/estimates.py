@@ -97,7 +97,7 @@ class Estimates:
         return reading + (least_tokens(request, max_len) - 1) * (self._per_token or 0.0)
 
     def outlook(self, waiting: int, left: Sequence[float]) -> Outlook:
-        """What a request can expect behind `waiting` others without a place; `left`: tokens of running outputs, ascending.
+        """What a request can expect behind `waiting` others without a place; `left` as in `turn`, ascending.
 
         Past times of service lag behind when load rises; what runs now tells little when lengths differ much.
         """
