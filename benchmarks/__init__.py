@@ -1,1 +1,1 @@
-"""What Pilotfish costs and gains, measured against plain decoding in the same run."""
+"""Benchmarks of the costs and the speed-up of Pilotfish, relative to plain decoding in the same run."""

@@ -1,8 +1,8 @@
-"""Measure what Pilotfish costs and gains on this machine, by sections.
+"""Measure the costs and the speed-up of Pilotfish on this machine, by sections.
 
-python -m benchmarks                                   all of it
-python -m benchmarks verify sweep --rounds 3           some of it
-python -m benchmarks --shape tiny --tokens 16          small, to see whether it works
+python -m benchmarks                                   all sections
+python -m benchmarks verify sweep --rounds 3           some sections
+python -m benchmarks --shape tiny --tokens 16          small models, to test that the benchmarks run
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SECTIONS: tuple[Section, ...] = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure section by section; each is written as soon as it is there."""
+    """Measure section by section; write each result as soon as it is available."""
     options = _parser().parse_args(arguments)
     wanted = [section for section in SECTIONS if not options.sections or section.name in options.sections]
     lab = Lab(_options(options))

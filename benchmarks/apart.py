@@ -1,4 +1,4 @@
-"""The engine on a thread against the engine in a process of its own: the same streams through gRPC, turn by turn.
+"""Compare the engine on a thread with the engine in its own process: the same streams through gRPC, in turns.
 
 python -m benchmarks.apart                             writes a table; --streams, --rounds, --tokens, --threads
 """
@@ -34,7 +34,7 @@ _salts = count()
 
 @dataclass
 class LoadTurn:
-    """One load on one server, as its callers saw it. Times in seconds."""
+    """One load on one server, as the callers measured it. Times in seconds."""
 
     tokens: list[tuple[int, ...]] = field(default_factory=list)
     first: list[float] = field(default_factory=list)  # from the call to the first token, one per stream
@@ -43,12 +43,12 @@ class LoadTurn:
 
     @property
     def speed(self) -> float:
-        """Tokens per second of all streams together."""
+        """Return tokens per second of all streams together."""
         return sum(map(len, self.tokens)) / self.seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Start both, take turns, print."""
+    """Start both servers, measure in turns, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=7)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _interleaved(addresses: dict[str, str], load: partial[LoadTurn], rounds: int) -> dict[str, list[LoadTurn]]:
-    """Rounds of one turn each, in an order that is turned round every time; the first round warms up."""
+    """Measure one turn per server and round, in an order that is reversed every round; the first round is a warm-up."""
     turns: dict[str, list[LoadTurn]] = {way: [] for way in addresses}
     for number in range(rounds + 1):
         for way in sorted(addresses, reverse=bool(number % 2)):
@@ -90,7 +90,7 @@ def _row(streams: int, way: str, turns: dict[str, list[LoadTurn]]) -> str:
 
 
 def _at(values: Sequence[float], share: float) -> float:
-    """The value that this share of all are not above."""
+    """Return the value that a share `share` of all values do not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
@@ -99,7 +99,7 @@ def _load(address: str, streams: int, tokens: int, speculation: str) -> LoadTurn
 
 
 async def _gather(address: str, prompts: Sequence[str], tokens: int, speculation: str) -> LoadTurn:
-    """All streams at once, over one connection that is there already; nothing is cached from one turn to the next."""
+    """Run all streams at once over one connection that is already open; nothing is cached between turns."""
     turn, salt = LoadTurn([()] * len(prompts)), next(_salts)
     options: GenerateOptions = {
         "max_tokens": tokens,
@@ -129,7 +129,7 @@ async def _stream(client: AsyncClient, prompt: str, options: GenerateOptions, tu
 
 @contextlib.contextmanager
 def _serving(flag: str, threads: int) -> Iterator[str]:
-    """A server of the embedded pair; its address."""
+    """Start a server of the embedded pair and yield its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,9 +1,10 @@
-"""Two checkouts of Pilotfish side by side: the speed of the embedded pair in each, by turns, in one run.
+"""Compare the speed of the embedded pair in two checkouts of Pilotfish, measured in turns in one run.
 
     python -m benchmarks.checkouts OLD NEW --rounds 25
 
-Each checkout runs in a process of its own, which uses the public names of `engine` alone. In a round both generate the
-same batch, in changing order; a ratio is of one round, and the table shows the median, the smallest and the largest.
+Each checkout runs in its own process, which uses only the public names of `engine`. In each round both generate the
+same batch, in alternating order. Each ratio compares the two within one round; the table shows the median, the smallest
+and the largest ratio.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ NUM_DRAFT = 4
 
 
 class Checkout:
-    """The handle of a process that generates with the code of one folder."""
+    """A handle of a process that generates with the code of one folder."""
 
     def __init__(self, folder: Path, exits: ExitStack) -> None:
         environment = os.environ | {"PYTHONPATH": f"{folder}:{folder / 'proto'}"}
@@ -43,7 +44,7 @@ class Checkout:
         exits.callback(self._process.terminate)
 
     def seconds(self, weights: str, way: str, batch: int) -> float:
-        """Time of one batch."""
+        """Return the time of one batch."""
         assert self._process.stdin is not None, "it has pipes"
         assert self._process.stdout is not None, "it has pipes"
         self._process.stdin.write(json.dumps([weights, way, batch]) + "\n")
@@ -52,7 +53,7 @@ class Checkout:
 
 
 def serve() -> None:
-    """The process: a line of JSON names a batch, a line answers with its seconds."""
+    """Run the process: each input line is JSON that names a batch, each output line is the time in seconds."""
     modes: Any = sys.modules[SpeculationParams.__module__].SpeculationMode
     engines: dict[str, LLM] = {}
     texts = [text[:PROMPT] for text in corpus.held_out_prompts(max(BATCHES))]
@@ -67,7 +68,7 @@ def serve() -> None:
 
 
 def rows(old: Checkout, new: Checkout, rounds: int) -> Iterator[tuple[str, list[float], float, float]]:
-    """For each way to decode: its name, the ratios of speed, and both medians in milliseconds."""
+    """Yield for each configuration: its name, the speed ratios, and both medians in milliseconds."""
     for case in product(WEIGHTS, WAYS, BATCHES):
         taken: dict[Checkout, list[float]] = {old: [], new: []}
         for i in range(rounds + 1):

@@ -1,10 +1,10 @@
-"""As many drafts as pay against none and against every fixed number, on the embedded pair and held-out functions.
+"""Compare AUTO with no drafts and with every fixed number of drafts, on the embedded pair and held-out functions.
 
     python -m benchmarks.control --out docs/benchmarks/control-cpu
 
-Every cell is measured in every round, in processor seconds of one thread. Fixed numbers and plain decoding share an
-engine; control has one of its own, so that it learns from its own steps alone, from the first on: there is no round to
-warm up in. What it did in the first round and in the last stand beside each other.
+Every configuration is measured in every round, in processor seconds of one thread. Fixed numbers and plain decoding
+share an engine. AUTO has its own engine, so that it learns only from its own steps. It has no warm-up round, so that the
+report can show the first round beside the last.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class ControlRow:
     drafts_per_step: float
     gain: float
     gains: list[float]
-    estimate: float  # what control itself says of its gain, in the last round
+    estimate: float  # control's own estimate of its speed-up in the last round
 
 
 @dataclass(frozen=True)
 class ControlTurn:
-    """All prompts once."""
+    """One run over all prompts."""
 
     tokens: list[list[int]]
     seconds: float
@@ -93,7 +93,7 @@ def _batch(
     engines = {fixed: _engine(proposer, batch) for fixed in (True, False)}
     calibrate(engines[False], 1.0)
     turns: dict[str, list[ControlTurn]] = {way: [] for way in ways}
-    _turn(engines[True], prompts, tokens, "1", proposer)  # first times of everything
+    _turn(engines[True], prompts, tokens, "1", proposer)  # warm-up, so that one-time costs are not measured
     for _ in track(range(rounds), description=f"{proposer}, batch {batch}"):
         for way in ways:
             turns[way].append(_turn(engines[way != AUTO], prompts, tokens, way, proposer))
@@ -123,7 +123,7 @@ def _engine(proposer: str, batch: int) -> Engine:
 
 
 def _turn(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, way: str, proposer: str) -> ControlTurn:
-    """Each request is a tenant of its own, so that nothing is cached from one turn to the next."""
+    """Run all prompts; each request is its own tenant, so that nothing is cached between turns."""
     mode = SpeculationMode.AUTO if way == AUTO else SpeculationMode.FIXED if int(way) else SpeculationMode.OFF
     speculation = SpeculationParams(
         mode=mode, num_draft_tokens=MOST if way == AUTO else int(way), proposer=proposer if way != "0" else None

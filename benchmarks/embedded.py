@@ -1,9 +1,9 @@
-"""K sweep of the embedded pair on held-out modules: acceptance, and speed against plain decoding.
+"""K sweep of the embedded pair on held-out modules: acceptance, and speed relative to plain decoding.
 
     python -m benchmarks.embedded --out docs/benchmarks/embedded-cpu
 
-Every K is measured in every round, so that a slow minute of a shared machine slows all of them; a ratio is the
-median over rounds of its ratios to plain decoding in the same round.
+Every K is measured in every round, so that a slow minute of a shared machine slows all of them. A ratio is the median
+over rounds of the ratios to plain decoding in the same round.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from models import corpus, embedded_draft, embedded_target
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One K. Speeds in tokens per second; `gain` is the median ratio to plain decoding of the same round."""
+    """One K. Speeds in tokens per second; `gain` is the median ratio to plain decoding in the same round."""
 
     num_draft: int
     batch: int
@@ -78,7 +78,7 @@ def _llm(num_draft: int, threads: int | None) -> LLM:
 def _sweep(
     llms: dict[int, LLM], prompts: Sequence[str], params: SamplingParams, batch: int, rounds: int
 ) -> list[SweepRow]:
-    """All K in each round; the first, uncounted round warms up."""
+    """Measure all K in each round; the first round is a warm-up and is not counted."""
     speeds: dict[int, list[float]] = {k: [] for k in llms}
     done: dict[int, list[CompletionOutput]] = {}
     for turn in track(range(rounds + 1), description=f"batch {batch}"):

@@ -1,12 +1,13 @@
-"""Tokens per second beside other busy programs: as many threads as are fastest, and fixed numbers of them.
+"""Tokens per second beside other busy programs: with the default choice of threads, and with fixed numbers of them.
 
     python -m benchmarks.neighbours                          the embedded pair
-    python -m benchmarks.neighbours --pair 1.1b              of random weights, made on the first run, in int8
+    python -m benchmarks.neighbours --pair 1.1b              random weights, created on the first run, in int8
     python -m benchmarks.neighbours --most 4 --fixed 1 2 4   more threads than cores
 
-A neighbour is a process that computes and never waits. Conditions take turns, and in each of them all ways do, round
-after round: a shared machine drifts by more than the ways differ. `others' cores` is what all other processes used
-meanwhile, neighbours among them; `ratio` is the default over the best fixed number. Nothing is written but the table.
+A neighbour is a process that computes and never waits. The numbers of neighbours take turns, and for each of them all
+ways take turns, round after round, because a shared machine's speed drifts by more than the ways differ. `others'
+cores` is the processor use of all other processes meanwhile, including neighbours. `ratio` is the default relative to
+the best fixed number. The script only prints the table and writes no file.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ DEFAULT = "default"
 
 
 def load_engines(config: EngineConfig, names: Sequence[str]) -> dict[str, Engine]:
-    """One for each name over the same weights: what each learns of costs is its own."""
+    """Create one engine per name over the same weights; each engine learns its own costs."""
     pair = load_pair(config)
     return {name: assemble(config, *pair) for name in names}
 
 
 @contextmanager
 def fixed(threads: int) -> Iterator[None]:
-    """So many threads of our C; torch has one, as it has with the default."""
+    """Run the C kernels with exactly this number of threads; torch uses one, as with the default."""
     with exactly(threads):
         leave_to_pool()
         yield
@@ -48,7 +49,7 @@ def fixed(threads: int) -> Iterator[None]:
 def measure(
     engines: dict[str, Engine], prompts: Sequence[tuple[int, ...]], k: int | str, options: argparse.Namespace
 ) -> dict[int, dict[str, list[Turn]]]:
-    """By neighbours and way, each way as often in a round as it has turns, after a turn of the default to settle in."""
+    """Measure the turns by neighbours and way, in alternating order; before them, an uncounted turn of the default runs."""
     ways: dict[str, Callable[[], AbstractContextManager[None]]] = {DEFAULT: nullcontext}
     ways |= {str(n): partial(fixed, n) for n in options.fixed}
     found: dict[int, dict[str, list[Turn]]] = {n: {name: [] for name in ways} for n in options.neighbours}

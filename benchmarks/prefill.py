@@ -1,10 +1,10 @@
-"""What reading a prompt costs: time to its first token alone, and what others who decode meanwhile wait for theirs.
+"""The cost of prefill: time to first token alone, and the delay that a prompt causes for sequences that decode.
 
     python -m benchmarks.prefill --shape 1.1b --weights int8 --lengths 128 512 2048
 
-A model of random weights of any shape. For every bound on a step (`max_step_ms`; 0 is none) and every length: one
-prompt alone, and the same prompt while others decode; of these the gaps between tokens, from its arrival to its first
-token. Lengths and bounds take turns, round after round.
+Uses a model of random weights of any shape. For every bound on a step (`max_step_ms`; 0 is none) and every length, it
+measures one prompt alone, and the same prompt while other sequences decode. For the latter it records the gaps between
+their tokens, from the prompt's arrival to its first token. Lengths and bounds take turns, round after round.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from engine.startup.build import assemble
 from engine.types import FinishReason, Request
 
 NEVER = 1e9  # milliseconds
-SHORT = 16  # tokens of the prompts of those who decode
-WARM = 5  # steps in which they do before the prompt comes
+SHORT = 16  # tokens; prompt length of the sequences that decode
+WARM = 5  # decoding steps before the prompt arrives
 
 
 @dataclass(slots=True)
 class Cell:
-    """One bound and one length; seconds."""
+    """One bound and one length; times in seconds."""
 
     bound: float
     length: int
     alone: list[float] = field(default_factory=list)  # to the first token
     beside: list[float] = field(default_factory=list)
-    decoding: list[float] = field(default_factory=list)  # a step before the prompt came
-    gaps: list[float] = field(default_factory=list)  # between tokens of the others, until the first of the prompt
+    decoding: list[float] = field(default_factory=list)  # of a step before the prompt arrived
+    gaps: list[float] = field(default_factory=list)  # between tokens of the other sequences, until the prompt's first token
 
     def row(self) -> str:
-        """In Markdown; milliseconds but for the first tokens."""
+        """Return the row in Markdown: first tokens in seconds, the rest in milliseconds."""
         gaps = sorted(self.gaps)
         shown = statistics.median(gaps), gaps[math.ceil(0.99 * len(gaps)) - 1], gaps[-1]
         first = (statistics.median(times) for times in (self.alone, self.beside))
@@ -61,7 +61,7 @@ class Cell:
 
 
 class Reader:
-    """An engine without drafts or a prefix cache, and prompts for it."""
+    """An engine without drafts or a prefix cache, and its requests."""
 
     def __init__(self, model: PreTrainedModel, bound: float, longest: int, places: int) -> None:
         self._names = count()
@@ -80,7 +80,7 @@ class Reader:
         return name
 
     def _until_first(self, name: str) -> Iterator[float]:
-        """Seconds of each step up to the one that brings this request's first token."""
+        """Yield the seconds of each step up to the one that produces this request's first token."""
         found = False
         while not found:
             start = perf_counter()
@@ -89,11 +89,11 @@ class Reader:
             found = any(event.request_id == name and event.token_ids for event in events)
 
     def alone(self, length: int) -> float:
-        """Seconds to its first token."""
+        """Return seconds to the first token of a prompt alone."""
         return sum(self._until_first(self._add(length, 1)))
 
     def beside(self, length: int, others: int) -> tuple[list[float], list[float]]:
-        """While so many decode, each of whom gets a token per step: steps before it came, and until its first token."""
+        """Return the seconds of steps before and after the prompt arrives, while `others` sequences decode in every step."""
         names = [self._add(SHORT, self._engine.max_model_len - SHORT) for _ in range(others)]
         for name in names[-1:]:
             list(self._until_first(name))
@@ -108,7 +108,7 @@ class Reader:
 
 
 def served(shape: str, weights: str, dtype: str, longest: int) -> PreTrainedModel:
-    """A random model of this shape, as it is served on a CPU."""
+    """Return a random model of this shape, prepared as for serving on a CPU."""
     model = random_model(
         LlamaConfig.from_dict(SHAPES[shape] | {"max_position_embeddings": longest}),
         getattr(torch, dtype),
@@ -121,10 +121,10 @@ def served(shape: str, weights: str, dtype: str, longest: int) -> PreTrainedMode
 
 
 def measure(model: PreTrainedModel, cells: Sequence[Cell], others: int, rounds: int, longest: int) -> Iterator[float]:
-    """Fill the cells; yields each round's memory bandwidth."""
+    """Fill the cells; yield each round's memory bandwidth."""
     memory = Memory(torch.get_num_threads())
     readers = {cell.bound: Reader(model, cell.bound, longest, others + 1) for cell in cells}
-    for reader in readers.values():  # what practice at load does: costs are known
+    for reader in readers.values():  # like calibration at load: the engine then knows its costs
         reader.beside(SHORT * 16, others)
     for _ in range(rounds):
         yield memory.bandwidth()

@@ -1,13 +1,14 @@
 """AUTO against plain decoding and fixed numbers of drafts, text by text: real prompts and one stream.
 
     python -m benchmarks.prompts                          48 texts; --skip, --prompts and --join measure in slices
-    python -m benchmarks.prompts --fresh --prompts 10     each the first request of an engine just started, which knows
-                                                          nothing (auto) or what one before it learned (auto again)
-    python -m benchmarks.prompts --fresh --agreement 0.6  the same of 1.1B and 160M, random weights in int8
+    python -m benchmarks.prompts --fresh --prompts 10     each the first request of a new engine, which starts without
+                                                          costs (auto) or with the saved ones (auto again)
+    python -m benchmarks.prompts --fresh --agreement 0.6  the same with 1.1B and 160M, random weights in int8
 
-A text of the embedded pair is a function of held-out modules. Texts are greedy and at temperature 0.6 by turns. All
-ways decode a text at the same time, a step of whoever has used least, each on an engine of its own and none with a
-prompt in its cache; seconds are those of the processor. All ways must give the same tokens, or the run ends.
+A text of the embedded pair is a function of held-out modules. Texts alternate between greedy decoding and temperature
+0.6. All ways decode a text at the same time: the next step belongs to the way with the least time so far. Each way has
+its own engine, and none finds a prompt in its cache. Seconds are processor seconds. The run stops if the ways give
+different tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _salts = count()
 
 @dataclass(frozen=True)
 class Text:
-    """What each way made of one text; by way: tokens per second of the whole request, and accepted drafts."""
+    """Results of each way on one text: tokens per second of the whole request, and accepted drafts."""
 
     number: int
     temperature: float
@@ -59,24 +60,24 @@ class Text:
     accepted: Mapping[str, int]
 
     def gain(self, name: str) -> float:
-        """Over plain decoding."""
+        """Return the speed-up over plain decoding."""
         return self.speeds[name] / self.speeds["0"]
 
     @property
     def against_better(self) -> float:
-        """AUTO against the better of plain decoding and K=4."""
+        """Return the speed of AUTO relative to the better of plain decoding and K=4."""
         return self.speeds[AUTO] / max(self.speeds["0"], self.speeds["4"])
 
 
 @dataclass(frozen=True)
 class PromptPair:
-    """A pair, loaded once, and its prompts."""
+    """A pair that is loaded once, and its prompts."""
 
     options: argparse.Namespace
 
     @cached_property
     def subject(self) -> Subject:
-        """The embedded pair, or one whose draft is right as often as was asked for."""
+        """Return the embedded pair, or a synthetic pair with the requested acceptance."""
         count, rate = self.options.skip + self.options.prompts, self.options.agreement
         if rate is None:
             return Subject.embedded(count)
@@ -84,24 +85,24 @@ class PromptPair:
 
     @cached_property
     def config(self) -> EngineConfig:
-        """As the server has it, but one thread and as many drafts as were asked for."""
+        """Return the server's configuration with one thread and the requested number of drafts."""
         most = {} if self.options.most is None else {"num_draft_tokens": self.options.most}
         return self.subject.config(kv_memory=0.25, threads=1, **most)
 
     @cached_property
     def models(self) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """Target and draft."""
+        """Return target and draft."""
         use_threads(1)
         return load_pair(self.config)
 
     def engine(self, seconds: float, *, uses_saved_calibration: bool = False) -> Engine:
-        """One that is ready; so many seconds of practice."""
+        """Return an engine that is ready, after calibration of this many seconds."""
         engine = assemble(self.config, *self.models)
         make_ready(engine, seconds, uses_saved_calibration=uses_saved_calibration)
         return engine
 
     def batch(self, engine: Engine, name: str, number: int, prompt: tuple[int, ...]) -> Batch:
-        """One request, before its first step. A salt of its own: no way finds anything in a cache."""
+        """Return one request before its first step. It has its own salt, so that it finds nothing in a cache."""
         sampling = SamplingParams(temperature=temperature_of(number), seed=number, max_tokens=self.options.tokens)
         speculation = way(AUTO if name in (AUTO, AGAIN) else int(name), most=self.config.num_draft_tokens)
         return Batch(
@@ -109,10 +110,10 @@ class PromptPair:
         )
 
     def text(self, engines: Mapping[str, Engine], number: int, prompt: tuple[int, ...]) -> Text:
-        """All ways abreast, begun in an order that differs from text to text.
+        """Run all ways concurrently, started in an order that differs from text to text.
 
         Raises:
-            RuntimeError: a way gave other tokens.
+            RuntimeError: A way gave other tokens than plain decoding.
         """
         names = list(engines)
         random.Random(number).shuffle(names)  # noqa: S311 - an order, no secret
@@ -125,28 +126,28 @@ class PromptPair:
 
 
 def temperature_of(number: int) -> float:
-    """By turns."""
+    """Return the temperature of this text; the temperatures alternate."""
     return TEMPERATURES[number % len(TEMPERATURES)]
 
 
 def within(options: argparse.Namespace, numbers: Iterable[int]) -> Iterator[int]:
-    """Those that begin in time."""
+    """Yield the numbers until the time limit has passed."""
     end = time.monotonic() + options.seconds
     yield from takewhile(lambda _: time.monotonic() < end, track(list(numbers), "texts"))
 
 
 def measure(options: argparse.Namespace) -> list[Text]:
-    """Texts one after another; every engine is warm, and AUTO learns on from text to text."""
+    """Measure texts one after another; every engine is warm, and AUTO continues to learn from text to text."""
     pair = PromptPair(options)
     numbers = range(options.skip, options.skip + options.prompts)
     seconds = pair.config.warm_up_seconds
     engines = {name: pair.engine(seconds if name == AUTO else 0.0) for name in ("0", *options.fixed, AUTO)}
-    freeze_loaded()  # as a server does: a full collection takes as long as half a text, and falls to one way
+    freeze_loaded()  # as in a server: a full collection takes as long as half a text, and its cost would fall on one way only
     return [pair.text(engines, n, pair.subject.prompts[n]) for n in within(options, numbers)]
 
 
 def measure_fresh(options: argparse.Namespace) -> list[Text]:
-    """Each text is the first request of two engines: one that begins with nothing, one with what that one learned."""
+    """Measure each text as the first request of two new engines: without saved calibration, and with the first one's."""
     pair, texts = PromptPair(options), list[Text]()
     numbers = range(options.skip, options.skip + options.prompts)
     seconds = pair.config.warm_up_seconds
@@ -159,7 +160,7 @@ def measure_fresh(options: argparse.Namespace) -> list[Text]:
 
 
 def report(texts: Sequence[Text]) -> str:
-    """A row per text, and what they come to."""
+    """Return a row per text, and a summary."""
     names = list(texts[0].speeds)
     lines = [
         f"| text | temperature | {' | '.join(f'K={name}' for name in names)} | AUTO / the better | accepted |",
@@ -173,7 +174,7 @@ def report(texts: Sequence[Text]) -> str:
 
 
 def summary(texts: Sequence[Text]) -> Iterable[str]:
-    """Means over the texts, the worst of them, and those that AUTO gave up."""
+    """Yield means over the texts, the worst ones, and the number of texts for which AUTO stopped drafting."""
     names = [name for name in texts[0].speeds if name != "0"]
     gains = {name: statistics.fmean(text.gain(name) for text in texts) for name in names}
     fixed = {name: gain for name, gain in gains.items() if name not in (AUTO, AGAIN)}
@@ -190,7 +191,7 @@ def summary(texts: Sequence[Text]) -> Iterable[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write what was measured."""
+    """Measure, print the report, and store the measurements."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.prompts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

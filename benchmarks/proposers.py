@@ -1,9 +1,9 @@
-"""Every proposer on the embedded pair: acceptance, and speed against plain decoding, on held-out functions.
+"""Every proposer on the embedded pair: acceptance, and speed relative to plain decoding, on held-out functions.
 
     python -m benchmarks.proposers --out docs/benchmarks/proposers-cpu
 
-Each request is a tenant of its own, so that nothing is learned or cached from one round to the next. Every cell is
-measured in every round, in processor seconds of one thread: what other programs take of the machine does not count.
+Each request is its own tenant, so that nothing is learned or cached between rounds. Every configuration is measured in
+every round, in processor seconds of one thread, so that the load of other programs does not count.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ProposerRow:
     num_draft: int
     batch: int
     acceptance_rate: float
-    tokens_per_step: float  # of all steps that made tokens, with drafts or without
+    tokens_per_step: float  # of all steps that produced tokens, with drafts or without
     accepted_per_position: list[float]
     gain: float
     gain_range: tuple[float, float]
@@ -54,7 +54,7 @@ class ProposerRow:
 
 @dataclass(frozen=True)
 class ProposerTurn:
-    """One pass over all prompts."""
+    """One run over all prompts."""
 
     tokens: list[list[int]]
     ended: list[FinishedOutput]
@@ -86,7 +86,7 @@ def main() -> None:
 def _batch(
     cells: Sequence[tuple[str, int]], prompts: Sequence[tuple[int, ...]], batch: int, tokens: int, rounds: int
 ) -> Iterator[ProposerRow]:
-    """All cells in each round; the first, uncounted round warms up."""
+    """Measure all configurations in each round; the first round is a warm-up and is not counted."""
     engines = {cell: _engine(*cell, batch) for cell in cells}
     turns: dict[tuple[str, int], list[ProposerTurn]] = {cell: [] for cell in cells}
     for number in track(range(rounds + 1), description=f"batch {batch}"):

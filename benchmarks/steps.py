@@ -1,10 +1,10 @@
-"""One forward pass of a model of any Llama shape with random weights: milliseconds by rows, type and fusing.
+"""One forward pass of a model of any Llama shape with random weights: milliseconds by rows, type and fusion.
 
     python -m benchmarks.steps --threads 2
 
-Weights are made layer by layer and never downloaded. Variants take turns, round after round, and every round measures
-how fast memory is read, because on a shared machine that drifts more than the variants differ. A pass decodes one token
-in each of M sequences; nothing is sampled.
+Weights are created layer by layer and never downloaded. Variants take turns, round after round. Every round also
+measures the memory bandwidth, because on a shared machine it drifts by more than the variants differ. A pass decodes one
+token in each of M sequences; nothing is sampled.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Variant:
 
     @classmethod
     def of(cls, name: str, shape: str) -> Variant:
-        """From a name such as `int8-float32-fused`."""
+        """Parse a name such as `int8-float32-fused`."""
         weights, dtype, how = name.split("-")
         model = random_model(LlamaConfig.from_dict(SHAPES[shape]), getattr(torch, dtype), weights=weights)
         if how in ("fused", "stacked"):
@@ -62,13 +62,13 @@ class Variant:
         return cls(name, model, "auto")
 
     def runner(self, rows: int) -> ModelRunner:
-        """With room for `rows` sequences."""
+        """Return a runner with K/V for `rows` sequences."""
         arena = KVArena(kv_layout(self.model.config, self.model.dtype), rows, CONTEXT, self.model.device)
         return ModelRunner(self.model, arena, choose(self.attention, self.model.device))
 
     @property
     def matrix_bytes(self) -> int:
-        """What a pass must read of weights: every matrix once."""
+        """Return the bytes of weights that a pass must read: every matrix once."""
         return sum(_bytes_of(module) for module in self.model.modules())
 
 
@@ -84,11 +84,11 @@ def _bytes_of(module: nn.Module) -> int:
 
 @torch.no_grad()
 def random_model(config: LlamaConfig, dtype: torch.dtype, *, weights: str) -> PreTrainedModel:
-    """A model of this shape; before it is rounded its matrices are in bfloat16, to take less memory."""
+    """Return a model of this shape; matrices to be quantised are created in bfloat16, to take less memory."""
     model, drawn = skeleton(config, dtype), torch.randn(2**20).mul_(0.02)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.is_meta:  # the same million numbers over and over: drawing a billion takes a minute
+            if parameter.is_meta:  # repeats the same million numbers, because drawing a billion takes a minute
                 many = drawn.to(_type_for(module, dtype, weights)).repeat(-(-parameter.numel() // drawn.numel()))
                 made = many[: parameter.numel()].view(parameter.shape)
                 setattr(module, name, nn.Parameter(made, requires_grad=False))
@@ -102,14 +102,14 @@ def _type_for(module: nn.Module, dtype: torch.dtype, weights: str) -> torch.dtyp
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """Return the time of one call."""
     start = perf_counter()
     run()
     return perf_counter() - start
 
 
 def measure(variants: Sequence[Variant], rows: Sequence[int], rounds: int, passes: int) -> Iterator[float]:
-    """Fill the variants' times, in turns; yields each round's bandwidth."""
+    """Measure the variants in turns and fill in their times; yield each round's bandwidth."""
     memory = Memory(torch.get_num_threads())
     for _ in range(rounds):
         yield memory.bandwidth()
@@ -119,7 +119,7 @@ def measure(variants: Sequence[Variant], rows: Sequence[int], rounds: int, passe
                 runner = variant.runner(count)
                 runner.forward(feeds)
                 times = [seconds(lambda: runner.forward(feeds)) for _ in range(passes)]  # noqa: B023 - called here
-                # The least of a round, the median over rounds: others take the cores away, and nobody gives more.
+                # The minimum of a round, the median over rounds: other processes can only make a pass slower.
                 variant.milliseconds.setdefault(count, []).append(1e3 * min(times))
 
 
@@ -136,7 +136,7 @@ def main() -> None:
     threads = use_threads(options.threads)
     variants = [Variant.of(name, options.shape) for name in options.variants]
     if all(runs_in_c(variant.model) for variant in variants):
-        leave_to_pool()  # as in an engine: torch's threads, once woken, spin where ours want to compute
+        leave_to_pool()  # as in an engine: torch's threads, once started, spin on the cores that our threads need
     bandwidth = statistics.median(measure(variants, options.rows, options.rounds, options.passes))
     print(f"{options.shape}, {threads} threads, torch {torch.__version__}, kernel {kernel_name()}, "
           f"memory read at {bandwidth:.1f} GB/s\n")  # fmt: skip

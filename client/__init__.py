@@ -1,4 +1,4 @@
-"""Talk to a Pilotfish server: `Client` and `AsyncClient`. Knows the protocol, and no model."""
+"""Clients for a Pilotfish server: `Client` and `AsyncClient`. They use the protocol only and load no model."""
 
 from client.async_client import AsyncClient
 from client.connection import Retry, Tls

@@ -1,4 +1,4 @@
-"""The client for asyncio. Knows the protocol, and no model."""
+"""The asyncio client. It uses the protocol only and loads no model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ AnswerT = TypeVar("AnswerT")
 
 
 class AsyncClient:
-    """A connection to one server, for use inside one event loop.
+    """A connection to one or more servers, for use inside one event loop.
 
-    Every method raises `RequestFailed`, or one of its subclasses, where the server has no answer.
-    A `deadline` is in seconds; the server stops working for a call whose deadline has passed.
+    Every method raises `RequestFailedError` or one of its subclasses if the call fails. A `deadline` is in seconds; the
+    server stops working on a call whose deadline has passed.
 
     Args:
-        address, token, tls, retry: as in `Connection`; several addresses are called in turn.
-        control_deadline: for all calls that generate nothing.
+        address, token, tls, retry: As in `Connection`; several addresses are called in turn.
+        control_deadline: The deadline of all calls that generate nothing.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel what is under way and disconnect."""
+        """Cancel the active calls and disconnect."""
         await self._channel.close()
 
     async def generate(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Continue `prompt`, text, token ids or a conversation, and return all of it at once."""
+        """Continue `prompt` (text, token ids or a conversation) and return the complete result."""
         request = build_request(prompt, options)
         return convert.completion(
             await _answer(self._inference.Generate(request, timeout=deadline, metadata=self._metadata))
@@ -71,7 +71,7 @@ class AsyncClient:
     async def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Event, None]:
-        """Continue `prompt` and yield tokens as they are accepted, `Finished` last of each output.
+        """Continue `prompt` and yield tokens as they are accepted. The last event of each output is `Finished`.
 
         Closing the iterator (`aclose`, or `contextlib.aclosing` around it) cancels the request.
         """
@@ -83,49 +83,49 @@ class AsyncClient:
         except aio.AioRpcError as failure:
             raise errors.from_grpc(failure) from None
         finally:
-            call.cancel()  # without effect on a call that has ended
+            call.cancel()  # has no effect on a call that has ended
 
     async def server_info(self) -> ServerInfo:
-        """What runs there and in which state it is."""
+        """Return the server's description and its state."""
         request = control_pb2.GetServerInfoRequest()
         return convert.server_info(await self._ask(self._control.GetServerInfo, request))
 
     async def model_info(self, model: str | None = None) -> ModelInfo:
-        """The model and the limits it is served with."""
+        """Return the model and the limits with which it is served."""
         request = control_pb2.GetModelInfoRequest(model=model)
         return convert.model_info(await self._ask(self._control.GetModelInfo, request))
 
     async def load(self) -> Load:
-        """How busy the server is now."""
+        """Return the current load of the server."""
         request = control_pb2.GetLoadRequest()
         return convert.load(await self._ask(self._control.GetLoad, request))
 
     async def abort(self, request_id: str) -> int:
-        """End the live request of this id; its caller gets what there is. Returns how many were ended: 1."""
+        """End the live request with this id and return 1; its caller receives the partial result."""
         return await self._abort(control_pb2.AbortRequest(request_id=request_id))
 
     async def abort_all(self) -> int:
-        """End all live requests; their callers get what there is. Returns how many."""
+        """End all live requests; their callers receive the partial results. Returns the number of ended requests."""
         return await self._abort(control_pb2.AbortRequest(all=True))
 
     async def tokenize(self, text: str, *, model: str | None = None) -> tuple[int, ...]:
-        """The tokens that `text` is as a prompt."""
+        """Return the token ids of `text` as a prompt."""
         request = control_pb2.TokenizeRequest(text=text, model=model)
         return tuple((await self._ask(self._control.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
-        """The text of these tokens."""
+        """Return the text of these tokens."""
         request = control_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
         return (await self._ask(self._control.Detokenize, request)).text
 
     async def health(self, service: str = "") -> str:
-        """SERVING or NOT_SERVING, as `grpc.health.v1` says it; without a service: the whole server."""
+        """Return SERVING or NOT_SERVING as in `grpc.health.v1`, by default for the whole server."""
         request = health_pb2.HealthCheckRequest(service=service)
         answer = await self._ask(self._health.Check, request)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
     async def wait_until_serving(self, deadline: float = 120.0) -> None:
-        """Return as soon as the server takes requests; TimeoutError if it does not within `deadline` seconds."""
+        """Return as soon as the server accepts requests; raise TimeoutError after `deadline` seconds."""
         async with asyncio.timeout(deadline):
             while not await self._serves():  # noqa: ASYNC110 - what is waited for is another process
                 await asyncio.sleep(0.1)

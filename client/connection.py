@@ -1,4 +1,4 @@
-"""How to reach servers: addresses, balancing, retries, TLS and a token. Knows gRPC's options, and no method."""
+"""How to connect to servers: addresses, balancing, retries, TLS and a token. This module only sets gRPC options."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from typing import Any
 
 import grpc
 
-# A server that was not there yet is tried again within a second; gRPC would let two minutes pass.
+# Retry the connection to a server that is not up yet within a second. The default of gRPC allows two minutes.
 _RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
-# A server whose machine vanished is noticed; not more often than servers bear.
+# Detect a server whose machine has disappeared. Servers reject keepalive pings that are more frequent than this.
 _KEEPALIVE = (("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000))
-MAX_ATTEMPTS = 5  # gRPC makes no more
-# CANCELLED, for gRPC says that of calls which reach a server while it closes its door (grpc/grpc#41785). A call that
-# its own caller cancels is over before any of this.
+MAX_ATTEMPTS = 5  # the maximum in gRPC
+# CANCELLED is included because gRPC reports it for calls that reach a server during its shutdown (grpc/grpc#41785).
+# A call that its own caller cancels has already ended, so it is never retried.
 _TRY_AGAIN = ["RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED"]
 _RETRIED = [{"service": "pilotfish.v1.InferenceService"}, {"service": "pilotfish.v1.ControlService"}]
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """gRPC's own retries: of calls of which nothing has come back yet, so nothing is ever generated twice for a reader.
+    """The retries that gRPC performs, only for calls without any response data yet: no output is generated twice.
 
-    A server that says when to come again is obeyed, else pauses grow from `first_pause` to `longest_pause` (seconds).
+    If the server gives a retry delay, gRPC waits that long. Otherwise the pauses grow from `first_pause` to
+    `longest_pause` (seconds).
     """
 
     attempts: int = 4
@@ -34,7 +35,7 @@ class Retry:
     longest_pause: float = 5.0
 
     def policy(self) -> dict[str, Any]:
-        """As a service config has it."""
+        """Return the retry policy in the form of a gRPC service config."""
         return {
             "maxAttempts": min(self.attempts, MAX_ATTEMPTS),
             "initialBackoff": f"{self.first_pause}s",
@@ -46,27 +47,31 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Whom to trust, and who one is. Without `authority` the system's; a certificate of one's own for mutual TLS."""
+    """The certificates for TLS.
 
-    authority: str | PathLike[str] | None = None  # PEM files, all of them
+    Without `authority`, the system's certificate authorities are trusted. For mutual TLS, also give the client's own
+    certificate.
+    """
+
+    authority: str | PathLike[str] | None = None  # all three are paths of PEM files
     cert: str | PathLike[str] | None = None
     key: str | PathLike[str] | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """As gRPC takes them."""
+        """Return the credentials as a gRPC object."""
         return grpc.ssl_channel_credentials(*(_read(path) for path in (self.authority, self.key, self.cert)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Where to and how.
+    """The addresses of the servers and the settings of the connection.
 
     Args:
-        address: a host and port, several of them, or anything that gRPC resolves, as "dns:///pilotfish:50051". Where
-            there are several servers behind it, calls go to each in turn.
-        token: who calls, where the server asks for it.
-        tls: None sends everything in the clear, the token too.
-        retry: None tries once.
+        address: A host and port, several of them, or any name that gRPC resolves, such as "dns:///pilotfish:50051". If
+            the address resolves to several servers, calls go to each of them in turn.
+        token: Identifies the caller, where the server requires it.
+        tls: None sends everything unencrypted, including the token.
+        retry: None sends each call once.
     """
 
     address: str | Sequence[str] = "127.0.0.1:50051"
@@ -76,17 +81,17 @@ class Connection:
 
     @property
     def target(self) -> str:
-        """The address as gRPC takes it."""
+        """Return the address in the form that gRPC expects."""
         return self.address if isinstance(self.address, str) else f"ipv4:{','.join(self.address)}"
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with every call."""
+        """Return the metadata that every call carries."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     @property
     def options(self) -> list[tuple[str, Any]]:
-        """Of the channel."""
+        """Return the options of the channel."""
         config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
         if self.retry is not None:
             config["methodConfig"] = [{"name": _RETRIED, "retryPolicy": self.retry.policy()}]
@@ -94,13 +99,13 @@ class Connection:
         return [*_RECONNECT, *_KEEPALIVE, *service]
 
     def channel(self) -> grpc.Channel:
-        """For threads."""
+        """Return a channel for blocking calls from threads."""
         if self.tls is None:
             return grpc.insecure_channel(self.target, self.options)
         return grpc.secure_channel(self.target, self.tls.credentials(), self.options)
 
     def aio_channel(self) -> grpc.aio.Channel:
-        """For asyncio."""
+        """Return a channel for asyncio."""
         if self.tls is None:
             return grpc.aio.insecure_channel(self.target, self.options)
         return grpc.aio.secure_channel(self.target, self.tls.credentials(), self.options)

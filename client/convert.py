@@ -1,4 +1,4 @@
-"""Messages in, results out; the only file here that reads answers of the protocol."""
+"""Converts protocol messages to results. No other file of this package reads answers of the protocol."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pilotfish.v1 import control_pb2, generation_pb2
 
 
 class _Enum(Protocol):
-    """A protobuf enum, of which only the names matter here."""
+    """A protobuf enum, of which only the names are used."""
 
     def values(self) -> Sequence[int]: ...
     def Name(self, number: Any) -> str: ...  # noqa: N802 - protobuf's spelling
 
 
 def completion(message: generation_pb2.GenerateResponse) -> results.Completion:
-    """A unary answer."""
+    """Convert the answer of a unary call."""
     return results.Completion(
         request_id=message.request_id,
         model=message.model,
@@ -38,7 +38,7 @@ def _output(message: generation_pb2.Output) -> results.Output:
 
 
 def event(message: generation_pb2.GenerateStreamResponse) -> results.Event:
-    """One message of a stream."""
+    """Convert one message of a stream."""
     if message.WhichOneof("event") == "finished":
         return finished(message.finished)
     delta = message.delta
@@ -61,14 +61,14 @@ def _logprob(message: generation_pb2.TokenLogprob) -> results.TokenLogprob:
 def _prompt_logprobs(
     message: generation_pb2.GenerateResponse | generation_pb2.GenerateStreamResponse,
 ) -> results.PromptLogprobs | None:
-    """The message has nothing for the prompt's first token."""
+    """Convert prompt log-probabilities. The message has no entry for the first token of the prompt."""
     if not message.HasField("prompt_logprobs"):
         return None
     return (None, *map(_logprob, message.prompt_logprobs.logprobs))
 
 
 def finished(message: generation_pb2.Finished) -> results.Finished:
-    """The end of one output."""
+    """Convert the end of one output."""
     return results.Finished(
         index=message.index,
         finish_reason=_word(generation_pb2.FinishReason, message.finish_reason, "FINISH_REASON_"),
@@ -83,7 +83,7 @@ def finished(message: generation_pb2.Finished) -> results.Finished:
 
 
 def server_info(message: control_pb2.GetServerInfoResponse) -> results.ServerInfo:
-    """Answer of GetServerInfo."""
+    """Convert the answer of GetServerInfo."""
     return results.ServerInfo(
         version=message.version,
         state=_word(control_pb2.ServerState, message.state, "SERVER_STATE_"),
@@ -94,7 +94,7 @@ def server_info(message: control_pb2.GetServerInfoResponse) -> results.ServerInf
 
 
 def model_info(message: control_pb2.GetModelInfoResponse) -> results.ModelInfo:
-    """Answer of GetModelInfo."""
+    """Convert the answer of GetModelInfo."""
     return results.ModelInfo(
         model=message.model,
         draft_model=message.draft_model,
@@ -112,7 +112,7 @@ def model_info(message: control_pb2.GetModelInfoResponse) -> results.ModelInfo:
 
 
 def load(message: control_pb2.GetLoadResponse) -> results.Load:
-    """Answer of GetLoad."""
+    """Convert the answer of GetLoad."""
     return results.Load(
         running_requests=message.running_requests,
         waiting_requests=message.waiting_requests,
@@ -160,5 +160,5 @@ def _speculation(message: generation_pb2.SpeculationOptions) -> results.Speculat
 
 
 def _word(enum: _Enum, number: int, prefix: str) -> str:
-    """FINISH_REASON_STOP -> "stop"; a value from a newer server than this client keeps its number."""
+    """Convert FINISH_REASON_STOP to "stop"; a value unknown to this client (from a newer server) keeps its number."""
     return enum.Name(number).removeprefix(prefix).lower() if number in enum.values() else str(number)

@@ -1,4 +1,4 @@
-"""What a call can end with instead of an answer: one class per thing a caller may want to do about it."""
+"""The errors that a call can raise: one class for each way in which a caller may want to react."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _DETAILS = "grpc-status-details-bin"  # where gRPC keeps the google.rpc.Status o
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One thing wrong with a request: the field, named as in the protocol, and what is wrong with it."""
+    """One invalid field of a request: the field's name in the protocol, and what is wrong with its value."""
 
     field: str
     description: str
 
 
 class RequestFailedError(Exception):
-    """Base of all errors of this package. `code` is the gRPC status, `message` the server's words.
+    """Base of all errors of this package. `code` is the gRPC status, `message` is the text from the server.
 
-    `retry_seconds` is when the server says to come again, if it does.
+    `retry_seconds` is the delay after which the server asks the caller to retry, or None if the server gave none.
     """
 
     def __init__(
@@ -39,35 +39,35 @@ class RequestFailedError(Exception):
 
 
 class InvalidRequestError(RequestFailedError):
-    """Expected: the request is wrong; `violations` tells every field. Mend it before asking again."""
+    """Expected: the request is invalid; `violations` lists every invalid field. Correct the request before retrying."""
 
 
 class UnsupportedError(RequestFailedError):
-    """Expected: the request is sound, but this server has no such feature."""
+    """Expected: the request is valid, but this server does not support the feature."""
 
 
 class NotFoundError(RequestFailedError):
-    """Expected: no such model, or no live request of that id."""
+    """Expected: there is no such model, or no live request with that id."""
 
 
 class AlreadyExistsError(RequestFailedError):
-    """Expected: a live request has this id."""
+    """Expected: a live request already has this id."""
 
 
 class QueueFullError(RequestFailedError):
-    """Expected: the server has no room now, or this caller has had its share. Ask again after `retry_seconds`."""
+    """Expected: the server's queue is full, or this caller has reached its limit. Retry after `retry_seconds`."""
 
 
 class UnauthenticatedError(RequestFailedError):
-    """Expected: the server asks for a token, and this one is nobody's."""
+    """Expected: the server requires a token, and this token is missing or unknown."""
 
 
 class PermissionDeniedError(RequestFailedError):
-    """Expected: only others may do this."""
+    """Expected: this caller may not use this method."""
 
 
 class UnavailableError(RequestFailedError):
-    """Expected: nobody answers, or the server is starting, draining or dead. Ask again later or elsewhere."""
+    """Expected: the server does not answer, or it is starting, draining or failed. Retry later or on another server."""
 
 
 class DeadlineExceededError(RequestFailedError):
@@ -75,15 +75,15 @@ class DeadlineExceededError(RequestFailedError):
 
 
 class CancelledError(RequestFailedError):
-    """Expected: the call was cancelled on its way."""
+    """Expected: the call was cancelled before it ended."""
 
 
 class AbortedError(RequestFailedError):
-    """Expected: the server gave up the call, for instance because its stream was not read."""
+    """Expected: the server aborted the call, for instance because the caller did not read its stream."""
 
 
 class ServerFaultError(RequestFailedError):
-    """Unexpected: a fault of the server's. Worth a report."""
+    """Unexpected: an internal error of the server. Please report it."""
 
 
 _BY_CODE: dict[grpc.StatusCode, type[RequestFailedError]] = {
@@ -104,7 +104,7 @@ _BY_CODE: dict[grpc.StatusCode, type[RequestFailedError]] = {
 
 
 class _Failure(Protocol):
-    """What gRPC's two exceptions, of blocking and of asyncio calls, have in common."""
+    """The common part of gRPC's two exceptions: the one of blocking calls and the one of asyncio calls."""
 
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str | None: ...
@@ -112,7 +112,7 @@ class _Failure(Protocol):
 
 
 def from_grpc(failure: _Failure) -> RequestFailedError:
-    """The error that says what `failure` says."""
+    """Return the error of this package that corresponds to `failure`."""
     code, details = failure.code(), list(_details(failure))
     kind = _BY_CODE.get(code, RequestFailedError)
     return kind(code, failure.details() or "", _violations(details), _retry_seconds(details))
@@ -120,7 +120,7 @@ def from_grpc(failure: _Failure) -> RequestFailedError:
 
 def _details(failure: _Failure) -> Iterator[any_pb2.Any]:
     metadata = failure.trailing_metadata() or ()
-    for key, value in metadata:  # type: ignore[attr-defined]  # pairs, of one type here and of another there
+    for key, value in metadata:  # type: ignore[attr-defined]  # typed differently in blocking and asyncio calls
         if key == _DETAILS:
             yield from status_pb2.Status.FromString(value).details
 

@@ -1,4 +1,4 @@
-"""Everything a caller may ask of a generation, written once for all four generating methods."""
+"""The options of a generation, defined once for all four generating methods."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Keyword arguments of `generate` and `stream`, named as in the protocol, which tells units and defaults.
+    """Keyword arguments of `generate` and `stream`. The protocol defines their names, units and defaults.
 
-    What is left out takes the server's default. `speculation` is `speculation.mode` there; of `json_schema` (its
-    text, or what it is as Python values), `regex`, `grammar` and `choice`, the kinds of `guided`, one may be given.
+    An omitted option takes the server's default. `speculation` is `speculation.mode` in the protocol. At most one of
+    `json_schema` (its text, or the schema as Python values), `regex`, `grammar` and `choice` may be given; they are the
+    kinds of `guided`.
     """
 
     request_id: str | None
@@ -68,7 +69,7 @@ _NAMES = frozenset(get_type_hints(GenerateOptions))
 
 
 def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """The message that asks for a continuation of `prompt`: text, token ids, or a conversation."""
+    """Build the message that requests a continuation of `prompt`: text, token ids, or a conversation."""
     if unknown := options.keys() - _NAMES:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     request = pb.GenerateRequest(
@@ -136,7 +137,7 @@ def _guided(options: GenerateOptions) -> pb.GuidedDecoding | None:
 def _stopping(options: GenerateOptions) -> pb.StoppingParams:
     stop = options.get("stop", ())
     if isinstance(stop, str):
-        raise TypeError(f"stop is the string {stop!r}; expected a list of strings")  # or each character would stop
+        raise TypeError(f"stop is the string {stop!r}; expected a list of strings")  # else each character would stop
     return pb.StoppingParams(
         max_tokens=options.get("max_tokens"),
         min_tokens=options.get("min_tokens"),

@@ -1,4 +1,4 @@
-"""What `pilotfish generate` says of an output beside its text. Knows no server."""
+"""The tables that `pilotfish generate` prints beside the text of an output. This module does not contact a server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from client.results import Finished, TokenLogprob
 
 
 def statistics(finished: Finished) -> Table:
-    """Figures of one output."""
+    """Return a table with the statistics of one output."""
     stats, speculation = finished.speculation_stats, finished.speculation
     table = Table.grid(padding=(0, 2))
     table.add_row("tokens", f"{finished.usage.completion_tokens} after {finished.usage.prompt_tokens} of prompt")
@@ -37,7 +37,7 @@ def _reason(finished: Finished) -> str:
 
 
 def comparison(speculative: Finished, plain: Finished, *, same_text: bool) -> Text:
-    """One run with drafts and one without, in a line."""
+    """Return one line that compares a run with drafts and a run without."""
     fast, slow = speculative.tokens_per_second, plain.tokens_per_second
     if same_text:
         verdict = "the same text"
@@ -49,7 +49,7 @@ def comparison(speculative: Finished, plain: Finished, *, same_text: bool) -> Te
 
 
 def logprobs(token_ids: Sequence[int], found: Sequence[TokenLogprob]) -> Table:
-    """A row per token: its id and how likely it was, then the likeliest ones there."""
+    """Return a table with one row per token: its id, its probability, and the most likely tokens at that position."""
     table = Table.grid(padding=(0, 2))
     for token, of in zip(token_ids, found, strict=True):
         top = "  ".join(f"{candidate.token_id} {candidate.logprob:.3f}" for candidate in of.top)

@@ -1,4 +1,4 @@
-"""What a server answers, as frozen values. Field names and units are those of the protocol."""
+"""The server's answers as frozen values. Field names and units are those of the protocol."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token that could have come, and the natural logarithm of its probability."""
+    """A candidate token at one position, and the natural logarithm of its probability."""
 
     token_id: int
     logprob: float
@@ -20,7 +20,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely a token was under the target's own law; `top` holds the likeliest ones there, best first."""
+    """The log-probability of a token under the target's distribution; `top` has the most likely tokens, best first."""
 
     logprob: float
     top: tuple[Candidate, ...] = ()
@@ -31,7 +31,7 @@ PromptLogprobs = tuple[TokenLogprob | None, ...]  # one per token of the prompt,
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The text that one token brought. `from_draft` is None for text that no token in the delta accounts for."""
+    """The text that one token added. `from_draft` is None for text that belongs to no token of the delta."""
 
     text: str
     from_draft: bool | None
@@ -39,18 +39,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """The tokens of one round of speculation, or of several if this reader was slower than the model."""
+    """The tokens of one speculation round, or of several rounds if this reader is slower than the model."""
 
     index: int
     text: str
     token_ids: Tokens
     from_draft: tuple[bool, ...]
     text_lengths: Tokens
-    logprobs: tuple[TokenLogprob, ...] = ()  # one per token, where asked for
-    prompt_logprobs: PromptLogprobs | None = None  # where asked for, on the first delta of output 0
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token, if requested
+    prompt_logprobs: PromptLogprobs | None = None  # if requested, on the first delta of output 0
 
     def pieces(self) -> Iterator[Piece]:
-        """The text cut by token: "def f" with lengths [3, 2] -> "def", " f"; what is left over comes last."""
+        """Split the text by token: "def f" with lengths [3, 2] -> "def", " f"; any remaining text comes last."""
         cuts = list(accumulate(self.text_lengths, initial=0))
         for (start, stop), draft in zip(pairwise(cuts), self.from_draft, strict=True):
             if stop > start:
@@ -61,7 +61,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens counted."""
+    """Token counts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -70,24 +70,24 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationStats:
-    """What drafting did. `accepted_per_position[i]` counts the rounds that kept draft i."""
+    """Statistics of drafting. `accepted_per_position[i]` counts the rounds that accepted draft i."""
 
     rounds: int
     drafted: int
     accepted: int
     accepted_per_position: Tokens
     acceptance_length: float
-    gain_ratio: float  # tokens per second over plain decoding's, by the server's estimate
+    gain_ratio: float  # tokens per second relative to plain decoding, estimated by the server
 
     @property
     def acceptance_rate(self) -> float:
-        """accepted / drafted; NaN if nothing was drafted."""
+        """Return accepted / drafted; NaN if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds since the request arrived at the server."""
+    """Times in seconds since the request arrived at the server."""
 
     queue_seconds: float
     time_to_first_token_seconds: float
@@ -96,7 +96,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """The settings that were used."""
+    """The speculation settings that the server used."""
 
     mode: str
     num_draft_tokens: int
@@ -120,7 +120,7 @@ class Finished:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens per second since the first step, the prompt's included; NaN if no time passed."""
+        """Return generated tokens per second since the first step, which includes the prompt; NaN if no time passed."""
         seconds = self.timing.total_seconds - self.timing.queue_seconds
         return self.usage.completion_tokens / seconds if seconds > 0 else math.nan
 
@@ -130,54 +130,52 @@ Event = Delta | Finished
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """One whole continuation."""
+    """One complete continuation."""
 
     index: int
     text: str
     token_ids: Tokens
     from_draft: tuple[bool, ...]
-    logprobs: tuple[TokenLogprob, ...]  # one per token, where asked for
+    logprobs: tuple[TokenLogprob, ...]  # one per token, if requested
     finished: Finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """All continuations of one prompt; the properties are those of the first, which without `n` is the only one."""
+    """All continuations of one prompt. The properties belong to the first one, which is the only one without `n`."""
 
     request_id: str
     model: str
     outputs: tuple[Output, ...]
-    prompt_logprobs: PromptLogprobs | None = None  # where asked for
+    prompt_logprobs: PromptLogprobs | None = None  # if requested
 
     @property
     def text(self) -> str:
-        """Text of output 0."""
         return self.outputs[0].text
 
     @property
     def token_ids(self) -> Tokens:
-        """Tokens of output 0."""
         return self.outputs[0].token_ids
 
     @property
     def from_draft(self) -> tuple[bool, ...]:
-        """Which tokens of output 0 were accepted drafts."""
+        """Return for each token of output 0 whether it was an accepted draft."""
         return self.outputs[0].from_draft
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Log-probabilities of output 0, where asked for."""
+        """Return the log-probabilities of output 0, if requested."""
         return self.outputs[0].logprobs
 
     @property
     def finished(self) -> Finished:
-        """How output 0 ended."""
+        """Return how output 0 ended."""
         return self.outputs[0].finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """What runs there: `state` is starting, ready, draining or failed."""
+    """The server's description; `state` is starting, ready, draining or failed."""
 
     version: str
     state: str
@@ -188,7 +186,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """A model and the limits it is served with."""
+    """A model and the limits with which it is served."""
 
     model: str
     draft_model: str
@@ -206,11 +204,11 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """How busy the server is."""
+    """The current load of the server."""
 
     running_requests: int
     waiting_requests: int
     queued_tokens: int
     total_pages: int
     free_pages: int
-    spec_gain_ratio: float  # tokens per second over plain decoding's, by the server's estimate
+    spec_gain_ratio: float  # tokens per second relative to plain decoding, estimated by the server

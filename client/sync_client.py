@@ -1,4 +1,4 @@
-"""The blocking client, safe to share between threads. Knows the protocol, and no model."""
+"""The blocking client, which threads may share. It uses the protocol only and loads no model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ AnswerT = TypeVar("AnswerT")
 
 
 class Client:
-    """A connection to one server.
+    """A connection to one or more servers.
 
-    Every method raises `RequestFailed`, or one of its subclasses, where the server has no answer.
-    A `deadline` is in seconds; the server stops working for a call whose deadline has passed.
+    Every method raises `RequestFailedError` or one of its subclasses if the call fails. A `deadline` is in seconds; the
+    server stops working on a call whose deadline has passed.
 
     Args:
-        address, token, tls, retry: as in `Connection`; several addresses are called in turn.
-        control_deadline: for all calls that generate nothing.
+        address, token, tls, retry: As in `Connection`; several addresses are called in turn.
+        control_deadline: The deadline of all calls that generate nothing.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Cancel what is under way and disconnect."""
+        """Cancel the active calls and disconnect."""
         self._channel.close()
 
     def generate(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
-        """Continue `prompt`, text, token ids or a conversation, and return all of it at once."""
+        """Continue `prompt` (text, token ids or a conversation) and return the complete result."""
         request = build_request(prompt, options)
         return convert.completion(_answer(self._inference.Generate, request, deadline, self._metadata))
 
     def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[Event, None, None]:
-        """Continue `prompt` and yield tokens as they are accepted, `Finished` last of each output.
+        """Continue `prompt` and yield tokens as they are accepted. The last event of each output is `Finished`.
 
         Closing the iterator (`close`, or `contextlib.closing` around it) cancels the request.
         """
@@ -80,48 +80,48 @@ class Client:
         except grpc.RpcError as failure:
             raise errors.from_grpc(failure) from None
         finally:
-            call.cancel()  # without effect on a call that has ended
+            call.cancel()  # has no effect on a call that has ended
 
     def server_info(self) -> ServerInfo:
-        """What runs there and in which state it is."""
+        """Return the server's description and its state."""
         request = control_pb2.GetServerInfoRequest()
         return convert.server_info(self._ask(self._control.GetServerInfo, request))
 
     def model_info(self, model: str | None = None) -> ModelInfo:
-        """The model and the limits it is served with."""
+        """Return the model and the limits with which it is served."""
         request = control_pb2.GetModelInfoRequest(model=model)
         return convert.model_info(self._ask(self._control.GetModelInfo, request))
 
     def load(self) -> Load:
-        """How busy the server is now."""
+        """Return the current load of the server."""
         return convert.load(self._ask(self._control.GetLoad, control_pb2.GetLoadRequest()))
 
     def abort(self, request_id: str) -> int:
-        """End the live request of this id; its caller gets what there is. Returns how many were ended: 1."""
+        """End the live request with this id and return 1; its caller receives the partial result."""
         return self._abort(control_pb2.AbortRequest(request_id=request_id))
 
     def abort_all(self) -> int:
-        """End all live requests; their callers get what there is. Returns how many."""
+        """End all live requests; their callers receive the partial results. Returns the number of ended requests."""
         return self._abort(control_pb2.AbortRequest(all=True))
 
     def tokenize(self, text: str, *, model: str | None = None) -> tuple[int, ...]:
-        """The tokens that `text` is as a prompt."""
+        """Return the token ids of `text` as a prompt."""
         request = control_pb2.TokenizeRequest(text=text, model=model)
         return tuple(self._ask(self._control.Tokenize, request).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
-        """The text of these tokens."""
+        """Return the text of these tokens."""
         request = control_pb2.DetokenizeRequest(token_ids=token_ids, model=model)
         return self._ask(self._control.Detokenize, request).text
 
     def health(self, service: str = "") -> str:
-        """SERVING or NOT_SERVING, as `grpc.health.v1` says it; without a service: the whole server."""
+        """Return SERVING or NOT_SERVING as in `grpc.health.v1`, by default for the whole server."""
         request = health_pb2.HealthCheckRequest(service=service)
         answer = self._ask(self._health.Check, request)
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
     def wait_until_serving(self, deadline: float = 120.0) -> None:
-        """Return as soon as the server takes requests; TimeoutError if it does not within `deadline` seconds."""
+        """Return as soon as the server accepts requests; raise TimeoutError after `deadline` seconds."""
         end = time.monotonic() + deadline
         while not self._serves():
             if time.monotonic() > end:
@@ -129,7 +129,7 @@ class Client:
             time.sleep(0.1)
 
     def _ask(self, method: grpc.UnaryUnaryMultiCallable[RequestT, AnswerT], request: RequestT) -> AnswerT:
-        """A call that generates nothing."""
+        """Make a call that generates nothing."""
         return _answer(method, request, self._control_deadline, self._metadata)
 
     def _serves(self) -> bool:

@@ -1,6 +1,7 @@
-"""`pilotfish generate`: one prompt to the server, its tokens to the terminal, accepted drafts in their own colour.
+"""`pilotfish generate`: send one prompt to the server and print its tokens, with accepted drafts in another colour.
 
-The text goes to standard output and everything said about it to standard error, so that both can be redirected.
+The generated text goes to standard output. Statistics and errors go to standard error, so that both streams can be
+redirected separately.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from client.results import Delta, Finished, TokenLogprob
 from client.sync_client import Client
 
 DRAFT_STYLE, TARGET_STYLE = "cyan", "magenta"
-VARIABLE = "PILOTFISH_TOKEN"  # holds the token: a flag could be read by everybody on the machine
+VARIABLE = "PILOTFISH_TOKEN"  # holds the token: a command-line flag would be readable by every user of the machine
 OK, FAILED, INTERRUPTED = 0, 1, 130
 
 
 def main(argv: list[str]) -> int:
-    """Run `pilotfish generate` with these arguments; the exit code. A wrong command line exits with 2."""
+    """Run `pilotfish generate` with these arguments and return the exit code. A wrong command line exits with 2."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     notes = Console(stderr=True, highlight=False)
@@ -51,7 +52,7 @@ def _tls(arguments: argparse.Namespace) -> Tls | None:
 
 
 def _fail(error: Exception, notes: Console) -> int:
-    if isinstance(error, BrokenPipeError):  # `| head` has seen enough: not worth a word
+    if isinstance(error, BrokenPipeError):  # the reader (`| head`) closed the pipe: this is no error to report
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     else:
         notes.print(f"pilotfish generate: {error}", style="red", markup=False, soft_wrap=True)
@@ -148,7 +149,7 @@ def _options(arguments: argparse.Namespace) -> GenerateOptions:
 
 @dataclass(slots=True)
 class _Outcome:
-    """One output of a stream, as it grows."""
+    """One output of a stream while it is being received."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -157,7 +158,7 @@ class _Outcome:
 
     @property
     def end(self) -> Finished:
-        """How it ended; it has."""
+        """Return how the output ended. The stream must be complete."""
         assert self.finished is not None, "a stream ended without an error and without its Finished"
         return self.finished
 
@@ -183,9 +184,10 @@ def _run(client: Client, prompt: str, arguments: argparse.Namespace, notes: Cons
 
 
 def _compared(client: Client, prompt: str, options: GenerateOptions) -> Text:
-    """Plain decoding and speculation once more, with the seed that was used, or sampled texts would differ anyway.
+    """Run plain decoding and speculation once more and compare them.
 
-    Each is a tenant of its own, so that neither finds the prompt, or what the other wrote, in a cache.
+    Both runs use the seed of the first run, because sampled texts would differ otherwise. Each run is its own tenant,
+    so that neither finds the prompt or the other run's output in a cache.
     """
     plain_options: GenerateOptions = {**options, "speculation": "off"}
     [plain, *_] = _stream(client, prompt, {**plain_options, "cache_salt": token_hex(8)}, None)
@@ -194,7 +196,7 @@ def _compared(client: Client, prompt: str, options: GenerateOptions) -> Text:
 
 
 def _stream(client: Client, prompt: str, options: GenerateOptions, out: Console | None) -> list[_Outcome]:
-    """Generate every output; show each delta on `out` as it arrives."""
+    """Generate every output and show each delta on `out` as it arrives."""
     outcomes = [_Outcome() for _ in range(options.get("n") or 1)]
     with closing(client.stream(prompt, **options)) as events:
         for event in events:
@@ -211,19 +213,19 @@ def _stream(client: Client, prompt: str, options: GenerateOptions, out: Console 
 
 
 def show(delta: Delta, out: Console) -> None:
-    """Print new text, in colours on a terminal and as it is elsewhere."""
+    """Print new text: with colours on a terminal, unchanged elsewhere."""
     if out.is_terminal:
         pieces = [
             (_printable(piece.text), DRAFT_STYLE if piece.from_draft else TARGET_STYLE) for piece in delta.pieces()
         ]
         out.print(Text.assemble(*pieces), end="", soft_wrap=True)
     else:
-        out.file.write(delta.text)  # byte for byte what the model said
+        out.file.write(delta.text)  # exactly the bytes that the model generated
         out.file.flush()
 
 
 def _printable(text: str) -> str:
-    """Model output must not steer the terminal: escape sequences show as what they are."""
+    """Make escape sequences visible, because model output must not control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 

@@ -1,1 +1,1 @@
-"""What runs Pilotfish for others: containers, Prometheus, Grafana, Kubernetes, Ray."""
+"""Ways to deploy Pilotfish: containers, Prometheus, Grafana, Kubernetes, Ray."""

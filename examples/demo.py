@@ -1,9 +1,9 @@
-"""`make demo`: serve the embedded pair, complete code it has never seen, compare with plain decoding, stop.
+"""`make demo`: serve the embedded pair, complete unseen code, compare with plain decoding, then stop the server.
 
-Each function comes from a module of the standard library that was held out of training. It is completed over gRPC
-without speculation, with fixed numbers of drafts and with as many as pay, twice each, the second time in the opposite
-order. Every call is a tenant of its own, so that none finds its prompt, or what another wrote, in a cache. Exits with 0
-if all texts of a function are identical, as exactness demands.
+Each function comes from a module of the standard library that was held out of training. The server completes it over
+gRPC without speculation, with fixed numbers of drafts and with AUTO. Each is run twice, the second time in reverse
+order. Every call is its own tenant, so that it finds neither its prompt nor the output of another call in a cache. The
+exit code is 0 if all texts of a function are identical, which exactness requires.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ WAYS: dict[str, GenerateOptions] = {
     AUTO: {"speculation": "auto"},
 }
 ROUNDS = 2
-Runs = dict[str, list[Completion]]  # of one function, by way
+Runs = dict[str, list[Completion]]  # completions of one function, by way of decoding
 START_SECONDS, STOP_SECONDS = 120, 30
 
 
 def main() -> int:
-    """The whole demonstration; the exit code."""
+    """Run the whole demonstration and return the exit code."""
     out = Console(highlight=False)
     prompts = [prompt for prompt in held_out_prompts(50) if len(prompt) <= 1500][:NUM_PROMPTS]
     with running_server(out) as address, Client(address) as client:
@@ -76,7 +76,7 @@ def running_server(out: Console) -> Iterator[str]:
 
 
 def free_ports() -> tuple[int, int]:
-    """Two ports that nobody listens on just now."""
+    """Return two ports that are free at the moment."""
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
@@ -84,7 +84,7 @@ def free_ports() -> tuple[int, int]:
 
 
 def wait_until_serving(process: subprocess.Popen[bytes], address: str) -> None:
-    """Return when the server is healthy; give up at once if it has died."""
+    """Return when the server is healthy; fail at once if its process has ended."""
     give_up = time.monotonic() + START_SECONDS
     with Client(address) as client:
         while time.monotonic() < give_up:
@@ -98,7 +98,7 @@ def wait_until_serving(process: subprocess.Popen[bytes], address: str) -> None:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the server to drain and end."""
+    """Ask the server to drain and stop."""
     process.send_signal(signal.SIGTERM)
     if code := process.wait(STOP_SECONDS):
         raise RuntimeError(f"the server exited with {code} after SIGTERM")
@@ -116,7 +116,7 @@ def watch(client: Client, prompt: str, out: Console) -> None:
 
 
 def compare(client: Client, prompt: str) -> Runs:
-    """The same greedy completion in every way, in an order that is turned round every time."""
+    """Run the same greedy completion in every way; the order is reversed in every other round."""
     runs: Runs = {way: [] for way in WAYS}
     for number in range(ROUNDS):
         for way in list(WAYS)[:: -1 if number % 2 else 1]:
@@ -126,7 +126,7 @@ def compare(client: Client, prompt: str) -> Runs:
 
 
 def report(runs: list[Runs]) -> Table:
-    """One row per function: its tokens, plain tokens per second, and the gains."""
+    """Return one row per function: its tokens, plain tokens per second, and the speed-ups."""
     table = Table("function", "tokens", "plain tokens/s", *(f"drafts: {way}" for way in WAYS if way != PLAIN), "same")
     for number, one in enumerate(runs, 1):
         tokens = one[PLAIN][0].finished.usage.completion_tokens
@@ -136,29 +136,29 @@ def report(runs: list[Runs]) -> Table:
 
 
 def ended(runs: list[Runs], way: str) -> list[Finished]:
-    """How every run of one way ended."""
+    """Return how every run of one way ended."""
     return [completion.finished for one in runs for completion in one[way]]
 
 
 def gain(runs: list[Runs], way: str) -> float:
-    """Of a way over plain decoding."""
+    """Return the speed-up of a way over plain decoding."""
     return speed(ended(runs, way)) / speed(ended(runs, PLAIN))
 
 
 def speed(runs: list[Finished]) -> float:
-    """Generated tokens per second over all of the runs, queueing left out."""
+    """Return generated tokens per second over all of the runs, without time in the queue."""
     seconds = sum(run.timing.total_seconds - run.timing.queue_seconds for run in runs)
     return sum(run.usage.completion_tokens for run in runs) / seconds if seconds > 0 else math.nan
 
 
 def same_text(runs: list[Runs]) -> str:
-    """Whether speculation changed nothing."""
+    """Return whether all ways gave the same text."""
     texts = [{completion.token_ids for completions in one.values() for completion in completions} for one in runs]
     return "yes" if all(len(of_one) == 1 for of_one in texts) else "NO"
 
 
 def conclude(runs: list[Runs], out: Console) -> int:
-    """Say what came of it."""
+    """Print the conclusion and return the exit code."""
     stats = [finished.speculation_stats for finished in ended(runs, AUTO)]
     drafted, accepted, rounds = (sum(getattr(s, name) for s in stats) for name in ("drafted", "accepted", "rounds"))
     rate, length = (accepted / drafted, 1 + accepted / rounds) if drafted else (0.0, 1.0)

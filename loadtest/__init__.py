@@ -1,1 +1,1 @@
-"""Loads a running server over the network and reports what became of it. Speaks the protocol only, as any caller."""
+"""Load tests: sends requests to a running server over the network and reports the results. Uses only the protocol."""

@@ -1,11 +1,11 @@
-"""Load a server on this machine, its own or one that is named, and write what came of it.
+"""Load a server on this machine, started here or given by its address, and write the results.
 
-python -m loadtest curve       callers and rates up to twice what the server can do; plots
-python -m loadtest overload    ten times what it can do, for a minute
+python -m loadtest curve       callers and rates up to twice the server's capacity; plots
+python -m loadtest overload    ten times the server's capacity, for a minute
 python -m loadtest chaos       cancels, killed clients, stalled readers, deadlines and faults, for five minutes
 python -m loadtest locust      Locust's users, for a minute, none of whom may fail; needs the extra loadtest
 
-What is sent is a share or a multiple of what the server is found to do on this machine, so that no machine is too slow.
+The load is a multiple of the capacity that is measured on this machine, so that no machine is too slow.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from loadtest.process import SCREEN, ServerProcess
 from loadtest.swarm import processes
 from loadtest.workload import WORKLOADS
 
-AT_A_SCREEN = ("curve", "overload")  # experiments whose callers call a first token within a second good
+AT_A_SCREEN = ("curve", "overload")  # experiments whose callers expect a first token within a second
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one experiment; 0 if everything was as it should be."""
+    """Run one experiment; return 0 if all expectations were met."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(given)
     told = report.conditions(" ".join(["python -m loadtest", *given]))
@@ -129,7 +129,7 @@ def _locust(server: ServerProcess, options: argparse.Namespace, told: dict[str, 
 
 
 async def _capacity(server: ServerProcess, scenario: str, seconds: float) -> tuple[int, float]:
-    """The server's places, and how many requests end per second while all of them are taken."""
+    """Return the size of the server's batch, and how many requests end per second while the batch is full."""
     site = Site(server, WORKLOADS.get(scenario, WORKLOADS["steady"]))
     places = await site.places()
     _tell(f"capacity: {places} callers for {seconds:g} s")

@@ -1,7 +1,7 @@
-"""Sends requests and notes what comes back: at moments settled beforehand, or as fast as answers allow.
+"""Sends requests and records the responses: at times that are fixed in advance, or as fast as the responses allow.
 
-The open loop measures from the moment a request should have been sent. A driver that waits for answers before it sends
-more measures a server that is slow as one that is little used (coordinated omission).
+The open loop measures latency from the moment a request should have been sent. A driver that waits for responses before
+it sends more requests would measure a slow server as one under low load (coordinated omission).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from client.results import SpeculationStats
 from loadtest.samples import Outcome, Sample
 from loadtest.workload import Ask, Workload
 
-LONGEST = 120.0  # seconds that a caller waits who set no deadline: nobody waits for ever
+LONGEST = 120.0  # seconds; the deadline of requests without one, so that no request waits for ever
 _OUTCOMES: dict[type[RequestFailedError], Outcome] = {
     QueueFullError: Outcome.REFUSED,
     DeadlineExceededError: Outcome.LATE,
@@ -27,7 +27,7 @@ _OUTCOMES: dict[type[RequestFailedError], Outcome] = {
 
 @dataclass(slots=True)
 class _StreamReading:
-    """One stream as it comes."""
+    """The progress of one stream while it is read."""
 
     first: float | None = None
     last: float | None = None
@@ -36,7 +36,7 @@ class _StreamReading:
     speculation: SpeculationStats | None = None
 
     def take(self, tokens: int, now: float) -> None:
-        """A message that brought so many tokens."""
+        """Record a message with this number of tokens."""
         if not tokens:
             return
         if self.last is None:
@@ -47,18 +47,18 @@ class _StreamReading:
 
 
 class Run:
-    """One run against one server: its clock starts with it, its samples gather in it."""
+    """One run against one server. Its clock starts when it is created, and it collects the samples."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.samples: list[Sample] = []
         self._client, self._start = client, time.perf_counter()
 
     def now(self) -> float:
-        """Seconds since it began."""
+        """Return seconds since the run began."""
         return time.perf_counter() - self._start
 
     async def send(self, ask: Ask, intended: float | None = None) -> Sample:
-        """Send one request now and read all of it."""
+        """Send one request now and read its whole response."""
         sent, reading = self.now(), _StreamReading()
         outcome, failure = Outcome.SERVED, None
         try:
@@ -82,7 +82,7 @@ class Run:
                     reading.speculation = event.speculation_stats
 
     async def open_loop(self, moments: Iterable[float], workload: Workload, random: Random) -> None:
-        """Send at these moments, whatever comes back; return when every answer is there."""
+        """Send requests at these times, independently of the responses; return when all have ended."""
         async with asyncio.TaskGroup() as tasks:
             for moment in moments:
                 ask = workload(random)
@@ -92,10 +92,10 @@ class Run:
     async def closed_loop(
         self, concurrency: int, seconds: float, workload: Workload, random: Random, least: int = 0
     ) -> None:
-        """So many callers, each with one request at a time, for this long; what has begun may end.
+        """Run `concurrency` callers for `seconds`, each with one request at a time; active requests may finish.
 
-        On a machine so slow that fewer than `least` requests have run by then, until as many have: a rate needs ends.
-        Who is refused comes again when the server says so, as another request.
+        If fewer than `least` requests have ended by then, the run continues until that many have, because a rate needs
+        completed requests. A refused caller waits for the retry delay and then sends another request.
         """
 
         async def call() -> None:

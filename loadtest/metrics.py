@@ -1,4 +1,4 @@
-"""A server's own account of itself, read from its /metrics. Knows Prometheus' text format."""
+"""The server's own metrics, read from /metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ Series = tuple[str, frozenset[tuple[str, str]]]
 
 @dataclass(frozen=True, slots=True)
 class ScrapedMetrics:
-    """All series at one moment, or what was added to them between two."""
+    """All series at one moment, or their increase between two moments."""
 
     values: Mapping[Series, float]
 
     @classmethod
     def read(cls, http_address: str) -> ScrapedMetrics:
-        """Ask a server at `host:port` now."""
+        """Read the metrics of the server at `host:port`."""
         url = f"http://{http_address}/metrics"
         with urllib.request.urlopen(url, timeout=10) as answer:
             return cls.parse(answer.read().decode())
 
     @classmethod
     def parse(cls, text: str) -> ScrapedMetrics:
-        """From Prometheus' text format."""
+        """Parse Prometheus' text format."""
         families = text_string_to_metric_families(text)
         samples = (sample for family in families for sample in family.samples)
         return cls({(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples})
 
     def since(self, before: ScrapedMetrics) -> ScrapedMetrics:
-        """What was added; of use for counters and histograms."""
+        """Return the increase since `before`; useful for counters and histograms."""
         return ScrapedMetrics({series: value - before.values.get(series, 0.0) for series, value in self.values.items()})
 
     def value(self, name: str, **labels: str) -> float:
-        """One series, by its name without the prefix."""
+        """Return one series by its name without the prefix."""
         return self.values[PREFIX + name, frozenset(labels.items())]
 
     def total(self, name: str) -> float:
-        """All series of this name together."""
+        """Return the sum of all series with this name."""
         return sum(value for (found, _), value in self.values.items() if found == PREFIX + name)
 
     def histogram(self, name: str, **labels: str) -> dict[float, float]:
-        """Observations up to each bound and above the one before. Bounds rise; the last is infinite."""
+        """Return the observations in each bucket, by upper bound. Bounds increase; the last one is infinite."""
         wanted, counts = set(labels.items()), {}
         for (found, pairs), value in self.values.items():
             if found == f"{PREFIX}{name}_bucket" and wanted <= pairs:
@@ -55,6 +55,6 @@ class ScrapedMetrics:
         return {bound: counts[bound] - less for bound, less in zip(bounds, below, strict=True)}
 
     def mean(self, name: str, **labels: str) -> float:
-        """Mean of a histogram's observations; 0 of none."""
+        """Return the mean of a histogram's observations; 0 without observations."""
         count = self.value(f"{name}_count", **labels)
         return self.value(f"{name}_sum", **labels) / count if count else 0.0

@@ -1,4 +1,4 @@
-"""One stretch of load on one server: what the callers saw beside what the server says. Knows no report."""
+"""One phase of load on one server: the callers' measurements beside the server's own metrics."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ WATCH_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """What the server added to its own counters during a stretch."""
+    """The increase of the server's own counters during a phase."""
 
-    ended: float  # requests that were queued and are over, whatever their end
-    rejected: float  # requests that were not
+    ended: float  # queued requests that have ended, with any outcome
+    rejected: float  # requests that were not queued
     tokens: float
-    batch_size: float  # mean sequences of a verifying pass
+    batch_size: float  # mean number of sequences in a verification pass
     batch_sizes: dict[float, float]  # passes by upper bound of the size
     acceptance_rate: float
     acceptance_length: float
     gain: float  # tokens per second over plain decoding's, by the server's last estimate
-    queue_seconds: float  # mean
+    queue_seconds: float  # tokens per second relative to plain decoding, the server's last estimate
 
     @classmethod
     def between(cls, before: ScrapedMetrics, after: ScrapedMetrics) -> Account:
-        """Two readings."""
+        """Compute the increase between two readings."""
         added = after.since(before)
         drafted, rounds = added.value("spec_draft_tokens_total"), added.value("spec_drafts_total")
         accepted = added.value("spec_accepted_tokens_total")
@@ -56,23 +56,23 @@ class Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A stretch of load, measured from both sides."""
+    """A phase of load, measured by the callers and by the server."""
 
     name: str
-    rate: float | None  # requests per second that were sent, in an open loop
-    concurrency: int | None  # callers, in a closed one
+    rate: float | None  # requests sent per second, in an open loop
+    concurrency: int | None  # number of callers, in a closed loop
     summary: Summary
     account: Account
     usages: tuple[ProcessUsage, ...]  # of the server's process, once per second
 
     @property
     def adds_up(self) -> bool:
-        """Whether callers and server count the same: nobody is lost, nobody is served unasked."""
+        """Return whether callers and server count the same requests: none is missing, none is additional."""
         return self.summary.adds_up and self.account.ended + self.account.rejected == self.summary.sent
 
     @property
     def resident(self) -> tuple[float, float]:
-        """Mean bytes that the server held in the first and in the last quarter."""
+        """Return mean resident bytes of the server in the first and in the last quarter of the phase."""
         found = [usage.resident for usage in self.usages]
         quarter = max(1, len(found) // 4)
         return sum(found[:quarter]) / quarter, sum(found[-quarter:]) / quarter
@@ -80,7 +80,7 @@ class Phase:
 
 @dataclass(slots=True)
 class Site:
-    """A server, who loads it, and everything that was sent."""
+    """A server, the workload that it gets, and all requests that were sent."""
 
     server: ServerProcess
     workload: Workload
@@ -88,7 +88,7 @@ class Site:
     samples: dict[str, list[Sample]] = field(default_factory=dict)  # by phase
 
     async def open(self, name: str, arrivals: Arrivals, seconds: float, *, burst: int = 0, since: float = 0.0) -> Phase:
-        """Callers who come at a rate; `burst` come at once before; only what is sent from `since` on is timed."""
+        """Send requests at a rate after `burst` requests at once; only requests sent at `since` or later are timed."""
         random = Random(SEED)
         moments = [0.0] * burst + list(arrivals.times(seconds, random))
         return await self._measure(
@@ -100,12 +100,12 @@ class Site:
         )
 
     async def places(self) -> int:
-        """How many requests the server runs at once."""
+        """Return how many requests the server runs at once."""
         async with AsyncClient(self.server.address) as client:
             return (await client.model_info()).max_batch_size
 
     async def closed(self, name: str, concurrency: int, seconds: float) -> Phase:
-        """So many callers with one request at a time, for so long and until more have run than there are places."""
+        """Run `concurrency` callers for `seconds`, and until more requests have ended than the server runs at once."""
         random, least = Random(SEED), min(concurrency, 1 + await self.places())
         return await self._measure(
             name,
@@ -126,7 +126,7 @@ class Site:
     ) -> Phase:
         before, usages = await asyncio.to_thread(self.server.metrics), list[ProcessUsage]()
         async with AsyncClient(self.server.address, retry=None) as client, _watching(self.server, usages):
-            await client.health()  # connected before the clock starts
+            await client.health()  # connect before the clock starts
             run = Run(client)
             await load(run)
             seconds = max(seconds, run.now())
@@ -141,7 +141,7 @@ class Site:
         )
 
     async def _account(self, before: ScrapedMetrics, sent: int, patience: float = 10.0) -> Account:
-        """The server's, as soon as it knows of all ends: a caller may hear of one a moment earlier."""
+        """Wait until the server has counted the end of all requests; a caller may see an end slightly earlier."""
         end = asyncio.get_running_loop().time() + patience
         while True:
             account = Account.between(before, await asyncio.to_thread(self.server.metrics))
@@ -152,7 +152,7 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def _watching(server: ServerProcess, usages: list[ProcessUsage]) -> AsyncIterator[None]:
-    """Note what the server holds, once per second."""
+    """Record the resources of the server once per second."""
 
     async def watch() -> None:
         while True:

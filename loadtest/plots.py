@@ -1,4 +1,4 @@
-"""Pictures of how a server does under load, by matplotlib; it comes with the extra `loadtest`."""
+"""Plots of a server's behaviour under load. They need matplotlib, which the extra `loadtest` installs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loadtest.phases import Phase
 from loadtest.samples import Objective
 
 _SIZE, _DPI = (6.6, 4.0), 100  # inches, dots per inch
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # told apart by everybody
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # safe for colour blindness
 RATE, CALLERS, BATCH = (
     "requests sent, per second",
     "callers, each with one request",
@@ -22,7 +22,7 @@ RATE, CALLERS, BATCH = (
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points, joined."""
+    """A line through points."""
 
     label: str
     points: Sequence[tuple[float, float]]
@@ -30,7 +30,7 @@ class Series:
 
 
 def draw(path: Path, title: str, axes: tuple[str, str], lines: Sequence[Series], *, log: bool = False) -> Path:
-    """One picture; `axes` say what they show, with units."""
+    """Draw one plot; `axes` are the axis labels with units."""
     figure, panel = _canvas(title, axes)
     for colour, line in zip(_COLOURS, lines, strict=False):
         x, y = zip(*line.points, strict=True)
@@ -64,7 +64,7 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def curves(folder: Path, phases: Sequence[Phase], objective: Objective) -> Iterator[Path]:
-    """Everything that a sweep over rates and one over callers can show."""
+    """Draw all plots of a sweep over rates and a sweep over numbers of callers."""
     rates = sorted((p for p in phases if p.rate is not None), key=lambda p: p.rate or 0.0)
     callers = sorted((p for p in phases if p.concurrency is not None), key=lambda p: p.concurrency or 0)
     if rates:
@@ -93,14 +93,14 @@ def _over_rates(folder: Path, rates: Sequence[Phase], objective: Objective) -> I
     ideal = Series("as many as were sent", [(0.0, 0.0), (best, best)], dashed=True)
     first, each = objective.time_to_first_token, objective.time_per_token
     title = f"Goodput: first token within {first:g} s, then at most {1000 * each:g} ms per token"
-    lines = [Series("served", served), Series("served in time", good), ideal]  # the smaller last: often they are equal
+    lines = [Series("served", served), Series("served in time", good), ideal]  # the smaller last: they may be equal
     yield draw(folder / "goodput.png", title, (RATE, "requests per second"), lines)
     lines = [Series("told to come again", refused), Series("served", served)]
     yield draw(folder / "refused.png", "Refused past saturation", (RATE, "requests per second"), lines)
 
 
 def _batch_sizes(path: Path, rates: Sequence[Phase]) -> Path:
-    """Shares of passes by the sequences in them, a group of bars per rate."""
+    """Draw the shares of passes by the number of sequences in them, with a group of bars per rate."""
     shown = rates[:: max(1, len(rates) // len(_COLOURS))][-len(_COLOURS) :]
     bounds = [bound for bound in shown[0].account.batch_sizes if math.isfinite(bound)]
     used = [b for b in bounds if any(p.account.batch_sizes[b] for p in shown)]

@@ -1,4 +1,4 @@
-"""A server in a process of its own: started, waited for, watched from outside, ended. Knows Linux' /proc."""
+"""A server in its own process: started, observed from outside, and stopped. Reads Linux' /proc."""
 
 from __future__ import annotations
 
@@ -18,41 +18,42 @@ from client import Client
 from loadtest.metrics import ScrapedMetrics
 
 SERVE = ("-c", "from server.cli import main; raise SystemExit(main())", "serve")
-# Server and driver share this machine: one thread each, where there are two cores.
+# Server and driver share this machine: on two cores, each of them gets one thread.
 DEFAULTS = ("--threads", "1")
-# For who serves people at a screen: they queue for half of the second in which they want a first token, or come again.
+# For interactive callers, who want a first token within a second: a request waits in the queue for at most half of it
+# before it is refused.
 SCREEN = ("--max-queue-seconds", "0.5")
 _STOP_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """What a process holds at one moment."""
+    """The resources of a process at one moment."""
 
     resident: int  # bytes
     descriptors: int
 
 
 def usage(pid: int) -> ProcessUsage:
-    """Of a process of this machine."""
+    """Return the resources of a process on this machine."""
     folder = Path("/proc") / str(pid)
     pages = int((folder / "statm").read_text("ascii").split()[1])
     return ProcessUsage(pages * os.sysconf("SC_PAGE_SIZE"), len(list((folder / "fd").iterdir())))
 
 
 def free_port() -> int:
-    """A port that nobody listens on; another program may take it before it is used."""
+    """Return a port that is free now; another program may take it before it is used."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
 
 
 class ServerProcess:
-    """`pilotfish serve` on loopback: the embedded pair, unless options say otherwise; in a `with` block.
+    """`pilotfish serve` on loopback with the embedded pair, unless the options say otherwise; use it in a `with` block.
 
     Args:
-        options: of `pilotfish serve`.
-        log: what it says goes here.
-        program: arguments of Python that start it; default `pilotfish serve` itself.
+        options: Options of `pilotfish serve`.
+        log: The file for the server's log.
+        program: Arguments of Python that start the server; default `pilotfish serve` itself.
     """
 
     def __init__(self, *options: str, log: Path | None = None, program: Sequence[str] = SERVE) -> None:
@@ -80,19 +81,18 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self.process.pid
 
     def metrics(self) -> ScrapedMetrics:
-        """Its own account."""
+        """Return the server's own metrics."""
         return ScrapedMetrics.read(self.http_address)
 
     def usage(self) -> ProcessUsage:
-        """What it holds now."""
+        """Return the resources of the server's process."""
         return usage(self.pid)
 
     def stop(self) -> int:
-        """Let it drain and end; its exit code. One that does not end is killed."""
+        """Let the server drain and stop, and return its exit code. A server that does not stop in time is killed."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -101,7 +101,7 @@ class ServerProcess:
             self.kill()
 
     def kill(self) -> None:
-        """End it at once, if it has not ended."""
+        """Kill the process if it has not ended."""
         self.process.kill()
         self.process.wait()
         if self.process.stdout is not None:

@@ -1,4 +1,4 @@
-"""Results on paper: JSON for programs, CSV for spreadsheets, tables in Markdown for people. Knows no server."""
+"""Writes results: JSON for programs, CSV for spreadsheets, Markdown tables for people. Makes no calls to a server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def conditions(command: str) -> dict[str, str]:
-    """What figures were taken with and on."""
+    """Return the command, versions and machine with which the figures were measured."""
     return {
         "command": command,
         "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}",
@@ -44,7 +44,7 @@ def _commit() -> str:
 
 
 def row(phase: Phase) -> Row:
-    """One stretch as a flat row; units are in the names."""
+    """Return one phase as a flat row; the column names contain the units."""
     summary, account = phase.summary, phase.account
     found: Row = {
         "name": phase.name,
@@ -70,7 +70,7 @@ def row(phase: Phase) -> Row:
 def write(
     folder: Path, told: Mapping[str, Any], phases: Sequence[Phase], samples: Mapping[str, Sequence[Sample]]
 ) -> None:
-    """`results.json` with everything but single requests, `phases.csv`, and `requests.csv` with those."""
+    """Write `results.json` (everything except single requests), `phases.csv`, and `requests.csv` (the requests)."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {
         **told,
@@ -87,7 +87,7 @@ def _sample(sample: Sample) -> Row:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: keys are text, and what is not a number is null."""
+    """Convert to values that JSON supports: keys become text, and NaN and infinity become null."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -109,7 +109,7 @@ _COLUMNS = (
 
 
 def table(phases: Iterable[Phase]) -> list[str]:
-    """Stretches as a table in Markdown."""
+    """Return the phases as a Markdown table."""
     head = ["| " + " | ".join(_COLUMNS) + " |", "|" + "---|" * len(_COLUMNS)]
     return head + ["| " + " | ".join(_cells(phase)) + " |" for phase in phases]
 

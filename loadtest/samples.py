@@ -1,4 +1,4 @@
-"""What became of each request, and of many of them together. Knows no network."""
+"""The result of each request, and a summary of many. Makes no calls to a server."""
 
 from __future__ import annotations
 
@@ -10,70 +10,70 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """How a call ended; every call has one."""
+    """How a call ended; every call has one outcome."""
 
     SERVED = "served"
-    REFUSED = "refused"  # no room now, and a hint when to come again
+    REFUSED = "refused"  # the server had no capacity and told the caller when to retry
     LATE = "late"  # the deadline could not be met, or passed
-    LEFT = "left"  # the caller went away
+    LEFT = "left"  # the caller cancelled
     FAILED = "failed"  # anything else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One request. Moments are in seconds since the run began; `intended` is when it should have been sent."""
+    """One request. Times are in seconds since the run began; `intended` is when it should have been sent."""
 
     intended: float
     sent: float
     ended: float
     outcome: Outcome
     status: str = "OK"
-    first: float | None = None  # when the first tokens came
+    first: float | None = None  # when the first tokens arrived
     last: float | None = None
     tokens: int = 0
     gaps: tuple[float, ...] = ()  # between messages with tokens
-    retry_seconds: float | None = None  # when the server said to come again
+    retry_seconds: float | None = None  # the delay after which the server asks for a retry
     drafted: int = 0
     accepted: int = 0
     rounds: int = 0
-    message: str = ""  # the server's words, where it failed
+    message: str = ""  # the server's error message, if the call failed
 
     @property
     def time_to_first_token(self) -> float:
-        """From the intended moment, so that a driver or server that lags does not hide what it costs; NaN if none."""
+        """Return the time since the intended moment, so that delays of driver or server count; NaN without a token."""
         return math.nan if self.first is None else self.first - self.intended
 
     @property
     def time_per_token(self) -> float:
-        """Mean seconds per token after the first; NaN where there are none."""
+        """Return mean seconds per token after the first; NaN if there are none."""
         if self.first is None or self.last is None or self.tokens < 2:
             return math.nan
         return (self.last - self.first) / (self.tokens - 1)
 
     @property
     def total(self) -> float:
-        """From the intended moment to the end."""
+        """Return the time from the intended moment to the end."""
         return self.ended - self.intended
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a caller calls good service, in seconds."""
+    """The times, in seconds, within which a caller considers the service good."""
 
     time_to_first_token: float = 1.0
     time_per_token: float = 0.1
 
     def is_met_by(self, sample: Sample) -> bool:
-        """Whether it was served, in time; a request of one token has no time per token."""
+        """Return whether the request was served in time. A request of one token has no time per token."""
         slow = sample.time_per_token > self.time_per_token  # false for NaN
         return sample.outcome is Outcome.SERVED and sample.time_to_first_token <= self.time_to_first_token and not slow
 
 
-Level = dict[str, float]  # of percentiles: "p50", "p90", "p99"; NaN where there is nothing
+Level = dict[str, float]  # percentiles: "p50", "p90", "p99"; NaN without data
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Of sorted values, straight between neighbours; NaN of none. [0, 10], 0.25 -> 2.5."""
+    """Return the quantile `share` of sorted values, interpolated linearly; NaN for no values. [0, 10], 0.25 -> 2.5."""
     if not values:
         return math.nan
     place = share * (len(values) - 1)
@@ -83,27 +83,27 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def levels(values: Iterable[float]) -> Level:
-    """Median, 90 and 99 in a hundred; what is not a number does not count."""
+    """Return the 50th, 90th and 99th percentile; NaN values are ignored."""
     found = sorted(value for value in values if not math.isnan(value))
     return {f"p{round(100 * share)}": percentile(found, share) for share in (0.5, 0.9, 0.99)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Many requests of one run of `seconds`. Rates are per second of the run."""
+    """A summary of many requests in one run of `seconds`. Rates are per second of the run."""
 
     seconds: float
     sent: int
     outcomes: dict[str, int]
     statuses: dict[str, int]
-    tokens: int  # that arrived within the run, of whatever became of their requests
+    tokens: int  # received within the run, whatever the outcome of their requests
     good: int  # requests that met the objective
     time_to_first_token: Level
     inter_token: Level
     time_per_token: Level
     total: Level
-    lag: Level  # of the driver itself: sent later than intended
-    unhinted: int  # refusals that did not say when to come again
+    lag: Level  # how much later than intended the driver sent the requests
+    unhinted: int  # refusals without a retry delay
     acceptance_rate: float
     acceptance_length: float
 
@@ -111,7 +111,7 @@ class Summary:
     def of(
         cls, samples: Sequence[Sample], seconds: float, objective: Objective = Objective(), since: float = 0.0
     ) -> Summary:
-        """Latencies are of requests that were served and not sent before `since`; sums are of all."""
+        """Summarise the samples. Latencies cover served requests sent at `since` or later; sums cover all requests."""
         served = [s for s in samples if s.outcome is Outcome.SERVED and s.intended >= since]
         refused = [s for s in samples if s.outcome is Outcome.REFUSED]
         drafted, rounds = sum(s.drafted for s in served), sum(s.rounds for s in served)
@@ -135,25 +135,25 @@ class Summary:
 
     @property
     def adds_up(self) -> bool:
-        """Whether every request that was sent has an outcome."""
+        """Return whether every request that was sent has an outcome."""
         return self.sent == sum(self.outcomes.values()) == sum(self.statuses.values())
 
     @property
     def served(self) -> int:
-        """Requests that got all they asked for."""
+        """Return the number of requests that were completed."""
         return self.outcomes[Outcome.SERVED]
 
     @property
     def refused(self) -> int:
-        """Requests that were told to come again."""
+        """Return the number of requests that the server refused with a retry delay."""
         return self.outcomes[Outcome.REFUSED]
 
     @property
     def tokens_per_second(self) -> float:
-        """Of output, all requests together."""
+        """Return output tokens per second, summed over all requests."""
         return self.tokens / self.seconds
 
     @property
     def goodput(self) -> float:
-        """Requests per second that met the objective."""
+        """Return requests per second that met the objective."""
         return self.good / self.seconds

@@ -1,4 +1,4 @@
-"""The embedded pair: a target and a draft small enough to live in the repository, and where they lie."""
+"""The embedded pair (a target and a draft that are small enough for the repository), and the folders of its files."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ _HERE = Path(__file__).resolve().parent
 
 
 def embedded_target() -> Path:
-    """Folder of the embedded target model (config, tokenizer, safetensors)."""
+    """Return the folder of the embedded target model (config, tokenizer, safetensors)."""
     return _HERE / "target"
 
 
 def embedded_draft() -> Path:
-    """Folder of the embedded draft model, distilled from the target; same tokenizer."""
+    """Return the folder of the embedded draft model, which is distilled from the target and has the same tokenizer."""
     return _HERE / "draft"
 
 
 def embedded_medusa() -> Path:
-    """Folder of the Medusa heads for the embedded target."""
+    """Return the folder of the Medusa heads for the embedded target."""
     return _HERE / "medusa"
 
 
 def embedded_eagle() -> Path:
-    """Folder of the EAGLE head for the embedded target."""
+    """Return the folder of the EAGLE head for the embedded target."""
     return _HERE / "eagle"

@@ -1,7 +1,7 @@
-"""The training text: Python's own standard library, read from wherever this interpreter keeps it.
+"""The training text: Python's standard library, read from the folder of the running interpreter.
 
-Knows files and splits; knows nothing of models. Whole modules, with their tests, are held out: nothing of
-them is ever trained on, so a completion of one of their functions is a completion of unseen code.
+This module handles files and splits, and knows no model. Whole modules and their tests are held out: they are never
+used for training, so completing one of their functions is a completion of unseen code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HELD_OUT = (
 )
 """Modules and packages kept for evaluation, together with every test file that names one of them."""
 
-# Tables and generated text teach a language model nothing about code.
+# Tables and generated text do not help a language model to learn code.
 _SKIPPED = ("site-packages", "encodings", "pydoc_data", "__pycache__", "lib2to3/tests/data", "test/cjkencodings")
 
 
@@ -46,7 +46,7 @@ class Corpus:
     held_out: tuple[Path, ...]
 
     def fingerprint(self) -> str:
-        """Hash of every training file's content: the same text, or not the same model."""
+        """Return a hash of all training files: if it differs, the trained model differs too."""
         digest = hashlib.sha256()
         for path in self.library + self.tests:
             digest.update(path.read_bytes())
@@ -54,12 +54,12 @@ class Corpus:
 
 
 def stdlib() -> Path:
-    """Folder of this interpreter's standard library."""
+    """Return the folder of this interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def find(root: Path | None = None) -> Corpus:
-    """Sort every readable source file of the standard library into its split."""
+    """Assign every readable source file of the standard library to its split."""
     root = root or stdlib()
     library, tests, held_out = [], [], []
     for path in sorted(root.rglob("*.py")):
@@ -83,9 +83,9 @@ def is_held_out(name: str) -> bool:
 
 
 def held_out_prompts(count: int, seed: int = 0) -> list[str]:
-    """Starts of functions from the held-out modules (tests excluded), cut after signature and docstring.
+    """Return starts of functions from the held-out modules (without tests), cut after signature and docstring.
 
-    Each prompt carries up to 600 characters of what stands before the function, as an editor would send.
+    Each prompt includes up to 600 characters of text before the function, as an editor would send.
     """
     root = stdlib()
     paths = [p for p in find().held_out if "test" not in p.relative_to(root).as_posix()]
@@ -107,7 +107,7 @@ def _function_starts(source: str) -> list[str]:
 
 
 def _whole_lines(text: str) -> str:
-    """Without the line that a cut began in the middle of."""
+    """Drop the first line, which may be incomplete after a cut."""
     return text[text.find("\n") + 1 :]
 
 
@@ -115,5 +115,5 @@ def _is_utf8(path: Path) -> bool:
     try:
         path.read_text("utf-8")
     except UnicodeDecodeError:
-        return False  # a few tests of the interpreter are deliberately no UTF-8
+        return False  # a few tests of the interpreter are deliberately not UTF-8
     return True

@@ -1,9 +1,9 @@
-"""Train Medusa heads and an EAGLE head for the embedded target: small drafts that read what it thinks.
+"""Train Medusa heads and an EAGLE head for the embedded target: small drafts that read the target's hidden states.
 
     python -m models.heads            # both, about 20 minutes on one core
 
-Both learn the frozen target's own law, from the same forward passes. They are stored in their published layouts, so
-that the engine loads them as it loads anyone's.
+Both learn the frozen target's own distribution from the same forward passes. They are stored in their published
+layouts, so the engine loads them in the same way as other people's heads.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from models.train import DRAFT, NUM_CONTINUATIONS, POLISH, TARGET, WORK, batches
 class HeadRecipe:
     """Shape and schedule of both heads."""
 
-    num_heads: int = 4  # Medusa's: one per draft
-    num_layers: int = 1  # residual blocks in each of them
-    unroll: int = 3  # EAGLE's passes over its own features, which is what it meets when it drafts
+    num_heads: int = 4  # of Medusa: one per draft
+    num_layers: int = 1  # residual blocks in each Medusa head
+    unroll: int = 3  # EAGLE's passes over its own features during training, because drafting feeds it its own features
     steps: int = 1600
     batch_tokens: int = 2048
     matrix_lr: float = 0.01  # Muon
     other_lr: float = 1e-3  # AdamW
-    decay: float = 0.8  # a deeper draft counts less: it is used only if all before it were right
+    decay: float = 0.8  # weight of each deeper draft, which is used only if all drafts before it were right
     feature_weight: float = 0.5
     seed: int = 23
 
@@ -51,7 +51,7 @@ HEADS = HeadRecipe()
 
 
 class Residual(nn.Module):
-    """x + SiLU(linear(x)); begins as the identity."""
+    """x + SiLU(linear(x)); starts as the identity."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -60,24 +60,24 @@ class Residual(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., hidden]` to the same."""
+        """Map `[..., hidden]` to the same shape."""
         return x + F.silu(self.linear(x))
 
 
 class Medusa(nn.ModuleList):
-    """Head i guesses the token i + 2 places on (Cai et al. 2024, arXiv 2401.10774); the output matrix is shared."""
+    """Head i predicts the token i + 2 positions on (Cai et al. 2024, arXiv 2401.10774). Heads share the output matrix."""
 
     def __init__(self, recipe: HeadRecipe, hidden: int) -> None:
         heads = range(recipe.num_heads)
         super().__init__(nn.Sequential(*[Residual(hidden) for _ in range(recipe.num_layers)]) for _ in heads)
 
     def losses(self, seen: Seen, matrix: Tensor) -> Iterator[Tensor]:
-        """One per head: `features[t]` must give the law at t + 1 + i."""
+        """Yield one loss per head: head i must predict from `features[t]` the distribution at t + 1 + i."""
         for i, head in enumerate(self, start=1):
             yield seen.divergence(head(seen.features[:, :-i]) @ matrix.T, ahead=i)
 
     def config(self, recipe: HeadRecipe, target: LlamaConfig) -> dict[str, object]:
-        """What the published folders say."""
+        """Return the config in the published format."""
         return {
             "medusa_num_heads": recipe.num_heads,
             "medusa_num_layers": recipe.num_layers,
@@ -87,7 +87,7 @@ class Medusa(nn.ModuleList):
 
 
 class Eagle(nn.Module):
-    """One layer that continues the target's features (Li et al. 2024, arXiv 2401.15077)."""
+    """One layer that predicts the target's next features (Li et al. 2024, arXiv 2401.15077)."""
 
     def __init__(self, target: LlamaConfig) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Eagle(nn.Module):
                 nn.init.normal_(parameter, std=0.02 if "layers" in name else target.hidden_size**-0.5)
 
     def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """(feature of t, embedding of token t + 1), `[batch, length, hidden]` each -> feature of t + 1."""
+        """Map (feature of t, embedding of token t + 1), `[batch, length, hidden]` each, to the feature of t + 1."""
         x = self.fc(torch.cat([embedded, features], -1))
         positions = torch.arange(x.shape[1])[None]
         out = self.layers[0](x, position_embeddings=self.rotary(x, positions), position_ids=positions)
@@ -110,7 +110,7 @@ class Eagle(nn.Module):
         return out
 
     def losses(self, seen: Seen, matrix: Tensor, unroll: int, feature_weight: float) -> Iterator[Tensor]:
-        """One per pass: the first continues the target's features, each further one its own."""
+        """Yield one loss per pass: the first continues the target's features, each later one the predicted features."""
         fed = seen.features
         for _ in range(unroll):
             made = self(fed, seen.embedded)
@@ -121,29 +121,29 @@ class Eagle(nn.Module):
 
 @dataclass(frozen=True)
 class Seen:
-    """What the target makes of windows `[batch, length + 1]`."""
+    """The target's results for windows `[batch, length + 1]`."""
 
     features: Tensor  # [batch, length, hidden], after the final norm
-    law: Tensor  # [batch, length, vocab], log probabilities of the token after each
-    embedded: Tensor  # [batch, length, hidden], of the token after each
+    law: Tensor  # [batch, length, vocab], log-probabilities of the token after each position
+    embedded: Tensor  # [batch, length, hidden], of the token after each position
 
     @classmethod
     @torch.no_grad()
     def of(cls, target: LlamaForCausalLM, windows: Tensor) -> Seen:
-        """One pass of the frozen target."""
+        """Run one pass of the frozen target."""
         features = target.model(input_ids=windows[:, :-1], use_cache=False).last_hidden_state
         return cls(
             features, target.lm_head(features).float().log_softmax(-1), target.model.embed_tokens(windows[:, 1:])
         )
 
     def divergence(self, logits: Tensor, ahead: int) -> Tensor:
-        """Mean KL(target || head) in nats; `logits[:, t]` speaks of the law at t + `ahead`."""
+        """Return mean KL(target || head) in nats; `logits[:, t]` predicts the distribution at t + `ahead`."""
         wanted, got = self.law[:, ahead:].flatten(0, 1), logits.float().log_softmax(-1).flatten(0, 1)
         return F.kl_div(got, wanted, reduction="batchmean", log_target=True)
 
 
 def train(recipe: HeadRecipe, target: LlamaForCausalLM, data: Iterator[tuple[int, Tensor]]) -> tuple[Medusa, Eagle]:
-    """Both heads at once; the target's pass is the larger part of the cost."""
+    """Train both kinds of head at once, because the target's pass is the larger part of the cost."""
     torch.manual_seed(recipe.seed)
     medusa, eagle = Medusa(recipe, target.config.hidden_size), Eagle(target.config)
     step_of = _optimiser(recipe, [*medusa.parameters(), *eagle.parameters()])
@@ -162,7 +162,7 @@ def train(recipe: HeadRecipe, target: LlamaForCausalLM, data: Iterator[tuple[int
 
 
 def _optimiser(recipe: HeadRecipe, parameters: list[nn.Parameter]) -> Callable[[int], None]:
-    """A step of Muon for matrices and AdamW for the rest: warm up, hold, fall to zero over the last 60 %."""
+    """Return a step of Muon for matrices and AdamW for the rest: warm up, hold, fall to zero over the last 60 %."""
     groups = [[p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]]
     rates = (recipe.matrix_lr, recipe.other_lr)
     optimisers: list[torch.optim.Optimizer] = [
@@ -182,7 +182,7 @@ def _optimiser(recipe: HeadRecipe, parameters: list[nn.Parameter]) -> Callable[[
 
 
 def lessons(recipe: HeadRecipe, target: LlamaForCausalLM) -> Iterator[tuple[int, Tensor]]:
-    """Of four steps one is of the corpus, one of repeats, two of what the target wrote: as the draft was polished."""
+    """Of four steps, one uses the corpus, one repeats, two the target's own text, as in the last stage of the draft."""
     tokenizer = Tokenizer.from_file(str(embedded_target() / "tokenizer.json"))
     stream = token_stream(tokenizer, corpus.find(), seed=TARGET.seed)
     cache = WORK / "continuations.safetensors"
@@ -193,7 +193,7 @@ def lessons(recipe: HeadRecipe, target: LlamaForCausalLM) -> Iterator[tuple[int,
 
 
 def export(head: nn.Module, config: dict[str, object], out: Path) -> None:
-    """bf16 safetensors and a config.json."""
+    """Write bf16 safetensors and a config.json."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {name: p.detach().bfloat16().contiguous() for name, p in head.named_parameters()}
     save_file(weights, out / "model.safetensors", {"format": "pt"})
@@ -201,7 +201,7 @@ def export(head: nn.Module, config: dict[str, object], out: Path) -> None:
 
 
 def main() -> None:
-    """Train and write both."""
+    """Train and write both kinds of head."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=HEADS.steps)

@@ -1,10 +1,10 @@
-"""What the draft is taught beyond the corpus: to copy, and what the target itself writes.
+"""Training data of the draft beyond the corpus: repeated text, and text that the target generated.
 
-Distilled on the corpus alone, two layers did not learn to copy what stood before (Olsson et al. 2022, "In-context
-learning and induction heads", arXiv 2209.11895): of its guesses at K=4 36 % were kept, where looking the last two
-tokens up in the text is right 87 % of the time. On text that repeats itself the ability comes within 300 steps. And a
-draft is judged on what the target writes, not on people's text: on-policy data (Zhou et al. 2023, "DistillSpec",
-arXiv 2310.08461).
+Distilled on the corpus alone, a draft of two layers did not learn to copy earlier text (Olsson et al. 2022, "In-context
+learning and induction heads", arXiv 2209.11895). The target accepted 36 % of its drafts at K=4. Looking up the last two
+tokens in the text is right 87 % of the time. With repetitive text in the training data, the draft learns to copy
+within 300 steps. Also, a draft must predict what the target writes, not what people write, so it needs
+on-policy data (Zhou et al. 2023, "DistillSpec", arXiv 2310.08461).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rich.progress import track
 from safetensors.numpy import load_file, save_file
 from transformers import LlamaForCausalLM
 
-PROMPT, LENGTH = 96, 192  # tokens: a window is a piece of training text and what the target makes of it
+PROMPT, LENGTH = 96, 192  # tokens; a window is PROMPT tokens of training text and the target's continuation
 BATCH = 256
 REPEAT = 256
 
 
 def continuations(target: LlamaForCausalLM, stream: np.ndarray, count: int, seed: int, cache: Path) -> np.ndarray:
-    """`count` windows int64 `[count, LENGTH]`, three quarters continued greedily, one at temperature 0.8."""
+    """Return `count` windows int64 `[count, LENGTH]`: 75 % continued greedily, 25 % at temperature 0.8."""
     if cache.exists():
         return load_file(cache)["windows"].astype(np.int64)
     rng = np.random.default_rng((seed, PROMPT))
@@ -52,7 +52,7 @@ def _continue(target: LlamaForCausalLM, prompts: np.ndarray, sampled: bool) -> n
 
 
 def repeats(stream: np.ndarray, batch_tokens: int, steps: range, seed: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Windows `[batch, REPEAT + 1]` of one piece of 8 to 79 tokens over and over; a step's depend on the step alone."""
+    """Yield windows `[batch, REPEAT + 1]`, each a repeated piece of 8 to 79 tokens; they depend only on the step."""
     for step in steps:
         rng = np.random.default_rng((seed, step, 2))
         yield step, torch.from_numpy(np.stack([_repeat(stream, rng) for _ in range(batch_tokens // REPEAT)]))
@@ -71,7 +71,7 @@ def mixed(
     batch_tokens: int,
     seed: int,
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Of four steps one is of the corpus, one of repeats, two of `windows`; a step's data depends on the step alone."""
+    """Of four steps, one uses the corpus, one repeats, two `windows`; the data of a step depends only on the step."""
     for (step, text), (_, repeated) in zip(corpus, copying, strict=True):
         rng = np.random.default_rng((seed, step, 1))
         chosen = rng.integers(0, len(windows), batch_tokens // LENGTH)

@@ -1,4 +1,4 @@
-"""The embedded pair's tokenizer, and the corpus as tokens. Knows no model."""
+"""The embedded pair's tokenizer, and the corpus as tokens. This module knows no model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from models import corpus
 
-END = "<|endoftext|>"  # between files; also what the models were taught to stop at
+END = "<|endoftext|>"  # between files; the models are trained to stop at it
 VOCAB = 2048
-# A newline travels with its indentation, a word with its space; digits stand alone.
+# A newline is joined with the indentation after it, a word with the space before it; each digit is a separate token.
 SPLIT = r"\n *| ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+|\s+"
 
 
 def train_tokenizer(files: Iterable[Path], out: Path, max_length: int) -> Tokenizer:
-    """Byte-level BPE, so that any text has tokens and no token is unknown."""
+    """Train a byte-level BPE tokenizer, which can encode any text and needs no unknown token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -43,12 +43,12 @@ def train_tokenizer(files: Iterable[Path], out: Path, max_length: int) -> Tokeni
 
 
 def token_stream(tokenizer: Tokenizer, text: corpus.Corpus, seed: int) -> np.ndarray:
-    """One long int32 array: library files twice, tests once, in shuffled order, `END` before each file."""
+    """Return one long int32 array: library files twice, tests once, in shuffled order, `END` before each file."""
     files = [*text.library, *text.library, *text.tests]
     random.Random(seed).shuffle(files)  # noqa: S311 - data order, no secret
     return np.concatenate([encode(tokenizer, path) for path in files])
 
 
 def encode(tokenizer: Tokenizer, path: Path) -> np.ndarray:
-    """A file's tokens, `END` before them: int32."""
+    """Return a file's tokens as int32, with `END` before them."""
     return np.array([0, *tokenizer.encode(path.read_text("utf-8")).ids], dtype=np.int32)

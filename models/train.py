@@ -3,7 +3,7 @@
     python -m models.train            # everything, about 90 minutes on two cores
     python -m models.train --stage draft
 
-Deterministic for one machine, torch version and standard library: data order is a function of the step.
+Deterministic for one machine, torch version and standard library, because the data order depends only on the step.
 Resumable: a stopped run continues from its last checkpoint under `models/.train/`.
 """
 
@@ -43,15 +43,15 @@ class Recipe:
     kv_heads: int
     steps: int
     batch_tokens: int = 4096
-    short: int = 512  # context length of most of the training
-    long: int = 1024  # context length of the last fifth, so that positions up to here are known
+    short: int = 512  # context length during most of the training
+    long: int = 1024  # context length during the last fifth, so that the model learns positions up to this one
     matrix_lr: float = 0.02  # Muon
     other_lr: float = 2e-3  # AdamW: embeddings and norms
     warmup: int = 50
     seed: int = 17
 
     def config(self) -> LlamaConfig:
-        """The transformers config of this shape."""
+        """Return the transformers config of this shape."""
         return LlamaConfig(
             vocab_size=VOCAB,
             hidden_size=self.hidden,
@@ -68,18 +68,18 @@ class Recipe:
         )
 
     def length_at(self, step: int) -> int:
-        """Context length of this step's windows."""
+        """Return the context length of this step's windows."""
         return self.short if step < 0.8 * self.steps else self.long
 
     def lr_scale(self, step: int) -> float:
-        """Warm up, hold, then fall linearly to zero over the last 60 % (trapezoid)."""
+        """Return the learning rate factor: warm up, hold, then fall linearly to zero over the last 60 % (trapezoid)."""
         return min(1.0, (step + 1) / self.warmup, (self.steps - step) / (0.6 * self.steps))
 
 
 TARGET = Recipe(hidden=256, ffn=640, layers=10, heads=4, kv_heads=2, steps=3300)
 DRAFT = Recipe(hidden=192, ffn=512, layers=2, heads=3, kv_heads=1, steps=2000)
 COPY = replace(DRAFT, steps=600)  # the draft learns to copy
-POLISH = replace(DRAFT, steps=1400, matrix_lr=0.015, other_lr=1e-3)  # and then from what the target writes
+POLISH = replace(DRAFT, steps=1400, matrix_lr=0.015, other_lr=1e-3)  # then it learns from the target's text
 NUM_CONTINUATIONS = 4096
 
 
@@ -87,7 +87,7 @@ NUM_CONTINUATIONS = 4096
 
 
 def batches(stream: np.ndarray, recipe: Recipe, first: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (step, windows `[batch, length + 1]`) from step `first` on; a step's data depends on the step alone."""
+    """Yield (step, windows `[batch, length + 1]`) from step `first` on; the data of a step depends only on the step."""
     for step in range(first, recipe.steps):
         length = recipe.length_at(step)
         rng = np.random.default_rng((recipe.seed, step))
@@ -101,12 +101,12 @@ Loss = Callable[[LlamaForCausalLM, torch.Tensor], torch.Tensor]
 
 
 def next_token_loss(model: LlamaForCausalLM, windows: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats per token; windows `[batch, length + 1]`."""
+    """Return mean cross-entropy in nats per token; windows `[batch, length + 1]`."""
     return F.cross_entropy(_logits(model, windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
 def distillation_loss(teacher: LlamaForCausalLM) -> Loss:
-    """KL(target || draft) at every position: the draft learns the target's law, not the text's."""
+    """KL(target || draft) at every position: the draft learns the target's distribution, not that of the text."""
 
     def loss(model: LlamaForCausalLM, windows: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -179,7 +179,7 @@ class Trainer:
         (self.folder / "step.json").write_text(json.dumps({"step": self.step, "recipe": asdict(self.recipe)}))
 
     def load(self) -> None:
-        """Continue the run in `folder`; a recipe other than the one it was started with is an error."""
+        """Continue the run in `folder`; raise an error if it was started with another recipe."""
         saved = json.loads((self.folder / "step.json").read_text())
         if saved["recipe"] != asdict(self.recipe):
             raise ValueError(f"{self.folder} was started with another recipe: remove it to start again")
@@ -209,7 +209,7 @@ def _progress(name: str) -> Progress:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, tokenizer: Tokenizer, text: corpus.Corpus, windows: int = 200) -> float:
-    """Cross-entropy in nats per token over windows of 512 tokens from the held-out modules."""
+    """Return the cross-entropy in nats per token over windows of 512 tokens from the held-out modules."""
     stream = np.concatenate([encode(tokenizer, path) for path in text.held_out])
     recipe = replace(TARGET, steps=windows, batch_tokens=512, seed=1, long=512)
     losses = [next_token_loss(model, rows).item() for _, rows in batches(stream, recipe, 0)]
@@ -217,7 +217,7 @@ def held_out_loss(model: LlamaForCausalLM, tokenizer: Tokenizer, text: corpus.Co
 
 
 def polish(teacher: LlamaForCausalLM, stream: np.ndarray, draft: Path) -> LlamaForCausalLM:
-    """Go on with the trained `draft`, mostly on text that the target wrote."""
+    """Continue training the `draft`, mostly on text that the target wrote."""
     cache = WORK / "continuations.safetensors"
     windows = continuations(copy.deepcopy(teacher), stream, NUM_CONTINUATIONS, POLISH.seed, cache)
     trainer = Trainer("polish", POLISH, start_from=draft)
@@ -240,7 +240,7 @@ def export(model: LlamaForCausalLM, out: Path, tokenizer_from: Path) -> None:
 
 
 def main() -> None:
-    """Run the stages that are asked for."""
+    """Run the requested stages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--stage", choices=("all", "tokenizer", "target", "draft", "copy", "polish"), default="all")
     parser.add_argument("--threads", type=int, default=2)

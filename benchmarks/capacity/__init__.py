@@ -1,1 +1,1 @@
-"""Predictions of a server under load, from a table of measured step costs and a simulated clock."""
+"""Predicts the performance of a server under load from measured step costs and a simulated clock."""

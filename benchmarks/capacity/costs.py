@@ -1,4 +1,4 @@
-"""What steps of an engine cost, measured once and kept as a table. Knows no arrival and no clock but the engine's."""
+"""The costs of an engine's steps, measured once and stored as a table. Knows no arrivals and no simulated clock."""
 
 from __future__ import annotations
 
@@ -21,62 +21,62 @@ from engine.stats import Stopwatch
 from engine.target_pass import TargetPass, Verified
 from engine.types import Request
 
-PROMPT, OUTPUT = (20, 120), (16, 64)  # tokens: what the engine is fed with while it is measured
+PROMPT, OUTPUT = (20, 120), (16, 64)  # tokens of the requests that the engine gets while it is measured
 BATCHES = (1, 2, 4, 8, 16, 32, 48, 64)
-_RIDGE = 1e-4  # of the fit: what was never seen is believed to cost nothing
+_RIDGE = 1e-4  # of the fit: a kind of work that was never observed gets cost zero
 _SWEEPS = 400  # of the fit
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One step as it was: what the target was fed, who was asked for drafts, and what both took."""
+    """One observed step: the input of the target, the number of drafts, and the time that both took."""
 
     sequences: int
     rows: int
-    contexts: int  # tokens with K/V, of all sequences
-    asked: int  # sequences that were to have drafts
+    contexts: int  # tokens with K/V, summed over all sequences
+    asked: int  # sequences for which drafts were requested
     drafted: int
-    tried: int  # drafts that were looked at before one was dropped, that one too
+    tried: int  # drafts that were verified until the first rejection, including the rejected one
     accepted: int
     propose_seconds: float
-    seconds: float  # all of it
+    seconds: float  # of the whole step
 
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Prices per unit of work, in seconds, and what the network adds; `acceptance` is the chance of the next draft."""
+    """Costs per unit of work, in seconds, and overheads of the server; `acceptance` is the probability of the next draft."""
 
-    target: tuple[float, ...]  # of the quantities that `engine.control.cost_model` counts
-    draft: tuple[float, float, float]  # of asking at all, of a sequence asked, of a draft
+    target: tuple[float, ...]  # per unit of the quantities that `engine.control.cost_model` counts
+    draft: tuple[float, float, float]  # per drafting call, per sequence in it, per draft
     acceptance: float
     step_overhead: float = 0.0  # between two steps of a server
-    token_overhead: float = 0.0  # the same, per sequence that got tokens
+    token_overhead: float = 0.0  # between two steps, per sequence that received tokens
 
     def target_seconds(self, sequences: int, rows: int, contexts: float) -> float:
-        """Of one pass and everything else in a step but drafting."""
+        """Return the seconds of one pass and the rest of a step, without drafting."""
         return float(_work(sequences, rows, contexts) @ np.array(self.target))
 
     def draft_seconds(self, asked: int, drafted: int) -> float:
-        """Of drafting."""
+        """Return the seconds of drafting."""
         return float(np.array([1.0, asked, drafted]) @ np.array(self.draft)) if asked else 0.0
 
     def between(self, num_events: int) -> float:
-        """From the end of a step to the beginning of the next."""
+        """Return the seconds from the end of a step to the beginning of the next."""
         return self.step_overhead + num_events * self.token_overhead
 
     def save(self, path: Path) -> None:
-        """As JSON."""
+        """Write the table as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
 
     @classmethod
     def load(cls, path: Path) -> CostTable:
-        """As saved."""
+        """Read a table that `save` wrote."""
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))
         return cls(tuple(found.pop("target")), tuple(found.pop("draft")), **found)
 
     @classmethod
     def fit(cls, steps: Seq[Observed]) -> CostTable:
-        """Prices, none of them negative, that explain the steps best, each in proportion to what it took."""
+        """Fit non-negative costs that best explain the steps, with errors relative to each step's time."""
         works = np.array([_work(s.sequences, s.rows, s.contexts) for s in steps])
         target = _fit(works, np.array([s.seconds - s.propose_seconds for s in steps]))
         drafting = [s for s in steps if s.asked]
@@ -91,7 +91,7 @@ def _work(sequences: int, rows: int, contexts: float) -> np.ndarray[Any, np.dtyp
 
 
 def _fit(works: np.ndarray[Any, Any], seconds: np.ndarray[Any, Any]) -> list[float]:
-    """Coordinate descent on relative errors, from nothing."""
+    """Minimise relative errors by coordinate descent, starting at zero."""
     scaled, wanted = works / seconds[:, None], np.ones(len(seconds))
     information = scaled.T @ scaled + _RIDGE * np.diag((scaled**2).sum(0) + 1e-30)
     moments, values = scaled.T @ wanted, np.zeros(works.shape[1])
@@ -103,12 +103,12 @@ def _fit(works: np.ndarray[Any, Any], seconds: np.ndarray[Any, Any]) -> list[flo
 
 
 class _Recorder(TargetPass):
-    """The engine's passes, with a note of what each was fed."""
+    """A target pass that records the size of each input."""
 
     notes: list[dict[str, int]]
 
     def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Verified:
-        """As before."""
+        """Run the pass unchanged and record its input and outcome."""
         contexts = sum(len(work.sequence.tokens) for work in plan.works)
         decided = super().run(plan, proposal, watch)
         rounds = [(len(f.drafts), o.num_accepted) for f, o in zip(decided.fed, decided.outcomes, strict=True)]
@@ -128,8 +128,8 @@ class _Recorder(TargetPass):
 
 
 def observe(engine: Engine, prompts: Seq[tuple[int, ...]], seconds: float) -> list[Observed]:
-    """Run an idle engine with batches of all sizes, each for a share of the time; every step that fed something."""
-    passes = engine._target_pass  # noqa: SLF001  # measured from outside: the engine has no use for this
+    """Run an idle engine with batches of all sizes, each for an equal share of the time, and return every step."""
+    passes = engine._target_pass  # noqa: SLF001  # measured from outside: the engine itself has no use for this
     passes.__class__, passes.notes = _Recorder, []  # type: ignore[attr-defined]
     found, draw = list[Observed](), random.Random(1)  # noqa: S311
     for batch in BATCHES:
@@ -146,7 +146,7 @@ def observe(engine: Engine, prompts: Seq[tuple[int, ...]], seconds: float) -> li
 
 
 def _add(engine: Engine, prompt: tuple[int, ...], draw: random.Random) -> None:
-    """Salted, so that none finds what another has fed."""
+    """Add a request with its own salt, so that it finds nothing in the prefix cache."""
     name, length = f"cost-{draw.getrandbits(64)}", draw.randint(*PROMPT)
     sampling = SamplingParams(max_tokens=draw.randint(*OUTPUT), ignore_eos=True)
     engine.add(Request(request_id=name, token_ids=prompt[:length], sampling=sampling, cache_salt=name))

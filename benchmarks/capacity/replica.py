@@ -1,7 +1,7 @@
-"""A server without a model and without time: the engine's own step, scheduler, control and queue, on a cost table.
+"""A simulated server without a model: the real scheduler, control, queue and engine step, on a virtual clock.
 
-What a pass costs is looked up, what a draft brings is drawn, and the clock is a number. Everything that decides is
-the code that serves.
+The cost of a pass comes from a cost table, the acceptance of drafts is random, and the clock is a number. All code that
+makes decisions is the code of the real server.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ TOKEN = 1
 
 @dataclass(slots=True)
 class VirtualClock:
-    """Seconds that pass when somebody says so."""
+    """A clock that advances only when its value is set."""
 
     now: float = 0.0
 
     def __call__(self) -> float:
-        """Now."""
         return self.now
 
 
 class _Drafts:
-    """Guesses that cost what the table says; whether they are right is drawn when they are judged."""
+    """A proposer with costs from the table; whether its drafts are accepted is drawn during verification."""
 
     uses_draft_kv = shares_draft_kv = False
 
@@ -54,19 +53,19 @@ class _Drafts:
         self._costs, self._clock = costs, clock
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        """As many as were asked for."""
+        """Return as many drafts as requested."""
         self._clock.now += self._costs.draft_seconds(len(sequences), sum(k_each))
         return Proposal.certain([(TOKEN,) * k for k in k_each])
 
 
 class _Passes:
-    """Stands where the target's passes do."""
+    """A replacement for the target's passes."""
 
     def __init__(self, costs: CostTable, clock: VirtualClock, random: Random) -> None:
         self._costs, self._clock, self._random = costs, clock, random
 
     def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Verified:
-        """Feed everybody, for the time that it takes."""
+        """Feed all sequences and advance the clock by the cost of the pass."""
         with watch.phase("forward"):
             rows = sum(len(work.span) for work in plan.works) + sum(map(len, proposal.tokens))
             contexts = sum(len(work.sequence.tokens) for work in plan.works)
@@ -87,11 +86,11 @@ class _Passes:
 
 @dataclass(slots=True)
 class Served:
-    """One request that was taken, in seconds of the virtual clock."""
+    """One admitted request, in seconds of the virtual clock."""
 
     arrived: float
     prompt: int
-    tokens: int  # that it will have
+    tokens: int  # the output length
     timeline: Timeline = field(init=False)
     done: int = 0
 
@@ -100,12 +99,12 @@ class Served:
 
 
 class SimulatedReplica:
-    """One server: arrivals are offered in the order of time, and it steps as long as it has work before them."""
+    """One server. Arrivals are offered in order of time, and the server steps while it has work before the next one."""
 
     def __init__(self, costs: CostTable, config: EngineConfig, queue: AdmissionQueue, random: Random) -> None:
         self.clock, self._costs, self._config = VirtualClock(), costs, config
         self.queue, self.estimates = queue, Estimates()
-        self.served: list[Served] = []  # that are over
+        self.served: list[Served] = []  # completed requests
         self.refused = 0
         self.busy = 0.0
         self._live: dict[str, Served] = {}
@@ -114,11 +113,11 @@ class SimulatedReplica:
 
     @property
     def load(self) -> int:
-        """Requests that run or wait."""
+        """Return the number of running and waiting requests."""
         return len(self._live)
 
     def offer(self, arrived: float, prompt: int, tokens: int) -> bool:
-        """A request that comes now, as the driver takes one; whether it was taken."""
+        """Offer a request that arrives now, as the driver would; return whether it was admitted."""
         self.run_until(arrived)
         self.clock.now = max(self.clock.now, arrived)
         self._number += 1
@@ -140,7 +139,7 @@ class SimulatedReplica:
         return self.estimates.outlook(len(self.queue) - free, left)
 
     def run_until(self, moment: float) -> None:
-        """Step until then, or until there is nothing to do."""
+        """Step until this moment, or until there is no work."""
         while self.clock.now < moment and (self.queue or self.engine.has_work):
             start = self.clock.now
             self._step()

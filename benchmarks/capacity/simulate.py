@@ -1,7 +1,7 @@
-"""Predict how servers do under load, from what their steps cost; and check that against a server.
+"""Predict the performance of servers under load from the costs of their steps, and compare with a real server.
 
-python -m benchmarks.capacity.simulate check    measure costs, predict, measure through gRPC, compare; keeps the costs
-python -m benchmarks.capacity.simulate scale    from kept costs: queue bounds, batch sizes, replicas and their balancing
+python -m benchmarks.capacity.simulate check    measure costs, predict, measure through gRPC, compare; stores the costs
+python -m benchmarks.capacity.simulate scale    from stored costs: queue bounds, batch sizes, replicas, load balancing
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from engine.engine import Engine
 
 COSTS = Path("docs/benchmarks/service/costs.json")
-NEAR = 0.15  # how far a prediction may be off
+NEAR = 0.15  # maximum relative error of a prediction
 _CALLERS = (16, 64)
 _SERVED = ServerConfig.load(["--threads", "1", *SCREEN])
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """A request as the engine sees it: seconds and tokens."""
+    """A request as the engine sees it: its arrival in seconds, and its lengths in tokens."""
 
     moment: float
     prompt: int
@@ -49,7 +49,7 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What became of many."""
+    """The predicted results of many requests."""
 
     served: Sequence[Served]
     refused: int
@@ -57,32 +57,32 @@ class Forecast:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all replicas."""
+        """Return tokens per second of all replicas."""
         return sum(s.done for s in self.served) / self.seconds
 
     @property
     def per_second(self) -> float:
-        """Requests served."""
+        """Return requests served per second."""
         return len(self.served) / self.seconds
 
     @property
     def refused_share(self) -> float:
-        """Of all that came."""
+        """Return the share of refused requests."""
         return self.refused / max(1, self.refused + len(self.served))
 
     @property
     def first_token(self) -> dict[str, float]:
-        """Levels of the time to first token."""
+        """Return percentiles of the time to first token."""
         return levels(s.timeline.first_token - s.arrived for s in self.served if s.timeline.first_token is not None)
 
     @property
     def total(self) -> float:
-        """Mean seconds from arrival to end."""
+        """Return mean seconds from arrival to end."""
         return statistics.fmean(s.timeline.ended - s.arrived for s in self.served if s.timeline.ended is not None)
 
     @property
     def per_token(self) -> float:
-        """Median seconds per token after the first."""
+        """Return median seconds per token after the first."""
         return statistics.median(
             (s.timeline.last_token - s.timeline.first_token) / (s.done - 1)
             for s in self.served
@@ -94,17 +94,17 @@ Route = Callable[[Sequence[SimulatedReplica], int, Random], SimulatedReplica]
 
 
 def at_random(replicas: Sequence[SimulatedReplica], _number: int, random: Random) -> SimulatedReplica:
-    """What many callers with a round robin each come to."""
+    """Choose a replica at random, which is the effect of many callers with a round robin each."""
     return random.choice(replicas)
 
 
 def in_turn(replicas: Sequence[SimulatedReplica], number: int, _random: Random) -> SimulatedReplica:
-    """One caller's round robin."""
+    """Choose replicas in turn, as one caller's round robin does."""
     return replicas[number % len(replicas)]
 
 
 def better_of_two(replicas: Sequence[SimulatedReplica], _number: int, random: Random) -> SimulatedReplica:
-    """Two at random, and of these the one with less to do."""
+    """Draw two replicas at random and choose the one with fewer requests."""
     return min(random.choice(replicas), random.choice(replicas), key=lambda replica: replica.load)
 
 
@@ -118,7 +118,7 @@ def forecast(
     batch: int = _SERVED.max_batch_size,
     num_draft: int = _SERVED.num_draft_tokens,
 ) -> Forecast:
-    """Offer all of it, in order, to so many servers, and let them finish."""
+    """Offer all requests in order to the simulated servers, and let the servers finish."""
     tokens = max(batch, _SERVED.max_batch_tokens)
     config = EngineConfig.model_validate(
         {"target": "none", "max_batch_size": batch, "max_batch_tokens": tokens, "num_draft_tokens": num_draft}
@@ -144,7 +144,7 @@ def forecast(
 
 
 def drawn(rate: float, seconds: float, prompts: Sequence[int]) -> list[SimulatedRequest]:
-    """What the driver's workload `long_outputs` asks, its prompts' lengths drawn from those of real ones."""
+    """Draw requests of the workload `long_outputs`, with prompt lengths drawn from real ones."""
     random = Random(SEED)  # noqa: S311
     moments = list(Arrivals(rate).times(seconds, random))
     return [
@@ -157,7 +157,7 @@ def drawn(rate: float, seconds: float, prompts: Sequence[int]) -> list[Simulated
 
 
 def measure_costs(model: ServedModel, seconds: float) -> CostTable:
-    """Of the engine alone, on prompts of the workload."""
+    """Measure the costs of the engine alone, on prompts of the workload."""
     assert model.codec is not None, "the embedded pair has a tokenizer"
     random = Random(SEED)  # noqa: S311
     prompts = [tuple(model.codec.encode(long_outputs(random).prompt * 3)) for _ in range(64)]
@@ -165,7 +165,7 @@ def measure_costs(model: ServedModel, seconds: float) -> CostTable:
 
 
 async def with_network(costs: CostTable, site: Site, seconds: float) -> CostTable:
-    """The same, and what a server adds: read from its own metrics, with few callers and with many."""
+    """Add the server's overheads to the costs, from its own metrics with few callers and with many."""
     gaps = []
     for callers in _CALLERS:
         before = await asyncio.to_thread(site.server.metrics)
@@ -182,7 +182,7 @@ async def with_network(costs: CostTable, site: Site, seconds: float) -> CostTabl
 
 
 def asked_of(site_rate: float, seconds: float, encode: Callable[[str], Sequence[int]]) -> list[SimulatedRequest]:
-    """Exactly what `Site.open` sends at this rate."""
+    """Return exactly the requests that `Site.open` sends at this rate."""
     random = Random(SEED)  # noqa: S311
     moments = list(Arrivals(site_rate).times(seconds, random))
     asks: list[Ask] = [long_outputs(random) for _ in moments]
@@ -191,7 +191,7 @@ def asked_of(site_rate: float, seconds: float, encode: Callable[[str], Sequence[
 
 
 def compare(phase: Phase, found: Forecast) -> Iterator[tuple[str, float, float]]:
-    """Name, measured, predicted."""
+    """Yield (name, measured, predicted)."""
     summary = phase.summary
     yield "tokens/s", summary.tokens_per_second, found.tokens_per_second
     yield "requests served/s", summary.served / summary.seconds, found.per_second
@@ -209,7 +209,7 @@ def _short(value: float) -> str:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Measure, predict, measure again, compare."""
+    """Measure costs, predict, measure the real server, and compare."""
     model = ServedModel.load(_SERVED.engine(), lambda stage: print(stage, file=sys.stderr))
     assert model.codec is not None, "the embedded pair has a tokenizer"
     costs = measure_costs(model, options.seconds)
@@ -232,11 +232,11 @@ def check(options: argparse.Namespace) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- scale
 
-_PROMPTS = (20, 35, 50, 65, 90, 150)  # tokens, about as the workload has them
+_PROMPTS = (20, 35, 50, 65, 90, 150)  # tokens, similar to the workload's prompts
 
 
 def scale(options: argparse.Namespace) -> None:
-    """Tables of what would be, from the kept costs."""
+    """Print tables of predictions from the stored costs."""
     costs = CostTable.load(COSTS)
     full = forecast(costs, drawn(60.0, options.seconds, _PROMPTS))
     capacity = full.per_second
@@ -268,7 +268,7 @@ def _row(name: str, found: Forecast, more: str = "") -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """One of the two."""
+    """Run one of the two commands."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.capacity.simulate",
         description=__doc__,

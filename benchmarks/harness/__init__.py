@@ -1,1 +1,1 @@
-"""What all benchmarks share: synthetic pairs, replayed drafts, turns, timing, the machine and the report."""
+"""Shared code of all benchmarks: synthetic pairs, replayed drafts, turns, timing, machine data and the report."""

@@ -1,6 +1,6 @@
-"""An engine's options where there is no pydantic, as on a GPU machine with its own Python: the same names and defaults.
+"""The engine's options without pydantic, for a GPU machine with its own Python: the same names and defaults.
 
-Nothing is checked here; `engine.config` is what people use. A test holds both lists against each other.
+Nothing is validated here; use `engine.config` otherwise. A test checks that both have the same options.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def options(target: str, **chosen: Any) -> EngineConfig:
-    """As `EngineConfig(target=target, **chosen)` would be."""
+    """Return the options with the attributes of `EngineConfig(target=target, **chosen)`."""
     unknown = chosen.keys() - DEFAULTS.keys()
     assert not unknown, f"no options: {unknown}"
     made = DEFAULTS | chosen | {"target": target}

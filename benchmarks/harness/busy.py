@@ -1,4 +1,4 @@
-"""Neighbours that keep cores busy while something is measured. Knows the standard library alone."""
+"""Neighbour processes that keep cores busy during a measurement. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def neighbours(count: int) -> Iterator[None]:
-    """So many processes that compute and never wait, for as long as this lasts.
+    """Run `count` processes that compute and never wait, until the context ends.
 
     Raises:
         ValueError: `count` is negative.

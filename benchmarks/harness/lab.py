@@ -1,4 +1,4 @@
-"""What all sections of `make bench` share: the options, the synthetic pair, engines, and what a section is."""
+"""Shared parts of all sections of `make bench`: the options, the synthetic pair, engines, and the class of a section."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.params import MAX_NUM_DRAFT
 
-Row = dict[str, Any]  # of a table: what JSON can hold
+Row = dict[str, Any]  # of a table; values that JSON supports
 
 
 @dataclass(frozen=True)
 class Section:
-    """One question: how it is measured, and how what was found is shown."""
+    """One question: how to measure it, and how to show the results."""
 
     name: str
     title: str
     measure: Callable[[Lab], list[Row]]
-    explain: str  # what the columns are
-    columns: Mapping[str, str]  # heading -> format of it, such as "{gain:.2f}"
-    plot: Callable[[Sequence[Row], Path], Sequence[str]] = lambda _rows, _folder: ()  # writes PNGs, names them
-    verdict: Callable[[Sequence[Row]], Sequence[str]] = lambda _rows: ()  # sentences over the table
-    page: str = "cpu"  # on which it is shown
-    subject: str | None = None  # what is measured, where that is not the synthetic pair
+    explain: str  # what the columns mean
+    columns: Mapping[str, str]  # heading -> format of its cells, such as "{gain:.2f}"
+    plot: Callable[[Sequence[Row], Path], Sequence[str]] = lambda _rows, _folder: ()  # writes PNGs, returns their names
+    verdict: Callable[[Sequence[Row]], Sequence[str]] = lambda _rows: ()  # sentences about the table
+    page: str = "cpu"  # the page that shows it
+    subject: str | None = None  # what is measured, if it is not the synthetic pair
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """How much is measured; the same for all sections, which take what concerns them."""
+    """The amount of measurements; the same for all sections, each of which reads the options it needs."""
 
     models: Path = Path("build/benchmarks")
     target: str = "1.1b"
@@ -62,7 +62,7 @@ class BenchOptions:
 
 @dataclass
 class Lab:
-    """Options, and what is made of them once."""
+    """The options, and objects that are created once from them."""
 
     options: BenchOptions
     tell: Callable[[str], None] = lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
@@ -70,14 +70,14 @@ class Lab:
 
     @cached_property
     def pair(self) -> SyntheticPair:
-        """On disk; the first time takes half a minute."""
+        """Return the pair on disk; creating it takes half a minute the first time."""
         wanted = self.options
         self.tell(f"weights of {wanted.target} and {wanted.draft} in {wanted.models}")
         return SyntheticPair.make(wanted.models, wanted.target, wanted.draft, wanted.agreement)
 
     @property
     def config(self) -> EngineConfig:
-        """Of our engine, as the server would have it; every section says what else it wants."""
+        """Return the configuration of our engine, as in the server; sections override what they need."""
         settings = {
             "target": str(int8_of(self.pair.target)),
             "draft": str(int8_of(self.pair.draft)),
@@ -91,23 +91,23 @@ class Lab:
 
     @cached_property
     def models(self) -> ReplayModels:
-        """In int8, loaded once."""
+        """Return the models in int8, loaded once."""
         return ReplayModels(self.config, self.script)
 
     def drafts(self, default: Sequence[int]) -> list[int]:
-        """The numbers of drafts to compare with plain decoding: those asked for, or the section's."""
+        """Return the numbers of drafts to compare with plain decoding: those of the options, or the section's default."""
         return [k for k in self.options.drafts or default if k]
 
     def engine(self, batch: int, context: int) -> Engine:
-        """For so many sequences with prompts of `context` tokens."""
+        """Return an engine for `batch` sequences with prompts of `context` tokens."""
         return self.models.engine(batch, min(POSITIONS, context + self.options.tokens + 32))
 
     def engines(self, batch: int, context: int, drafts: Sequence[int]) -> dict[str, Engine]:
-        """One for plain decoding, for each number of drafts (those asked for, or these), and for AUTO, named so."""
+        """Return engines by name: plain decoding, each number of drafts (of the options, or the given ones), and AUTO."""
         return {name: self.engine(batch, context) for name in ("0", *map(str, self.drafts(drafts)), AUTO)}
 
     def prompts(self, batch: int, context: int) -> list[tuple[int, ...]]:
-        """Their continuations are recorded for drafts to know."""
+        """Return prompts, after recording their continuations for the replayed drafts."""
         prompts = self.pair.rule.prompts(batch, context, seed=context)
         for prompt in prompts:
             self.script.record(prompt, self.pair.rule.text(prompt[-1], self.options.tokens))
@@ -122,9 +122,9 @@ class Lab:
         salt: str | None = None,
         most: int | None = None,
     ) -> Batch:
-        """Some requests before their first step: `most` tokens or as many as the options say.
+        """Return a batch before its first step, with at most `most` tokens, or as many as the options specify.
 
-        Drafts have this acceptance, which is that of whatever else is under way.
+        The acceptance `rate` of the drafts also applies to all other batches that are running.
         """
         self.script.rate = rate
         tokens = min(self.options.tokens, most or self.options.tokens)
@@ -139,18 +139,18 @@ class Lab:
         salt: str | None = None,
         most: int | None = None,
     ) -> Turn:
-        """A batch alone.
+        """Run one batch alone.
 
         Raises:
-            RuntimeError: the tokens are not the rule's.
+            RuntimeError: The tokens differ from the rule's.
         """
         return self.abreast({str(k): self.batch(engine, prompts, k, rate, salt, most)}, prompts)[str(k)]
 
     def abreast(self, batches: Mapping[str, Batch], prompts: Sequence[tuple[int, ...]]) -> dict[str, Turn]:
-        """Batches of the same prompts, each on an engine of its own.
+        """Run batches of the same prompts concurrently, each on its own engine.
 
         Raises:
-            RuntimeError: the tokens are not the rule's.
+            RuntimeError: The tokens differ from the rule's.
         """
         turns = abreast(batches)
         for name, turn in turns.items():
@@ -167,9 +167,9 @@ class Lab:
         salt: str | None = None,
         hopeless: float = 0.0,
     ) -> dict[str, list[Turn]]:
-        """Engines abreast, each named by its number of drafts, after a round that does not count.
+        """Run engines concurrently, each named by its number of drafts, after a round that is not counted.
 
-        Those whose speed in that one is below `hopeless` times the best one's have no turns, plain and AUTO excepted.
+        An engine whose speed in that round is below `hopeless` times the best one's gets no turns, except plain and AUTO.
         """
 
         def go(names: Iterable[str]) -> dict[str, Turn]:
@@ -186,7 +186,7 @@ class Lab:
 
 
 def row_of(turns: Sequence[Turn], base: Sequence[Turn], **labels: Any) -> Row:
-    """What the turns of one way come to, beside those of another in the same rounds."""
+    """Summarise the turns of one way, relative to the turns of another way in the same rounds."""
     gains, whole = ratios(turns, base), ratios(turns, base, whole=True)
     return {
         **labels,

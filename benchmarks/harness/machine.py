@@ -1,4 +1,4 @@
-"""What figures were taken on: processor, versions, commit; how fast memory is read."""
+"""The machine and software of a measurement: processor, versions, commit and memory bandwidth."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import torch
 from engine.machine.threads import most_threads
 
 _READ_C = Path(__file__).parent / "read.c"
-_SWEEP = 2**28  # bytes that one reading of memory covers: more than caches hold
+_SWEEP = 2**28  # bytes per reading of memory: more than caches hold
 
 
 def machine() -> dict[str, str]:
-    """Processor, threads, versions and commit."""
+    """Return processor, threads, versions and commit."""
     return {
         "machine": f"{processor()}, {most_threads()} threads, {platform.system()}",
         "versions": versions("torch", "transformers"),
@@ -32,7 +32,7 @@ def machine() -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's name and what of it this process may use."""
+    """Return the processor's name and the part of it that this process may use."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor() or "?")
     return f"{name}, {os.cpu_count()} cores"
@@ -46,7 +46,7 @@ def versions(*packages: str) -> str:
 
 
 def commit() -> str:
-    """As git describes it, with `-dirty` where files were changed."""
+    """Return git's description of the commit, with `-dirty` if files were changed."""
     git = shutil.which("git")
     if git is None:
         return "unknown"
@@ -56,13 +56,13 @@ def commit() -> str:
 
 
 class Memory:
-    """A buffer that no cache holds, and how fast it is read."""
+    """A buffer that exceeds all caches, and a measurement of how fast it is read."""
 
     def __init__(self, threads: int) -> None:
         self._buffer, self._threads = torch.ones(_SWEEP, dtype=torch.int8), threads
 
     def bandwidth(self, times: int = 7) -> float:
-        """GB/s of reading it through, the median of some times."""
+        """Return GB/s of reading the buffer, the median of `times` runs."""
         return statistics.median(self._once() for _ in range(times))
 
     def _once(self) -> float:
@@ -76,13 +76,13 @@ class Memory:
 
     @property
     def method(self) -> str:
-        """How it is read."""
+        """Return how the buffer is read."""
         return "torch.sum of float32" if _reader() is None else "sums of 64-byte words in C"
 
 
 @cache
 def _reader() -> ctypes._NamedFuncPointer | None:
-    """Our reader in C, or None without a compiler: torch's sum reads more slowly."""
+    """Return our reader in C, or None without a compiler (torch's sum reads more slowly)."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None

@@ -1,4 +1,4 @@
-"""Who used the processor between two moments: this process, or others. Knows the standard library alone."""
+"""Processor use between two moments: by this process, and by others. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 
 @dataclass(frozen=True, slots=True)
 class CpuUsage:
-    """Processor time between two moments, in seconds; None where the system does not tell."""
+    """Processor time between two moments, in seconds; None where the system does not report it."""
 
     wall: float
     own: float
-    foreign: float | None  # other processes' and the kernel's for them
-    stolen: float | None  # cores that the host gave to others
+    foreign: float | None  # of other processes, including the kernel's work for them
+    stolen: float | None  # cores that the hypervisor gave to other guests
 
 
 class Meter:
@@ -31,13 +31,12 @@ class Meter:
 
     @classmethod
     def start(cls) -> Self:
-        """Begin now."""
         meter = cls()
         meter._wall, meter._own, meter._busy = time.perf_counter(), time.process_time(), _busy()
         return meter
 
     def stop(self) -> CpuUsage:
-        """What was used since."""
+        """Return the usage since the start."""
         wall, own = time.perf_counter() - self._wall, time.process_time() - self._own
         now, before = _busy(), self._busy
         if now is None or before is None:
@@ -46,7 +45,7 @@ class Meter:
 
 
 def _busy() -> tuple[float, float] | None:
-    """Seconds since boot that all cores worked, and that were stolen from them."""
+    """Return seconds since boot that all cores worked, and seconds stolen from them."""
     try:
         fields = _STAT.read_text("ascii").split("\n", 1)[0].split()[1:]
     except OSError:

@@ -1,4 +1,4 @@
-"""Pictures for the reports, by matplotlib; it comes with the extra `bench`."""
+"""Plots for the reports. They need matplotlib, which the extra `bench` installs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SIZE, _DPI = (7.0, 4.4), 110  # inches, dots per inch
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by everybody
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # safe for colour blindness
 
 
 @dataclass(frozen=True)
 class Line:
-    """Measured points, joined; with `curve` they stand alone beside it, and `level` is dashed across."""
+    """Measured points joined by a line. With `curve`, the points are separate from the curve; `level` is a dashed line."""
 
     label: str
     x: Sequence[float]
@@ -22,7 +22,7 @@ class Line:
 
 
 def draw(path: Path, title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> str:
-    """Write one picture; its name."""
+    """Write one plot and return its name."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

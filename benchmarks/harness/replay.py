@@ -1,7 +1,8 @@
-"""Drafts of chosen acceptance: a real draft model runs for what it costs, and what it says is replaced.
+"""Drafts with a chosen acceptance: a real draft model runs, so that its cost counts, and its drafts are replaced.
 
-What an output goes on like is known from a plain run of the same prompt. At each position the draft is that, or
-certainly not that, as a hash of prompt and position has it: the same at any K, in any batch and in every round.
+The continuation of each prompt is known in advance. At each position the draft is either that token or certainly a
+different one, as a hash of prompt and position decides. So the drafts are the same at any K, in any batch and in every
+round.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from engine.startup.build import assemble, load, pick_device
 from engine.startup.calibrate import calibrate
 from engine.types import Sequence
 
-NAME = "model"  # what the replayed draft is called: it stands in for a draft model
+NAME = "model"  # name of the replayed draft, which replaces a draft model
 
 
 class Script:
-    """What every prompt goes on like, and how often a draft may know it."""
+    """The recorded continuations of prompts, and the rate of correct drafts."""
 
     def __init__(self, rate: float = 0.0) -> None:
         self.rate = rate
@@ -35,13 +36,13 @@ class Script:
         self._right: dict[tuple[tuple[int, ...], float], NDArray[np.bool_]] = {}
 
     def record(self, prompt: tuple[int, ...], continuation: Seq[int]) -> None:
-        """A plain run's output; the longest counts."""
+        """Record a continuation of a prompt; the longest one is kept."""
         if len(continuation) > len(self._known.get(prompt, ())):
             self._known[prompt] = continuation
             self._right = {key: right for key, right in self._right.items() if key[0] != prompt}
 
     def drafts(self, sequence: Sequence, count: int, vocab_size: int) -> tuple[int, ...]:
-        """The next `count`, right or wrong as the rate has it; beyond what was recorded nothing is right."""
+        """Return the next `count` drafts, right or wrong according to the rate; past the recorded text, all are wrong."""
         prompt, first = sequence.request.token_ids, sequence.num_generated
         known, right = self._known.get(prompt, ()), self._is_right(prompt)
         drafts = []
@@ -59,7 +60,7 @@ class Script:
 
 
 class ReplayProposer:
-    """A proposer that works as another one does, and says what a script says."""
+    """A proposer that does the work of another proposer and returns the drafts of a script."""
 
     uses_draft_kv = True
     shares_draft_kv = True
@@ -68,7 +69,7 @@ class ReplayProposer:
         self._inner, self._script, self._vocab_size = inner, script, vocab_size
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        """As many drafts as the inner proposer made, and its passes; greedy and coupled alone have no laws to tell."""
+        """Return as many drafts as the inner proposer. Only greedy and coupled requests work: they need no distributions."""
         made = self._inner.propose(sequences, k_each)
         assert not any(probs is not None for probs in made.draft_probs), "replay is for the coupled rule"
         pairs = zip(sequences, made.tokens, strict=True)
@@ -76,10 +77,10 @@ class ReplayProposer:
 
 
 class ReplayModels:
-    """A target and a draft, loaded once, for any number of engines: these share weights and script alone.
+    """A target and a draft that are loaded once for any number of engines, which share only the weights and the script.
 
     Raises:
-        ModelError: a checkpoint that cannot be served.
+        ModelError: A checkpoint cannot be served.
     """
 
     def __init__(self, config: EngineConfig, script: Script) -> None:
@@ -92,14 +93,14 @@ class ReplayModels:
         self._draft = load(config, config.draft, config.draft_revision, config.draft_weights or config.weights, device)
 
     def engine(self, batch: int, max_model_len: int) -> Engine:
-        """Warm, its costs measured, with room for so many sequences of this length."""
+        """Return an engine for `batch` sequences of this length that is warmed up and calibrated."""
         sizes = {"max_batch_size": batch, "max_model_len": max_model_len}
         config = self._config.model_copy(update=sizes)
         script, width = self.script, vocab_size(self._target)
         engine = assemble(
             config, self._target, self._draft, wrappers={NAME: lambda inner: ReplayProposer(inner, script, width)}
         )
-        with engine.rehearsing():  # as in a server: what first times take is the price of nothing
+        with engine.rehearsing():  # as in a server: one-time costs must not enter the cost model
             engine.warm_up()
         calibrate(engine, config.warm_up_seconds)
         return engine

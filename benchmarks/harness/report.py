@@ -1,4 +1,4 @@
-"""Results on paper: one JSON file per section, and one page in Markdown made of all that lie there."""
+"""Writes results: one JSON file per section, and one Markdown page made from all of these files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.harness.lab import Row, Section
 
-# Results come and go by sections, so a page is made anew from the files each time.
+# Sections are measured at different times, so the page is rebuilt from the files each time.
 _CPU = """# On CPU, on models of chosen acceptance
 
 Made by `make bench`; sections can be measured apart, and this page is put together from the files in `{folder}/`.
@@ -47,7 +47,7 @@ PAGES = {"cpu": _CPU, "frontend": _FRONTEND}
 
 
 def write(section: Section, rows: Sequence[Row], folder: Path, told: Mapping[str, Any]) -> None:
-    """Keep what was found, draw its pictures, and make the page anew."""
+    """Store the results, draw the plots, and rebuild the page."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = list(section.plot(rows, folder)) if find_spec("matplotlib") else []
     found = {"section": section.name, **told, "pictures": pictures, "rows": list(rows)}
@@ -55,7 +55,7 @@ def write(section: Section, rows: Sequence[Row], folder: Path, told: Mapping[str
 
 
 def write_page(sections: Sequence[Section], folder: Path) -> None:
-    """`folder.md`, from the JSON files in `folder`, in the order of `sections`; the folder is named as the page."""
+    """Write `folder.md` from the JSON files in `folder`, in the order of `sections`; the page has the folder's name."""
     parts = [PAGES[folder.name].format(folder=folder.name)]
     for section in sections:
         path = folder / f"{section.name}.json"
@@ -65,7 +65,7 @@ def write_page(sections: Sequence[Section], folder: Path) -> None:
 
 
 def part(section: Section, found: Mapping[str, Any], folder: str) -> str:
-    """One section of the page."""
+    """Return one section of the page."""
     lines = [f"## {section.title}", "", f"`{found['command']}`", ""]
     lines += [f"{found['machine']}; {found['versions']}; commit {found['commit']}; {found['models']}.", ""]
     lines += [*section.verdict(found["rows"]), ""] if found["rows"] else []
@@ -75,7 +75,7 @@ def part(section: Section, found: Mapping[str, Any], folder: str) -> str:
 
 
 def table(columns: Mapping[str, str], rows: Sequence[Row]) -> list[str]:
-    """In Markdown; a row that lacks what a column shows has nothing there."""
+    """Return a table in Markdown; a cell is empty if its row lacks the column."""
     head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return head + ["| " + " | ".join(_cell(form, row) for form in columns.values()) + " |" for row in rows]
 

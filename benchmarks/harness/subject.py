@@ -1,4 +1,4 @@
-"""What is measured outside of a server: a pair of models and texts for it to continue."""
+"""The subject of measurements outside of a server: a pair of models, and prompts for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Subject:
 
     @classmethod
     def embedded(cls, count: int) -> Subject:
-        """The pair of the repository, and heads of functions from modules that it has not seen."""
+        """Return the pair of the repository, and starts of functions from held-out modules."""
         codec = Codec.load(str(embedded_target()))
         assert codec is not None, "the embedded target has a tokenizer"
         prompts = [tuple(codec.encode(text)) for text in corpus.held_out_prompts(count)]
@@ -34,18 +34,18 @@ class Subject:
 
     @classmethod
     def synthetic(cls, folder: Path, target: str, draft: str, rate: float, count: int) -> Subject:
-        """Random weights of these shapes in int8, the draft right at this rate; `folder` keeps what is made."""
+        """Return random weights of these shapes in int8; the draft is right at this rate; `folder` stores the models."""
         pair = SyntheticPair.make(folder, target, draft, rate)
         settings = {"target": str(int8_of(pair.target)), "draft": str(int8_of(pair.draft)), "dtype": "bfloat16"}
         return cls(settings, pair.rule.prompts(count, 64, seed=0))
 
     def config(self, **settings: Any) -> EngineConfig:
-        """With these settings beside."""
+        """Return the engine's configuration with these additional settings."""
         return EngineConfig.model_validate(self.settings | settings)
 
 
 def load_pair(config: EngineConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Target and draft, for as many engines as are wanted over the same weights."""
+    """Return target and draft, for any number of engines over the same weights."""
     assert config.draft is not None, "a pair has a draft"
     device = pick_device(config.device)
     target, draft = (load(config, name, None, config.weights, device) for name in (config.target, config.draft))

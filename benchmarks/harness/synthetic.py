@@ -1,15 +1,15 @@
-"""Pairs of models of any Llama shape: random weights that cost what real ones cost, and say what they are told to.
+"""Pairs of models of any Llama shape: random weights with the cost of real ones and a planted next token.
 
     python -m benchmarks.harness.synthetic build/benchmarks/1.1b --target 1.1b --draft 160m --agreement 0.8
 
-A model of random weights alone answers with whatever rounding makes of nothing: no two programs, and no two precisions,
-would give the same text, and no draft would ever be right. So one rule is planted. Embeddings are large beside what the
-layers add to them, and row `r` of the output head is the embedding of the token that `r` follows. Every layer does its
-full work; the most likely next token is the rule's, with so much room that int4 does not change it. Hence every program
-must give the same text, which is checked, and a draft of another rule agrees as often as it is told to.
+The output of a model with random weights depends only on rounding: two programs or two precisions would never give the
+same text, and no draft would ever be right. So a rule is planted in the weights. Embeddings are large compared to what
+the layers add to them, and row `r` of the output head is the embedding of the token that `r` follows. Every layer does
+its full work. The most likely next token is the rule's, by a margin that int4 does not change. Hence every program must
+give the same text, which is checked, and a draft with another rule agrees at the chosen rate.
 
-The rule sends one half of the tokens round in one great circle, in which nothing repeats, and the other half in loops
-of 24, in which everything does. Which half a text is in, its last token says.
+The rule arranges one half of the tokens in one large circle, in which nothing repeats, and the other half in loops of
+`LOOP` tokens, in which everything repeats. The last token of a text determines its half.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHAPES = {
              "num_key_value_heads": 4, "vocab_size": 32000},
     "160m": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
              "num_key_value_heads": 12, "vocab_size": 32000},
-    # Of a size for tests: a wider draft than that would take seconds.
+    # Sized for tests: a wider draft would take seconds.
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 512},
     "tinier": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -51,16 +51,16 @@ SHAPES = {
 POSITIONS = 16_384
 LOOP = 24  # tokens
 _END = "<end>"
-_SPREAD = 0.02  # of weights; llama's own
-_BLOCK = 32  # tokens, in each of which agreement is as asked, as nearly as whole numbers can be
+_SPREAD = 0.02  # standard deviation of weights, as in Llama
+_BLOCK = 32  # tokens; each block has the requested agreement, rounded to whole tokens
 
 Tokens = NDArray[np.int64]
 
 
 def agreement(count: int, rate: float, seed: int) -> NDArray[np.bool_]:
-    """`count` times yes or no, yes at this rate: by chance, but in every 32 as many as they should be.
+    """Return `count` booleans that are true at this rate: in random order, but with the right number in every 32.
 
-    With plain coin tosses an output of 64 tokens would have a rate of its own, far from what was asked.
+    Independent draws would give an output of 64 tokens a rate far from the requested one.
     """
     blocks = -(-count // _BLOCK)
     should = np.floor(np.arange(blocks + 1) * _BLOCK * rate + 0.5)
@@ -71,24 +71,24 @@ def agreement(count: int, rate: float, seed: int) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Rule:
-    """Which token follows which: a permutation, made from a seed."""
+    """The next token of each token: a permutation, made from a seed."""
 
     vocab_size: int
     seed: int = 0
 
     @cached_property
     def order(self) -> Tokens:
-        """All tokens: first those of the great circle, in its order, then loop after loop."""
+        """Return all tokens: first those of the large circle in its order, then loop after loop."""
         return np.random.default_rng(self.seed).permutation(self.vocab_size)
 
     @property
     def circle(self) -> int:
-        """How many tokens the great circle has; the rest are whole loops."""
+        """Return the length of the large circle; the other tokens form whole loops."""
         return self.vocab_size - self.vocab_size // 2 // LOOP * LOOP
 
     @cached_property
     def successor(self) -> Tokens:
-        """Entry `t` follows token `t`."""
+        """Return an array in which entry `t` is the token that follows `t`."""
         circle, loops = self.order[: self.circle], self.order[self.circle :].reshape(-1, LOOP)
         after = np.concatenate([np.roll(circle, -1), np.roll(loops, -1, axis=1).reshape(-1)])
         found = np.empty_like(self.order)
@@ -96,21 +96,21 @@ class Rule:
         return found
 
     def agreeing(self, rate: float) -> Tokens:
-        """Another rule, that follows this one at the given rate, everywhere along the circle; still a permutation."""
+        """Return another permutation that agrees with this rule at the given rate, everywhere along the circle."""
         other, odd = self.successor.copy(), self.order[~agreement(self.vocab_size, rate, self.seed + 1)]
-        # Each is followed by what should follow the one before it. One alone has nobody to change with.
+        # Each of these tokens gets the successor of the one before it. A single token would keep its own.
         other[odd] = self.successor[np.roll(odd, 1)]
         return other
 
     def text(self, start: int, count: int) -> list[int]:
-        """`count` tokens that follow `start`."""
+        """Return the `count` tokens that follow `start`."""
         tokens = [start]
         while len(tokens) <= count:
             tokens.append(int(self.successor[tokens[-1]]))
         return tokens[1:]
 
     def prompts(self, count: int, length: int, *, repetitive: bool = False, seed: int = 0) -> list[tuple[int, ...]]:
-        """Prompts whose continuations have nothing in common; repetitive ones go round in a loop from the start."""
+        """Return prompts whose continuations have nothing in common; repetitive prompts follow a loop from the start."""
         if repetitive:
             starts = self.order[self.circle :: LOOP]
             return [tuple(self.text(int(starts[i % len(starts)]), length)) for i in range(count)]
@@ -122,14 +122,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class SyntheticPair:
-    """Where a synthetic pair lies on disk: the same weights in bfloat16, for others, and in int8, for us."""
+    """The files of a synthetic pair: the same weights in bfloat16, for other programs, and in int8, for ours."""
 
     folder: Path
     rule: Rule
 
     @classmethod
     def make(cls, folder: Path, target: str, draft: str, rate: float, seed: int = 0) -> SyntheticPair:
-        """Write what is not there yet; the draft agrees with the target at `rate`."""
+        """Write the missing files; the draft agrees with the target at `rate`."""
         rule = Rule(int(SHAPES[target]["vocab_size"]), seed)
         pair = cls(folder / f"{target}-{draft}-{rate:g}-{seed}", rule)
         write(pair.target, SHAPES[target], rule, rule.successor)
@@ -141,22 +141,22 @@ class SyntheticPair:
 
     @property
     def target(self) -> Path:
-        """The target in bfloat16."""
+        """Return the folder of the target in bfloat16."""
         return self.folder / "target"
 
     @property
     def draft(self) -> Path:
-        """The draft in bfloat16."""
+        """Return the folder of the draft in bfloat16."""
         return self.folder / "draft"
 
 
 def int8_of(model: Path) -> Path:
-    """Where the same model lies in int8."""
+    """Return the folder of the same model in int8."""
     return model.with_name(f"{model.name}-int8")
 
 
 def matrix_bytes(model: Path) -> int:
-    """What one pass of an int8 model must read of weights: every matrix once, and no embedding."""
+    """Return the bytes of weights that one pass of an int8 model must read: every matrix once, without embeddings."""
     with safe_open(model / "model.safetensors", "pt") as file:
         parts = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118 - it is no mapping
         return sum(math.prod(part.get_shape()) for part in parts if part.get_dtype() == "I8")
@@ -167,11 +167,11 @@ def _is_written(folder: Path) -> bool:
 
 
 def write(folder: Path, shape: dict[str, int], rule: Rule, successor: Tokens) -> None:
-    """A checkpoint of this shape in which `successor` is planted; nothing where there is one already."""
+    """Write a checkpoint of this shape with `successor` planted in it, unless there is one already."""
     if _is_written(folder):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    # No token ends a text, so that no program stops early.
+    # There is no end token, so that no program stops early.
     no_ends = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": POSITIONS, "dtype": "bfloat16"}
     config = LlamaConfig.from_dict(shape | no_ends)
     save_file(_weights(config, rule.seed, successor), folder / "model.safetensors", metadata={"format": "pt"})
@@ -182,11 +182,11 @@ def write(folder: Path, shape: dict[str, int], rule: Rule, successor: Tokens) ->
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Tokens are short words over 26 letters and the space, so that text can be served; the last one is an end token.
+    """Write a tokenizer whose tokens are short words over 26 letters and the space; the last one is an end token.
 
-    No model of ours ends by it: their configs name none.
+    No model of ours ends by it, because their configs name no end token.
     """
-    letters = [*map(chr, range(ord("a"), ord("z") + 1)), "Ġ"]  # how byte-level vocabularies write a space
+    letters = [*map(chr, range(ord("a"), ord("z") + 1)), "Ġ"]  # "Ġ" is the space in byte-level vocabularies
     words, merges = sorted(ByteLevel.alphabet()), list[tuple[str, str]]()
     growing = deque(letters)  # shortest first
     while len(words) < vocab_size - 1:
@@ -206,7 +206,7 @@ def _weights(config: LlamaConfig, seed: int, successor: Tokens) -> dict[str, Ten
         shapes = AutoModelForCausalLM.from_config(config).state_dict()
     chance = torch.Generator().manual_seed(seed)
     weights = {name: _drawn(name, meta.shape, config, chance) for name, meta in shapes.items()}
-    # Row r answers to the embedding of the token that r follows.
+    # Row r is the embedding of the token that r follows.
     predecessor = np.argsort(successor)
     head = weights["model.embed_tokens.weight"][torch.from_numpy(predecessor)]
     weights["lm_head.weight"] = (head * _SPREAD).contiguous()
@@ -217,15 +217,15 @@ def _drawn(name: str, shape: Sequence[int], config: LlamaConfig, chance: torch.G
     if "norm" in name:
         return torch.ones(*shape, dtype=torch.bfloat16)
     if name == "lm_head.weight":
-        return torch.empty(0)  # follows from the embedding
+        return torch.empty(0)  # computed from the embedding
     spread = 1.0 if "embed" in name else _SPREAD
     if name.endswith(("o_proj.weight", "down_proj.weight")):
-        spread /= (2 * config.num_hidden_layers) ** 0.5  # as GPT-2 does: what all layers add stays small
+        spread /= (2 * config.num_hidden_layers) ** 0.5  # as in GPT-2: the sum of what all layers add stays small
     return torch.randn(*shape, generator=chance).mul_(spread).bfloat16()
 
 
 def main() -> None:
-    """Write a pair and say where."""
+    """Write a pair and print its folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--target", choices=SHAPES, default="1.1b")

@@ -1,4 +1,4 @@
-"""Batches of requests through our engine, in this process: one alone, or several engines abreast."""
+"""Batches of requests through our engine, in this process: one batch alone, or several engines concurrently."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _salts = count()
 
 
 def way(k: int | str, proposer: str | None = None, most: int = 8) -> SpeculationParams:
-    """0 is plain decoding, another number that many drafts each time, `auto` as many as pay up to `most`."""
+    """Return parameters for `k`: 0 is plain decoding, a number is a fixed K, `auto` is AUTO with at most `most` drafts."""
     if k == AUTO:
         return SpeculationParams(mode=SpeculationMode.AUTO, num_draft_tokens=most, proposer=proposer)
     if k == 0:
@@ -28,10 +28,10 @@ def way(k: int | str, proposer: str | None = None, most: int = 8) -> Speculation
 
 
 class Batch:
-    """Some requests on their way through our engine, a step at a time. Its seconds are those of its own steps.
+    """A batch of requests in our engine, run step by step. Its seconds count only its own steps.
 
-    Greedy unless `sampling` says otherwise, to the last token; under a salt of its own nothing is cached from one batch
-    to the next.
+    Decoding is greedy unless `sampling` says otherwise, and ignores end tokens. Each batch has its own salt by default, so
+    that nothing is cached between batches.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Batch:
 
     @property
     def is_over(self) -> bool:
-        """Every request has its last token."""
+        """Return whether every request has its last token."""
         return not self._engine.has_work
 
     def step(self) -> None:
-        """One step of the engine."""
+        """Run one step of the engine."""
         with self._counting():
             output = self._engine.step()
             for event in output.events:
@@ -75,7 +75,7 @@ class Batch:
         self._done.append(output.stats)
 
     def turn(self) -> Turn:
-        """All of it; whoever else used the processor meanwhile did so in the turns beside it too."""
+        """Return the measurements of the batch. They contain no processor time of other programs."""
         return _counted(self._clock.turn(), self._done)
 
     @contextmanager
@@ -86,10 +86,10 @@ class Batch:
 
 
 def abreast(batches: Mapping[str, Batch]) -> dict[str, Turn]:
-    """Batches of several engines at the same time: a step of whoever has used least, and so on until all are over.
+    """Run batches of several engines concurrently: the next step is always of the batch with the least time so far.
 
-    Turns one after another are seconds apart, in which a shared machine may change its speed by a half; the steps of
-    engines that go abreast are milliseconds apart.
+    Turns that run one after another are seconds apart, and in that time the speed of a shared machine may change by half.
+    The steps of concurrent engines are only milliseconds apart.
     """
     left = dict(batches)
     turns: dict[str, Turn] = {}
@@ -108,12 +108,12 @@ def run_turn(
     speculation: SpeculationParams,
     salt: str | None = None,
 ) -> Turn:
-    """A batch alone."""
+    """Run one batch alone."""
     return abreast({"": Batch(engine, prompts, tokens, speculation, salt)})[""]
 
 
 def _counted(turn: Turn, steps: Sequence[StepStats]) -> Turn:
-    """With what the steps say of themselves."""
+    """Add the statistics of the steps."""
     decoding = [s for s in steps if [forward.kind for forward in s.forwards if forward.kind != "draft"] == ["verify"]]
     return replace(
         turn,

@@ -1,7 +1,7 @@
-"""How long a batch of requests takes: one turn of one way, and turns of many ways, interleaved.
+"""The time of a batch of requests: one turn of one way, and interleaved turns of many ways.
 
-On a shared machine seconds drift by half within minutes. So all ways take turns within a round, and what counts is the
-median over rounds of ratios within a round.
+On a shared machine, times drift by half within minutes. So all ways take turns within a round, and the result is the
+median over rounds of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.harness.meter import CpuUsage, Meter
 class Turn:
     """A batch, from the first request until the last token.
 
-    The decoding part begins when every sequence has a token: reading the prompts is over then.
+    The decoding part begins when every sequence has a token, because prefill is complete then.
     """
 
     tokens: list[list[int]]
@@ -26,36 +26,36 @@ class Turn:
     decode_tokens: int
     decode_seconds: float
     usage: CpuUsage
-    verify_seconds: list[float] = field(default_factory=list)  # of decoding steps, without their drafting
-    draft_seconds: list[float] = field(default_factory=list)  # of the same steps
+    verify_seconds: list[float] = field(default_factory=list)  # of decoding steps, without drafting
+    draft_seconds: list[float] = field(default_factory=list)  # drafting time of the same steps
     drafted: int = 0
     rounds: int = 0  # of sequences that had drafts
     accepted: int = 0
 
     @property
     def speed(self) -> float:
-        """Tokens per second of the decoding part."""
+        """Return tokens per second of the decoding part."""
         return self.decode_tokens / self.decode_seconds
 
     @property
     def whole_speed(self) -> float:
-        """Tokens per second, prompts included."""
+        """Return tokens per second, including the prompts."""
         return sum(map(len, self.tokens)) / self.seconds
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted / drafted; 0 where nothing was drafted."""
+        """Return accepted / drafted; 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
     def foreign(self) -> float:
-        """Cores that others used meanwhile, or were stolen, on average; 0 where that is not known."""
+        """Return the average cores that others used or that were stolen; 0 if unknown."""
         return ((self.usage.foreign or 0.0) + (self.usage.stolen or 0.0)) / self.usage.wall
 
 
 @dataclass
 class Clock:
-    """Collects tokens as they come and knows when decoding began. `now` may count a part of the time alone."""
+    """Collects tokens as they arrive and detects the start of decoding. `now` may count only a part of the time."""
 
     tokens: list[list[int]]
     now: Callable[[], float] = time.perf_counter
@@ -69,16 +69,16 @@ class Clock:
 
     @classmethod
     def of(cls, batch: int, now: Callable[[], float] = time.perf_counter) -> Clock:
-        """For so many sequences."""
+        """Return a clock for `batch` sequences."""
         return cls([[] for _ in range(batch)], now)
 
     def tick(self) -> None:
-        """Tokens were added by a step."""
+        """Record that a step has added tokens."""
         if self.began is None and all(self.tokens):
             self.began, self.at_begin = self.now(), sum(map(len, self.tokens))
 
     def turn(self) -> Turn:
-        """All are over."""
+        """Return the turn, after all sequences have ended."""
         end = self.now()
         assert self.began is not None, "a sequence without a token"
         made = sum(map(len, self.tokens))
@@ -88,14 +88,14 @@ class Clock:
 def interleave(
     ways: Mapping[str, Callable[[], Turn]], rounds: int, tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, list[Turn]]:
-    """A first round that does not count warms up; then every way in every round."""
+    """Run a warm-up round that is not counted, then every way in every round."""
     for run in ways.values():
         run()
     return take_turns(ways, rounds, tell)
 
 
 def promising(first: Mapping[str, Turn], hopeless: float, always: Collection[str]) -> list[str]:
-    """Those whose speed is at least `hopeless` times the best one's, and those of `always`."""
+    """Return the ways with at least `hopeless` times the speed of the fastest way, and those in `always`."""
     best = max(turn.speed for turn in first.values())
     return [name for name, turn in first.items() if name in always or turn.speed >= hopeless * best]
 
@@ -103,7 +103,7 @@ def promising(first: Mapping[str, Turn], hopeless: float, always: Collection[str
 def worth_while(
     first: dict[str, Turn], ways: Mapping[str, Callable[[], Turn]], hopeless: float, always: Collection[str]
 ) -> list[str]:
-    """Those that are promising; one that seems not to be may try again, because a single turn can be disturbed."""
+    """Return the promising ways. A way that seems slow is run once more, because a single turn can be disturbed."""
     for name in first.keys() - set(promising(first, hopeless, always)):
         first[name] = max(first[name], ways[name](), key=lambda turn: turn.speed)
     return promising(first, hopeless, always)
@@ -116,9 +116,9 @@ def take_turns(
     before: Callable[[], None] = lambda: None,
     ends: type[Exception] | tuple[()] = (),
 ) -> dict[str, list[Turn]]:
-    """Every way in every round, forwards and backwards by turns; `before` is called before each round.
+    """Run every way in every round, in alternating order; `before` is called before each round.
 
-    A way that raises `ends` is left out from then on, its earlier turns too.
+    A way that raises `ends` is removed, including its earlier turns.
     """
     turns: dict[str, list[Turn]] = {name: [] for name in ways}
     for number in range(rounds):
@@ -136,16 +136,16 @@ def take_turns(
 
 
 def ratios(mine: Sequence[Turn], others: Sequence[Turn], *, whole: bool = False) -> list[float]:
-    """Of speed, round by round."""
+    """Return the ratios of speed, round by round."""
     pairs = zip(mine, others, strict=True)
     return [a.whole_speed / b.whole_speed if whole else a.speed / b.speed for a, b in pairs]
 
 
 def median_speed(turns: Sequence[Turn]) -> float:
-    """Tokens per second of the decoding part."""
+    """Return median tokens per second of the decoding part."""
     return statistics.median(turn.speed for turn in turns)
 
 
 def foreign(turns: Sequence[Turn]) -> float:
-    """Cores that others used, in the worst of these turns."""
+    """Return the cores that others used in the worst of these turns."""
     return max((turn.foreign for turn in turns), default=0.0)

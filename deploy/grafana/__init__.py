@@ -1,1 +1,1 @@
-"""Dashboards, written in Python and kept as the JSON that Grafana loads."""
+"""Dashboards that are written in Python and stored as the JSON files that Grafana loads."""

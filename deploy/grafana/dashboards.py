@@ -1,4 +1,4 @@
-"""The dashboards. `make dashboards` writes them as the JSON files beside this module, which Grafana loads."""
+"""The dashboards. `make dashboards` writes them as JSON files beside this module; Grafana loads those files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNNING = (total("requests_running"), "running")
 
 
 def _quantiles(title: str, name: str, help_text: str) -> Panel:
-    """p50, p95 and p99 of a duration."""
+    """Return a panel with p50, p95 and p99 of a duration."""
     queries = [(quantile(q, f"{name}_seconds"), f"p{100 * q:g}") for q in (0.5, 0.95, 0.99)]
     return Panel(title, "s", queries, help_text)
 
@@ -246,17 +246,17 @@ BOARDS: Mapping[str, tuple[str, list[Panel]]] = {
 
 
 def boards() -> dict[str, Dashboard]:
-    """Every dashboard, by the name of its file."""
+    """Return every dashboard, keyed by the name of its file."""
     return {name: board(name, title, panels) for name, (title, panels) in BOARDS.items()}
 
 
 def as_json(dashboard: Dashboard) -> str:
-    """The file that Grafana loads."""
+    """Return the content of the file that Grafana loads."""
     return JSONEncoder(indent=2, sort_keys=True).encode(dashboard) + "\n"
 
 
 def main() -> int:
-    """Write them all."""
+    """Write all dashboards."""
     for name, dashboard in boards().items():
         (FOLDER / f"{name}.json").write_text(as_json(dashboard), "utf-8")
     return 0

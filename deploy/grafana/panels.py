@@ -1,4 +1,4 @@
-"""The few kinds of panel our dashboards have, on Grafana's own types. Knows no metric."""
+"""The kinds of panel that the dashboards use, built from Grafana's own types. This module knows no metric."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 TAG = "pilotfish"
-WIDTH = 24  # of Grafana's grid
+WIDTH = 24  # columns of Grafana's grid
 ALL = ".*"
 
 Kind = Literal["lines", "stack", "heat", "number"]
@@ -24,17 +24,17 @@ PanelBuilder: TypeAlias = timeseries.Panel | heatmap.Panel | stat.Panel
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture. `queries` are (PromQL, legend); `unit` is Grafana's name of it; `help` says how to read it."""
+    """One panel. `queries` are (PromQL, legend), `unit` is Grafana's name of it, `help` explains how to read it."""
 
     title: str
     unit: str
     queries: Sequence[tuple[str, str]]
     help: str
     kind: Kind = "lines"
-    span: int = 8  # of WIDTH
+    span: int = 8  # columns, of WIDTH
 
     def build(self) -> PanelBuilder:
-        """As a builder of Grafana's."""
+        """Return the panel as a Grafana builder."""
         panel = _NEW[self.kind]()
         panel = panel.title(self.title).description(self.help).unit(self.unit).datasource(SOURCE)
         for name, (expr, legend) in zip("ABCDEFGH", self.queries, strict=False):
@@ -73,7 +73,7 @@ _NEW: Mapping[Kind, Callable[[], PanelBuilder]] = {"lines": _lines, "stack": _st
 
 
 def board(name: str, title: str, panels: Sequence[Panel]) -> Dashboard:
-    """A dashboard whose viewer chooses the data source and the instances; the others are linked at its top."""
+    """Return a dashboard with selectors for the data source and the instances, and links to the others on top."""
     others = dashboard.DashboardLink("Pilotfish").type(DashboardLinkType.DASHBOARDS).tags([TAG])
     built = (
         dashboard.Dashboard(title)

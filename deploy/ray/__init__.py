@@ -1,1 +1,1 @@
-"""Pilotfish on Ray Serve: the same protocol through Ray's gRPC proxy, many replicas behind it."""
+"""Pilotfish on Ray Serve: many replicas behind Ray's gRPC proxy, with the same protocol."""

@@ -1,4 +1,4 @@
-"""The application: `serve run deploy/ray/serve.yaml`, or `build` with arguments of its own."""
+"""The Ray Serve application: run `serve run deploy/ray/serve.yaml`, or call `build` with other arguments."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ray import serve
 
 from deploy.ray.replica import Replica, configured
 
-TARGET_LOAD = 0.75  # of a full batch, on average over the replicas
+TARGET_LOAD = 0.75  # fraction of a full batch, averaged over the replicas
 
 
 class Arguments(BaseModel):
-    """What `serve.yaml` may say under `args`."""
+    """The fields that `serve.yaml` may set under `args`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,9 +29,9 @@ class Arguments(BaseModel):
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Replicas that take a full batch each; more of them once batches are three quarters full or requests wait.
+    """Build replicas that each take a full batch; Ray adds replicas once batches are 75 % full or requests wait.
 
-    `args` are `Arguments`.
+    `args` holds the fields of `Arguments`.
     """
     arguments = Arguments.model_validate(args)
     config = configured(arguments.options)
@@ -41,7 +41,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": arguments.num_cpus, "num_gpus": arguments.num_gpus},
         max_ongoing_requests=config.max_batch_size,
         max_queued_requests=arguments.max_waiting,
-        # Ongoing requests are those at replicas and those that wait at proxies: the depth of the queue counts.
+        # Ongoing requests include those that wait at the proxies, so the depth of the queue counts.
         autoscaling_config={
             "min_replicas": arguments.min_replicas,
             "max_replicas": arguments.max_replicas,

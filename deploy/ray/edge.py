@@ -1,9 +1,10 @@
-"""Our methods on Ray's gRPC proxy: callers meet the same statuses as at a server of our own, and never a stack trace.
+"""Our methods on Ray's gRPC proxy: callers get the same statuses as from our own server, and never a stack trace.
 
-Ray calls `add_inference` and `add_control` in each proxy process and gives them its server, which sends every call to
-a replica. Around each method this adds what `server/grpc/boundary.py` does elsewhere: bytes that are no message are
-refused, an envelope's status becomes the call's, the deadline is passed on as metadata, and Ray's own errors (a
-replica is gone, all are busy) become the statuses that our server would answer.
+Ray calls `add_inference` and `add_control` in each proxy process with the gRPC server of the proxy, which sends every
+call to a replica. This module wraps each method and adds what `server/grpc/boundary.py` does in our own server. It
+rejects bytes that are not a valid message. It ends the call with the status from an envelope. It passes the deadline on
+as metadata. It translates Ray's own errors (a replica was lost, all replicas are busy) to the statuses that our server
+would return.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from server.admission.status import refusal
 from server.errors import QueueFull, Unavailable
 from server.grpc.boundary import refuse
 
-REMAINING = "pilotfish-remaining-seconds"  # metadata for the replica; callers' own is dropped
+REMAINING = "pilotfish-remaining-seconds"  # metadata for the replica; a value that the caller sent is removed
 RETRY_SECONDS = 1.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -29,17 +30,17 @@ Parse = Callable[[bytes], Any]
 
 
 def add_inference(servicer: Any, server: Any) -> None:
-    """For `grpc_servicer_functions`: InferenceService."""
+    """Register InferenceService; listed in `grpc_servicer_functions`."""
     generation_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, _RayServer(server))  # type: ignore[arg-type]
 
 
 def add_control(servicer: Any, server: Any) -> None:
-    """For `grpc_servicer_functions`: ControlService."""
+    """Register ControlService; listed in `grpc_servicer_functions`."""
     control_pb2_grpc.add_ControlServiceServicer_to_server(servicer, _RayServer(server))  # type: ignore[arg-type]
 
 
 class _RayServer:
-    """Ray's server as the generated code sees it."""
+    """Ray's gRPC server with the interface that the generated code expects."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -48,11 +49,11 @@ class _RayServer:
         self._server.add_generic_rpc_handlers(tuple(_Edge(handler) for handler in handlers))
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """Nothing: they would answer before the generic ones, and without an edge."""
+        """Do nothing: registered methods would bypass the generic handlers and their wrapper."""
 
 
 class _Edge(grpc.GenericRpcHandler):
-    """A service whose methods Ray has replaced by its own, each with an edge."""
+    """A service whose methods Ray has replaced with its own; this class wraps each of them."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -66,7 +67,7 @@ class _Edge(grpc.GenericRpcHandler):
         self._inner._method_handlers = handlers  # noqa: SLF001
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """The method's handler."""
+        """Return the wrapped handler of the method."""
         handler = self._inner.service(handler_call_details)
         if handler is None:
             return None
@@ -97,7 +98,7 @@ def _unary(method: Any, parse: Parse) -> Any:
 
 
 class _Call:
-    """A call's context as Ray's methods see it: more metadata, and a status that does not leave unread."""
+    """A call's context for Ray's methods. It adds metadata, and it keeps the status until `end` has checked it."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._code, self._details = context, grpc.StatusCode.OK, ""
@@ -106,29 +107,28 @@ class _Call:
         return getattr(self._context, name)
 
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        """The caller's, and how many seconds are left to it."""
+        """Return the caller's metadata, and the seconds that remain until the deadline."""
         given = tuple((key, value) for key, value in self._context.invocation_metadata() or () if key != REMAINING)
         remaining: Any = self._context.time_remaining()
         return given if remaining is None else (*given, (REMAINING, repr(float(remaining))))
 
     def code(self) -> Any:
-        """None until somebody sets one."""
+        """Return None until a status is set."""
         return None if self._code is grpc.StatusCode.OK else self._code
 
     def details(self) -> str:
-        """Of the code."""
         return self._details
 
     def set_code(self, code: grpc.StatusCode) -> None:
-        """Ray's verdict."""
+        """Store the status that Ray reports."""
         self._code = code
 
     def set_details(self, details: str) -> None:
-        """Its text, which may be a stack trace."""
+        """Store the text of the status, which may be a stack trace."""
         self._details = details
 
     async def end(self) -> None:
-        """Tell the caller what Ray has said, if it was not that all is well."""
+        """End the call with the status that Ray reported, unless that is OK."""
         error = _ours(self._code)
         if error is not None:
             await refuse(refusal(error), str(error), self._context)
@@ -137,11 +137,11 @@ class _Call:
 
 
 def _ours(code: grpc.StatusCode) -> PilotfishError | None:
-    """Our word for a status of Ray's own; None where its own will do. Our errors come in envelopes, not so."""
+    """Translate a status of Ray's to an error of ours; None keeps the status. Our errors come in envelopes."""
     match code:
         case grpc.StatusCode.OK | grpc.StatusCode.CANCELLED | grpc.StatusCode.DEADLINE_EXCEEDED:
             return None
-        case grpc.StatusCode.NOT_FOUND:  # no application of that name: Ray's text says what there is
+        case grpc.StatusCode.NOT_FOUND:  # no application of that name: Ray's text lists the existing ones
             return None
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             problem = "every replica is busy, and as many wait as may"
@@ -158,7 +158,7 @@ async def _parsed(parse: Parse, data: bytes, context: Context) -> Any:
 
 
 async def _content(envelope: bytes, context: Context) -> bytes:
-    """A message's bytes; a status ends the call here."""
+    """Return a message's bytes; a status ends the call here."""
     content = opened(envelope)
     if not isinstance(content, Status):
         return content

@@ -1,7 +1,7 @@
-"""What a replica hands to the edge: a message, or a status with its details. Knows neither Ray nor an engine.
+"""The value that a replica returns to the edge: a message, or a status with its details. Uses no Ray and no engine.
 
-Ray carries bytes, and of an error only its code and text, or a stack trace. So errors travel as answers do, and the
-first byte says which it is.
+Ray transports bytes. Of an error it transports only the code and the text, or a stack trace. So errors are sent in
+the same way as answers, and the first byte tells them apart.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ INTERNAL = Refusal(grpc.StatusCode.INTERNAL, "internal")
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Bytes that Ray takes for a message of protobuf: it asks for no more than this method."""
+    """Bytes that Ray accepts as a protobuf message, because Ray calls only `SerializeToString`."""
 
     data: bytes
 
     def SerializeToString(self) -> bytes:  # noqa: N802  # protobuf's name
-        """The bytes."""
         return self.data
 
     @classmethod
     def of(cls, message: Message) -> Envelope:
-        """An answer."""
+        """Wrap an answer."""
         return cls(MESSAGE + message.SerializeToString())
 
     @classmethod
     def refused(cls, error: PilotfishError) -> Envelope:
-        """An error, with everything that a caller may hear of it."""
+        """Wrap an error, with all details that a caller may see."""
         return cls._status(refusal(error), str(error))
 
     @classmethod
     def failed(cls) -> Envelope:
-        """A fault of ours, of which a caller hears no more than that."""
+        """Wrap an internal error, whose details are hidden from the caller."""
         return cls._status(INTERNAL, "internal error")
 
     @classmethod
@@ -57,7 +56,7 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """An error that came in an envelope."""
+    """An error that was received in an envelope."""
 
     code: grpc.StatusCode
     message: str
@@ -65,7 +64,7 @@ class Status:
 
 
 def opened(data: bytes) -> bytes | Status:
-    """What was put into an envelope: a message's bytes, or a status."""
+    """Return the content of an envelope: a message's bytes, or a status."""
     kind, rest = data[:1], data[1:]
     if kind == MESSAGE:
         return rest

@@ -1,4 +1,4 @@
-"""One replica: an engine with its queue and clock, as in `server/app.py`, and no doors: Ray brings the calls."""
+"""One replica: an engine with its queue and clock, as in `server/app.py`, without front ends: Ray sends the calls."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from server.worker.supervisor import Crashes, Supervisor
 
 logger = logging.getLogger(__name__)
 
-# What the doors of `pilotfish serve` do, and Ray's proxy does not.
+# Options of the front ends of `pilotfish serve`, which Ray's proxy does not support.
 WITHOUT_EFFECT = ("token_file", "tls_cert", "tls_key", "tls_client_ca", "tracing", "vllm_metrics", "reflection")
 
 
 class Replica:
-    """A deployment of Ray Serve. Its methods are named as those of the protocol, whose calls Ray sends here."""
+    """A deployment of Ray Serve. Ray sends each call of the protocol to the method with the same name."""
 
     async def __init__(self, options: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
         self._config, self._lifecycle = configured(options), Lifecycle()
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
-        # Ray's replica is a process of its own already, and Ray replaces it: the engine stays in it, on a thread.
+        # Ray's replica already has its own process, which Ray restarts. So the engine runs in it, on a thread.
         self._host = LocalHost(ServedModel.load, self._config.engine(), self._compute, self._config.hang_seconds)
         model = await self._host.start(logger.info)
         self._driver = self._started(model, Metrics(CollectorRegistry()))
@@ -63,14 +63,14 @@ class Replica:
         return driver
 
     async def check_health(self) -> None:
-        """Ray asks now and then, and replaces a replica that raises here."""
+        """Raise an error if the engine failed. Ray calls this at intervals and replaces a replica that raises."""
         if self._lifecycle.state is State.FAILED:
             raise RuntimeError("the engine failed")
 
     # --------------------------------------------------------------------------------------------- InferenceService
 
     async def Generate(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
-        """Answer when all of it is there."""
+        """Return the complete answer."""
         try:
             call = await self._admission.admit(request, _origin(grpc_context))
         except PilotfishError as error:
@@ -81,7 +81,7 @@ class Replica:
             call.release()
 
     async def GenerateStream(self, request: Any, grpc_context: Any) -> AsyncGenerator[Envelope, None]:  # noqa: N802
-        """Messages as they come."""
+        """Yield messages as they are produced."""
         try:
             call = await self._admission.admit(request, _origin(grpc_context))
         except PilotfishError as error:
@@ -97,32 +97,30 @@ class Replica:
     # ----------------------------------------------------------------------------------------------- ControlService
 
     async def GetServerInfo(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
-        """Of the replica that was asked."""
+        """Describe the replica that received the call."""
         return await _enveloped(self._control.GetServerInfo(request, grpc_context))
 
     async def GetModelInfo(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
-        """The same for all replicas."""
+        """Describe the model; all replicas give the same answer."""
         return await _enveloped(self._control.GetModelInfo(request, grpc_context))
 
     async def GetLoad(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
-        """Of the replica that was asked."""
+        """Return the load of the replica that received the call."""
         return await _enveloped(self._control.GetLoad(request, grpc_context))
 
     async def Abort(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
-        """Not here: Ray chooses who is asked, and it would be another replica than the one that has the request."""
+        """Not supported: Ray chooses the replica of each call, which may be one without the request."""
         return Envelope.refused(Unsupported("Abort needs one server; with many replicas, cancel the call itself"))
 
     async def Tokenize(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
-        """Text to tokens."""
         return await _enveloped(self._control.Tokenize(request, grpc_context))
 
     async def Detokenize(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
-        """Tokens to text."""
         return await _enveloped(self._control.Detokenize(request, grpc_context))
 
 
 def configured(options: Mapping[str, Any]) -> ServerConfig:
-    """The options of `pilotfish serve`; ValueError for those that would promise what nothing here keeps."""
+    """Validate the options of `pilotfish serve`; raise ValueError for those that have no effect under Ray."""
     useless = sorted(set(options) & set(WITHOUT_EFFECT))
     if useless:
         raise ValueError(f"{', '.join(useless)}: Ray's proxy has no such thing; put a gateway before it")
@@ -130,7 +128,7 @@ def configured(options: Mapping[str, Any]) -> ServerConfig:
 
 
 async def _messages(call: Call) -> AsyncGenerator[Envelope, None]:
-    """Of a call, the last one a status if it fails."""
+    """Yield the messages of a call; if the call fails, the last one is a status."""
     try:
         async with aclosing(call.messages()) as messages:
             async for message in messages:
@@ -153,7 +151,7 @@ async def _enveloped(answer: Awaitable[Any]) -> Envelope:
 
 
 def _origin(grpc_context: Any) -> Origin:
-    """Nobody in particular, with the seconds that the edge said were left."""
+    """Return an anonymous origin with the remaining seconds that the edge sent."""
     metadata = dict(grpc_context.invocation_metadata())
     end = time.monotonic() + float(metadata.get(REMAINING, math.inf))
     return Origin(remaining=lambda: end - time.monotonic())

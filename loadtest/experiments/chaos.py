@@ -1,4 +1,4 @@
-"""Everything that callers do to a server, at once and at random; who behaves must not notice. Knows no report."""
+"""All kinds of faulty callers at once and at random; well-behaved callers must not be affected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loadtest.process import ProcessUsage, ServerProcess
 
 PROGRAM = ("-m", "loadtest.experiments.faulty_server")
 OPTIONS = ("--stall-seconds", "2", "--max-batch-size", "16", "--max-model-len", "512", "--page-size", "16")
-CALLERS = 6  # who behave
+CALLERS = 6  # well-behaved callers
 MOST_GROWTH = 0.02  # of resident memory
 _PROMPTS = ("def mean(values):\n", "import os\n\n", "class Queue:\n    def push(self, item):\n", "for i in range(")
 _WAYS: tuple[GenerateOptions, ...] = (
@@ -26,19 +26,19 @@ _WAYS: tuple[GenerateOptions, ...] = (
     {"max_tokens": 64, "ignore_eos": True, "proposer": "model", "speculation": "fixed"},
 )
 _COUNTED = ("free_pages", "total_pages", "live", "queued", "tasks", "objects")
-Job = tuple[str, int]  # a prompt and the number of a way
+Job = tuple[str, int]  # a prompt and the index of a way in `_WAYS`
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What the server holds when nobody wants anything."""
+    """The resources of an idle server."""
 
     usage: ProcessUsage
     census: Mapping[str, Any]
 
     @property
     def leaks(self) -> Iterator[str]:
-        """What an idle server should not hold."""
+        """Yield each resource that an idle server should not hold."""
         census = self.census
         if census["free_pages"] != census["total_pages"]:
             yield f"{census['total_pages'] - census['free_pages']} pages are held"
@@ -50,19 +50,19 @@ class Holding:
 
 @dataclass(slots=True)
 class Notes:
-    """What callers saw."""
+    """The results that the callers saw."""
 
-    right: int = 0  # streams of those who behave, with the tokens that they have alone
+    right: int = 0  # streams of well-behaved callers with the same tokens as when run alone
     wrong: list[str] = field(default_factory=list)
-    refused: int = 0  # of those who behave: there was no room
-    failed: dict[str, int] = field(default_factory=dict)  # of those who behaved, for no good reason
-    deeds: dict[str, int] = field(default_factory=dict)  # what was done, and how it ended
-    strange: list[str] = field(default_factory=list)  # ends that no deed should have
+    refused: int = 0  # requests of well-behaved callers that the server had no capacity for
+    failed: dict[str, int] = field(default_factory=dict)  # of well-behaved callers, without a valid reason
+    deeds: dict[str, int] = field(default_factory=dict)  # the actions of faulty callers and how they ended
+    strange: list[str] = field(default_factory=list)  # actions of faulty callers with an unexpected end
 
 
 @dataclass(frozen=True, slots=True)
 class Chaos:
-    """What came of it, after a warm-up of which only mistakes count."""
+    """The results of the experiment. Of the warm-up, only errors count."""
 
     warm_up: Notes
     notes: Notes
@@ -71,11 +71,11 @@ class Chaos:
 
     @property
     def growth(self) -> float:
-        """Of resident memory."""
+        """Return the relative growth of resident memory."""
         return self.after.usage.resident / self.before.usage.resident - 1
 
     def problems(self, *, timed: bool = True) -> Iterator[str]:
-        """What is not as it should be; `timed` also judges memory, which a short run says little of."""
+        """Yield each violated expectation; `timed` includes memory, which a short run cannot measure reliably."""
         for notes in (self.warm_up, self.notes):
             yield from notes.wrong
             yield from notes.strange
@@ -92,7 +92,7 @@ class Chaos:
 
 
 def chaos_lines(found: Chaos) -> list[str]:
-    """What came of it, for people."""
+    """Return the results as Markdown lines."""
     notes = found.notes
     verdict = (
         f"{notes.right} streams of callers who behaved had the tokens that they have alone, {len(notes.wrong)} had "
@@ -117,7 +117,7 @@ async def _tokens(client: AsyncClient, job: Job) -> tuple[int, ...]:
 
 
 async def holding(server: ServerProcess, client: AsyncClient, patience: float = 30.0) -> Holding:
-    """Wait until nothing is asked of the server, then look."""
+    """Wait until the server has no requests, then read its resources."""
     async with asyncio.timeout(patience):
         while (load := await client.load()).running_requests or load.waiting_requests:  # noqa: ASYNC110  # a process
             await asyncio.sleep(0.1)
@@ -129,7 +129,7 @@ async def holding(server: ServerProcess, client: AsyncClient, patience: float = 
 
 
 async def chaos(server: ServerProcess, warm_up: float, seconds: float, tell: Callable[[str], None]) -> Chaos:
-    """First so long to warm up, which counts for nothing but mistakes, then so long in earnest."""
+    """Warm up first, for which only errors count, then run the experiment for `seconds`."""
     async with AsyncClient(server.address, retry=None) as client:
         jobs = [(prompt, way) for prompt in _PROMPTS for way in range(len(_WAYS))]
         tell(f"{len(jobs)} requests one by one")
@@ -157,7 +157,7 @@ async def _storm(
 
 
 async def _behave(scene: Scene, found: Notes, alone: Mapping[Job, tuple[int, ...]], random: Random) -> None:
-    """One request after the other; who is refused comes again when told to."""
+    """Send one request after the other; after a refusal, wait for the retry delay."""
     jobs = list(alone)
     while scene.goes_on:
         job = random.choice(jobs)

@@ -1,4 +1,4 @@
-"""A server's curve: callers in growing numbers, then growing rates, up to beyond what it can do. Knows no report."""
+"""A server's load curve: increasing numbers of callers, then increasing rates, up to beyond its capacity."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from loadtest.arrivals import Arrivals
 from loadtest.experiments.overload import CALLERS, full_rate
 from loadtest.phases import Phase, Site
 
-CONCURRENCIES = (1, 4, 16, 48)  # and as many as keep it full
+CONCURRENCIES = (1, 4, 16, 48)  # and in addition the number of callers that keeps the server full
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0, 1.25, 1.5, 2.0)  # of capacity
-KEPT = 0.9  # of the best goodput, at least, at the highest rate
-SERVED = 0.99  # of what was sent, below saturation
+KEPT = 0.9  # minimum goodput at the highest rate, relative to the best goodput
+SERVED = 0.99  # minimum share of served requests, below saturation
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What was found."""
+    """The results of the experiment."""
 
     capacity: float  # requests per second
     phases: tuple[Phase, ...]
 
     @property
     def rates(self) -> list[Phase]:
-        """The open loops, in the order of their rates."""
+        """Return the open-loop phases, in the order of their rates."""
         return [phase for phase in self.phases if phase.rate is not None]
 
     @property
     def saturation(self) -> float:
-        """The highest rate of those measured up to which (nearly) everybody was served; 0 if there is none."""
+        """Return the highest rate up to which the server served (nearly) all requests; 0 if there is none."""
         found = 0.0
         for phase in self.rates:
             if phase.rate is None or phase.summary.served < SERVED * phase.summary.sent:
@@ -40,12 +40,12 @@ class Curve:
 
     @property
     def kept(self) -> float:
-        """Goodput at the highest rate, of the best at any; NaN where no machine like this one serves anybody well."""
+        """Return goodput at the highest rate relative to the best goodput; NaN if no request met the objective."""
         best = max(phase.summary.goodput for phase in self.rates)
         return self.rates[-1].summary.goodput / best if best else math.nan
 
     def problems(self, *, timed: bool = True) -> Iterator[str]:
-        """What is not as it should be; without `timed` nothing that depends on how fast this machine is."""
+        """Yield each violated expectation; without `timed`, skip those that depend on the speed of this machine."""
         for phase in self.phases:
             if not phase.adds_up:
                 yield f"{phase.name}: sums do not add up: {phase.summary.outcomes}, server {phase.account}"
@@ -56,7 +56,7 @@ class Curve:
 
 
 async def curve(site: Site, seconds: float, shares: Sequence[float], tell: Callable[[str], None]) -> Curve:
-    """Each stretch takes `seconds`; `shares` are of the capacity that is measured first."""
+    """Run all phases, each for `seconds`; `shares` are relative to the capacity, which is measured first."""
     phases: list[Phase] = []
     for concurrency in (*CONCURRENCIES, CALLERS):
         tell(f"{concurrency} callers for {seconds:g} s")

@@ -1,7 +1,7 @@
-"""A server whose parts fail for requests that ask for it by name (`python -m loadtest.experiments.faulty_server`).
+"""A server with injected faults for requests that select them (`python -m loadtest.experiments.faulty_server`).
 
-The server itself has no way to be told to fail, so its parts are replaced here, from outside. A request whose id or
-prompt holds `fault-PART` fails in that part. On SIGUSR1 a line of JSON says what the process holds.
+The server itself has no option to fail, so this module replaces parts of it from outside. A request whose id or prompt
+contains `fault-PART` fails in that part. On SIGUSR1 the process prints a line of JSON that lists its resources.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from server.model import Progress, ServedModel
 from server.streams import stream
 from server.telemetry import logs
 
-MARK = "fault-"  # and the name of a part
-FIRST_TOKENS = 4  # a fault in the engine comes after so many, when there is something to lose
+MARK = "fault-"  # followed by the name of a part
+FIRST_TOKENS = 4  # a fault in the engine is raised after this number of tokens, when there is output to lose
 
 
 class Injected(RuntimeError):
@@ -38,7 +38,7 @@ class Injected(RuntimeError):
 
 
 def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put `make(what is there)` in its place."""
+    """Replace the attribute `name` of `owner` with `make(attribute)`."""
     setattr(owner, name, make(getattr(owner, name)))
 
 
@@ -104,7 +104,7 @@ def _in_draft(propose: Any) -> Any:
 
 
 def make_faulty(engine: Engine) -> None:
-    """Replace the parts of this process, and the drafts of this engine."""
+    """Replace parts of this process, and the proposers of this engine, with faulty ones."""
     replace(Codec, "encode", _in_tokenizer)
     replace(target_pass.TargetPass, "_pass", _in_target)
     replace(target_pass, "verify_rows", _not_a_number)
@@ -115,14 +115,14 @@ def make_faulty(engine: Engine) -> None:
 
 
 def load(config: EngineConfig, progress: Progress) -> ServedModel:
-    """As the server loads it, and then spoilt."""
+    """Load the model as the server does, then make it faulty."""
     model = ServedModel.load(config, progress)
-    make_faulty(cast("Engine", model.engine))  # what is loaded here is here
+    make_faulty(cast("Engine", model.engine))  # a model that is loaded here is in this process
     return model
 
 
 def census(app: App) -> dict[str, Any]:
-    """What this process holds; `broken` says which invariant does not hold."""
+    """Return the resources of this process; `broken` names the invariant that does not hold."""
     assert app.driver is not None, "asked before it was ready"
     gc.collect()
     engine, broken = cast("Engine", app.driver.model.engine), ""

@@ -1,4 +1,4 @@
-"""What callers do to a server, one deed each: they go away, die, stall, hurry, and find parts that fail."""
+"""Faulty callers, one kind per function: they cancel, die, stop reading, set short deadlines or cause faults."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ from client import (
 from pilotfish.v1 import generation_pb2 as pb
 from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
 
-FAILING = ("tokenizer", "target", "nan", "text", "answers")  # parts whose faults end the one request at fault
-HARMLESS = "draft"  # the part whose fault costs drafts alone
+FAILING = ("tokenizer", "target", "nan", "text", "answers")  # parts whose faults end only the request at fault
+HARMLESS = "draft"  # the part whose fault costs only drafts
 LONG = 300  # tokens
 STORM = 24  # requests at once
-# Without these the client's core reads on for its application, and no write of the server's ever waits.
+# Without these, the client's gRPC core reads ahead of its application, and no write of the server ever blocks.
 _STALLING = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024), ("grpc.use_local_subchannel_pool", 1)]
 _numbers = count()
 
 
 @dataclass(slots=True)
 class Scene:
-    """Where it happens, until when, and what is noted."""
+    """The server under test, the end of the run, and the notes."""
 
     address: str
     http_address: str
     client: AsyncClient
-    end: float  # in the loop's time
+    end: float  # in the time of the event loop
     deeds: dict[str, int]
     strange: list[str]
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is time for more."""
+        """Return whether there is time left."""
         return asyncio.get_running_loop().time() < self.end
 
     async def repeat(self, deed: Deed, random: Random) -> None:
-        """Again and again, with pauses."""
+        """Repeat the action with random pauses."""
         while self.goes_on:
             await deed(self, random)
             await asyncio.sleep(random.uniform(0, 0.3))
 
     def note(self, deed: str, end: str, *expected: str) -> None:
-        """How a deed ended; what none of those expected is written down."""
+        """Count how an action ended; an end that is not expected is recorded as strange."""
         self.deeds[f"{deed}: {end}"] = self.deeds.get(f"{deed}: {end}", 0) + 1
         if end not in expected:
             self.strange.append(f"{deed} ended with {end}; expected {', '.join(expected)}")
@@ -66,7 +66,7 @@ Deed = Callable[[Scene, Random], Awaitable[None]]
 
 
 async def _read(scene: Scene, **options: object) -> str:
-    """Read a long stream; how it ended."""
+    """Read a long stream and return how it ended."""
     try:
         async with contextlib.aclosing(scene.client.stream("def main():\n", max_tokens=LONG, **options)) as events:  # type: ignore[arg-type]
             async for _ in events:
@@ -79,7 +79,7 @@ async def _read(scene: Scene, **options: object) -> str:
 
 
 async def go_away(scene: Scene, random: Random) -> None:
-    """Cancel at any moment."""
+    """Cancel at a random moment."""
     try:
         async with asyncio.timeout(random.uniform(0, 0.6)):
             end = await _read(scene, ignore_eos=True)
@@ -89,7 +89,7 @@ async def go_away(scene: Scene, random: Random) -> None:
 
 
 async def hurry(scene: Scene, random: Random) -> None:
-    """Many at once, with deadlines that hardly any can keep."""
+    """Send many requests at once with deadlines that hardly any can meet."""
     reads = [_read(scene, ignore_eos=True, deadline=random.uniform(0.001, 0.4)) for _ in range(STORM)]
     for end in await asyncio.gather(*reads):
         scene.note("deadline", end, "DeadlineExceededError", "QueueFullError", "served")
@@ -97,7 +97,7 @@ async def hurry(scene: Scene, random: Random) -> None:
 
 
 async def fail(scene: Scene, random: Random) -> None:
-    """A request that a part of the server fails for."""
+    """Send a request for which a part of the server fails."""
     part = random.choice((*FAILING, HARMLESS))
     name = f"fault-{part}"
     prompt = f"# {name}\n" if part == "tokenizer" else "def main():\n"
@@ -112,7 +112,7 @@ async def fail(scene: Scene, random: Random) -> None:
 
 
 async def stall(scene: Scene, random: Random) -> None:
-    """Read one message and then none, until the server has had enough."""
+    """Read one message, then stop reading until the server aborts the stream."""
     request = pb.GenerateRequest(prompt="x", stopping=pb.StoppingParams(max_tokens=LONG, ignore_eos=True))
     request.output.CopyFrom(pb.OutputOptions(logprobs=True, top_logprobs=20))
     async with grpc.aio.insecure_channel(scene.address, _STALLING) as channel:
@@ -129,21 +129,21 @@ async def stall(scene: Scene, random: Random) -> None:
 
 
 async def die(scene: Scene, random: Random) -> None:
-    """A process with streams open, killed in the middle."""
+    """Start a process with open streams and kill it while it reads."""
     command = ("-m", "loadtest.experiments.victim", scene.address, str(random.randint(1, 6)))
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None, "asked for"
     first = await process.stdout.readline()
     await asyncio.sleep(random.uniform(0, 0.5))
-    with contextlib.suppress(ProcessLookupError):  # it may have ended: refused
+    with contextlib.suppress(ProcessLookupError):  # the process may have ended, if its requests were refused
         process.kill()
     await process.communicate()
     scene.note("killed", "refused" if first.startswith(b"refused") else "in the middle", "in the middle", "refused")
-    await asyncio.sleep(random.uniform(2, 6))  # a new process costs more than all it asks for
+    await asyncio.sleep(random.uniform(2, 6))  # starting a process costs more than its requests
 
 
 async def hang_up(scene: Scene, random: Random) -> None:
-    """An HTTP stream whose connection breaks."""
+    """Open an HTTP stream and close the connection early."""
     host, _, port = scene.http_address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps({"prompt": "import re\n", "max_tokens": LONG, "stream": True}).encode()

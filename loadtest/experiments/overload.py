@@ -1,4 +1,4 @@
-"""Many times more than a server can do: everybody is served in time or told when to come again. Knows no report."""
+"""Load far beyond the server's capacity: every request must be served in time or refused with a retry delay."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from loadtest.arrivals import Arrivals
 from loadtest.phases import Phase, Site
 from loadtest.samples import Outcome, Sample
 
-CALLERS = 96  # who keep every place of the server taken, and some waiting, while its capacity is measured
-WARMING = 1 / 3  # of that time does not count
-SETTLING = 0.1  # of the time at capacity is not timed: all places are taken at once, as they never are later
-MOST_WAITING = 2.0  # times the time to first token at capacity
+CALLERS = 96  # enough to keep the server's batch full and its queue non-empty while capacity is measured
+WARMING = 1 / 3  # of that time is not counted
+SETTLING = 0.1  # of the time at capacity is not timed, because at its start many requests begin at once
+MOST_WAITING = 2.0  # maximum time to first token, relative to that at capacity
 MOST_GROWTH = 0.02  # of resident memory
 
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """The three stretches of it."""
+    """The three phases of the experiment."""
 
     capacity: Phase
     at_capacity: Phase
@@ -27,29 +27,29 @@ class Overload:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """In the order they were run."""
+        """Return the phases in the order in which they ran."""
         return self.capacity, self.at_capacity, self.overload
 
     @property
     def waiting(self) -> float:
-        """Time to first token of whom it took, 99 in a hundred: times that at capacity."""
+        """Return p99 of the time to first token of served requests, relative to that at capacity."""
         first, second = (p.summary.time_to_first_token["p99"] for p in (self.at_capacity, self.overload))
         return second / first
 
     @property
     def growth(self) -> float:
-        """Of the server's memory while overloaded."""
+        """Return the relative growth of the server's memory during overload."""
         before, after = self.overload.resident
         return after / before - 1
 
     @property
     def kept(self) -> float:
-        """Requests served per second, of those at capacity."""
+        """Return requests served per second, relative to those at capacity."""
         served, before = (p.summary.served / p.summary.seconds for p in (self.overload, self.at_capacity))
         return served / before
 
     def problems(self, *, timed: bool = True) -> Iterator[str]:
-        """What is not as it should be; without `timed` nothing that depends on how fast this machine is."""
+        """Yield each violated expectation; without `timed`, skip those that depend on the speed of this machine."""
         for phase in self.phases:
             yield from _problems(phase)
         if not self.overload.summary.refused:
@@ -72,12 +72,13 @@ def _problems(phase: Phase) -> Iterator[str]:
 
 
 def full_rate(samples: Sequence[Sample]) -> float:
-    """Requests that were served per second while all callers were there: until the last was sent, and not at first.
+    """Return requests served per second while all callers were active: after a warm-up, until the last was sent.
 
-    Nobody can have ended at first. A caller who has an answer asks again at once, as long as all of them do.
+    No request can end during the first moments. A caller that gets a response sends its next request at once, as long
+    as all callers are active.
 
     Raises:
-        RuntimeError: nobody was served.
+        RuntimeError: No request was served.
     """
     until = max(sample.sent for sample in samples)
     ends = [sample.ended for sample in samples if sample.outcome is Outcome.SERVED]
@@ -89,11 +90,11 @@ def full_rate(samples: Sequence[Sample]) -> float:
 
 
 async def overload(site: Site, times: float, seconds: float, tell: Callable[[str], None]) -> Overload:
-    """Measure capacity, then what it is like at capacity, then at so many times that.
+    """Measure capacity, then the server at capacity, then at `times` that rate.
 
-    Before that a while in which a new server finds out what drafts bring with all places taken: it is slower till then.
-    At capacity all places are taken and requests come as fast as others end: without the first, chance would decide
-    whether the queue is ever used.
+    A warm-up comes first, in which a new server learns the benefit of drafts with a full batch; until then it is
+    slower. The phase at capacity starts with a burst that fills the batch. Requests arrive as fast as others end, so
+    without the burst chance would decide whether the queue is used at all.
     """
     tell(f"capacity: {CALLERS} callers for {seconds / 2:g} s, twice; the first does not count")
     await site.closed("warming up", CALLERS, seconds / 2)

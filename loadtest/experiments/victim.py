@@ -1,4 +1,4 @@
-"""A client that will be killed: `python -m loadtest.experiments.victim ADDRESS STREAMS` reads endless streams."""
+"""A client that will be killed: `python -m loadtest.experiments.victim ADDRESS STREAMS` reads long streams."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import sys
 
 from client import AsyncClient, RequestFailedError
 
-ENDLESS = 480  # tokens: more than it will live to see, and all that the server of chaos allows
+ENDLESS = 480  # tokens: more than it can read before it is killed, and the maximum that the server of chaos allows
 
 
 async def _read(client: AsyncClient, number: int) -> None:
     try:
         async for _ in client.stream(f"import os  # {number}\n", max_tokens=ENDLESS, ignore_eos=True):
-            print(number, flush=True)  # whoever kills it wants to know that it is in the middle
+            print(number, flush=True)  # tells the parent process that the stream has started
     except RequestFailedError:
         print("refused", flush=True)
 
 
 async def main(address: str, streams: int) -> None:
-    """Read them all."""
+    """Read all streams."""
     async with AsyncClient(address, retry=None) as client, asyncio.TaskGroup() as tasks:
         for number in range(streams):
             tasks.create_task(_read(client, number))

@@ -1,1 +1,1 @@
-"""Locust: its users, how many of them when, and its processes."""
+"""Locust load tests: user classes, the number of users over time, and the processes of Locust."""

@@ -3,9 +3,9 @@ r"""Users for Locust: gRPC streams and HTTP streams, in scenarios. `python -m lo
     locust -f loadtest/swarm/locustfile.py --headless -u 20 -r 10 --load-seconds 60 --scenario spike \
         --grpc-address HOST:PORT
 
-A stream is four things to measure, and each is an entry of its own: time to the first token, time between messages
-with tokens, the whole call, and (not a time) its tokens. A closed loop: a user waits for an answer before the next
-question, so latencies at a rate are the business of `python -m loadtest curve`.
+A stream has four entries in Locust's statistics: time to the first token, time between messages with tokens, time of
+the whole call, and (not a time) its tokens. This is a closed loop: a user waits for a response before it sends the next
+request. To measure latencies at a fixed rate, use `python -m loadtest curve`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import gevent
 import grpc.experimental.gevent
 from locust import HttpUser, LoadTestShape, User, constant, events, runners, task
 
-# Before any channel is made, and after locust has patched the standard library, which it does when it is imported.
+# This must run before any channel is created, and after locust has patched the standard library during its import.
 grpc.experimental.gevent.init_gevent()
 
 from client import Client, Delta, RequestFailedError, Retry  # noqa: E402
@@ -30,10 +30,10 @@ from loadtest.swarm.shapes import SHAPES, share_of_users  # noqa: E402
 from loadtest.workload import WORKLOADS, Ask  # noqa: E402
 
 runners.HEARTBEAT_LIVENESS = (
-    30  # seconds: on a busy machine a worker may be late by Locust's three, and none is replaced
+    30  # seconds: on a busy machine a worker may exceed Locust's default of three, and a lost worker is not replaced
 )
 SCENARIOS = (*WORKLOADS, *(name for name in SHAPES if name not in WORKLOADS))
-THINKING = 0.5  # seconds between an answer and the next question
+THINKING = 0.5  # seconds between a response and the next request
 RETRY = Retry(attempts=5)
 
 
@@ -55,7 +55,7 @@ def _leave_out_http(environment: Any, **_: Any) -> None:
 
 @dataclass(slots=True)
 class StreamTimer:
-    """One stream's times, told to Locust as they come; in milliseconds there."""
+    """Measures one stream and reports its times to Locust in milliseconds."""
 
     user: Any
     kind: str
@@ -66,11 +66,11 @@ class StreamTimer:
 
     @classmethod
     def start(cls, user: Any, kind: str, scenario: str) -> StreamTimer:
-        """Now."""
+        """Start the timer now."""
         return cls(user, kind, scenario, time.perf_counter())
 
     def take(self, tokens: int) -> None:
-        """A message with so many tokens came."""
+        """Record a message with this number of tokens."""
         now = time.perf_counter()
         if self.last is None:
             self._tell("1 first token", now - self.started)
@@ -79,7 +79,7 @@ class StreamTimer:
         self.last, self.tokens = now, self.tokens + tokens
 
     def end(self, error: Exception | None = None) -> None:
-        """It is over; a call that failed counts once, as a whole."""
+        """Record the end of the call; a failed call counts once, as a whole."""
         self._tell("3 whole call", time.perf_counter() - self.started, error)
         if error is None:
             self._tell("4 tokens (not ms)", self.tokens / 1000)
@@ -96,18 +96,18 @@ class StreamTimer:
 
 
 class _Streams:
-    """What both kinds of users do: ask, read, and go away where the workload says so."""
+    """The common part of both kinds of users: send, read, and cancel if the workload says so."""
 
     kind = ""
 
     def on_start(self: Any) -> None:
-        """Each user has questions of his own."""
+        """Give each user its own random requests."""
         self.scenario = self.environment.parsed_options.scenario
         self._random = Random(str(id(self)))
         self._workload = WORKLOADS.get(self.scenario, WORKLOADS["steady"])
 
     def ask(self: Any) -> None:
-        """One question and its answer."""
+        """Send one request and read the response."""
         ask: Ask = self._workload(self._random)
         watch = StreamTimer.start(self, self.kind, self.scenario)
         try:
@@ -121,26 +121,25 @@ class _Streams:
 
 
 class GrpcStreams(_Streams, User):  # type: ignore[misc]  # locust is not typed
-    """GenerateStream through our own client."""
+    """GenerateStream through the client of this repository."""
 
     kind, wait_time, weight = "gRPC", constant(THINKING), 4
 
     def on_start(self) -> None:
-        """A client each; gRPC lets them share connections."""
+        """Create a client for each user; gRPC lets the clients share connections."""
         super().on_start()
         self._client = Client(self.environment.parsed_options.grpc_address, retry=RETRY)
 
     def on_stop(self) -> None:
-        """Disconnect."""
         self._client.close()
 
     @task  # type: ignore[untyped-decorator]
     def generate(self) -> None:
-        """The scenario's question."""
+        """Send a request of the scenario."""
         self.ask()
 
     def tokens(self, ask: Ask) -> Iterator[int]:
-        """How many each message brought."""
+        """Yield the number of tokens in each message."""
         with closing(self._client.stream(ask.prompt, deadline=120, **ask.options)) as found:
             for event in found:
                 if isinstance(event, Delta) and event.token_ids:
@@ -151,21 +150,21 @@ class HttpStreams(_Streams, HttpUser):  # type: ignore[misc]  # locust is not ty
     """`/v1/completions` with `stream`, read as server-sent events."""
 
     kind, wait_time, weight, abstract = "HTTP", constant(THINKING), 1, False
-    host = "http://none"  # from the options, once they are there
+    host = "http://none"  # replaced by the value of the options
 
     @task  # type: ignore[untyped-decorator]
     def complete(self) -> None:
-        """The scenario's question."""
+        """Send a request of the scenario."""
         self.ask()
 
     def tokens(self, ask: Ask) -> Iterator[int]:
-        """How many each event brought: the server sends no counts, so an event with text counts as one."""
+        """Yield 1 for each event with text, because the server sends no token counts in events."""
         body = {"prompt": ask.prompt, "stream": True, "temperature": 0, "max_tokens": ask.options["max_tokens"]}
         url = f"http://{self.environment.parsed_options.http_address}/v1/completions"
         for attempt in range(RETRY.attempts):
             with self._post(url, body) as answer:
                 if answer.status_code == 429 and attempt + 1 < RETRY.attempts:
-                    answer.success()  # as gRPC's retries are no failures either
+                    answer.success()  # retries are no failures here either, as with gRPC
                 elif answer.status_code != 200:
                     raise RuntimeError(f"HTTP {answer.status_code}: {answer.text[:200]}")
                 else:
@@ -185,16 +184,16 @@ def _texts(answer: Any) -> Iterator[int]:
 
 
 class ScenarioShape(LoadTestShape):  # type: ignore[misc]  # locust is not typed
-    """As many users as the scenario has at this moment, of those that were asked for."""
+    """The number of users that the scenario has at this moment, as a share of the requested users."""
 
     use_common_options = True
 
     def tick(self) -> tuple[int, float] | None:
-        """Users and how many begin per second; None at the end."""
+        """Return the number of users and how many start per second; None at the end."""
         options = self.runner.environment.parsed_options
         now = self.get_run_time()
         if now > options.load_seconds:
-            self.runner.stop()  # Locust's own end would cut the calls under way, and count them nowhere
+            self.runner.stop()  # Locust's own end would cancel the active calls without counting them
             return None
         share = share_of_users(options.scenario, now / options.load_seconds)
         return max(1, round(share * options.num_users)), options.spawn_rate

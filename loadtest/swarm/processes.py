@@ -1,4 +1,4 @@
-"""Locust without its web page: a master and workers as processes, and what they wrote. Knows no users."""
+"""Runs Locust without its web page: starts a master and workers as processes, and reads the statistics they wrote."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from pathlib import Path
 from loadtest.process import ServerProcess, free_port
 
 FILE = Path(__file__).with_name("locustfile.py")
-_GRACE = 120.0  # seconds for the last answers, and for Python to start and end
+_GRACE = 120.0  # seconds for the last responses, and for Python to start and end
 MOST_USERS = 100
-WAITING = 5.0  # seconds for which they may wait for a place: half of what the server lets them wait by default
-CALLING = 30.0  # seconds that a call may take, wait and all: no longer than Locust waits for its users at the end
-COMING = 5.0  # seconds over which they begin, at least
+WAITING = 5.0  # seconds that requests may wait in the queue: half of the server's default limit
+CALLING = 30.0  # seconds that a call may take, including its wait; Locust waits this long for active calls at the end
+COMING = 5.0  # minimum seconds over which users start
 
 
 @dataclass(frozen=True, slots=True)
 class Swarm:
-    """So many users, for so long, by so many processes."""
+    """A Locust run: the number of users, its duration, and its number of processes."""
 
     users: int
     seconds: float
     workers: int
     scenario: str
-    coming: float = COMING  # seconds over which they begin
+    coming: float = COMING  # seconds over which users start
 
     def run(self, server: ServerProcess, folder: Path) -> list[dict[str, str]]:
-        """Load the server; Locust's table of statistics, row by row.
+        """Load the server and return the rows of Locust's statistics.
 
         Raises:
-            RuntimeError: Locust ended with an error, or too soon.
+            RuntimeError: Locust ended with an error, or too early.
         """
         folder.mkdir(parents=True, exist_ok=True)
         port = str(free_port())
@@ -66,15 +66,16 @@ class Swarm:
 
 
 def bearable(places: int, rate: float) -> int:
-    """How many users a server can bear that ends `rate` requests per second with all places taken: 64, 4.0 -> 84.
+    """Return how many users a server can bear that ends `rate` requests per second with a full batch: 64, 4.0 -> 84.
 
-    In a closed loop a call of theirs takes users / rate seconds, of which places / rate are not spent waiting.
+    In a closed loop, a user's call takes users / rate seconds; it is in the batch for places / rate seconds of that and
+    waits for the rest.
     """
     return max(1, min(MOST_USERS, int(places + WAITING * rate), int(CALLING * rate)))
 
 
 def coming(places: int, rate: float) -> float:
-    """Seconds over which they begin: those of one request, or all would end at once, again and again."""
+    """Return the seconds over which users start: the time of one request, or all calls would always end together."""
     return max(COMING, places / rate)
 
 
@@ -87,12 +88,12 @@ def _start(log: Path, *options: str) -> subprocess.Popen[bytes]:
 
 
 def failures(rows: list[dict[str, str]]) -> int:
-    """Calls that failed, of all users."""
+    """Return the number of failed calls of all users."""
     return sum(int(row["Failure Count"]) for row in rows if row["Name"] == "Aggregated")
 
 
 def lines(rows: list[dict[str, str]]) -> list[str]:
-    """Locust's statistics in Markdown; times in milliseconds."""
+    """Return Locust's statistics as Markdown lines; times in milliseconds."""
     head = ["| | count | failed | per second | p50 | p90 | p99 |", "|---|---|---|---|---|---|---|"]
     shown = [row for row in rows if row["Name"] != "Aggregated"]
     return head + [
