@@ -3,8 +3,8 @@
     python -m benchmarks.control --out docs/benchmarks/control-cpu
 
 Every configuration is measured in every round, in processor seconds of one thread. Fixed numbers and plain decoding
-share an engine. AUTO has its own engine, so that it learns only from its own steps. It has no warm-up round, so that the
-report can show the first round beside the last.
+share an engine. AUTO has its own engine, so that it learns only from its own steps. It has no warm-up round, so that
+the report can show the first round beside the last.
 """
 
 from __future__ import annotations

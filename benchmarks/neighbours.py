@@ -49,7 +49,7 @@ def fixed(threads: int) -> Iterator[None]:
 def measure(
     engines: dict[str, Engine], prompts: Sequence[tuple[int, ...]], k: int | str, options: argparse.Namespace
 ) -> dict[int, dict[str, list[Turn]]]:
-    """Measure the turns by neighbours and way, in alternating order; before them, an uncounted turn of the default runs."""
+    """Measure the turns by neighbours and way; an uncounted turn of the default precedes each group."""
     ways: dict[str, Callable[[], AbstractContextManager[None]]] = {DEFAULT: nullcontext}
     ways |= {str(n): partial(fixed, n) for n in options.fixed}
     found: dict[int, dict[str, list[Turn]]] = {n: {name: [] for name in ways} for n in options.neighbours}

@@ -48,7 +48,7 @@ class Cell:
     alone: list[float] = field(default_factory=list)  # to the first token
     beside: list[float] = field(default_factory=list)
     decoding: list[float] = field(default_factory=list)  # of a step before the prompt arrived
-    gaps: list[float] = field(default_factory=list)  # between tokens of the other sequences, until the prompt's first token
+    gaps: list[float] = field(default_factory=list)  # between tokens of the others, until the prompt's first
 
     def row(self) -> str:
         """Return the row in Markdown: first tokens in seconds, the rest in milliseconds."""
@@ -93,7 +93,7 @@ class Reader:
         return sum(self._until_first(self._add(length, 1)))
 
     def beside(self, length: int, others: int) -> tuple[list[float], list[float]]:
-        """Return the seconds of steps before and after the prompt arrives, while `others` sequences decode in every step."""
+        """Return the seconds of steps before and after the prompt arrives, while `others` sequences decode."""
         names = [self._add(SHORT, self._engine.max_model_len - SHORT) for _ in range(others)]
         for name in names[-1:]:
             list(self._until_first(name))

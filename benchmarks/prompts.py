@@ -142,12 +142,12 @@ def measure(options: argparse.Namespace) -> list[Text]:
     numbers = range(options.skip, options.skip + options.prompts)
     seconds = pair.config.warm_up_seconds
     engines = {name: pair.engine(seconds if name == AUTO else 0.0) for name in ("0", *options.fixed, AUTO)}
-    freeze_loaded()  # as in a server: a full collection takes as long as half a text, and its cost would fall on one way only
+    freeze_loaded()  # as in a server: a full collection takes as long as half a text and would slow one way only
     return [pair.text(engines, n, pair.subject.prompts[n]) for n in within(options, numbers)]
 
 
 def measure_fresh(options: argparse.Namespace) -> list[Text]:
-    """Measure each text as the first request of two new engines: without saved calibration, and with the first one's."""
+    """Measure each text as the first request of two new engines: without calibration data, and with the first one's."""
     pair, texts = PromptPair(options), list[Text]()
     numbers = range(options.skip, options.skip + options.prompts)
     seconds = pair.config.warm_up_seconds

@@ -3,8 +3,8 @@
     python -m benchmarks.steps --threads 2
 
 Weights are created layer by layer and never downloaded. Variants take turns, round after round. Every round also
-measures the memory bandwidth, because on a shared machine it drifts by more than the variants differ. A pass decodes one
-token in each of M sequences; nothing is sampled.
+measures the memory bandwidth, because on a shared machine it drifts by more than the variants differ. A pass decodes
+one token in each of M sequences; nothing is sampled.
 """
 
 from __future__ import annotations

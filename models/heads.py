@@ -65,7 +65,7 @@ class Residual(nn.Module):
 
 
 class Medusa(nn.ModuleList):
-    """Head i predicts the token i + 2 positions on (Cai et al. 2024, arXiv 2401.10774). Heads share the output matrix."""
+    """Head i predicts the token i + 2 positions on (Cai et al. 2024, arXiv 2401.10774). All share one output matrix."""
 
     def __init__(self, recipe: HeadRecipe, hidden: int) -> None:
         heads = range(recipe.num_heads)

@@ -44,7 +44,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Costs per unit of work, in seconds, and overheads of the server; `acceptance` is the probability of the next draft."""
+    """Costs per unit of work, in seconds, and the overheads of a server; `acceptance` is the rate of the next draft."""
 
     target: tuple[float, ...]  # per unit of the quantities that `engine.control.cost_model` counts
     draft: tuple[float, float, float]  # per drafting call, per sequence in it, per draft

@@ -1,1 +1,1 @@
-"""What a GPU makes of Pilotfish, in parts that do not need each other: `python -m benchmarks.cuda first-light`."""
+"""Benchmarks of Pilotfish on a GPU, in independent parts: `python -m benchmarks.cuda first-light`."""

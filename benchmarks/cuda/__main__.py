@@ -1,10 +1,10 @@
-"""What a GPU makes of Pilotfish, against what its memory and its matmuls allow, and beside others.
+"""Measure Pilotfish on a GPU, relative to the limits of its memory and matmuls, and beside other programs.
 
-    python -m benchmarks.cuda first-light --out build/light      all that matters, in order of worth
-    python -m benchmarks.cuda first-light-2 --out build/light    what takes longer
+    python -m benchmarks.cuda first-light --out build/light      the main parts, most important first
+    python -m benchmarks.cuda first-light-2 --out build/light    the parts that take longer
 
-Random weights in the shapes of Llama 3.1 8B and Llama 3.2 1B; nothing is downloaded. With `--device cpu` all parts run
-on tiny models: a dry run, which says nothing of speed. docs/benchmarks/cuda.md says what each part does.
+Uses random weights in the shapes of Llama 3.1 8B and Llama 3.2 1B; nothing is downloaded. With `--device cpu` all parts
+run on tiny models. That is a dry run, whose speeds mean nothing. docs/benchmarks/cuda.md describes each part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.cuda.setting import Setting
 
 
 def main() -> int:
-    """Status 0 if all parts ended well."""
+    """Run the command; the status is 0 if all parts ended well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=list(COMMANDS))
     parser.add_argument("--out", type=Path, required=True)
@@ -30,8 +30,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="PART", help="names of parts, to run these alone")
     asked = parser.parse_args()
     shapes = asked.shapes or (["tiny", "tiny"] if asked.device == "cpu" else ["8b", "1b"])
-    if asked.device == "cpu":  # Triton and OpenMP ask when they are first loaded
-        os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # so small models only wait for a second thread
+    if asked.device == "cpu":  # Triton and OpenMP read these when they are first loaded
+        os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}  # models are too small for a second thread
     parts = [part for part in COMMANDS[asked.command] if asked.only is None or part.name in asked.only]
     if not parts:
         parser.error(f"parts are {', '.join(part.name for part in COMMANDS[asked.command])}")

@@ -1,4 +1,4 @@
-"""Batches for the attention kernel alone: random K/V of one layer, several times over, so that no cache holds it."""
+"""Batches for the attention kernel alone: random K/V of one layer in more copies than the cache can hold."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from engine.kernels.paging import Paging
 from engine.kernels.tuning import Tuning
 
 PAGE = 32  # tokens
-_TIMES_CACHE = 4  # bytes of all arenas together, over those of the cache
+_TIMES_CACHE = 4  # size of all arenas together, relative to the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Arenas:
-    """One batch, and arenas with the same tables: a call on each in turn finds nothing of its own in the cache."""
+    """One batch, and several arenas with the same tables: calls on them in turn never find their K/V in the cache."""
 
     query: Tensor  # [T, heads, head_dim]
     kv: Tensor  # [count, 2, rows, kv_heads, head_dim]
@@ -38,7 +38,7 @@ class Arenas:
         *,
         fixed: bool = False,
     ) -> Arenas:
-        """Sequences that feed `num_rows` from `starts` on, in pages that lie anywhere; `fixed` as in `Paging.of`."""
+        """Create sequences that feed `num_rows` from `starts` on, in random pages; `fixed` as in `Paging.of`."""
         pages = [-(-(start + n) // PAGE) for n, start in zip(num_rows, starts, strict=True)]
         order = torch.randperm(sum(pages)).tolist()
         tables = [order[sum(pages[:i]) : sum(pages[: i + 1])] for i in range(len(pages))]
@@ -51,12 +51,12 @@ class Arenas:
 
     @staticmethod
     def count_of(bytes_each: int, cache_bytes: int) -> int:
-        """So many that together they are well above the cache."""
+        """Return a number of arenas whose total size is well above the cache."""
         return -(-_TIMES_CACHE * cache_bytes // bytes_each)
 
     def calls(self, tuning: Tuning | None = None) -> list[Callable[[], Tensor]]:
-        """A call of the kernel on each arena, with plans that are made once, as the layers of a pass share them."""
-        from engine.kernels import attention, plan  # bring Triton
+        """Return a kernel call per arena; the plans are made once, as the layers of a pass share them."""
+        from engine.kernels import attention, plan  # imported here because it imports Triton
 
         scale = self.query.shape[2] ** -0.5
         plans = plan.plans_of(self.query, self.kv[0, 0], self.paging, tuning=tuning)
@@ -64,5 +64,5 @@ class Arenas:
 
     @property
     def bytes_each(self) -> int:
-        """K and V of one arena."""
+        """Return the bytes of K and V of one arena."""
         return self.kv[0].nbytes

@@ -1,4 +1,4 @@
-"""The machine under test: what it is, what it can do at most, and how time is taken on it."""
+"""The machine under test: its description, its measured limits, and functions for timing on it."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.harness.machine import commit, processor, versions
 
-_CALLS = 20  # of a graph that is timed, so that launches cost nothing
-_CPU_CACHE = 2**14  # bytes: for a dry run, so that small arenas rotate as well
+_CALLS = 20  # number of calls in a timed graph, so that launch costs are negligible
+_CPU_CACHE = 2**14  # bytes: small, so that a dry run also uses several arenas
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What the machine can do, measured."""
+    """The measured limits of the machine."""
 
     device: torch.device
     name: str
-    bytes_per_second: float  # of a copy, read and written counted
+    bytes_per_second: float  # of a copy, counting both read and written bytes
     flops: float  # of a large bf16 matmul
     cache_bytes: int  # of the L2 cache
 
     @property
     def is_cuda(self) -> bool:
-        """Whether it is a GPU at all; on a CPU everything only shows that it runs."""
+        """Return whether it is a GPU. On a CPU, the benchmark only shows that everything runs."""
         return self.device.type == "cuda"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of kernels alone: bfloat16, which Triton's interpreter cannot do."""
+        """Return the type for kernels alone: bfloat16, which Triton's interpreter does not support, or float16."""
         return torch.bfloat16 if self.is_cuda else torch.float16
 
     @classmethod
     def measured(cls, name: str) -> Card:
-        """Copy half a GiB; multiply two matrices."""
+        """Measure a copy of half a GiB and a matmul."""
         device = torch.device(name)
         torch.manual_seed(0)
         size, side = (2**28, 8192) if device.type == "cuda" else (2**20, 128)
@@ -58,7 +58,7 @@ class Card:
 
 
 def ceilings(setting: Setting, section: PartReport) -> None:
-    """Write what this is and the rates that all limits are made of."""
+    """Write the description of the machine and the rates from which all limits are computed."""
     section.say(f"{versions('torch', 'transformers', *_triton())}; commit {commit()}; {processor()}.")
     if setting.is_cuda:
         found = torch.cuda.get_device_properties(0)
@@ -81,13 +81,13 @@ def _triton() -> tuple[str, ...]:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all that it was told."""
+    """Wait until the device has completed all submitted work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, times: int = 20) -> float:
-    """Median of `times` runs after two that warm up."""
+    """Return the median of `times` runs after two warm-up runs."""
     found = []
     for i in range(times + 2):
         wait(device)
@@ -99,13 +99,13 @@ def seconds_of(run: Callable[[], object], device: torch.device, times: int = 20)
 
 
 def seconds_of_each(calls: Seq[Callable[[], object]], device: torch.device) -> float:
-    """Seconds of one call, from a CUDA graph of many that go round `calls`. On a CPU each is called once."""
+    """Return seconds of one call, from a CUDA graph that repeats `calls`. On a CPU, each call runs once."""
     if device.type == "cpu":
         start = perf_counter()
         for call in calls:
             call()
         return (perf_counter() - start) / len(calls)
-    for call in calls:  # compiled before anything is recorded
+    for call in calls:  # compile all kernels before the graph is recorded
         call()
     wait(device)
     rounds = -(-_CALLS // len(calls))

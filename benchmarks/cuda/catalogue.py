@@ -1,7 +1,7 @@
-"""The parts of both commands, in order of worth, and how long each may take. Knows no torch.
+"""The parts of both commands, most important first, and the time limit of each. This module does not import torch.
 
-Limits are of a part's own work on one H100. What a part leaves over goes to those behind it, and what it
-wants beyond its limit is taken from nobody, so that a whole command never takes longer than `WHOLE` seconds.
+Limits are for the part's own work on one H100. Time that a part does not use remains for later parts. A part that
+needs more than its limit and this remaining time is killed, so a command never takes longer than `WHOLE` seconds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from importlib import import_module
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 
-WHOLE = 540  # seconds: a machine is lent for calls of ten minutes, of which some go into getting there
-START = 15  # of these until the first part has loaded its libraries; others load while one before them works
+WHOLE = 540  # seconds: the machine is available for ten minutes per call, and setup takes some of them
+START = 15  # seconds until the first part has loaded its libraries; later parts load while the part before them runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Part:
     work: str
     title: str
     limit: int  # seconds
-    expected: int  # seconds on an H100, by arithmetic
+    expected: int  # seconds on an H100, estimated
 
     def load(self) -> Callable[[Setting, PartReport], None]:
-        """Import what it needs."""
+        """Import and return the function."""
         module, _, function = self.work.rpartition(".")
         found: Callable[[Setting, PartReport], None] = getattr(import_module(f"benchmarks.cuda.{module}"), function)
         return found
@@ -56,7 +56,7 @@ COMMANDS = {"first-light": FIRST_LIGHT, "first-light-2": FIRST_LIGHT_2}
 
 
 def table(parts: tuple[Part, ...]) -> list[str]:
-    """As docs/benchmarks/cuda.md shows them."""
+    """Return the table in docs/benchmarks/cuda.md."""
     rows = [f"| `{p.name}` | {p.title} | {p.expected / 60:.1f} | {p.limit / 60:.1f} |" for p in parts]
     expected, limit = sum(p.expected for p in parts), START + sum(p.limit for p in parts)
     return [

@@ -1,6 +1,6 @@
-"""Engines of random weights on a GPU, at an acceptance that was chosen, and what their steps take.
+"""Engines with random weights on a GPU at a chosen acceptance, and the time of their steps.
 
-Random models never agree, so which drafts are kept is drawn on the device, while all is computed as if it counted.
+Random models never agree, so the accepted drafts are drawn at random on the device. All computation runs as usual.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from engine.startup.loop import ops_on
 from engine.stats import StepStats
 from engine.types import FinishReason, Request
 
-CHUNK = 8192  # tokens of prompts that a step feeds
+CHUNK = 8192  # prompt tokens that a step feeds
 
-_WARM = 6  # steps before any are timed
-_HOST = 8  # steps that find out what Python takes
-_FEW = 16  # tokens of the prompts of practice, which only makes shapes known
+_WARM = 6  # warm-up steps before the timed ones
+_HOST = 8  # steps that measure the time of Python
+_FEW = 16  # prompt tokens during preparation, which only needs the right batch sizes
 
 
 @dataclass(frozen=True, slots=True)
 class RandomPair:
-    """Two models with random weights, or the target alone."""
+    """Two models with random weights, or only the target."""
 
     target: PreTrainedModel
     draft: PreTrainedModel | None
 
     @classmethod
     def of(cls, card: Card, target: str, draft: str | None, attention: str = ATTENTION_NAME) -> RandomPair:
-        """Made on the device, by names of `SHAPES`; with our attention they are fused for it."""
+        """Create the models on the device by names of `SHAPES`; with our attention, fuse them for it."""
         made = [_random_model(LlamaConfig(**SHAPES[name]), card, attention) for name in (target, draft) if name]
         return cls(made[0], made[1] if draft else None)
 
     @property
     def models(self) -> list[PreTrainedModel]:
-        """Those that there are."""
+        """Return the target, and the draft if there is one."""
         return [model for model in (self.target, self.draft) if model is not None]
 
 
 def _random_model(config: LlamaConfig, card: Card, attention: str) -> PreTrainedModel:
-    """Random bf16 weights, drawn where they stay."""
+    """Return a model with random bf16 weights, created directly on the device."""
     prepare(config)
     with card.device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -74,17 +74,17 @@ def _random_model(config: LlamaConfig, card: Card, attention: str) -> PreTrained
 
 
 def pass_seconds(model: PreTrainedModel, card: Card, sequences: int, rows: int, context: int) -> float:
-    """The least that a pass can take: its weights and K/V read once, or its operations."""
+    """Return the minimum time of a pass: one read of its weights and K/V, or its operations if they take longer."""
     config = model.config
     numbers = sum(parameter.numel() for parameter in model.parameters())
     if not config.tie_word_embeddings:
-        numbers -= config.vocab_size * config.hidden_size  # rows are picked from it, it is not read
+        numbers -= config.vocab_size * config.hidden_size  # only a few rows of the embedding are read
     cached = sequences * context * kv_layout(config, torch.bfloat16).bytes_per_token
     return max((2 * numbers + cached) / card.bytes_per_second, 2 * numbers * sequences * rows / card.flops)
 
 
 def round_limit(pair: RandomPair, card: Card, size: int, context: int, k: int) -> float:
-    """The least that a round can take: a draft pass of two rows, K - 1 of one, a verification."""
+    """Return the minimum time of a round: one draft pass of two rows, K - 1 of one row, and a verification."""
     drafting = 0.0
     for i in range(k):
         assert pair.draft is not None
@@ -93,24 +93,24 @@ def round_limit(pair: RandomPair, card: Card, size: int, context: int, k: int) -
 
 
 def best_drafts(pair: RandomPair, card: Card, size: int, context: int, acceptance: float, most: int) -> int:
-    """The K by which limits allow the largest speed-up."""
+    """Return the K with the largest speed-up by the limits."""
     gains = {k: gain_limit(pair, card, size, context, acceptance, k) for k in range(1, most + 1)}
     return max(gains, key=lambda k: gains[k])
 
 
 def gain_limit(pair: RandomPair, card: Card, size: int, context: int, acceptance: float, k: int) -> float:
-    """The speed-up over plain decoding that K drafts could have at most."""
+    """Return the maximum speed-up of K drafts over plain decoding."""
     plain = round_limit(pair, card, size, context, 0)
     return expected_tokens(acceptance, k) * plain / round_limit(pair, card, size, context, k)
 
 
 def expected_tokens(acceptance: float, k: int) -> float:
-    """Tokens of a round in which each draft is kept with this probability, until one is not."""
+    """Return the expected tokens of a round in which each draft is accepted with this probability."""
     return sum(acceptance**i for i in range(k + 1))
 
 
 def kept_at(acceptance: float, commit: Callable[..., Committed]) -> Callable[..., Committed]:
-    """A commit that keeps each draft with this probability, whatever it was: by a number of its slot and position."""
+    """Return a commit that accepts each draft with this probability, drawn by slot and position."""
 
     def synthetic(drawn: Tensor, drafts: Tensor, num_sound: Tensor, slots: Tensor, tracks: Tracks) -> Committed:
         place = tracks.length[slots][:, None] + torch.arange(drafts.shape[1], device=drafts.device)
@@ -130,7 +130,7 @@ def engine_of(
     most_drafts: int = 0,
     page: int = PAGE,
 ) -> Engine:
-    """An engine for up to `size` sequences, all of them in rounds on the device."""
+    """Return an engine for up to `size` sequences, all of them device-resident."""
     real = ops_on(card.device)
     ops = RoundOps(real.attend, real.choose, kept_at(acceptance, real.commit))
     pages = size * -(-longest // page)
@@ -145,29 +145,29 @@ def engine_of(
 
 
 def room_for(context: int, size: int, steps: int, k: int) -> int:
-    """Positions for a prompt and K + 1 tokens in each step; the first to come ride while others are still fed."""
+    """Return positions for a prompt and K + 1 tokens per step; the first sequences decode while others are fed."""
     feeding = -(-size * context // CHUNK)
     return context + (feeding + _WARM + steps + _HOST + 2) * (k + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What steps of one setting took."""
+    """Times of the steps of one setting."""
 
     seconds: float  # per step
     tokens: float  # per step and sequence
     device_seconds: float  # per step, on the device's own clock
-    host_seconds: float  # of Python per step, nothing waited for
-    longest: float  # seconds of the longest step, over those of the median one
+    host_seconds: float  # Python time per step, without waits
+    longest: float  # of the longest step, relative to the median step
 
     @property
     def shown(self) -> float:
-        """Seconds per step in which the device had nothing to do, so that the host shows."""
+        """Return seconds per step in which the device was idle and waited for the host."""
         return max(0.0, self.seconds - self.device_seconds)
 
 
 def fill(engine: Engine, size: int, context: int, k: int | None) -> None:
-    """So many sequences with prompts of `context` tokens, fed; K drafts each, or as many as pay (None)."""
+    """Add `size` sequences with prompts of `context` tokens and feed them, with K drafts each or AUTO (None)."""
     if k is None:
         asked = SpeculationParams(mode=SpeculationMode.AUTO)
     else:
@@ -184,7 +184,7 @@ def fill(engine: Engine, size: int, context: int, k: int | None) -> None:
 
 
 def practise(engine: Engine, size: int, most_drafts: int) -> None:
-    """Rounds of this size with each K, so that AUTO finds all graphs recorded, and no time that it learns holds one."""
+    """Run rounds of this size with each K, so that all graphs are recorded and AUTO learns no recording times."""
     for k in range(most_drafts + 1):
         fill(engine, size, _FEW, k)
         for _ in range(_WARM):
@@ -193,7 +193,7 @@ def practise(engine: Engine, size: int, most_drafts: int) -> None:
 
 
 def measure(engine: Engine, card: Card, size: int, steps: int, warm_up: int = _WARM) -> Measured:
-    """Time steps on their way; whoever is in the engine must have tokens left for them."""
+    """Time decoding steps; every sequence in the engine must have enough tokens left for them."""
     for _ in range(warm_up):
         engine.step()
     stats, each = timed(engine, card, steps)
@@ -205,7 +205,7 @@ def measure(engine: Engine, card: Card, size: int, steps: int, warm_up: int = _W
 
 
 def timed(engine: Engine, card: Card, steps: int) -> tuple[list[StepStats], list[float]]:
-    """What steps said of themselves, and the seconds of each. Nothing is waited for between them but by themselves."""
+    """Return the statistics and seconds of each step. Between the steps, nothing else waits for the device."""
     wait(card.device)
     stats, timer = list[StepStats](), [perf_counter()]
     for _ in range(steps):
@@ -217,7 +217,7 @@ def timed(engine: Engine, card: Card, steps: int) -> tuple[list[StepStats], list
 
 
 def _host_seconds(engine: Engine, card: Card) -> float:
-    """The least that a step costs Python when there is nothing to wait for."""
+    """Return the minimum time of a step in Python when the device is idle."""
     found = []
     for _ in range(_HOST):
         wait(card.device)
@@ -228,14 +228,14 @@ def _host_seconds(engine: Engine, card: Card) -> float:
 
 
 def empty(engine: Engine) -> None:
-    """Send everybody away."""
+    """Abort all sequences."""
     engine.finish_all(FinishReason.ABORTED)
 
 
 def settled(
     engine: Engine, card: Card, size: int, context: int, k: int | None, steps: int, warm_up: int = _WARM
 ) -> Measured:
-    """So many sequences on their way, and then none."""
+    """Fill the engine with `size` sequences, measure decoding steps, and empty it."""
     fill(engine, size, context, k)
     got = measure(engine, card, size, steps, warm_up)
     empty(engine)

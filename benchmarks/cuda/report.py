@@ -1,4 +1,4 @@
-"""The folder that a run leaves behind: few files, each written as things happen, so that a kill keeps what is there."""
+"""The output folder of a run: few files, each written as results arrive, so that a killed run keeps its results."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """NAME.md has all sections, NAME.json their numbers, NAME.log what was printed; NAME is that of the command."""
+    """NAME.md has all sections, NAME.json their numbers, NAME.log all printed output; NAME is the command's name."""
 
     path: Path
     name: str
 
     @property
     def page(self) -> Path:
-        """The sections."""
+        """Return the path of the sections."""
         return self.path / f"{self.name}.md"
 
     @property
     def numbers(self) -> Path:
-        """`{part: {key: value}}`."""
+        """Return the path of the numbers, `{part: {key: value}}`."""
         return self.path / f"{self.name}.json"
 
     @property
     def log(self) -> Path:
-        """Everything that any part printed."""
+        """Return the path of the printed output of all parts."""
         return self.path / f"{self.name}.log"
 
     def begin(self) -> None:
-        """Nothing is left of an earlier run."""
+        """Delete the files of an earlier run."""
         self.path.mkdir(parents=True, exist_ok=True)
         for file in (self.page, self.numbers, self.log):
             file.unlink(missing_ok=True)
@@ -45,7 +45,7 @@ class Folder:
             file.writelines(f"{line}\n" for line in lines)
 
     def put(self, part: str, values: dict[str, Any]) -> None:
-        """Add numbers of a part. The file is replaced as a whole: a kill leaves the old one or the new one."""
+        """Add numbers of a part. The file is replaced atomically: after a kill it has the old or the new content."""
         text = self.numbers.read_text()
         found = json.loads(text) if text else {}
         found.setdefault(part, {}).update(values)
@@ -56,13 +56,13 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """What one part writes."""
+    """Writes the results of one part."""
 
     folder: Folder
     part: str
 
     def say(self, text: str) -> None:
-        """A paragraph of its own."""
+        """Write a paragraph."""
         self.folder.write("", text)
 
     def table(self, *columns: str) -> None:
@@ -70,21 +70,21 @@ class PartReport:
         self.folder.write("", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|")
 
     def row(self, *cells: object) -> None:
-        """One line of it."""
+        """Write one row of the table."""
         self.folder.write(f"| {' | '.join(map(str, cells))} |")
 
     def number(self, key: str, **values: float | str | None) -> None:
-        """What a program may want to read later, under `part: {key: {name: value}}`."""
+        """Store values for programs to read later, under `part: {key: {name: value}}`."""
         self.folder.put(self.part, {key: values})
 
     def needs_a_card(self, what: str) -> None:
-        """For a CPU, where something can only be said to be left out."""
+        """Write that `what` needs a GPU; used in a dry run on a CPU."""
         self.say(f"{what}: needs a card.")
 
     def file(self, name: str, text: str) -> None:
-        """A file of its own in the folder."""
+        """Write a separate file to the folder."""
         (self.folder.path / name).write_text(text)
 
     def failed(self, why: Seq[str]) -> None:
-        """The end of this section: what went wrong, in the last lines of what was told."""
+        """Write the end of this section: what failed, with the last lines of the error."""
         self.folder.write("", "**Failed.**", "", "```", *why, "```")

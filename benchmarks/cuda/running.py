@@ -1,7 +1,8 @@
-"""Runs parts one after the other, each in a process of its own with a limit of its own.
+"""Runs parts one after the other, each in its own process with its own time limit.
 
-A part that crashes, hangs or is killed ends its own process, and the next goes on. While a part works, the process of
-the next loads its libraries and waits. On a CPU processes are copies of this one, which has loaded them once for all.
+A part that crashes, hangs or is killed ends only its own process, and the next part runs. While a part works, the
+process of the next part loads its libraries and waits. On a CPU the processes are forks of this one, which has loaded
+the libraries for all of them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from benchmarks.cuda.catalogue import START, Part
 from benchmarks.cuda.report import Folder, PartReport
 from benchmarks.cuda.setting import Setting
 
-_TOLD = 3  # exit status of a part that has written itself why it failed
-_LINES = 12  # of a traceback's end
+_TOLD = 3  # exit status of a part that has already written why it failed
+_LINES = 12  # number of last lines of a traceback
 
 
 def run_all(parts: Seq[Part], setting: Setting, folder: Folder, loading: float = START) -> bool:
-    """Whether all parts ended well. The first has `loading` seconds more, for its libraries."""
+    """Run all parts and return whether all ended well. The first has `loading` more seconds, for its libraries."""
     deadline, outcomes = monotonic() + loading, list[tuple[Part, str, float]]()
     if not setting.is_cuda:
         _load_for_all(parts)
@@ -50,11 +51,11 @@ def run_all(parts: Seq[Part], setting: Setting, folder: Folder, loading: float =
 
 
 def _load_for_all(parts: Seq[Part]) -> None:
-    """What copies of this process will find loaded."""
+    """Load the libraries that the forked processes need."""
     for part in parts:
         try:
             part.load()
-        except Exception as error:  # noqa: BLE001 - its own process loads it again, and says so in its section
+        except Exception as error:  # noqa: BLE001 - its own process loads it again and reports the error in its section
             print(f"{part.name} cannot be loaded: {error}", flush=True)
 
 
@@ -68,7 +69,7 @@ def _sum_up(outcomes: Seq[tuple[Part, str, float]], folder: Folder) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """The process of a part, which loads what it needs and then waits for its turn."""
+    """The process of a part; it loads its libraries and then waits for its turn."""
 
     section: PartReport
     process: BaseProcess
@@ -76,7 +77,7 @@ class _Ahead:
 
     @classmethod
     def of(cls, part: Part, setting: Setting, folder: Folder) -> _Ahead:
-        # CUDA does not survive a fork, so on a card each process begins anew.
+        # CUDA does not survive a fork, so on a GPU each process starts anew.
         get_context = multiprocessing.get_context
         context = get_context("spawn") if setting.is_cuda else get_context("fork")
         theirs, ours = context.Pipe(duplex=False)
@@ -87,14 +88,14 @@ class _Ahead:
         return cls(section, process, ours)
 
     def go(self) -> None:
-        """It is its turn. One that has died already says so when it is waited for."""
+        """Let the part run. If its process has already ended, `ended` reports that."""
         try:
             self.gate.send(None)
         except BrokenPipeError:
             print(f"{self.section.part}: its process did not live to see its turn", flush=True)
 
     def ended(self, deadline: float) -> str:
-        """Wait for its end, or end it: what became of it in one word."""
+        """Wait until the process ends or kill it at the deadline; return the outcome in one word."""
         self.process.join(max(0.0, deadline - monotonic()))
         if self.process.is_alive():
             self.process.kill()
@@ -107,8 +108,8 @@ class _Ahead:
 
 
 def _work(part: Part, setting: Setting, section: PartReport, gate: Connection, others: Connection) -> None:
-    """All that the process of a part does. Ends with the parent: the gate's other end is closed then."""
-    others.close()  # the copy that came along
+    """Run the part in its process. The process also ends if its parent does, because the gate is closed then."""
+    others.close()  # the inherited copy of the parent's end
     _print_into(section)
     try:
         try:
@@ -120,7 +121,7 @@ def _work(part: Part, setting: Setting, section: PartReport, gate: Connection, o
         run(setting, section)
     except EOFError:
         raise
-    except Exception:  # noqa: BLE001 - whatever it is, it is told, and the next part runs
+    except Exception:  # noqa: BLE001 - any error is reported, and the next part runs
         told = traceback.format_exc()
         print(told, flush=True)
         section.failed(told.rstrip().splitlines()[-_LINES:])
@@ -128,7 +129,7 @@ def _work(part: Part, setting: Setting, section: PartReport, gate: Connection, o
 
 
 def _end_with_the_parent(gate: Connection) -> None:
-    """However that ends: a part that went on would hold the card."""
+    """Exit when the parent ends in any way, because a part that continued would occupy the GPU."""
     try:
         gate.recv()
     except (EOFError, OSError):
@@ -136,7 +137,7 @@ def _end_with_the_parent(gate: Connection) -> None:
 
 
 def _print_into(section: PartReport) -> None:
-    """Everything that is printed from here on, by libraries too, goes to the log."""
+    """Redirect all output of this process, including that of libraries, to the log."""
     with section.folder.log.open("a") as log:
         sys.stdout.flush()
         sys.stderr.flush()

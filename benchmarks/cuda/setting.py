@@ -1,4 +1,4 @@
-"""What is measured: shapes and sizes, on a card or, tiny, on a CPU. Knows no torch, so that it loads at once."""
+"""The settings of a run: shapes and sizes, for a GPU or, tiny, for a CPU. Does not import torch, to load fast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is the same for all parts of a run."""
+    """The settings that all parts of a run share."""
 
     device: str = "cuda"
     target: str = "8b"  # names of `engines.SHAPES`
@@ -15,25 +15,25 @@ class Setting:
     sizes: tuple[int, ...] = (1, 8, 32)  # sequences
     auto_sizes: tuple[int, ...] = (1, 8, 32, 64, 128)
     context: int = 1024  # tokens of each prompt
-    long_context: int = 8192  # of the attention kernel's tables
-    prompts: tuple[int, ...] = (2048, 8192)  # tokens, of the table of prefill
+    long_context: int = 8192  # for the tables of the attention kernel
+    prompts: tuple[int, ...] = (2048, 8192)  # tokens, for the table of prefill
     drawn: tuple[int, ...] = (1, 6, 48, 192)  # rows: a draft step, or a verification of one sequence, of 8 and of 32
     acceptance: float = 0.8
     low_acceptance: float = 0.3
-    steps: int = 40  # timed
-    strange: int = 120  # steps in which AUTO finds out what pays
-    peer_tokens: tuple[int, int] = (16, 80)  # lengths of two runs, the difference of which counts
-    requests: int = 8  # whose tokens are compared
-    output: int = 24  # tokens of each
+    steps: int = 40  # timed steps
+    strange: int = 120  # steps in which AUTO learns the best K
+    peer_tokens: tuple[int, int] = (16, 80)  # output lengths of two runs, whose difference is measured
+    requests: int = 8  # number of requests whose tokens are compared
+    output: int = 24  # output tokens of each request
 
     @property
     def is_cuda(self) -> bool:
-        """On a CPU it is a dry run: everything runs, no figure means anything."""
+        """Return whether the run is on a GPU. On a CPU it is a dry run, whose figures mean nothing."""
         return self.device == "cuda"
 
     @classmethod
     def of(cls, device: str, target: str, draft: str) -> Setting:
-        """Sizes that go with these shapes."""
+        """Return the sizes that fit these shapes."""
         return replace(_TINY if target == "tiny" else cls(), device=device, target=target, draft=draft)
 
 

@@ -1,4 +1,4 @@
-"""The shapes of models that are measured, as transformers' configs have them. Knows no torch."""
+"""The shapes of the measured models in the form of transformers' configs. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What of a model's shape attention sees."""
+    """The part of a model's shape that attention uses."""
 
     heads: int
     kv_heads: int
@@ -28,11 +28,11 @@ class Heads:
 
     @classmethod
     def of(cls, shape: str) -> Heads:
-        """Of `8b`, `1b`, `tiny`."""
+        """Return the heads of `8b`, `1b` or `tiny`."""
         found = SHAPES[shape]
         return cls(found["num_attention_heads"], found["num_key_value_heads"], found["head_dim"])
 
     @property
     def group(self) -> int:
-        """Query heads to a KV head."""
+        """Return the number of query heads per KV head."""
         return self.heads // self.kv_heads

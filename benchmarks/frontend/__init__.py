@@ -1,1 +1,1 @@
-"""The server's doors without a model behind them: what a streamed token costs by itself."""
+"""The server's front ends without a model behind them, to measure the cost of a streamed token alone."""

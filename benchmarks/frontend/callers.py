@@ -1,4 +1,4 @@
-"""Clients that do as little as they can: they count messages and believe the end only. One connection for gRPC."""
+"""Minimal clients: they count messages and check only the end of each stream. gRPC streams share one connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Call = Callable[[Server, int, int], Coroutine[Any, Any, int]]
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """Some streams, from the first request until the last end."""
+    """The results of several streams, from the first request until the last end."""
 
     tokens: int
     messages: int
@@ -30,14 +30,14 @@ class Streamed:
 
 
 async def stream(call: Call, server: Server, streams: int, tokens: int) -> Streamed:
-    """So many streams of so many tokens each, all at once."""
+    """Run `streams` concurrent streams of `tokens` tokens each."""
     start = time.perf_counter()
     messages = await call(server, streams, tokens)
     return Streamed(streams * tokens, messages, time.perf_counter() - start)
 
 
 async def over_grpc(server: Server, streams: int, tokens: int) -> int:
-    """The messages of all streams, their ends not counted."""
+    """Return the number of messages of all streams, without the final ones."""
     request = pb.GenerateRequest(
         prompt=PROMPT, stopping=pb.StoppingParams(max_tokens=tokens, ignore_eos=True)
     ).SerializeToString()
@@ -57,7 +57,7 @@ async def over_grpc(server: Server, streams: int, tokens: int) -> int:
 
 
 def over_sse(path: str) -> Call:
-    """Streams of one of the HTTP routes, each over a connection of its own."""
+    """Return a client of one of the HTTP routes; each stream has its own connection."""
     limit = "max_new_tokens" if path == "/generate" else "max_tokens"
 
     async def call(server: Server, streams: int, tokens: int) -> int:
@@ -72,31 +72,31 @@ def over_sse(path: str) -> Call:
 
 
 class _Reader(asyncio.Protocol):
-    """Counts events: JSON has no empty line, and one ends each of them."""
+    """Counts events by the empty line at the end of each; JSON contains no empty line."""
 
     def __init__(self, request: bytes) -> None:
         self._request, self._count, self._tail = request, 0, b""
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ask."""
+        """Send the request."""
         assert isinstance(transport, asyncio.Transport), "a TCP connection"
         self._transport = transport
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """Count; end at the last one."""
+        """Count events; finish at the last one."""
         self._count += (self._tail[-1:] + data).count(b"\n\n")
         self._tail = (self._tail + data)[-1000:]
         if b"data: [DONE]" in self._tail and not self.done.done():
             if b'"finish_reason": "length"' in self._tail:
-                self.done.set_result(self._count - 2)  # the end, and `[DONE]`
+                self.done.set_result(self._count - 2)  # without the final event and `[DONE]`
             else:
                 self.done.set_exception(RuntimeError(f"a stream ended otherwise: {self._tail!r}"))
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing more comes."""
+        """Fail if the stream is incomplete."""
         if not self.done.done():
             self.done.set_exception(exc or RuntimeError(f"a stream was cut: {self._tail!r}"))
 

@@ -1,4 +1,4 @@
-"""An engine that has its tokens already: the engine's contract, as the driver knows it, and no compute at all."""
+"""An engine without a model: it has the interface that the driver uses and returns prepared tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _NoopOutput:
 
 
 class NoopEngine:
-    """Each step gives every request `burst` tokens of one text, all but one of them drafts; at most one per `pause`."""
+    """Each step gives every request `burst` tokens of one text, all but one as drafts; at most one step per `pause`."""
 
     num_waiting = 0
     spec_gain = 1.0
@@ -48,41 +48,40 @@ class NoopEngine:
 
     @property
     def num_running(self) -> int:
-        """Live requests."""
+        """Return the number of live requests."""
         return len(self._live)
 
     @property
     def free_pages(self) -> int:
-        """One page each."""
+        """Return the number of free pages; each request takes one."""
         return self.total_pages - len(self._live)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
         return bool(self._live)
 
     @property
     def has_room(self) -> bool:
-        """Whether one more may come."""
+        """Return whether another request may be added."""
         return len(self._live) < self.total_pages
 
     def check(self, request: Request) -> None:
-        """Raise what the engine itself would raise."""
+        """Raise the errors that the real engine would raise."""
         found = list(violations(request, self.config, self.vocab_size, self.max_model_len))
         if found:
             raise InvalidRequest(found)
 
     def add(self, request: Request) -> None:
-        """Take a checked request."""
+        """Add a request that was checked."""
         self._live[request.request_id] = _NoopOutput(request)
 
     def finish(self, request_id: str, reason: FinishReason, **_: Any) -> tuple[TokenEvent, ...]:
-        """End one from outside."""
+        """End a request before it is complete."""
         live = self._live.pop(request_id, None)
         return () if live is None else (TokenEvent(request_id=request_id, finished=self._finished(live, reason)),)
 
     def step(self) -> StepOutput:
-        """Wait for the pause to be over; then tokens for all."""
+        """Wait until the pause is over, then produce tokens for all requests."""
         wait = self._next - time.monotonic()
         if wait > 0:
             time.sleep(wait)
@@ -128,7 +127,7 @@ class NoopEngine:
 
 
 def served(config: EngineConfig, text: str, settings: Mapping[str, float]) -> ServedModel:
-    """The engine and the embedded tokenizer, as the server sees a model."""
+    """Return the engine and the embedded tokenizer in the form in which the server expects a model."""
     codec = Codec.load(embedded_target())
     assert codec is not None, "the embedded target has a tokenizer"
     engine = NoopEngine(config, codec, text, int(settings["burst"]), settings["pause"])

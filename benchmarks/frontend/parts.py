@@ -1,7 +1,7 @@
-"""Where the event loop's time goes, by parts of a token's way out. For the benchmark's own process only.
+"""The event loop's time by parts of a token's path to the client. Only for the benchmark's own process.
 
-Functions are replaced by ones that note when they begin and end. Time inside another part counts for that one alone;
-coroutines count while they run and not while they wait.
+Functions are replaced by wrappers that record when they begin and end. Time inside a nested part counts only for that
+part. Coroutines count while they run and not while they wait.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Parts:
         self._since = 0.0
 
     def enter(self, name: str) -> None:
-        """What runs from now on is `name`'s."""
+        """Count the time from now on for the part `name`."""
         now = perf_counter()
         if self._open:
             self.seconds[self._open[-1]] += now - self._since
@@ -54,13 +54,13 @@ class Parts:
         self._since = now
 
     def leave(self) -> None:
-        """It is over; the part around it goes on."""
+        """End the current part; time counts for the enclosing part again."""
         now = perf_counter()
         self.seconds[self._open.pop()] += now - self._since
         self._since = now
 
     def install(self) -> None:
-        """Replace the functions."""
+        """Replace the functions by wrappers."""
         for owner, names, part in (
             (Driver, ("_emit", "_apply_endings", "_admit"), "driver"),
             (StepMetrics, ("observe",), "metrics"),
@@ -91,7 +91,7 @@ class Parts:
         return timed
 
     def _listed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """Of a generator that never waits."""
+        """Wrap a generator that never waits."""
         return self._function(lambda *arguments, **options: list(function(*arguments, **options)), part)
 
     def _coroutine(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
@@ -113,11 +113,11 @@ class Parts:
         return timed
 
     def _with_context(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Of a method that writes through its context."""
+        """Wrap a method that writes through its context."""
         return lambda service, request, context: function(service, request, _Context(context, self))
 
     def _with_serializer(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Of the calls that `server.grpc.boundary` wraps, which names no argument."""
+        """Wrap the calls that `server.grpc.boundary` creates, which pass all arguments by position."""
 
         def made(*arguments: Any, **named: Any) -> Any:
             if named:
@@ -129,7 +129,7 @@ class Parts:
 
 
 class _Context:
-    """A call's context whose writes are counted."""
+    """A call's context that measures the time of its writes."""
 
     def __init__(self, context: Any, parts: Parts) -> None:
         self._context, self._parts = context, parts
@@ -138,7 +138,7 @@ class _Context:
         return getattr(self._context, name)
 
     def write(self, message: Any) -> Awaitable[Any]:
-        """Time it."""
+        """Write and measure the time."""
         return _Sliced(self._context.write(message), self._parts, "write")
 
 
@@ -147,7 +147,7 @@ async def _next(values: Any) -> Any:
 
 
 class _Sliced(Awaitable[Any]):
-    """A coroutine whose slices of running are counted."""
+    """Runs a coroutine and measures each slice of its running time."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], parts: Parts, part: str) -> None:
         self._coroutine, self._parts, self._part = coroutine, parts, part
@@ -164,5 +164,5 @@ class _Sliced(Awaitable[Any]):
                 self._parts.leave()
             try:
                 send = functools.partial(self._coroutine.send, (yield waited))
-            except BaseException as error:  # noqa: BLE001  # whatever it is belongs to the coroutine
+            except BaseException as error:  # noqa: BLE001  # every exception is passed on to the coroutine
                 send = functools.partial(self._coroutine.throw, error)

@@ -1,6 +1,6 @@
-"""A whole server around the engine without compute, in a process of its own; and its handle.
+"""A complete server around the engine without a model, in its own process; and a handle of that process.
 
-The process says on its output which ports it has, and at each SIGUSR1 how much processor time it has used until then.
+The process prints its ports, and at each SIGUSR1 the processor time that it has used so far.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from server.config import ServerConfig
 from server.worker.garbage import freeze_loaded
 
 MAX_STREAMS = 1024
-TEXT = getsource(textwrap)  # what is streamed, again and again
+TEXT = getsource(textwrap)  # the text that is streamed repeatedly
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Processor seconds so far: of all threads, of the event loop's, and of its parts if they are told apart."""
+    """Processor seconds so far: of all threads, of the event loop, and of its parts if they are measured."""
 
     total: float
     loop: float
     parts: dict[str, float] = field(default_factory=dict)
 
     def since(self, before: Used) -> Used:
-        """Of the time between."""
+        """Return the difference to an earlier measurement."""
         parts = {name: seconds - before.parts.get(name, 0.0) for name, seconds in self.parts.items()}
         return Used(self.total - before.total, self.loop - before.loop, parts)
 
 
 class Server:
-    """The process, seen from outside."""
+    """A handle of the server process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -53,7 +53,7 @@ class Server:
         self.grpc_port, self.http_port = ports["grpc"], ports["http"]
 
     def used(self) -> Used:
-        """Ask."""
+        """Ask the process for the processor time that it has used."""
         self._process.send_signal(signal.SIGUSR1)
         return Used(**self._told())
 
@@ -68,7 +68,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(burst: int = 1, pause: float = 0.0, *, parts: bool = False) -> Iterator[Server]:
-    """A server that gives `burst` tokens per step, at most a step every `pause` seconds."""
+    """Run a server that gives `burst` tokens per step, at most one step every `pause` seconds."""
     settings = json.dumps({"burst": burst, "pause": pause, "parts": parts})
     command = [sys.executable, "-m", "benchmarks.frontend.process", settings]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

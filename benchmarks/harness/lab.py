@@ -1,4 +1,4 @@
-"""Shared parts of all sections of `make bench`: the options, the synthetic pair, engines, and the class of a section."""
+"""Shared parts of all sections of `make bench`: the options, the synthetic pair, engines, and the class `Section`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Lab:
         return ReplayModels(self.config, self.script)
 
     def drafts(self, default: Sequence[int]) -> list[int]:
-        """Return the numbers of drafts to compare with plain decoding: those of the options, or the section's default."""
+        """Return the numbers of drafts to compare with plain decoding: those of the options, or the default."""
         return [k for k in self.options.drafts or default if k]
 
     def engine(self, batch: int, context: int) -> Engine:
@@ -103,7 +103,7 @@ class Lab:
         return self.models.engine(batch, min(POSITIONS, context + self.options.tokens + 32))
 
     def engines(self, batch: int, context: int, drafts: Sequence[int]) -> dict[str, Engine]:
-        """Return engines by name: plain decoding, each number of drafts (of the options, or the given ones), and AUTO."""
+        """Return engines by name: plain decoding, each number of drafts (of the options, or these), and AUTO."""
         return {name: self.engine(batch, context) for name in ("0", *map(str, self.drafts(drafts)), AUTO)}
 
     def prompts(self, batch: int, context: int) -> list[tuple[int, ...]]:
@@ -169,7 +169,7 @@ class Lab:
     ) -> dict[str, list[Turn]]:
         """Run engines concurrently, each named by its number of drafts, after a round that is not counted.
 
-        An engine whose speed in that round is below `hopeless` times the best one's gets no turns, except plain and AUTO.
+        An engine slower in that round than `hopeless` times the best one gets no turns. Plain and AUTO always do.
         """
 
         def go(names: Iterable[str]) -> dict[str, Turn]:

@@ -12,7 +12,7 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#
 
 @dataclass(frozen=True)
 class Line:
-    """Measured points joined by a line. With `curve`, the points are separate from the curve; `level` is a dashed line."""
+    """Measured points joined by a line. With `curve`, the points stay unconnected; `level` is a dashed line."""
 
     label: str
     x: Sequence[float]

@@ -42,7 +42,7 @@ class Script:
             self._right = {key: right for key, right in self._right.items() if key[0] != prompt}
 
     def drafts(self, sequence: Sequence, count: int, vocab_size: int) -> tuple[int, ...]:
-        """Return the next `count` drafts, right or wrong according to the rate; past the recorded text, all are wrong."""
+        """Return the next `count` drafts, right or wrong by the rate; past the recorded text, all are wrong."""
         prompt, first = sequence.request.token_ids, sequence.num_generated
         known, right = self._known.get(prompt, ()), self._is_right(prompt)
         drafts = []
@@ -69,7 +69,7 @@ class ReplayProposer:
         self._inner, self._script, self._vocab_size = inner, script, vocab_size
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        """Return as many drafts as the inner proposer. Only greedy and coupled requests work: they need no distributions."""
+        """Return as many drafts as the inner proposer. Only requests without draft distributions can be replayed."""
         made = self._inner.propose(sequences, k_each)
         assert not any(probs is not None for probs in made.draft_probs), "replay is for the coupled rule"
         pairs = zip(sequences, made.tokens, strict=True)

@@ -34,7 +34,7 @@ class Subject:
 
     @classmethod
     def synthetic(cls, folder: Path, target: str, draft: str, rate: float, count: int) -> Subject:
-        """Return random weights of these shapes in int8; the draft is right at this rate; `folder` stores the models."""
+        """Return random weights of these shapes in int8 with this draft accuracy; `folder` stores the models."""
         pair = SyntheticPair.make(folder, target, draft, rate)
         settings = {"target": str(int8_of(pair.target)), "draft": str(int8_of(pair.draft)), "dtype": "bfloat16"}
         return cls(settings, pair.rule.prompts(count, 64, seed=0))

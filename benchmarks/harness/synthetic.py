@@ -110,7 +110,7 @@ class Rule:
         return tokens[1:]
 
     def prompts(self, count: int, length: int, *, repetitive: bool = False, seed: int = 0) -> list[tuple[int, ...]]:
-        """Return prompts whose continuations have nothing in common; repetitive prompts follow a loop from the start."""
+        """Return prompts whose continuations share nothing; repetitive prompts follow a loop from the start."""
         if repetitive:
             starts = self.order[self.circle :: LOOP]
             return [tuple(self.text(int(starts[i % len(starts)]), length)) for i in range(count)]

@@ -19,7 +19,7 @@ _salts = count()
 
 
 def way(k: int | str, proposer: str | None = None, most: int = 8) -> SpeculationParams:
-    """Return parameters for `k`: 0 is plain decoding, a number is a fixed K, `auto` is AUTO with at most `most` drafts."""
+    """Return parameters for `k`: 0 is plain decoding, a number is a fixed K, `auto` drafts at most `most`."""
     if k == AUTO:
         return SpeculationParams(mode=SpeculationMode.AUTO, num_draft_tokens=most, proposer=proposer)
     if k == 0:
@@ -30,8 +30,8 @@ def way(k: int | str, proposer: str | None = None, most: int = 8) -> Speculation
 class Batch:
     """A batch of requests in our engine, run step by step. Its seconds count only its own steps.
 
-    Decoding is greedy unless `sampling` says otherwise, and ignores end tokens. Each batch has its own salt by default, so
-    that nothing is cached between batches.
+    Decoding is greedy unless `sampling` says otherwise, and ignores end tokens. Each batch has its own salt by default,
+    so that nothing is cached between batches.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Batch:
         self._done.append(output.stats)
 
     def turn(self) -> Turn:
-        """Return the measurements of the batch. They contain no processor time of other programs."""
+        """Return the measurements. Processor use by other programs slows all concurrent batches alike."""
         return _counted(self._clock.turn(), self._done)
 
     @contextmanager
@@ -88,8 +88,8 @@ class Batch:
 def abreast(batches: Mapping[str, Batch]) -> dict[str, Turn]:
     """Run batches of several engines concurrently: the next step is always of the batch with the least time so far.
 
-    Turns that run one after another are seconds apart, and in that time the speed of a shared machine may change by half.
-    The steps of concurrent engines are only milliseconds apart.
+    Turns that run one after another are seconds apart, and in that time the speed of a shared machine may change by
+    half. The steps of concurrent engines are only milliseconds apart.
     """
     left = dict(batches)
     turns: dict[str, Turn] = {}

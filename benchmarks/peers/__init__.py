@@ -1,4 +1,5 @@
-"""Programs of others, each in a process of its own, on the same weights and prompts in the same rounds.
+"""Other inference programs, each in its own process, on the same weights and prompts in the same rounds.
 
-Pilotfish needs none of them: one that is not there is reported as not measured. How to install them: `README.md` here.
+Pilotfish needs none of them: a program that is not installed is reported as not measured. `README.md` in this folder
+explains how to install them.
 """

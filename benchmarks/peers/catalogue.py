@@ -1,4 +1,4 @@
-"""Which programs there are, what each needs, and how a synthetic pair becomes a model of theirs."""
+"""The list of programs, the settings of each, and the conversion of a synthetic pair to each program's model format."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from benchmarks.harness.synthetic import SyntheticPair, int8_of
 from benchmarks.peers.remote import NotMeasured, Remote
 
 OURS = "pilotfish int8"
-_CACHE = 4  # GB of K/V for those who want to be told
+_CACHE = 4  # GB of K/V cache for programs that need a fixed size
 
 
 @dataclass(frozen=True)
 class PeerSetting:
-    """What all programs are told."""
+    """The settings that all programs share."""
 
     pair: SyntheticPair
-    pythons: Mapping[str, str]  # that have the peers installed, by module; the one under "" is for the rest
+    pythons: Mapping[str, str]  # Python interpreters that have the peers installed, by module; "" is the default
     threads: int
-    batch: int  # most sequences at once
-    length: int  # most tokens of a sequence
+    batch: int  # maximum number of sequences at once
+    length: int  # maximum number of tokens of a sequence
     logs: Path
 
     def python(self, module: str) -> str:
-        """The Python of this module."""
-        # transformers is a dependency of ours: it runs where we run.
+        """Return the Python interpreter of this module."""
+        # transformers is a dependency of Pilotfish, so it runs in the same interpreter.
         if module in ("ours", "transformers"):
             return sys.executable
         return self.pythons.get(module, self.pythons[""])
@@ -41,21 +41,21 @@ class Peer:
 
     name: str
     module: str  # in this package
-    weights: str  # as the program names them
-    draft_weights: str = ""  # the same, if not said otherwise
-    speculates: bool = False  # with its own draft model
-    plain: bool = True  # and without
+    weights: str  # in the program's own terms
+    draft_weights: str = ""  # the same as `weights` if empty
+    speculates: bool = False  # can decode with its own draft model
+    plain: bool = True  # can decode without drafts
     auto: bool = False  # chooses the number of drafts by itself
-    most: int = 64  # sequences; one at a time is all that some take
+    most: int = 64  # sequences; some programs take only one at a time
     is_ours: bool = False
-    drafts: int = 0  # the one number that it takes, where that is told at the start
+    drafts: int = 0  # the fixed number of drafts, for programs that need it at the start
     how: str = ""
 
     def start(self, setting: PeerSetting) -> Remote:
-        """Convert what has to be converted, and load.
+        """Convert the model if needed, and start the process, which loads it.
 
         Raises:
-            NotMeasured: it is not installed, or cannot take the model.
+            NotMeasured: The program is not installed, or cannot load the model.
         """
         settings = _SETTINGS[self.module](self, setting)
         log = setting.logs / f"{self.name.replace(' ', '-')}.log"
@@ -63,7 +63,7 @@ class Peer:
         return Remote(python, module, settings | {"threads": setting.threads}, log)
 
 
-# Ours first. What can be had from one process is: OpenVINO's pipeline either speculates or does not.
+# Ours come first. One process covers all modes that it can: OpenVINO's pipeline either always speculates or never.
 PEERS = (
     Peer(OURS, "ours", "int8", speculates=True, is_ours=True),
     Peer(f"{OURS} AUTO", "ours", "int8", plain=False, auto=True, is_ours=True),
@@ -92,7 +92,7 @@ PEERS = (
 def _ours(peer: Peer, setting: PeerSetting) -> dict[str, Any]:
     target, draft = setting.pair.target, setting.pair.draft
     draft_weights = peer.draft_weights or peer.weights
-    # Rounded to 4 bits at load; in 8 they lie on disk.
+    # int4 weights are quantised at load; int8 weights are stored on disk.
     return {
         "target": str(int8_of(target) if peer.weights == "int8" else target),
         "draft": str(int8_of(draft) if draft_weights == "int8" else draft),
@@ -154,10 +154,10 @@ _SETTINGS = {
 
 
 def pythons(given: Sequence[str]) -> dict[str, str]:
-    """`["a/python", "vllm=b/python"]` -> `{"": "a/python", "vllm": "b/python"}`.
+    """Parse `["a/python", "vllm=b/python"]` to `{"": "a/python", "vllm": "b/python"}`.
 
     Raises:
-        ValueError: one is for a module that is not here.
+        ValueError: A module is unknown.
     """
     found = {"": sys.executable}
     for one in given:

@@ -1,4 +1,4 @@
-"""A Llama checkpoint as a GGUF file in f16, by the `gguf` package: weights alone, without a tokenizer."""
+"""Export a Llama checkpoint to a GGUF file in f16 with the `gguf` package: weights only, without a tokenizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Floats = NDArray[Any]
 
 
 def export(model: Path, out: Path) -> None:
-    """Write `out`."""
+    """Write the file `out`."""
     config = json.loads((model / "config.json").read_text("utf-8"))
     writer = gguf.GGUFWriter(out, "llama")
     _describe(writer, config)
@@ -71,7 +71,7 @@ def _name(name: str) -> str:
 
 
 def _stored(name: str, array: Floats, config: dict[str, Any]) -> Floats:
-    """Matrices in f16; queries and keys in the order of llama.cpp's rotation, which turns neighbours together."""
+    """Convert matrices to f16; reorder queries and keys for llama.cpp's rotation, which rotates adjacent pairs."""
     if array.ndim == 1:
         return array.astype(np.float32)
     for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):

@@ -1,6 +1,6 @@
-"""ik_llama.cpp, a fork of llama.cpp for processors, by its C interface, with the loops of `llama_loop` around it.
+"""ik_llama.cpp, a fork of llama.cpp for CPUs, called through its C interface by the loops of `llama_loop`.
 
-It reads the files that llama.cpp has quantised, so that both have the same weights.
+It reads the files that llama.cpp has quantised, so both programs have the same weights.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from benchmarks.peers.worker import serve
 
 
 def _bound(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of the library that its Python package leaves out."""
+    """Bind a function of the library that its Python package does not expose."""
     function = getattr(api._lib, name)  # noqa: SLF001 - it has no other name
     function.restype, function.argtypes = result, list(arguments)
     return function
 
 
 class IkLlamaCpp:
-    """See `Library`. With `repack`, rows of the weights are interleaved at load, as its authors advise for CPUs."""
+    """See `Library`. With `repack`, weight rows are interleaved at load, as its authors advise for CPUs."""
 
     api = api
     version = f"ik-llama-cpp-python {metadata.version('ik-llama-cpp-python')}"
@@ -37,7 +37,7 @@ class IkLlamaCpp:
         )
 
     def tune(self, model_params: Any, context_params: Any) -> None:
-        """Interleaved rows cannot be mapped from the file."""
+        """Disable memory mapping if rows are interleaved, because interleaved rows cannot be mapped from the file."""
         model_params.repack_tensors, model_params.use_mmap = self._repack, not self._repack
 
     def logits(self, context: Any) -> Any:

@@ -1,6 +1,6 @@
-"""llama.cpp by its C interface, through llama-cpp-python, with the loops of `llama_loop` around it.
+"""llama.cpp, called through its C interface (llama-cpp-python) by the loops of `llama_loop`.
 
-Its own server adds to what is measured here; its library does all the work.
+Its own server would add overhead to what is measured here; the library does all the work.
 
     python -m benchmarks.peers.llama export MODEL OUT      a GGUF file, f16
     python -m benchmarks.peers.llama quantize FILE OUT q8_0|q4_0
@@ -28,7 +28,7 @@ class LlamaCpp:
     version = f"llama-cpp-python {api.__version__}"
 
     def tune(self, model_params: Any, context_params: Any) -> None:
-        """It is measured as it comes."""
+        """Change nothing: the library is measured with its defaults."""
 
     def logits(self, context: Any) -> Any:
         """See `Library`."""
@@ -40,7 +40,7 @@ class LlamaCpp:
 
 
 def quantize(source: Path, out: Path, kind: str) -> None:
-    """By llama.cpp's own rounding and its own mixture of types."""
+    """Quantise with llama.cpp's own rounding and its own mixture of types."""
     params = api.llama_model_quantize_default_params()
     params.ftype = _TYPES[kind]
     if api.llama_model_quantize(str(source).encode(), str(out).encode(), ctypes.byref(params)):

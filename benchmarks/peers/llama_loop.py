@@ -1,6 +1,6 @@
-"""A batch loop and a speculative loop around a `llama.h`: the library does all the work.
+"""A batch loop and a speculative loop around the `llama.h` interface: the library does all the work.
 
-Knows no library: what llama.cpp and its fork call differently is in the adapter that brings one.
+This module is independent of the library: an adapter hides the calls that llama.cpp and its fork name differently.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from numpy.typing import NDArray
 from benchmarks.harness.turns import Clock, Turn
 from benchmarks.peers.worker import Prompts
 
-_PASS = 512  # most tokens of a pass, as ours
+_PASS = 512  # maximum tokens of a pass, as in Pilotfish
 
 
 class Library(Protocol):
-    """One build of `llama.h`, and the parts of it that have two names."""
+    """One build of `llama.h`, with methods for the calls whose names differ between builds."""
 
-    api: Any  # the functions that have one name, by that name
+    api: Any  # the functions with the same name in all builds
     version: str
 
     def tune(self, model_params: Any, context_params: Any) -> None:
-        """Set what this library wants set, beyond sizes and threads."""
+        """Set the parameters that this library needs, beyond sizes and threads."""
         ...
 
     def logits(self, context: Any) -> Any:
-        """A pointer to the rows that were asked for, one after another."""
+        """Return a pointer to the requested rows of logits, one after another."""
         ...
 
     def forget(self, context: Any, sequence: int, start: int) -> None:
-        """Drop the keys and values of a sequence from this position on."""
+        """Drop the keys and values of a sequence from position `start` on."""
         ...
 
 
 class Model:
-    """A model with K/V for some sequences, and how many tokens of each it has been fed."""
+    """A model with a K/V cache for several sequences, and the number of tokens that each sequence has in it."""
 
     def __init__(self, library: Library, path: str, threads: int, batch: int, length: int) -> None:
         self._library, api = library, library.api
@@ -57,18 +57,18 @@ class Model:
         self.fed = [0] * batch
 
     def clear(self) -> None:
-        """Nobody has been fed anything."""
+        """Drop the K/V of all sequences."""
         for sequence in range(len(self.fed)):
             self.rollback(sequence, 0)
 
     def rollback(self, sequence: int, length: int) -> None:
-        """Forget what is beyond."""
+        """Drop the K/V of a sequence beyond `length`."""
         if self.fed[sequence] > length:
             self._library.forget(self._context, sequence, length)
             self.fed[sequence] = length
 
     def forward(self, feeds: list[tuple[int, list[int], int]]) -> list[list[int]]:
-        """Feed (sequence, tokens, how many of the last want an answer); the likeliest next tokens of each."""
+        """Feed (sequence, tokens, number of last positions to return); return the best next tokens there."""
         rows = [
             (sequence, token, self.fed[sequence] + i, i >= len(tokens) - wanted)
             for sequence, tokens, wanted in feeds
@@ -106,7 +106,7 @@ def _argmax(logits: Any, rows: int, width: int) -> list[int]:
 
 
 class Llama:
-    """Settings: model, draft (or None), threads, batch, length."""
+    """A target with an optional draft. Settings: model, draft (or None), threads, batch, length."""
 
     def __init__(self, library: Library, settings: dict[str, Any]) -> None:
         self.version = library.version
@@ -115,7 +115,7 @@ class Llama:
         self._draft = Model(library, settings["draft"], *sizes) if settings.get("draft") else None
 
     def run(self, prompts: Prompts, tokens: int, k: int | str) -> Turn:
-        """See `Program`."""
+        """See `PeerProgram`."""
         self._target.clear()
         if self._draft is not None:
             self._draft.clear()
@@ -141,7 +141,7 @@ class Llama:
         return drafts
 
     def _verify(self, texts: list[list[int]], active: list[int], drafts: dict[int, list[int]]) -> None:
-        """One pass of the target; kept drafts and one more token are appended, and both models roll back."""
+        """Run one target pass, append the accepted drafts and one more token, and roll both models back."""
         feeds = [(i, texts[i][self._target.fed[i] :] + drafts[i], len(drafts[i]) + 1) for i in active]
         for i, answer in zip(active, self._target.forward(feeds), strict=True):
             kept = next((n for n, token in enumerate(drafts[i]) if token != answer[n]), len(drafts[i]))

@@ -1,8 +1,8 @@
-"""OpenVINO GenAI: its continuous batching, step by step, plainly or with its own speculative decoding.
+"""OpenVINO GenAI: its continuous batching, step by step, with plain decoding or its own speculative decoding.
 
     python -m benchmarks.peers.openvino export MODEL OUT BITS
 
-makes a model of its own from a checkpoint, by optimum-intel, with weights in int8 or int4.
+converts a checkpoint to OpenVINO's format with optimum-intel, with weights in int8 or int4.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.harness.turns import Clock, Turn
 from benchmarks.peers.worker import Prompts, serve
 
-_END = 2  # it wants an end token to ignore
+_END = 2  # it requires an end token, even to ignore it
 
 
 class OpenVINO:
@@ -37,12 +37,12 @@ class OpenVINO:
         scheduler = self._genai.SchedulerConfig()
         scheduler.cache_size = settings["cache"]
         scheduler.max_num_seqs = settings["batch"]
-        scheduler.max_num_batched_tokens = 512  # as ours
+        scheduler.max_num_batched_tokens = 512  # as in Pilotfish
         scheduler.enable_prefix_caching = False
         return scheduler
 
     def run(self, prompts: Prompts, tokens: int, k: int | str) -> Turn:
-        """See `Program`."""
+        """See `PeerProgram`."""
         import numpy as np
         import openvino as ov
 
@@ -67,7 +67,7 @@ class OpenVINO:
 
 
 def export(model: Path, out: Path, bits: int) -> None:
-    """Trace a checkpoint and round its weights: int8 by output channel, int4 in groups of 128."""
+    """Trace a checkpoint and quantise its weights: int8 by output channel, int4 in groups of 128."""
     import openvino as ov
     import openvino_tokenizers
     import transformers
@@ -76,7 +76,7 @@ def export(model: Path, out: Path, bits: int) -> None:
     how = {"sym": True} if bits == 8 else {"sym": False, "group_size": 128, "ratio": 1.0}
     rounding = OVWeightQuantizationConfig(bits=bits, **how)
     made = OVModelForCausalLM.from_pretrained(str(model), export=True, quantization_config=rounding, compile=False)
-    # Its speculative decoding compares the vocabularies of both tokenizers.
+    # OpenVINO's speculative decoding compares the vocabularies of both tokenizers.
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(model))
     both = openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
     for name, part in zip(("tokenizer", "detokenizer"), both, strict=True):

@@ -1,4 +1,4 @@
-"""Pilotfish as a peer among peers: the same engine that the server runs, in a process of its own."""
+"""Pilotfish as one of the peers: the same engine that the server runs, in its own process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from server.version import version
 
 
 class Pilotfish:
-    """With a draft model of its own weights: nothing is replayed here."""
+    """Uses a real draft model with its own weights; no drafts are replayed."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.version = f"pilotfish {version()}"
         self._engine = build_engine(EngineConfig.model_validate(settings))
-        make_ready(self._engine, self._engine.config.warm_up_seconds, uses_saved_calibration=True)  # as a server
+        make_ready(self._engine, self._engine.config.warm_up_seconds, uses_saved_calibration=True)  # as in the server
 
     def run(self, prompts: Prompts, tokens: int, k: int | str) -> Turn:
-        """See `Program`."""
+        """See `PeerProgram`."""
         return run_turn(self._engine, [_ids(prompt) for prompt in prompts], tokens, way(k, "model" if k else None))
 
 

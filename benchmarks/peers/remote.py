@@ -1,4 +1,4 @@
-"""The outer side of a peer's process."""
+"""The parent's handle of a peer's process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class NotMeasured(Exception):
-    """Expected: this program is not here, or cannot do this; the text says why."""
+    """Expected: this program is not installed, or cannot run this; the text gives the reason."""
 
 
 class Remote:
-    """One program with one model, in a process that waits when it has nothing to do."""
+    """One program with one model, in a process that waits without load between turns."""
 
     def __init__(self, python: str, module: str, settings: Mapping[str, Any], log: Path) -> None:
-        """Start loading; `ready` waits for it."""
+        """Start the process, which begins to load; `ready` waits for it."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log.open("w")
         paths = os.pathsep.join([str(_ROOT), str(_ROOT / "proto")])
@@ -46,18 +46,18 @@ class Remote:
         self.close()
 
     def ready(self) -> str:
-        """Its version, once the model is loaded.
+        """Return the program's version once the model is loaded.
 
         Raises:
-            NotMeasured: it cannot be loaded.
+            NotMeasured: The model cannot be loaded.
         """
         return str(self._answer()["version"])
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int, k: int | str) -> Turn:
-        """One turn.
+        """Run one turn.
 
         Raises:
-            NotMeasured: it cannot do that.
+            NotMeasured: The program cannot run it.
         """
         assert self._process.stdin is not None, "a pipe was asked for"
         try:
@@ -69,9 +69,9 @@ class Remote:
         return Turn(**answer | {"usage": CpuUsage(**answer["usage"])})
 
     def close(self) -> None:
-        """No more orders: the process ends by itself."""
+        """Close the process's input; it then ends by itself."""
         if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it ended before it read the last one
+            with contextlib.suppress(BrokenPipeError):  # the process ended before it read the last line
                 self._process.stdin.close()
         try:
             self._process.wait(timeout=20)

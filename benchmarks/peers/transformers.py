@@ -1,4 +1,4 @@
-"""transformers in bfloat16: generate, assisted generation (one prompt at a time is all it takes), generate_batch."""
+"""transformers in bfloat16: generate, assisted generation (limited to one prompt at a time), generate_batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import transformers
 from benchmarks.harness.turns import Clock, Turn
 from benchmarks.peers.worker import Prompts, serve
 
-_PAGE, _PASS = 32, 512  # tokens, as ours
+_PAGE, _PASS = 32, 512  # tokens, as in Pilotfish
 
 
 class Transformers:
@@ -26,7 +26,7 @@ class Transformers:
         self._draft = load(settings["draft"], dtype=torch.bfloat16) if settings.get("draft") else None
 
     def run(self, prompts: Prompts, tokens: int, k: int | str) -> Turn:
-        """See `Program`."""
+        """See `PeerProgram`."""
         return (
             self._batch(prompts, tokens) if self._how == "generate_batch" else self._generate(prompts, tokens, int(k))
         )
@@ -38,7 +38,7 @@ class Transformers:
         def tick(so_far: torch.Tensor, _scores: object, **_: object) -> torch.Tensor:
             clock.tokens[:] = so_far[:, width:].tolist()
             clock.tick()
-            return torch.zeros(len(so_far), dtype=torch.bool)  # nobody is done
+            return torch.zeros(len(so_far), dtype=torch.bool)  # no sequence is complete
 
         assisted: dict[str, Any] = {}
         if k:
@@ -60,11 +60,11 @@ class Transformers:
 
     @torch.no_grad()
     def _batch(self, prompts: Prompts, tokens: int) -> Turn:
-        """Left to itself it takes all memory for K/V, and a step takes a second: it is given what it needs."""
+        """Run `generate_batch` with a fixed cache size: by default all memory becomes K/V and a step takes a second."""
         config = transformers.GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0, eos_token_id=-1)
         sizes = transformers.ContinuousBatchingConfig(num_blocks=self._pages, page_size=_PAGE, max_batch_tokens=_PASS)
         clock = Clock.of(len(prompts))
-        # Setting up is in its time: a manager that stays keeps a core busy while others are measured.
+        # The time includes the setup, because a persistent manager would keep a core busy while others are measured.
         clock.began = clock.start
         found = self._model.generate_batch(
             [list(prompt) for prompt in prompts],

@@ -1,12 +1,12 @@
-"""vLLM on a processor: its engine step by step, plainly or with a draft model of its own.
+"""vLLM on a CPU: its engine, step by step, with plain decoding or a draft model of its own.
 
     python -m benchmarks.peers.vllm export MODEL OUT
 
-makes an int8 checkpoint of one in bfloat16, as compressed-tensors writes them: weights by output channel, activations
-by token while it runs. The head stays as it was: vLLM does not quantise it.
+makes an int8 checkpoint from one in bfloat16, in the format of compressed-tensors: weights are quantised by output
+channel, activations by token at run time. The output head is unchanged, because vLLM does not quantise it.
 
-The engine runs in this process, so that its processor time is counted as its own. It is told once how many drafts to
-make; another number would be another engine.
+The engine runs in this process, so that its processor time counts as this process's own. The number of drafts is fixed
+at the start; another number needs another engine.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 from benchmarks.harness.turns import Clock, Turn
 from benchmarks.peers.worker import Prompts, serve
 
-_PASS = 512  # most tokens of a pass, as ours
-# What its manual asks for on x86: Intel's OpenMP (from its own dependencies) instead of torch's.
+_PASS = 512  # maximum tokens of a pass, as in Pilotfish
+# vLLM's manual recommends this on x86: Intel's OpenMP (from its own dependencies) instead of torch's.
 _PRELOAD = ("libiomp5.so",)
 
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -41,7 +41,7 @@ QUANTIZATION = {
 
 
 def arguments(settings: dict[str, Any]) -> dict[str, Any]:
-    """Its engine's, from settings: model, draft (or None), drafts, dtype, batch, length, cache (GB)."""
+    """Return the engine's arguments for: model, draft (or None), drafts, dtype, batch, length, cache (GB)."""
     told = {
         "model": settings["model"],
         "skip_tokenizer_init": True,
@@ -72,14 +72,14 @@ class VLLM:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.version = f"vllm {vllm.__version__}"
-        # What is not int8 beside int8: without instructions for it bfloat16 has no product but torch's, which is slow.
+        # For the operations that are not int8: without AVX512-BF16, torch's bfloat16 matmul is slow.
         has_bfloat16 = torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001 - as vLLM asks itself
         dtype = settings["dtype"] or ("bfloat16" if has_bfloat16 else "float32")
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments(settings | {"dtype": dtype})))
         self._next_id = 0
 
     def run(self, prompts: Prompts, tokens: int, k: int | str) -> Turn:
-        """See `Program`."""
+        """See `PeerProgram`."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -112,11 +112,11 @@ def export(model: Path, out: Path) -> None:
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((model / "config.json").read_text("utf-8"))
     config["quantization_config"] = QUANTIZATION
-    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")  # last: it says that all is there
+    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")  # last: marks it complete
 
 
 def environment(threads: int, prefix: Path, had: dict[str, str]) -> dict[str, str]:
-    """What has to be set before Python starts: threads that nobody binds to cores, and libraries loaded first."""
+    """Return variables that must be set before Python starts: threads without core binding, libraries to preload."""
     found = [str(path) for name in _PRELOAD if (path := prefix / "lib" / name).exists()]
     before = [path for path in had.get("LD_PRELOAD", "").split(":") if path]
     return {
@@ -128,7 +128,7 @@ def environment(threads: int, prefix: Path, had: dict[str, str]) -> dict[str, st
 
 
 def main() -> None:
-    """Start anew with the environment that vLLM wants, and serve."""
+    """Restart Python with the environment that vLLM needs, and serve."""
     if sys.argv[1] == "export":
         export(Path(sys.argv[2]), Path(sys.argv[3]))
         return

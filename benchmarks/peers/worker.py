@@ -1,6 +1,6 @@
-"""The inner side of a peer's process: orders come in and turns go out, one line of JSON each.
+"""The worker side of a peer's process: it reads orders and writes turns, one line of JSON each.
 
-Knows the standard library alone: a peer's Python need have nothing of ours installed.
+Uses only the standard library: a peer's Python need not have Pilotfish's dependencies installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 class PeerProgram(Protocol):
-    """A peer with a model loaded."""
+    """A peer program with a loaded model."""
 
     version: str
 
@@ -28,8 +28,8 @@ class PeerProgram(Protocol):
 
 
 def serve(load: Callable[[dict[str, Any]], PeerProgram]) -> None:
-    """Load with the settings in the first argument, say so, and run what is ordered until nobody orders any more."""
-    # What libraries print must not come between the answers.
+    """Load with the settings in the first argument, report the version, and run orders until the input ends."""
+    # Output that libraries print must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
@@ -39,7 +39,7 @@ def serve(load: Callable[[dict[str, Any]], PeerProgram]) -> None:
             order = json.loads(line)
             _say(answers, asdict(program.run(order["prompts"], order["tokens"], order["k"])))
     except Exception as error:
-        # Whatever it is, it belongs on the page, and the other programs go on.
+        # Report any error on the page; the other programs continue.
         _say(answers, {"error": f"{type(error).__name__}: {error}"})
         raise
 

@@ -1,1 +1,1 @@
-"""One question each; `python -m benchmarks` asks them."""
+"""The sections of `python -m benchmarks`; each answers one question."""

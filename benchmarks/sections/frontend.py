@@ -1,4 +1,4 @@
-"""What streaming a token costs where the model costs nothing: through gRPC and SSE, and part by part."""
+"""The cost of streaming a token when the model costs nothing: through gRPC and SSE, and part by part."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from benchmarks.harness.lab import Lab, Row, Section
 
 STREAMS = (1, 16, 64, 256)
 TOKENS = 12_000  # of all streams of one turn together
-PAUSE = 0.05  # seconds between two steps where the server is to keep up: 256 streams are 5,120 tokens/s
-WARM_UP = 0.1  # of a turn's tokens, before the first turn of a door
+PAUSE = 0.05  # seconds between two steps, so that the server can keep up: 256 streams are 5,120 tokens/s
+WARM_UP = 0.1  # of a turn's tokens, before the first turn of a front end
 
 REST_OF_LOOP = "the rest of the event loop: tasks, uvloop, gRPC's own"
 OTHER_THREADS = "other threads: gRPC's core, the engine's steps"
 
 
 def measure(lab: Lab) -> list[Row]:
-    """Every door with every number of streams, steps as fast as they are taken."""
+    """Measure every front end with every number of streams; steps run as fast as the server takes them."""
     wanted = lab.options.streams or STREAMS
     with serving() as server:
         return [_row(lab, server, door, streams) for door in FRONT_ENDS for streams in wanted]
@@ -44,7 +44,7 @@ def _row(lab: Lab, server: Server, door: str, streams: int) -> Row:
 
 
 def _turns(lab: Lab, server: Server, door: str, streams: int) -> Iterator[tuple[Streamed, Used]]:
-    """A turn that warms up, then as many as the options say."""
+    """Run a warm-up turn, then as many turns as the options specify."""
     tokens = max(10, (TOKENS if lab.options.streams is None else lab.options.tokens) // streams)
     asyncio.run(stream(FRONT_ENDS[door], server, streams, round(WARM_UP * tokens)))
     for _ in range(lab.options.rounds):
@@ -58,7 +58,7 @@ def _median(turns: Sequence[tuple[Streamed, Used]], of: Callable[[Streamed, Used
 
 
 def measure_parts(lab: Lab) -> list[Row]:
-    """The most streams, a message for each token; a server with its parts told apart and one as it is."""
+    """Measure the most streams with one message per token, on a server with timed parts and on one without."""
     streams = max(lab.options.streams or STREAMS)
     with serving(pause=PAUSE, parts=True) as apart, serving(pause=PAUSE) as whole:
         lab.tell(f"frontend-parts: {streams} streams")
@@ -73,13 +73,13 @@ def measure_parts(lab: Lab) -> list[Row]:
 
 
 def _part(name: str, shares: dict[str, float], known: dict[str, float]) -> Row:
-    """Shares of a server that is watched, of the time of one that is not."""
+    """Apply the parts' shares, from the server with timed parts, to the time of the server without them."""
     parts = {door: share * known[door] for door, share in shares.items()}
     return {"part": name, **parts, **{f"{door} share": share for door, share in shares.items()}}
 
 
 def _costs(turns: Sequence[tuple[Streamed, Used]]) -> dict[str, float]:
-    """Microseconds per token of each part, medians over the turns."""
+    """Return microseconds per token of each part, medians over the turns."""
 
     def cost(of: Callable[[Used], float]) -> float:
         return max(0.0, _median(turns, lambda turn, used: 1e6 * of(used) / turn.tokens))
@@ -90,7 +90,7 @@ def _costs(turns: Sequence[tuple[Streamed, Used]]) -> dict[str, float]:
 
 
 def verdict(rows: Sequence[Row]) -> Sequence[str]:
-    """The most streams."""
+    """Return a sentence about the largest number of streams."""
     most = max(row["streams"] for row in rows)
     told = (
         f"{row['tokens_per_second']:,.0f} tokens/s through {row['door']} ({row['cpu']:.0f} µs of processor per token)"
@@ -101,7 +101,7 @@ def verdict(rows: Sequence[Row]) -> Sequence[str]:
 
 
 def verdict_of_parts(rows: Sequence[Row]) -> Sequence[str]:
-    """The largest part of each door."""
+    """Return a sentence about the largest part of each front end."""
     told = (
         f"{door} {rows[-1][door]:.0f} µs per token, most of it in “{largest['part']}” ({largest[f'{door} share']:.0%})"
         for door in FRONT_ENDS

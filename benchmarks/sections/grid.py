@@ -12,14 +12,14 @@ BATCHES = (1, 4, 16, 32)
 RATES = (0.0, 0.3, 0.6, 0.9)
 CONTEXTS = (64, 1024)
 DRAFTS = (1, 2, 4, 7)
-HOPELESS = 0.8  # a fixed K that is so far behind in the first round is not the best one
-CACHED = 512  # tokens: longer prompts are read once, or reading them would be all that is measured
-SETTLING = 3  # turns of AUTO that do not count, where the text has just changed; `moving` counts them all
+HOPELESS = 0.8  # relative speed in the first round below which a fixed K cannot be the best one
+CACHED = 512  # tokens: longer prompts are cached after the first prefill, or prefill would dominate the measurement
+SETTLING = 3  # turns of AUTO that do not count after a change of the text; `moving` counts all turns
 NEVER_BELOW, WITHIN = 0.97, 0.90
 
 
 def measure(lab: Lab) -> list[Row]:
-    """Each cell: plain, AUTO, and fixed K as far as they have a chance."""
+    """Measure each cell: plain, AUTO, and the fixed K that are fast enough in the first round."""
     batches, contexts = lab.options.batches or BATCHES, lab.options.contexts or CONTEXTS
     return [row for context in contexts for batch in batches for row in _cells(lab, batch, context)]
 
@@ -28,7 +28,7 @@ def _cells(lab: Lab, batch: int, context: int) -> Iterator[Row]:
     prompts = lab.prompts(batch, context)
     engines = lab.engines(batch, context, DRAFTS)
     salt = "cached" if context > CACHED else None
-    if salt is not None:  # AUTO's draft model has read them as well, whatever AUTO would choose
+    if salt is not None:  # so that AUTO's draft model has cached them too, whatever AUTO chooses
         lab.turn(engines[AUTO], prompts, min(DRAFTS), 0.0, salt)
     for rate in lab.options.rates or RATES:
         for _ in range(SETTLING):
@@ -55,7 +55,7 @@ def _tell(lab: Lab, batch: int, context: int, rate: float, text: str) -> None:
 
 
 def verdict(rows: Sequence[Row]) -> Sequence[str]:
-    """The worst cells."""
+    """Return a sentence about the worst cells."""
     if not rows:
         return ()
     worst, behind = min(rows, key=lambda r: r["gain"]), min(rows, key=lambda r: r["share_of_best"])

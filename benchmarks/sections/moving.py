@@ -1,4 +1,4 @@
-"""Never slower while load and text change: one engine with AUTO goes from one point of the grid to the next."""
+"""Never slower when load and text change: one engine with AUTO moves from one point of the grid to the next."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from benchmarks.harness.timing import AUTO
 from benchmarks.harness.turns import Turn, foreign
 from engine.engine import Engine
 
-# Each change is of one kind or of several: more and fewer requests, better and worse drafts.
+# Each change affects the number of requests, the accuracy of drafts, or both.
 POINTS = ((1, 0.9), (16, 0.9), (16, 0.0), (4, 0.6), (4, 0.0), (32, 0.3), (1, 0.0), (1, 0.6), (32, 0.9), (4, 0.9))
 NEVER_BELOW = 0.97
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One point, in one round: the same requests plainly and with AUTO."""
+    """One point in one round: the same requests with plain decoding and with AUTO."""
 
     batch: int
     rate: float
@@ -27,12 +27,12 @@ class Leg:
 
     @property
     def gain(self) -> float:
-        """Over plain, prompts included."""
+        """Return the speed-up over plain decoding, including the prompts."""
         return self.plain.seconds / self.auto.seconds
 
 
 def measure(lab: Lab) -> list[Row]:
-    """Round after round through all points, without a pause to get used to them."""
+    """Go through all points round after round; every turn counts, including those right after a change."""
     batches = lab.options.batches
     points = [point for point in POINTS if batches is None or point[0] in batches]
     if not points:
@@ -68,7 +68,7 @@ def _row(visits: Sequence[Leg]) -> Row:
 
 
 def verdict(rows: Sequence[Row]) -> Sequence[str]:
-    """All legs together, and the worst one."""
+    """Return a sentence about all legs together and the worst one."""
     *legs, everything = rows
     worst = min(legs, key=lambda r: r["gain"])
     where = f"batch {worst['batch']}, acceptance {worst['rate']:g}"

@@ -1,4 +1,4 @@
-"""Drafts looked up in the text so far, where the text repeats itself and where it does not."""
+"""Drafts from n-gram lookup in the text so far, on repetitive and on non-repetitive text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AIM = 2.5
 
 
 def measure(lab: Lab) -> list[Row]:
-    """`ngram` fixed and AUTO; no draft model takes part."""
+    """Measure `ngram` with fixed K and AUTO; no draft model is used."""
     return [
         row for batch in lab.options.batches or BATCHES for loops in (True, False) for row in _batch(lab, batch, loops)
     ]
@@ -51,7 +51,7 @@ def _turn(lab: Lab, engine: Engine, prompts: Sequence[tuple[int, ...]], k: int |
 
 
 def verdict(rows: Sequence[Row]) -> Sequence[str]:
-    """Repetitive text at batch 1, and what looking up in vain costs."""
+    """Return a sentence about repetitive text at batch 1, and about the cost of lookups without a match."""
     mine = [r for r in rows if r["batch"] == 1 and r["text"] == "repeats"]
     vain = [r for r in rows if r["text"] != "repeats" and r["k"] == AUTO]
     if not mine or not vain:

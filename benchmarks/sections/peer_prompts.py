@@ -1,4 +1,4 @@
-"""Beside other programs before the first token: how long prompts take to read, and how long programs take to start."""
+"""Comparison with other programs before the first token: the time of prefill, and the time of starting a program."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.peers.remote import NotMeasured, Remote
 from benchmarks.sections.peers import checked_turn, chosen, not_measured, setting_of, started
 
 LENGTHS = (512, 2048, 8192)
-_SHORT = 16  # tokens of the prompt that a program reads first: it warms up
+_SHORT = 16  # tokens of the first prompt, which warms a program up
 
 
 def measure_prompts(lab: Lab) -> list[Row]:
-    """Every program that decodes plainly, every length, beside so many neighbours."""
+    """Measure every program that supports plain decoding, for every length and number of neighbours."""
     lengths = lab.options.contexts or LENGTHS
     setting = setting_of(lab, 1, max(lengths))
     rows: list[Row] = []
@@ -37,13 +37,13 @@ def _plain(lab: Lab) -> list[Peer]:
 
 
 def _first(lab: Lab, remote: Remote, length: int) -> Turn:
-    """One token after a prompt that nobody has seen."""
+    """Generate one token after a new prompt."""
     prompts = lab.pair.rule.prompts(1, length, seed=time.monotonic_ns())
     return checked_turn(lab, remote, prompts, 1, 0)
 
 
 def _length(lab: Lab, running: dict[Peer, Remote], length: int) -> Iterator[Row]:
-    """Round by round. The short prompt has warmed all up: no round is uncounted, since one of 8,192 takes minutes."""
+    """Measure round by round. All rounds count, because the short prompt was the warm-up and long ones take minutes."""
     turns: dict[str, list[Turn]] = {peer.name: [] for peer in running}
     for number in range(lab.options.rounds):
         for peer in list(running)[:: -1 if number % 2 else 1]:
@@ -77,12 +77,12 @@ def _rows(ours: set[str], turns: dict[str, list[Turn]], length: int) -> Iterator
 
 
 def measure_starts(lab: Lab) -> list[Row]:
-    """Every program, one after another and alone, from its start to its first token."""
+    """Measure every program alone, one after another, from its start to its first token."""
     setting = setting_of(lab, 1, _SHORT)
     lab.pair  # noqa: B018 - written before the clock runs
     found: dict[Peer, list[tuple[float, float]]] = {}
     rows: list[Row] = []
-    # Models are converted and files come into memory in a first round that does not count.
+    # The first round is not counted: it converts models and brings files into the page cache.
     for number in range(lab.options.rounds + 1):
         for peer in _plain(lab) if not number else list(found):
             try:
@@ -120,7 +120,7 @@ def _start(lab: Lab, peer: Peer, setting: PeerSetting) -> tuple[float, float]:
 
 
 def verdict(rows: Sequence[Row]) -> Sequence[str]:
-    """Ours beside the best other, by length and neighbours."""
+    """Return sentences about ours and the best other program, by length and neighbours."""
     measured = [row for row in rows if "seconds" in row]
     conditions = sorted({(row["prompt"], row["neighbours"]) for row in measured})
     return [line for condition in conditions for line in _verdict(measured, *condition)]

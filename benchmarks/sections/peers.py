@@ -1,4 +1,4 @@
-"""Beside other programs: the same weights, prompts and threads, round by round, with speculation on both sides."""
+"""Comparison with other programs: same weights, prompts and threads, round by round, with speculation on both sides."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from engine.machine.threads import cores
 BATCHES = (1, 4, 8, 16)
 DRAFTS = (2, 4, 6)
 EIGHT_BITS = ("int8", "q8_0")
-# Of the best in the first round: what is slower is not run again. Plain decoding is what others are compared with.
+# Speeds relative to the fastest in the first round; slower ways are not run again. `HOPELESS` is for plain decoding,
+# which is kept longer as the baseline.
 SLOW, HOPELESS = 0.4, 0.1
-_SPARE = 64  # tokens of room beyond prompt and output
+_SPARE = 64  # tokens beyond prompt and output
 
 
 def measure(lab: Lab) -> list[Row]:
-    """Every program that is here, every batch, beside so many neighbours; who is not here has a row that says why."""
+    """Measure every available program, batch and number of neighbours; a missing program gets a row with the reason."""
     wanted = lab.options
     batches = wanted.batches or BATCHES
     setting = setting_of(lab, max(batches), wanted.prompt)
@@ -43,7 +44,7 @@ def measure(lab: Lab) -> list[Row]:
 
 
 def setting_of(lab: Lab, batch: int, prompt: int) -> PeerSetting:
-    """For so many sequences with prompts of at most `prompt` tokens."""
+    """Return settings for `batch` sequences with prompts of at most `prompt` tokens."""
     wanted = lab.options
     length = prompt + wanted.tokens + _SPARE
     threads, logs = wanted.threads or cores(), wanted.models / "logs"
@@ -51,7 +52,7 @@ def setting_of(lab: Lab, batch: int, prompt: int) -> PeerSetting:
 
 
 def chosen(options: BenchOptions) -> list[Peer]:
-    """The programs that are named, whole or in part; all of ours where none of ours is."""
+    """Return the programs that the options name, in full or in part; if none of ours is named, add all of ours."""
     if options.peers is None:
         return list(PEERS)
     named = [peer for peer in PEERS if any(_is_meant(peer, name) for name in options.peers)]
@@ -60,7 +61,7 @@ def chosen(options: BenchOptions) -> list[Peer]:
 
 
 def _is_meant(peer: Peer, name: str) -> bool:
-    """A whole name means that program alone."""
+    """Return whether `name` selects this peer. A full name selects only that program."""
     is_whole = name in {other.name for other in PEERS}
     return name == peer.name if is_whole else name in peer.name
 
@@ -73,7 +74,7 @@ def started(
     rows: list[Row],
     warm_up: Callable[[Remote], object] = lambda _: None,
 ) -> dict[Peer, Remote]:
-    """Those programs that run, until `processes` ends; who does not start or warm up gets a row that says why."""
+    """Start the programs, which run until `processes` closes. One that fails gets a row with the reason."""
     running: dict[Peer, Remote] = {}
     for peer in peers:
         try:
@@ -87,13 +88,13 @@ def started(
 
 
 def not_measured(lab: Lab, peer: Peer, error: NotMeasured) -> Row:
-    """Say so, here and on the page."""
+    """Report the error on the console and return a row for the page."""
     lab.tell(f"{peer.name}: not measured: {error}")
     return {"name": peer.name, "remark": f"not measured: {error}"}
 
 
 def _batch(lab: Lab, running: dict[Peer, Remote], batch: int, memory: Memory) -> Iterator[Row]:
-    """All ways to run one batch; a first round shows which are possible and which are worth more rounds."""
+    """Measure all ways to run one batch; a first round shows which work and which are worth more rounds."""
     prompts = lab.pair.rule.prompts(batch, lab.options.prompt)
     ways: dict[str, Callable[[], Turn]] = {}
     labels: dict[str, Row] = {}
@@ -122,7 +123,7 @@ def _batch(lab: Lab, running: dict[Peer, Remote], batch: int, memory: Memory) ->
 
 
 def _worth_while(first: dict[str, Turn], ways: dict[str, Callable[[], Turn]], labels: dict[str, Row]) -> list[str]:
-    """Ours, plain decoding unless it is hopeless, and drafts unless they are slow."""
+    """Return our ways, plain decoding unless it is hopeless, and drafts unless they are slow."""
     ours = [name for name in first if labels[name]["is_ours"]]
     fast = worth_while(first, ways, SLOW, ours)
     plain = [name for name in promising(first, HOPELESS, ()) if not labels[name]["k"]]
@@ -141,10 +142,10 @@ def _turn(lab: Lab, remote: Remote, prompts: Sequence[tuple[int, ...]], k: int |
 
 
 def checked_turn(lab: Lab, remote: Remote, prompts: Sequence[tuple[int, ...]], tokens: int, k: int | str) -> Turn:
-    """One turn.
+    """Run one turn and compare its tokens with the rule.
 
     Raises:
-        NotMeasured: it cannot do that, or gave another text.
+        NotMeasured: The program cannot run it, or returned another text.
     """
     turn = remote.run(prompts, tokens, k)
     if turn.tokens != [lab.pair.rule.text(prompt[-1], tokens) for prompt in prompts]:
@@ -181,7 +182,7 @@ def _rows(
 
 
 def plot(rows: Sequence[Row], folder: Path) -> Sequence[str]:
-    """The best way of each program, with drafts or without, by batch."""
+    """Plot the best way of each program, with or without drafts, by batch."""
     from benchmarks.harness.plots import Line, draw
 
     measured = [r for r in rows if r.get("speeds") and not r["neighbours"]]
@@ -207,7 +208,7 @@ def _best_by_batch(rows: Sequence[Row]) -> dict[int, Row]:
 
 
 def verdict(rows: Sequence[Row]) -> Sequence[str]:
-    """What the aims are about, batch by batch."""
+    """Return sentences about the goals, batch by batch."""
     measured = [r for r in rows if r.get("speeds")]
     conditions = sorted({(r["batch"], r["neighbours"]) for r in measured})
     return [line for condition in conditions for line in _verdict(measured, *condition)]

@@ -1,4 +1,4 @@
-"""What the server adds: the same requests through gRPC streams and through the engine alone."""
+"""The overhead of the server: the same requests through gRPC streams and through the engine alone."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from engine.machine.threads import cores
 
 BATCHES = (16,)
 AIM = 0.05
-_SPARE = 64  # tokens of room beyond prompt and output
+_SPARE = 64  # tokens beyond prompt and output
 _START = "import sys; from server.cli import main; sys.exit(main())"
 _salts = count()
 
 
 def measure(lab: Lab) -> list[Row]:
-    """Plain decoding and AUTO, each through the server and offline; the client is on the same machine."""
+    """Measure plain decoding and AUTO, each through the server and offline; the client runs on the same machine."""
     batches = lab.options.batches or BATCHES
     plain, auto = (next(p for p in PEERS if p.is_ours and p.auto is is_auto) for is_auto in (False, True))
     ours: dict[int | str, Peer] = {0: plain, AUTO: auto}
@@ -70,7 +70,7 @@ def _batch(lab: Lab, address: str, offline: dict[int | str, Remote], batch: int)
 
 @contextlib.contextmanager
 def _serving(setting: PeerSetting) -> Iterator[str]:
-    """A server in a process of its own; its address."""
+    """Start a server in its own process and yield its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -109,7 +109,7 @@ def _streams(address: str, prompts: Sequence[tuple[int, ...]], tokens: int, k: i
 
 
 async def _gather(address: str, prompts: Sequence[tuple[int, ...]], tokens: int, k: int | str) -> Turn:
-    """All streams at once, over one connection that is there already."""
+    """Run all streams at once over one connection that is already open."""
     options: GenerateOptions = {"max_tokens": tokens, "ignore_eos": True, "speculation": "auto" if k else "off"}
     async with AsyncClient(address) as client:
         await client.health()
@@ -131,7 +131,7 @@ async def _stream(
 
 
 def verdict(rows: Sequence[Row]) -> Sequence[str]:
-    """The bound."""
+    """Return a sentence about the server's overhead."""
     told = ", ".join(f"{r['added']:+.1%} (batch {r['batch']}, K {r['k']})" for r in rows)
     return [f"Through gRPC the same requests take {told}; the aim is at most {AIM:+.0%}."]
 

@@ -1,4 +1,4 @@
-"""Speed against K by acceptance, and speed-up against acceptance beside what theory says."""
+"""Speed against K by acceptance, and measured speed-up against acceptance beside the theory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRAFTS = (1, 2, 3, 4, 5, 6, 8)
 
 
 def measure(lab: Lab) -> list[Row]:
-    """Every K and AUTO at every acceptance."""
+    """Measure every K and AUTO at every acceptance."""
     batches, rates = lab.options.batches or BATCHES, lab.options.rates or RATES
     return [row for batch in batches for row in _batch(lab, batch, rates)]
 
@@ -33,7 +33,7 @@ def _batch(lab: Lab, batch: int, rates: Sequence[float]) -> Iterator[Row]:
 
 
 def _costs(turns: Sequence[Turn], plain: Sequence[Turn]) -> Row:
-    """Of verification and of drafting, in plain steps; what theory is told."""
+    """Return the costs of verification and drafting in units of a plain step; the theory uses them."""
     step = statistics.median(s for turn in plain for s in turn.verify_seconds)
     verify = statistics.median(s for turn in turns for s in turn.verify_seconds)
     drafting = statistics.median(s for turn in turns for s in turn.draft_seconds)
@@ -51,7 +51,7 @@ def expected_gain(rate: float, k: int, verify_cost: float, draft_cost: float) ->
 
 
 def plot(rows: Sequence[Row], folder: Path) -> Sequence[str]:
-    """One picture of each kind per batch."""
+    """Draw one plot of each kind per batch."""
     batches = sorted({r["batch"] for r in rows})
     parts = {batch: [r for r in rows if r["batch"] == batch] for batch in batches}
     return [picture(part, batch, folder) for batch, part in parts.items() for picture in (_by_k, _by_rate)]
@@ -78,7 +78,7 @@ def _by_k(rows: Sequence[Row], batch: int, folder: Path) -> str:
 
 
 def _by_rate(rows: Sequence[Row], batch: int, folder: Path) -> str:
-    """Points are measured; curves follow from the costs of drafting and verifying K that were measured."""
+    """Plot measured points, and theoretical curves from the measured costs of drafting and verification."""
     from benchmarks.harness.plots import Line, draw
 
     lines = []
@@ -95,7 +95,7 @@ def _by_rate(rows: Sequence[Row], batch: int, folder: Path) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> Sequence[str]:
-    """What is gained at 0.8."""
+    """Return a sentence about the speed-up at acceptance 0.8."""
     told = []
     for batch, aim in ((1, 1.7), (4, 1.3)):
         mine = [r for r in rows if r["batch"] == batch and r["rate"] == 0.8]

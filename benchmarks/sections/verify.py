@@ -1,4 +1,4 @@
-"""What verifying K drafts costs: is it flat in K?"""
+"""The cost of verifying K drafts, and whether it is flat in K."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.harness.turns import foreign, interleave
 
 BATCHES = (1, 4, 8, 16)
 DRAFTS = (1, 2, 3, 4, 5, 6, 7)
-STEPS = 32  # of a turn: with drafts that are never right each makes one token
+STEPS = 32  # of a turn; the drafts are never right, so each step produces one token
 LIMIT = 1.35  # of K=7 over K=0 at batch 1
 
 
 def measure(lab: Lab) -> list[Row]:
-    """Drafts that are never right, so that every step verifies K of them, at the same lengths whatever K is."""
+    """Measure drafts that are never right, so that every step verifies K drafts at lengths independent of K."""
     return [row for batch in lab.options.batches or BATCHES for row in _batch(lab, batch)]
 
 
@@ -46,7 +46,7 @@ def _tell(lab: Lab, batch: int, text: str) -> None:
 
 
 def plot(rows: Sequence[Row], folder: Path) -> Sequence[str]:
-    """Milliseconds of a step against K."""
+    """Plot milliseconds of a step against K."""
     from benchmarks.harness.plots import Line, draw
 
     lines = [
@@ -59,7 +59,7 @@ def plot(rows: Sequence[Row], folder: Path) -> Sequence[str]:
 
 
 def verdict(rows: Sequence[Row]) -> Sequence[str]:
-    """The bound at batch 1."""
+    """Return a sentence about the limit at batch 1."""
     last = next((r for r in rows if r["batch"] == 1 and r["k"] == 7), None)
     if last is None:
         return ()

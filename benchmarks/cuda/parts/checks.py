@@ -1,4 +1,4 @@
-"""Each kernel on the device against what it means in plain torch: the largest difference in every type and shape."""
+"""Each kernel on the device against its reference in plain torch: the largest difference for every type and shape."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from engine.kernels.paging import Paging
 from engine.model.linear import fp8
 from engine.model.linear.w4 import W4Linear
 
-ATTENDED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}  # differences that rounding explains
+ATTENDED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}  # tolerances for rounding
 ROWS = {torch.bfloat16: 4e-2, torch.float16: 4e-3, torch.float32: 2e-5}
-_FP8 = 2e-2  # of the largest number: the result is rounded to bfloat16
-_W4 = 1e-2  # the same
+_FP8 = 2e-2  # relative to the largest number, because the result is rounded to bfloat16
+_W4 = 1e-2  # relative to the largest number
 _NUM_ROWS = 7
 Bend = Literal["silu", "gelu_tanh"]
 _BENDS: tuple[Bend, ...] = ("silu", "gelu_tanh")
@@ -40,21 +40,21 @@ class KernelCheck:
     kernel: str
     dtype: str
     shape: str
-    most: float  # by which it may differ
+    most: float  # maximum difference
     differs: Callable[[], float]
 
 
 class Unsound(Exception):
-    """Unexpected: kernels say something else than what they mean, or fail."""
+    """Unexpected: a kernel's result differs from its reference, or the kernel fails."""
 
 
 def attention(setting: Setting, section: PartReport) -> None:
-    """Decoding, verification and prompts; and whether a row's bits are its own."""
+    """Check decoding, verification and prompts, and whether a row's bits are independent of the batch."""
     _run(_attention_checks(setting, Card.measured(setting.device)), section)
 
 
 def others(setting: Setting, section: PartReport) -> None:
-    """Everything but attention."""
+    """Check all kernels except attention."""
     card = Card.measured(setting.device)
     checks = [*_row_checks(setting, card), *_token_checks(setting, card), *_w4_checks(setting, card)]
     if card.is_cuda:
@@ -65,14 +65,14 @@ def others(setting: Setting, section: PartReport) -> None:
 
 
 def _run(checks: Iterable[KernelCheck], section: PartReport) -> None:
-    """All of them, whatever one of them does; then Unsound if any was not as it should be."""
+    """Run all checks even if one fails, then raise Unsound if any result was wrong."""
     section.table("kernel", "type", "shape", "largest difference", "allowed", "")
     wrong, count = list[str](), 0
     for check in checks:
         name = f"{check.kernel} {check.dtype} {check.shape}"
         try:
             found = check.differs()
-        except Exception as error:  # noqa: BLE001 - told in its row; the other kernels are tried all the same
+        except Exception as error:  # noqa: BLE001 - reported in its row; the other kernels are still checked
             print(traceback.format_exc(), flush=True)
             told, is_right = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", False
         else:
@@ -87,7 +87,7 @@ def _run(checks: Iterable[KernelCheck], section: PartReport) -> None:
 
 
 def _types(card: Card) -> tuple[torch.dtype, ...]:
-    """In order of worth; the interpreter has no bfloat16."""
+    """Return the types, most important first; the interpreter has no bfloat16."""
     return (torch.bfloat16, torch.float32, torch.float16) if card.is_cuda else (torch.float32,)
 
 
@@ -96,13 +96,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _largest(got: Tensor, want: Tensor) -> float:
-    """The largest difference; a number that is none differs without end."""
+    """Return the largest difference; a NaN counts as infinite."""
     difference = (got.float() - want.float()).abs().nan_to_num(nan=float("inf"))
     return float(difference.max())
 
 
 def _attention_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
-    """(rows, position of the first) of each sequence."""
+    """Yield checks of attention. A batch has (rows, position of the first row) of each sequence."""
     batches = {
         "decoding": ([1, 1, 1], [3000, 17, 700]), "verification": ([5, 5], [3000, 40]),
         "prompts": ([300, 130], [0, 500]), "all at once": ([5, 1, 70], [900, 9000, 300]),
@@ -114,13 +114,13 @@ def _attention_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
             for name, batch in batches.items():
                 differs = partial(_attended, card, Heads.of(shape), batch, dtype)
                 yield KernelCheck(f"attention, {name}", _name(dtype), shape, ATTENDED[dtype], differs)
-            if card.is_cuda:  # the interpreter's matmul is the CPU's, whose order of sums hangs on a row's place
+            if card.is_cuda:  # the CPU's matmul in the interpreter sums in an order that depends on a row's place
                 alone = partial(_bits_alone, card, Heads.of(shape), batches["all at once"], dtype)
                 yield KernelCheck("attention, a row alone", _name(dtype), shape, 0.0, alone)
 
 
 def _attended(card: Card, heads: Heads, batch: tuple[list[int], list[int]], dtype: torch.dtype) -> float:
-    from engine.kernels import attention as kernel  # brings Triton
+    from engine.kernels import attention as kernel  # imported here because it imports Triton
 
     arenas, scale = Arenas.of(card, heads, *batch, dtype), heads.dim**-0.5
     k, v = arenas.kv[0]
@@ -129,7 +129,7 @@ def _attended(card: Card, heads: Heads, batch: tuple[list[int], list[int]], dtyp
 
 
 def _bits_alone(card: Card, heads: Heads, batch: tuple[list[int], list[int]], dtype: torch.dtype) -> float:
-    """The last row of each sequence, alone and in company, in tiles that promise it."""
+    """Compare the last row of each sequence alone and in a batch; with fixed-shape tiles the bits must be equal."""
     from engine.kernels import attention as kernel
 
     arenas, scale = Arenas.of(card, heads, *batch, dtype, fixed=True), heads.dim**-0.5
@@ -192,12 +192,12 @@ def _gated(card: Card, size: int, dtype: torch.dtype, bend: Bend) -> float:
 
 
 def _relative(got: Tensor, want: Tensor) -> float:
-    """The largest difference, over the number itself where that is above 1."""
+    """Return the largest difference, relative to the value where that is above 1."""
     return _largest(got.float() / want.float().abs().clamp(min=1), want.float() / want.float().abs().clamp(min=1))
 
 
 def _token_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
-    """Differences here are rows whose token, or numbers whose value, is another one."""
+    """Yield checks that count the rows with another token, or the numbers with another value."""
     vocab = SHAPES[setting.target]["vocab_size"]
     for dtype in _types(card):
         for name, top_k, top_p in (("greedy", 0, 1.0), ("whole", vocab, 1.0), ("top-k 50, top-p 0.9", 50, 0.9)):
@@ -227,7 +227,7 @@ def _greedy(samplers: SamplerRows) -> SamplerRows:
 
 
 def _committed(card: Card) -> float:
-    """Drafts kept in part, an end token, a full slot, logits that are no numbers, and one that stands still."""
+    """Compare partly accepted drafts, an end token, a full slot, NaN logits, and a sequence that does not run."""
     from engine.kernels import commit
 
     whole = partial(torch.tensor, device=card.device)
@@ -258,7 +258,7 @@ def _fp8_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
 
 
 def _fp8(card: Card, rows: int, inner: int, outer: int) -> float:
-    """Against the product of the rounded numbers, over the largest of them."""
+    """Compare with the product of the rounded numbers, relative to the largest of them."""
     linear = nn.Linear(inner, outer, bias=False, device=card.device, dtype=torch.bfloat16)
     x = torch.randn(rows, inner, device=card.device, dtype=torch.bfloat16)
     want = _unrounded(reference.round_rows(x)) @ _unrounded(reference.round_rows(linear.weight.detach())).t()
@@ -289,14 +289,14 @@ def _unrounded(rows: Fp8Rows) -> Tensor:
 
 
 def _coarsely(got: Fp8Rows, want: Tensor) -> float:
-    """How far rounded rows are off, of each row's largest, beyond what three bits behind the leading one explain."""
+    """Return the error of rounded rows beyond fp8 rounding (three mantissa bits), over each row's largest value."""
     largest = want.float().abs().amax(1, keepdim=True)
     off = (_unrounded(got) - want.float()).abs() - want.float().abs() / 16
     return float((off / largest).max().clamp(min=0))
 
 
 def _w4_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
-    """One number of rows for each size of tile."""
+    """Yield a check with a number of rows for each tile size."""
     dtype = torch.bfloat16 if card.is_cuda else torch.float16
     inner, wide = (SHAPES[setting.target][name] for name in ("hidden_size", "intermediate_size"))
     inner, wide = (inner, wide) if card.is_cuda else (128, 64)
@@ -306,7 +306,7 @@ def _w4_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
 
 
 def _w4(card: Card, rows: int, inner: int, outer: int, dtype: torch.dtype) -> float:
-    """Against the dequantised matrix."""
+    """Compare with the product with the dequantised matrix."""
     from engine.kernels import w4
 
     linear = W4Linear(nn.Linear(inner, outer, bias=False, device=card.device, dtype=dtype), w4.matmul)

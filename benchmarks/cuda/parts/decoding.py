@@ -1,6 +1,6 @@
-"""Whole engines at work: plain decoding and rounds against their limits, AUTO against plain decoding.
+"""Complete engines: plain decoding and rounds relative to their limits, and AUTO relative to plain decoding.
 
-Limits are of this card, measured in the same process: bytes that a pass must read over the rate of a copy, or its
+Limits are measured for this card in the same process: the bytes that a pass must read over the rate of a copy, or its
 operations over the rate of a large matmul, whichever takes longer.
 """
 
@@ -29,7 +29,7 @@ _STEP = ("ms a step", "longest / median", "tokens each", "tok/s", "of limit", "h
 
 
 def plain(setting: Setting, section: PartReport) -> None:
-    """The target alone, one token of each sequence a step."""
+    """Measure the target alone, with one token of each sequence per step."""
     card = Card.measured(setting.device)
     pair, size = RandomPair.of(card, setting.target, None), max(setting.sizes)
     engine = engine_of(pair, card, size, room_for(setting.context, size, setting.steps, 0))
@@ -43,7 +43,7 @@ def plain(setting: Setting, section: PartReport) -> None:
 
 
 def rounds(setting: Setting, section: PartReport) -> None:
-    """Drafts of the best K by the limits, and of its neighbours, against plain decoding in the same engine."""
+    """Measure the best K by the limits and its neighbours, against plain decoding in the same engine."""
     card = Card.measured(setting.device)
     pair, most = RandomPair.of(card, setting.target, setting.draft), max(setting.sizes)
     longest = room_for(setting.context, most, setting.steps, MOST_DRAFTS)
@@ -64,7 +64,7 @@ def rounds(setting: Setting, section: PartReport) -> None:
 
 
 def auto(setting: Setting, section: PartReport) -> None:
-    """As many drafts as pay, against none, where drafts pay and where they hardly do."""
+    """Compare AUTO with plain decoding, at an acceptance where drafts pay and at one where they hardly pay."""
     card = Card.measured(setting.device)
     pair, most = RandomPair.of(card, setting.target, setting.draft), max(setting.auto_sizes)
     longest = room_for(setting.context, most, setting.strange + setting.steps, MOST_AUTO)
@@ -94,12 +94,12 @@ def _explain(setting: Setting, section: PartReport) -> None:
 
 
 def _rate(got: Measured, size: int) -> float:
-    """Tokens per second of all sequences."""
+    """Return tokens per second of all sequences."""
     return size * got.tokens / got.seconds
 
 
 def _told(got: Measured, size: int, limit: float) -> tuple[str, ...]:
-    """Cells of `_STEP`; `limit` in tokens per second."""
+    """Return the cells of `_STEP`; `limit` in tokens per second."""
     rate = _rate(got, size)
     return (
         f"{got.seconds * 1e3:.2f}", f"{got.longest:.1f}", f"{got.tokens:.2f}", f"{rate:.0f}", f"{rate / limit:.0%}",

@@ -1,4 +1,4 @@
-"""Kernels alone, timed: attention against a copy, draws against a sort."""
+"""Timings of kernels alone: attention against a copy, sampling against a sort."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DECODED, VERIFIED = 1, 5  # rows of each sequence: a plain step, and a verificat
 
 
 def attention(setting: Setting, section: PartReport) -> None:
-    """Decoding and verification over long contexts: bytes of K/V that are read each second."""
+    """Measure decoding and verification over long contexts: bytes of K/V read per second."""
     card, heads, context = Card.measured(setting.device), Heads.of(setting.target), setting.long_context
     section.say(
         f"Context {context}, {heads.heads} heads over {heads.kv_heads}, head size {heads.dim}, bf16. Each call reads "
@@ -37,7 +37,7 @@ def attention(setting: Setting, section: PartReport) -> None:
 
 
 def draws(setting: Setting, section: PartReport) -> None:
-    """Draws of tokens under several laws; what torch takes to sort the same rows beside them."""
+    """Measure sampling with several settings, beside torch's time to sort the same rows."""
     from engine.kernels import sampling
 
     card, vocab = Card.measured(setting.device), SHAPES[setting.target]["vocab_size"]
@@ -57,7 +57,7 @@ def draws(setting: Setting, section: PartReport) -> None:
 
 
 def law_of(rows: int, vocab: int, top_k: int, top_p: float, device: torch.device) -> SamplerRows:
-    """Rows of one law, each with a seed of its own."""
+    """Return sampler rows with the same settings, each with its own seed."""
     whole = torch.arange(rows, device=device)
     real = torch.ones(rows, dtype=torch.float64, device=device)
     return SamplerRows(

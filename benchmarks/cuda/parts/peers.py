@@ -1,7 +1,7 @@
 """transformers on the same GPU with the same shapes: assisted generation, and continuous batching without drafts.
 
-Two models with random weights never agree, so a processor of logits, which both are given, says what comes: at each
-position a token that the draft knows with the probability asked for. Everything is computed as if it counted.
+Two models with random weights never agree. So both get a logits processor that determines the token at each position.
+The draft predicts it with the requested probability. All computation runs as usual.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from engine.sampling.noise import Stream, uniform
 
-_CERTAIN = 1e4  # a logit that no random model reaches
+_CERTAIN = 1e4  # a logit larger than any of a random model
 
 
 def compare(setting: Setting, section: PartReport) -> None:
-    """Tokens per second of the same models: rounds with the K that limits prefer, and transformers' own loops."""
+    """Compare tokens per second of the same models: rounds, and transformers' own loops."""
     card = Card.measured(setting.device)
     ours = _ours(setting, card)
     gc.collect()
@@ -56,7 +56,7 @@ def compare(setting: Setting, section: PartReport) -> None:
 
 
 def _ours(setting: Setting, card: Card) -> dict[int, float]:
-    """Tokens per second by batch."""
+    """Return our tokens per second by batch."""
     pair, most, rates = RandomPair.of(card, setting.target, setting.draft), max(setting.sizes), dict[int, float]()
     longest = room_for(setting.context, most, setting.steps, MOST_DRAFTS)
     engine = engine_of(pair, card, most, longest, setting.acceptance, MOST_DRAFTS)
@@ -73,7 +73,7 @@ def _row(section: PartReport, size: int, how: str, theirs: float, ours: float) -
 
 
 class Agreement(LogitsProcessor):
-    """What comes at each position, and whether the draft knows."""
+    """Determines the token at each position, and whether the draft predicts it."""
 
     def __init__(self, pair: RandomPair, acceptance: float, longest: int) -> None:
         assert pair.draft is not None
@@ -87,11 +87,11 @@ class Agreement(LogitsProcessor):
             model.register_forward_pre_hook(lambda *_, is_draft=is_draft: self._begin(is_draft=is_draft))
 
     def _begin(self, *, is_draft: bool) -> None:
-        """Whose logits come next."""
+        """Record whose logits come next."""
         self._is_drafting = is_draft
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """`[B, length]`, `[B, vocab]` -> `[B, vocab]`, where one token is certain."""
+        """Make one token certain: `[B, length]`, `[B, vocab]` -> `[B, vocab]`."""
         position = input_ids.shape[1]
         is_off = self._is_drafting and not self._knows[position]
         scores[:, (self._tokens[position] + is_off) % self._vocab] = _CERTAIN
@@ -99,9 +99,9 @@ class Agreement(LogitsProcessor):
 
 
 def tokens_per_second(run: Callable[[int], object], card: Card, tokens: tuple[int, int], times: int = 3) -> float:
-    """From runs of two lengths: what both have in common, prompts and preparation, does not count.
+    """Return tokens per second from runs of two lengths, so that prompts and preparation cancel out.
 
-    Not a number where the longer run was not the slower one: then it is noise that was measured.
+    NaN if the longer run was not slower, because the difference is then only noise.
     """
 
     def seconds(count: int) -> float:
@@ -118,7 +118,7 @@ def tokens_per_second(run: Callable[[int], object], card: Card, tokens: tuple[in
 
 
 def assisted(pair: RandomPair, card: Card, acceptance: float, context: int, k: int, tokens: tuple[int, int]) -> float:
-    """Tokens per second of assisted generation with one prompt and K drafts a round."""
+    """Return tokens per second of assisted generation with one prompt and K drafts per round."""
     ids = torch.randint(pair.target.config.vocab_size, (1, context), device=card.device)
     processor = LogitsProcessorList([Agreement(pair, acceptance, context + tokens[1] + k + 2)])
     assert pair.draft is not None
@@ -137,9 +137,9 @@ def assisted(pair: RandomPair, card: Card, acceptance: float, context: int, k: i
 
 
 def continuous(pair: RandomPair, card: Card, size: int, context: int, tokens: tuple[int, int]) -> float:
-    """Tokens per second of continuous batching with so many prompts: plain decoding, for it has no drafts.
+    """Return tokens per second of continuous batching with `size` prompts: plain decoding, because it has no drafts.
 
-    One manager for all runs: it records its graphs when it begins.
+    All runs share one manager, which records its graphs at its start.
     """
     prompts = torch.randint(pair.target.config.vocab_size, (size, context)).tolist()
     wanted = GenerationConfig(max_new_tokens=tokens[1], do_sample=False, pad_token_id=0, eos_token_id=-1)
@@ -152,9 +152,9 @@ def continuous(pair: RandomPair, card: Card, size: int, context: int, tokens: tu
 
 
 def _all_ended(manager: ContinuousBatchingManager, prompts: list[list[int]], count: int) -> None:
-    """So many tokens for each prompt."""
+    """Generate `count` tokens for each prompt."""
     waiting = set(manager.add_requests(prompts, max_new_tokens=count))
-    for done in manager:  # which ends when its thread does
+    for done in manager:  # the loop ends when the manager's thread ends
         if done.is_finished():
             assert len(done.generated_tokens) == count, f"continuous batching failed: {done.error}"
             waiting.remove(done.request_id)
@@ -164,7 +164,7 @@ def _all_ended(manager: ContinuousBatchingManager, prompts: list[list[int]], cou
 
 
 def batching_config(size: int, longest: int) -> ContinuousBatchingConfig:
-    """Pages for so many sequences. A page's size is `block_size` up to transformers 5.17, `page_size` in later ones."""
+    """Return pages for `size` sequences. The page size is `block_size` up to transformers 5.17, `page_size` later."""
     names = {field.name for field in fields(ContinuousBatchingConfig)}
     page: dict[str, Any] = {"page_size" if "page_size" in names else "block_size": PAGE}
     pages = size * (-(-longest // PAGE) + 1)

@@ -1,4 +1,4 @@
-"""How long the target takes to read one prompt, against its operations at the rate of a large matmul."""
+"""The time in which the target reads one prompt, relative to its operations at the rate of a large matmul."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.types import Request
 
-_TIMES = 3  # after one that warms up
+_TIMES = 3  # after one warm-up run
 
 
 def measure(setting: Setting, section: PartReport) -> None:
-    """From adding a request to its first token: the whole engine, in chunks as it makes them."""
+    """Measure from adding a request to its first token: the whole engine, with its own prompt chunks."""
     card, longest = Card.measured(setting.device), max(setting.prompts)
     pair = RandomPair.of(card, setting.target, None)
     engine = engine_of(pair, card, 1, room_for(longest, 1, 0, 0))
@@ -41,7 +41,7 @@ def measure(setting: Setting, section: PartReport) -> None:
 
 
 def _read(engine: Engine, length: int) -> None:
-    """One prompt, and the one token that its last pass decides."""
+    """Run one prompt and the token of its last pass."""
     prompt = tuple(torch.randint(engine.vocab_size, (length,)).tolist())
     sampling = SamplingParams(temperature=1.0, seed=0, max_tokens=1, ignore_eos=True)
     engine.add(Request(request_id="prompt", token_ids=prompt, sampling=sampling))
@@ -50,7 +50,7 @@ def _read(engine: Engine, length: int) -> None:
 
 
 def attention_seconds(shape: str, card: Card, length: int) -> float:
-    """Two matmuls over half of the square of positions, in all heads of all layers."""
+    """Return the time of two matmuls over half of the square of positions, in all heads of all layers."""
     heads = Heads.of(shape)
     layers: int = SHAPES[shape]["num_hidden_layers"]
     return 2 * layers * heads.heads * heads.dim * length**2 / card.flops

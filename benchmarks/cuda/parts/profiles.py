@@ -1,4 +1,4 @@
-"""What the device does in a plain step and in a round, kernel by kernel, at the smallest batch and at the largest."""
+"""The device's work in a plain step and in a round, kernel by kernel, at the smallest batch and at the largest."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from benchmarks.cuda.setting import Setting
 from engine.engine import Engine
 
 _STEPS, _WARM = 4, 4
-_IN_PAGE, _IN_FILE = 8, 40  # kernels that are listed
-_WIDTH = 90  # characters of a kernel's name
+_IN_PAGE, _IN_FILE = 8, 40  # number of kernels listed
+_WIDTH = 90  # maximum characters of a kernel's name
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """One kernel in all steps of a profile."""
+    """One kernel, summed over all steps of a profile."""
 
     name: str
     count: int
@@ -29,7 +29,7 @@ class KernelTime:
 
 
 def write(setting: Setting, section: PartReport) -> None:
-    """A short table in the page, and a long one for each in profile.txt."""
+    """Write a short table to the page, and a long table for each profile to profile.txt."""
     card, k, file = Card.measured(setting.device), MOST_AUTO, list[str]()
     steps = min(_STEPS, setting.steps // 3)
     pair, most = RandomPair.of(card, setting.target, setting.draft), max(setting.sizes)
@@ -53,9 +53,9 @@ def write(setting: Setting, section: PartReport) -> None:
 
 
 def _profiled(engine: Engine, card: Card, size: int, context: int, k: int, steps: int) -> list[KernelTime]:
-    """Of some steps on their way, by time on the device; on a CPU operations by time on the host."""
+    """Profile decoding steps, sorted by time on the device; on a CPU, operations by time on the host."""
     fill(engine, size, context, k)
-    for _ in range(_WARM):  # what is recorded once is no part of a step
+    for _ in range(_WARM):  # one-time recordings are not part of a step
         engine.step()
     wait(card.device)
     with profile(activities=[ProfilerActivity.CUDA if card.is_cuda else ProfilerActivity.CPU]) as profiler:

@@ -1,7 +1,7 @@
-"""Whether rounds, plain steps and transformers say the same tokens on this device: small random models, three families.
+"""Whether rounds, plain steps and transformers give the same tokens on this device: small models, three families.
 
-In float32 rounds with and without drafts are held against plain decoding of each request alone, and greedy ones against
-transformers. In bfloat16 the same is promised under `reproducible` alone.
+In float32, rounds with and without drafts are compared with plain decoding of each request alone, and greedy requests
+also with transformers. In bfloat16, equality is promised only with `reproducible`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LONGEST, _PAGE = 96, 16
 
 
 class Different(Exception):
-    """Unexpected: tokens are not those of plain decoding."""
+    """Unexpected: tokens differ from those of plain decoding."""
 
 
 Said = Mapping[str, tuple[int, ...]]  # tokens by request
@@ -46,7 +46,7 @@ Said = Mapping[str, tuple[int, ...]]  # tokens by request
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """As transformers has it, the same with our attention, and a draft that is often right."""
+    """The model of transformers, the same model with our attention, and a draft that is often right."""
 
     reference: PreTrainedModel
     target: PreTrainedModel
@@ -54,7 +54,7 @@ class Models:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, device: str, dtype: torch.dtype) -> Models:
-        """Random weights, large enough for attention to matter; the same on every machine."""
+        """Create random weights, large enough for attention to matter; the same on every machine."""
         torch.manual_seed(0)
         reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         with torch.no_grad():
@@ -70,7 +70,7 @@ class Models:
 
 
 def families() -> dict[str, PreTrainedConfig]:
-    """Grouped heads; norms on q and k; windows, softcaps and norms behind each part."""
+    """Return configs with grouped heads, with q and k norms, and with windows, softcaps and norms after parts."""
     common: dict[str, Any] = {
         "vocab_size": 331, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "eos_token_id": None,
@@ -84,7 +84,7 @@ def families() -> dict[str, PreTrainedConfig]:
 
 
 def compare(setting: Setting, section: PartReport) -> None:
-    """All families; Different at the end if any token of any of them was."""
+    """Compare all families; raise Different at the end if any token differs."""
     section.say(f"{setting.requests} requests of {setting.output} tokens, greedy and sampled, with cuts and without.")
     section.table("family", "type", "what", "against", "requests alike", "drafts kept")
     wrong = list[str]()
@@ -101,7 +101,7 @@ def compare(setting: Setting, section: PartReport) -> None:
         raise Different("; ".join(wrong))
 
 
-Line = tuple[str, str, Said, Said, int]  # what, against what, the tokens of both, drafts kept
+Line = tuple[str, str, Said, Said, int]  # what, against what, the tokens of both, accepted drafts
 
 
 def _in_float32(models: Models, setting: Setting) -> list[Line]:
@@ -116,7 +116,7 @@ def _in_float32(models: Models, setting: Setting) -> list[Line]:
 
 
 def _reproducible(models: Models, setting: Setting) -> list[Line]:
-    """Passes of one shape, so that no company and no draft changes a bit."""
+    """Compare with fixed-shape passes, in which neither the batch nor drafts change a bit."""
     how = {"dtype": "bfloat16", "reproducible": True}
     alone = _alone(models, setting, **how)
     together, kept = _together(models, setting, NUM_DRAFT, **how)
@@ -141,7 +141,7 @@ def _together(models: Models, setting: Setting, num_draft: int, **how: Any) -> t
 
 
 def _engine(models: Models, setting: Setting, **how: Any) -> Engine:
-    """Pages for all, and chunks so small that prompts are fed beside rounds."""
+    """Return an engine with pages for all, and chunks so small that prompts are fed while others decode."""
     pages = len(_LENGTHS) * -(-_LONGEST // _PAGE)
     both = sum(kv_layout(model.config, model.dtype).bytes_per_token for model in (models.target, models.draft))
     config = options(
@@ -171,7 +171,7 @@ def _prompts(vocab: int) -> list[tuple[int, ...]]:
 
 
 def run(engine: Engine, requests: Seq[Request]) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Tokens of each request, and how many drafts were kept in all."""
+    """Return the tokens of each request, and the total number of accepted drafts."""
     said, kept = {request.request_id: tuple[int, ...]() for request in requests}, 0
     for request in requests:
         engine.add(request)
@@ -183,7 +183,7 @@ def run(engine: Engine, requests: Seq[Request]) -> tuple[dict[str, tuple[int, ..
 
 
 def _greedy(model: PreTrainedModel, setting: Setting) -> Said:
-    """Of every greedy request, by transformers' own loop."""
+    """Return the tokens of every greedy request from transformers' own loop."""
     said: dict[str, tuple[int, ...]] = {}
     for i, prompt in enumerate(_prompts(model.config.vocab_size)[: setting.requests]):
         if _LAWS[i % len(_LAWS)].temperature == 0:
@@ -197,7 +197,7 @@ def _greedy(model: PreTrainedModel, setting: Setting) -> Said:
 
 
 def _ours(model: PreTrainedModel, amount: float) -> PreTrainedModel:
-    """The same weights, a little disturbed, with our attention."""
+    """Return the model with slightly perturbed weights and our attention."""
     config = copy.deepcopy(model.config)
     prepare(config)
     twin: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()

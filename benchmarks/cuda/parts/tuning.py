@@ -1,6 +1,6 @@
-"""Which blocks, warps, buffers and programs make attention fastest on this card: what engine/kernels/tuning.json holds.
+"""The fastest blocks, warps, buffers and programs for attention on this card, for engine/kernels/tuning.json.
 
-Each winner is written as soon as it is known, in a file of that form: to be committed in its place.
+Each winner is written as soon as it is known, to a file in that format that can replace the committed one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.kernels import faults
 from engine.kernels.tuning import Tuning, key_of, tuning_for
 
 Shapes = tuple[tuple[int, int, int], ...]
-# (keys at a time, warps, buffers): what the compiler finds room for without spills, and its neighbours
+# (keys at a time, warps, buffers): the shapes that compile without spills, and their neighbours
 _DECODE: Shapes = ((64, 4, 3), (64, 4, 2), (64, 4, 4), (32, 4, 3), (32, 4, 5), (64, 8, 3), (128, 4, 2), (128, 8, 3))
 _PROMPT: Shapes = ((64, 8, 3), (64, 8, 2), (64, 4, 3), (32, 8, 3), (128, 8, 2), (128, 8, 3))
 _PROGRAMS = (132, 264, 528, 1056)
@@ -31,25 +31,25 @@ _PROGRAMS = (132, 264, 528, 1056)
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Batches of one kind, over which a tuning is to be fast: the geometric mean of their times counts."""
+    """Batches of one kind for which a tuning must be fast: the geometric mean of their times counts."""
 
     key: str
     first: Tuning
     arenas: list[Arenas]
 
     def microseconds(self, tuning: Tuning, device: torch.device) -> float:
-        """Of one call."""
+        """Return the microseconds of one call."""
         logs = [math.log(seconds_of_each(arenas.calls(tuning), device)) for arenas in self.arenas]
         return math.exp(sum(logs) / len(logs)) * 1e6
 
     def differs(self, tuning: Tuning) -> float:
-        """The largest difference that this tuning makes."""
+        """Return the largest difference in the results that this tuning causes."""
         pairs = [(arenas.calls(tuning)[0](), arenas.calls(self.first)[0]()) for arenas in self.arenas]
         return max(float((got.float() - want.float()).abs().max()) for got, want in pairs)
 
 
 def sweep(setting: Setting, section: PartReport) -> None:
-    """Blocks, warps and buffers first, then how many programs; the winner of each task goes to tuning.json."""
+    """Try blocks, warps and buffers, then the number of programs; write the winner of each task to tuning.json."""
     card, winners = Card.measured(setting.device), dict[str, Mapping[str, int]]()
     for task, shapes in _tasks(setting, card):
         section.say(f"`{task.key}`")
@@ -66,7 +66,7 @@ def sweep(setting: Setting, section: PartReport) -> None:
 
 
 def _tasks(setting: Setting, card: Card) -> Iterable[tuple[Task, Shapes]]:
-    """The target first: what is cut off by the limit of time matters least."""
+    """Yield tasks, the target's first, because the time limit may cut off the last ones."""
     context, sizes = setting.long_context, (min(setting.sizes), max(setting.sizes))
     for shape in dict.fromkeys((setting.target, setting.draft)):
         heads = Heads.of(shape)
@@ -87,7 +87,7 @@ def _tasks(setting: Setting, card: Card) -> Iterable[tuple[Task, Shapes]]:
 def _better(
     task: Task, tuning: Tuning, card: Card, best: Tuning, least: float, section: PartReport
 ) -> tuple[Tuning, float]:
-    """Whichever is faster, if it says the same."""
+    """Return the faster tuning, if its results agree."""
     cells = tuning.block_n, tuning.num_warps, tuning.num_stages, tuning.programs
     try:
         difference, micros = task.differs(tuning), task.microseconds(tuning, card.device)

@@ -1,4 +1,4 @@
-"""Whether the host waits for the device in the steady loop, and where: torch tells of each synchronisation it makes."""
+"""Whether and where the host waits for the device in steady decoding; torch reports each synchronisation."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from benchmarks.cuda.setting import Setting
 from engine.engine import Engine
 
 _MOST, _SIZE = 4, 4  # drafts, sequences
-_SMALL_PAGE = 4  # tokens: nearly every round enters a page
+_SMALL_PAGE = 4  # tokens: so small that nearly every round enters a new page
 _TOLD = "synchronizing CUDA operation"  # in torch's warning
 _ROOT = Path(__file__).resolve().parents[3]
 
 
 class Waits(Exception):
-    """Unexpected: steps in which nobody comes or goes wait for the device."""
+    """Unexpected: steps in which no sequence starts or ends wait for the device."""
 
 
 def count(setting: Setting, section: PartReport) -> None:
-    """Fixed drafts with pages that last, then AUTO with pages that do not: K, pages and lengths change all the time."""
+    """Measure fixed K with large pages, then AUTO with small pages, where K, pages and lengths change all the time."""
     card = Card.measured(setting.device)
     pair, steps, found = RandomPair.of(card, setting.draft, setting.draft), setting.steps, Counter[str]()
     section.table("drafts", "page", "steps", "synchronisations")
@@ -63,7 +63,7 @@ def _steady(engine: Engine, steps: int) -> None:
 
 @contextmanager
 def told() -> Iterator[Counter[str]]:
-    """Lines of Python in which torch warned of a synchronisation, and how often; filled when the block has ended."""
+    """Count torch's synchronisation warnings by line of Python; the counter is filled when the block ends."""
     places = Counter[str]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
