@@ -32,8 +32,8 @@ class Account:
     batch_sizes: dict[float, float]  # passes by upper bound of the size
     acceptance_rate: float
     acceptance_length: float
-    gain: float  # tokens per second over plain decoding's, by the server's last estimate
-    queue_seconds: float  # tokens per second relative to plain decoding, the server's last estimate
+    gain: float  # tokens per second relative to plain decoding, the server's last estimate
+    queue_seconds: float  # mean
 
     @classmethod
     def between(cls, before: ScrapedMetrics, after: ScrapedMetrics) -> Account:

@@ -40,7 +40,7 @@ class Curve:
 
     @property
     def kept(self) -> float:
-        """Return goodput at the highest rate relative to the best goodput; NaN if no request met the objective."""
+        """Return goodput at the highest rate, relative to the best goodput; NaN if no request met the objective."""
         best = max(phase.summary.goodput for phase in self.rates)
         return self.rates[-1].summary.goodput / best if best else math.nan
 

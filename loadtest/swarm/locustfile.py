@@ -150,7 +150,7 @@ class HttpStreams(_Streams, HttpUser):  # type: ignore[misc]  # locust is not ty
     """`/v1/completions` with `stream`, read as server-sent events."""
 
     kind, wait_time, weight, abstract = "HTTP", constant(THINKING), 1, False
-    host = "http://none"  # replaced by the value of the options
+    host = "http://none"  # a placeholder: requests take the address from the options
 
     @task  # type: ignore[untyped-decorator]
     def complete(self) -> None:
