@@ -23,7 +23,7 @@ from loadtest import plots, report
 from loadtest.experiments.chaos import OPTIONS, PROGRAM, chaos, chaos_lines
 from loadtest.experiments.curve import SHARES, curve
 from loadtest.experiments.overload import full_rate, overload
-from loadtest.phases import Phase, Site
+from loadtest.phases import LoadTarget, Phase
 from loadtest.process import SCREEN, ServerProcess
 from loadtest.swarm import processes
 from loadtest.workload import WORKLOADS
@@ -77,13 +77,13 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _write(options: argparse.Namespace, told: dict[str, str], phases: Sequence[Phase], site: Site) -> list[str]:
+def _write(options: argparse.Namespace, told: dict[str, str], phases: Sequence[Phase], site: LoadTarget) -> list[str]:
     report.write(options.out, told, phases, site.samples)
     return report.table(phases)
 
 
 def _curve(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
-    site = Site(server, WORKLOADS[options.workload])
+    site = LoadTarget(server, WORKLOADS[options.workload])
     found = asyncio.run(curve(site, options.seconds or 20.0, options.shares, _tell))
     lines = _write(options, told, found.phases, site)
     if find_spec("matplotlib"):
@@ -97,7 +97,7 @@ def _curve(server: ServerProcess, options: argparse.Namespace, told: dict[str, s
 
 
 def _overload(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
-    site = Site(server, WORKLOADS[options.workload])
+    site = LoadTarget(server, WORKLOADS[options.workload])
     found = asyncio.run(overload(site, options.times, options.seconds or 60.0, _tell))
     lines = _write(options, told, found.phases, site)
     verdict = (
@@ -130,7 +130,7 @@ def _locust(server: ServerProcess, options: argparse.Namespace, told: dict[str, 
 
 async def _capacity(server: ServerProcess, scenario: str, seconds: float) -> tuple[int, float]:
     """Return the size of the server's batch, and how many requests end per second while the batch is full."""
-    site = Site(server, WORKLOADS.get(scenario, WORKLOADS["steady"]))
+    site = LoadTarget(server, WORKLOADS.get(scenario, WORKLOADS["steady"]))
     places = await site.places()
     _tell(f"capacity: {places} callers for {seconds:g} s")
     await site.closed("capacity", places, seconds)

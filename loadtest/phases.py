@@ -79,7 +79,7 @@ class Phase:
 
 
 @dataclass(slots=True)
-class Site:
+class LoadTarget:
     """A server, the workload that it gets, and all requests that were sent."""
 
     server: ServerProcess

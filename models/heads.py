@@ -71,7 +71,7 @@ class Medusa(nn.ModuleList):
         heads = range(recipe.num_heads)
         super().__init__(nn.Sequential(*[Residual(hidden) for _ in range(recipe.num_layers)]) for _ in heads)
 
-    def losses(self, seen: Seen, matrix: Tensor) -> Iterator[Tensor]:
+    def losses(self, seen: TargetOutputs, matrix: Tensor) -> Iterator[Tensor]:
         """Yield one loss per head: head i must predict from `features[t]` the distribution at t + 1 + i."""
         for i, head in enumerate(self, start=1):
             yield seen.divergence(head(seen.features[:, :-i]) @ matrix.T, ahead=i)
@@ -109,7 +109,7 @@ class Eagle(nn.Module):
         assert isinstance(out, Tensor)
         return out
 
-    def losses(self, seen: Seen, matrix: Tensor, unroll: int, feature_weight: float) -> Iterator[Tensor]:
+    def losses(self, seen: TargetOutputs, matrix: Tensor, unroll: int, feature_weight: float) -> Iterator[Tensor]:
         """Yield one loss per pass: the first continues the target's features, each later one the predicted features."""
         fed = seen.features
         for _ in range(unroll):
@@ -120,7 +120,7 @@ class Eagle(nn.Module):
 
 
 @dataclass(frozen=True)
-class Seen:
+class TargetOutputs:
     """The target's results for windows `[batch, length + 1]`."""
 
     features: Tensor  # [batch, length, hidden], after the final norm
@@ -129,7 +129,7 @@ class Seen:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, target: LlamaForCausalLM, windows: Tensor) -> Seen:
+    def of(cls, target: LlamaForCausalLM, windows: Tensor) -> TargetOutputs:
         """Run one pass of the frozen target."""
         features = target.model(input_ids=windows[:, :-1], use_cache=False).last_hidden_state
         return cls(
@@ -150,7 +150,7 @@ def train(recipe: HeadRecipe, target: LlamaForCausalLM, data: Iterator[tuple[int
     smooth = np.zeros(recipe.num_heads + recipe.unroll)
     for step, windows in track(data, description="heads", total=recipe.steps):
         with torch.autocast("cpu", torch.bfloat16):
-            seen, matrix = Seen.of(target, windows), target.lm_head.weight.detach()
+            seen, matrix = TargetOutputs.of(target, windows), target.lm_head.weight.detach()
             losses = [*medusa.losses(seen, matrix), *eagle.losses(seen, matrix, recipe.unroll, recipe.feature_weight)]
         weights = [recipe.decay**i for n in (recipe.num_heads, recipe.unroll) for i in range(n)]
         torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum().backward()

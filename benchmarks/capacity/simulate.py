@@ -21,7 +21,7 @@ from benchmarks.capacity.replica import Served, SimulatedReplica
 from benchmarks.harness.machine import machine
 from engine.config import EngineConfig
 from loadtest.arrivals import Arrivals
-from loadtest.phases import SEED, Phase, Site
+from loadtest.phases import SEED, LoadTarget, Phase
 from loadtest.process import SCREEN, ServerProcess
 from loadtest.samples import levels
 from loadtest.workload import Ask, long_outputs
@@ -164,7 +164,7 @@ def measure_costs(model: ServedModel, seconds: float) -> CostTable:
     return CostTable.fit(observe(cast("Engine", model.engine), prompts, seconds))
 
 
-async def with_network(costs: CostTable, site: Site, seconds: float) -> CostTable:
+async def with_network(costs: CostTable, site: LoadTarget, seconds: float) -> CostTable:
     """Add the server's overheads to the costs, from its own metrics with few callers and with many."""
     gaps = []
     for callers in _CALLERS:
@@ -182,7 +182,7 @@ async def with_network(costs: CostTable, site: Site, seconds: float) -> CostTabl
 
 
 def asked_of(site_rate: float, seconds: float, encode: Callable[[str], Sequence[int]]) -> list[SimulatedRequest]:
-    """Return exactly the requests that `Site.open` sends at this rate."""
+    """Return exactly the requests that `LoadTarget.open` sends at this rate."""
     random = Random(SEED)  # noqa: S311
     moments = list(Arrivals(site_rate).times(seconds, random))
     asks: list[Ask] = [long_outputs(random) for _ in moments]
@@ -215,7 +215,7 @@ def check(options: argparse.Namespace) -> None:
     costs = measure_costs(model, options.seconds)
     lines = ["| load | | measured | predicted | off by |", "|---|---|---|---|---|"]
     with ServerProcess(*SCREEN, log=Path("build/simulate.log")) as server:
-        site = Site(server, long_outputs)
+        site = LoadTarget(server, long_outputs)
         costs = asyncio.run(with_network(costs, site, options.seconds))
         for rate in options.rates:
             phase = asyncio.run(site.open(f"{rate:g}/s", Arrivals(rate), options.seconds * 2))

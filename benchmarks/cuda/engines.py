@@ -144,7 +144,7 @@ def engine_of(
     return assemble(config, pair.target, pair.draft, ops=ops)
 
 
-def room_for(context: int, size: int, steps: int, k: int) -> int:
+def positions_needed(context: int, size: int, steps: int, k: int) -> int:
     """Return positions for a prompt and K + 1 tokens per step; the first sequences decode while others are fed."""
     feeding = -(-size * context // CHUNK)
     return context + (feeding + _WARM + steps + _HOST + 2) * (k + 1)
@@ -183,7 +183,7 @@ def fill(engine: Engine, size: int, context: int, k: int | None) -> None:
         waiting = bool(engine.step().stats.prompt_tokens) or bool(engine.num_waiting)
 
 
-def practise(engine: Engine, size: int, most_drafts: int) -> None:
+def warm_up_rounds(engine: Engine, size: int, most_drafts: int) -> None:
     """Run rounds of this size with each K, so that all graphs are recorded and AUTO learns no recording times."""
     for k in range(most_drafts + 1):
         fill(engine, size, _FEW, k)

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from client import AsyncClient, Delta, GenerateOptions, RequestFailedError
-from loadtest.experiments.mischief import MISCHIEF, Scene
+from loadtest.experiments.mischief import MISCHIEF, ChaosContext
 from loadtest.process import ProcessUsage, ServerProcess
 
 PROGRAM = ("-m", "loadtest.experiments.faulty_server")
@@ -30,7 +30,7 @@ Job = tuple[str, int]  # a prompt and the index of a way in `_WAYS`
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class IdleResources:
     """The resources of an idle server."""
 
     usage: ProcessUsage
@@ -66,8 +66,8 @@ class Chaos:
 
     warm_up: Notes
     notes: Notes
-    before: Holding
-    after: Holding
+    before: IdleResources
+    after: IdleResources
 
     @property
     def growth(self) -> float:
@@ -116,7 +116,7 @@ async def _tokens(client: AsyncClient, job: Job) -> tuple[int, ...]:
     return tuple(token for event in events if isinstance(event, Delta) for token in event.token_ids)
 
 
-async def holding(server: ServerProcess, client: AsyncClient, patience: float = 30.0) -> Holding:
+async def holding(server: ServerProcess, client: AsyncClient, patience: float = 30.0) -> IdleResources:
     """Wait until the server has no requests, then read its resources."""
     async with asyncio.timeout(patience):
         while (load := await client.load()).running_requests or load.waiting_requests:  # noqa: ASYNC110  # a process
@@ -125,7 +125,7 @@ async def holding(server: ServerProcess, client: AsyncClient, patience: float = 
     server.process.send_signal(signal.SIGUSR1)
     assert server.process.stdout is not None, "the census comes from there"
     line = await asyncio.to_thread(server.process.stdout.readline)
-    return Holding(server.usage(), json.loads(line))
+    return IdleResources(server.usage(), json.loads(line))
 
 
 async def chaos(server: ServerProcess, warm_up: float, seconds: float, tell: Callable[[str], None]) -> Chaos:
@@ -147,7 +147,7 @@ async def _storm(
 ) -> Notes:
     found = Notes()
     end = asyncio.get_running_loop().time() + seconds
-    scene = Scene(server.address, server.http_address, client, end, found.deeds, found.strange)
+    scene = ChaosContext(server.address, server.http_address, client, end, found.deeds, found.strange)
     async with asyncio.TaskGroup() as tasks:
         for _ in range(CALLERS):
             tasks.create_task(_behave(scene, found, alone, Random(random.random())))
@@ -156,7 +156,7 @@ async def _storm(
     return found
 
 
-async def _behave(scene: Scene, found: Notes, alone: Mapping[Job, tuple[int, ...]], random: Random) -> None:
+async def _behave(scene: ChaosContext, found: Notes, alone: Mapping[Job, tuple[int, ...]], random: Random) -> None:
     """Send one request after the other; after a refusal, wait for the retry delay."""
     jobs = list(alone)
     while scene.goes_on:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from loadtest.arrivals import Arrivals
 from loadtest.experiments.overload import CALLERS, full_rate
-from loadtest.phases import Phase, Site
+from loadtest.phases import LoadTarget, Phase
 
 CONCURRENCIES = (1, 4, 16, 48)  # and in addition the number of callers that keeps the server full
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0, 1.25, 1.5, 2.0)  # of capacity
@@ -55,7 +55,7 @@ class Curve:
             yield f"goodput at the highest rate is {self.kept:.0%} of the best; at least {KEPT:.0%}"
 
 
-async def curve(site: Site, seconds: float, shares: Sequence[float], tell: Callable[[str], None]) -> Curve:
+async def curve(site: LoadTarget, seconds: float, shares: Sequence[float], tell: Callable[[str], None]) -> Curve:
     """Run all phases, each for `seconds`; `shares` are relative to the capacity, which is measured first."""
     phases: list[Phase] = []
     for concurrency in (*CONCURRENCIES, CALLERS):

@@ -34,7 +34,7 @@ _numbers = count()
 
 
 @dataclass(slots=True)
-class Scene:
+class ChaosContext:
     """The server under test, the end of the run, and the notes."""
 
     address: str
@@ -49,7 +49,7 @@ class Scene:
         """Return whether there is time left."""
         return asyncio.get_running_loop().time() < self.end
 
-    async def repeat(self, deed: Deed, random: Random) -> None:
+    async def repeat(self, deed: Misbehaviour, random: Random) -> None:
         """Repeat the action with random pauses."""
         while self.goes_on:
             await deed(self, random)
@@ -62,10 +62,10 @@ class Scene:
             self.strange.append(f"{deed} ended with {end}; expected {', '.join(expected)}")
 
 
-Deed = Callable[[Scene, Random], Awaitable[None]]
+Misbehaviour = Callable[[ChaosContext, Random], Awaitable[None]]
 
 
-async def _read(scene: Scene, **options: object) -> str:
+async def _read(scene: ChaosContext, **options: object) -> str:
     """Read a long stream and return how it ended."""
     try:
         async with contextlib.aclosing(scene.client.stream("def main():\n", max_tokens=LONG, **options)) as events:  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ async def _read(scene: Scene, **options: object) -> str:
     return "served"
 
 
-async def go_away(scene: Scene, random: Random) -> None:
+async def go_away(scene: ChaosContext, random: Random) -> None:
     """Cancel at a random moment."""
     try:
         async with asyncio.timeout(random.uniform(0, 0.6)):
@@ -88,7 +88,7 @@ async def go_away(scene: Scene, random: Random) -> None:
     scene.note("cancel", end, "left", "served", "QueueFullError")
 
 
-async def hurry(scene: Scene, random: Random) -> None:
+async def hurry(scene: ChaosContext, random: Random) -> None:
     """Send many requests at once with deadlines that hardly any can meet."""
     reads = [_read(scene, ignore_eos=True, deadline=random.uniform(0.001, 0.4)) for _ in range(STORM)]
     for end in await asyncio.gather(*reads):
@@ -96,7 +96,7 @@ async def hurry(scene: Scene, random: Random) -> None:
     await asyncio.sleep(random.uniform(1, 4))
 
 
-async def fail(scene: Scene, random: Random) -> None:
+async def fail(scene: ChaosContext, random: Random) -> None:
     """Send a request for which a part of the server fails."""
     part = random.choice((*FAILING, HARMLESS))
     name = f"fault-{part}"
@@ -111,7 +111,7 @@ async def fail(scene: Scene, random: Random) -> None:
     scene.note(name, end, "served" if part == HARMLESS else "ServerFaultError", "QueueFullError")
 
 
-async def stall(scene: Scene, random: Random) -> None:
+async def stall(scene: ChaosContext, random: Random) -> None:
     """Read one message, then stop reading until the server aborts the stream."""
     request = pb.GenerateRequest(prompt="x", stopping=pb.StoppingParams(max_tokens=LONG, ignore_eos=True))
     request.output.CopyFrom(pb.OutputOptions(logprobs=True, top_logprobs=20))
@@ -128,7 +128,7 @@ async def stall(scene: Scene, random: Random) -> None:
     scene.note("stall", end, "ABORTED", "OK", "RESOURCE_EXHAUSTED")
 
 
-async def die(scene: Scene, random: Random) -> None:
+async def die(scene: ChaosContext, random: Random) -> None:
     """Start a process with open streams and kill it while it reads."""
     command = ("-m", "loadtest.experiments.victim", scene.address, str(random.randint(1, 6)))
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
@@ -142,7 +142,7 @@ async def die(scene: Scene, random: Random) -> None:
     await asyncio.sleep(random.uniform(2, 6))  # starting a process costs more than its requests
 
 
-async def hang_up(scene: Scene, random: Random) -> None:
+async def hang_up(scene: ChaosContext, random: Random) -> None:
     """Open an HTTP stream and close the connection early."""
     host, _, port = scene.http_address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -155,4 +155,4 @@ async def hang_up(scene: Scene, random: Random) -> None:
     scene.note("HTTP broken off", status, "200", "429")
 
 
-MISCHIEF: tuple[Deed, ...] = (go_away, go_away, hurry, fail, stall, die, hang_up)
+MISCHIEF: tuple[Misbehaviour, ...] = (go_away, go_away, hurry, fail, stall, die, hang_up)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from loadtest.arrivals import Arrivals
-from loadtest.phases import Phase, Site
+from loadtest.phases import LoadTarget, Phase
 from loadtest.samples import Outcome, Sample
 
 CALLERS = 96  # enough to keep the server's batch full and its queue non-empty while capacity is measured
@@ -89,7 +89,7 @@ def full_rate(samples: Sequence[Sample]) -> float:
     return rate
 
 
-async def overload(site: Site, times: float, seconds: float, tell: Callable[[str], None]) -> Overload:
+async def overload(site: LoadTarget, times: float, seconds: float, tell: Callable[[str], None]) -> Overload:
     """Measure capacity, then the server at capacity, then at `times` that rate.
 
     A warm-up comes first, in which a new server learns the benefit of drafts with a full batch; until then it is

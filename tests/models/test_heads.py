@@ -55,7 +55,7 @@ def windows(steps: int) -> Iterator[tuple[int, torch.Tensor]]:
 def total_loss(target: LlamaForCausalLM, medusa: heads.Medusa, eagle: heads.Eagle) -> tuple[float, float]:
     """Of both, on windows that were not trained on."""
     [(_, rows)] = [each for each in windows(1000) if each[0] == 999]
-    seen, matrix = heads.Seen.of(target, rows), target.lm_head.weight
+    seen, matrix = heads.TargetOutputs.of(target, rows), target.lm_head.weight
     return sum(map(float, medusa.losses(seen, matrix))), sum(map(float, eagle.losses(seen, matrix, 2, 0.5)))
 
 

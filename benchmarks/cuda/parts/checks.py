@@ -44,7 +44,7 @@ class KernelCheck:
     differs: Callable[[], float]
 
 
-class Unsound(Exception):
+class KernelMismatch(Exception):
     """Unexpected: a kernel's result differs from its reference, or the kernel fails."""
 
 
@@ -83,7 +83,7 @@ def _run(checks: Iterable[KernelCheck], section: PartReport) -> None:
         section.row(check.kernel, check.dtype, check.shape, told, check.most, "" if is_right else "**wrong**")
     section.say(f"{count - len(wrong)} of {count} are as they should be.")
     if wrong:
-        raise Unsound("; ".join(wrong))
+        raise KernelMismatch("; ".join(wrong))
 
 
 def _types(card: Card) -> tuple[torch.dtype, ...]:

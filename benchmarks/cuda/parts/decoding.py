@@ -16,10 +16,10 @@ from benchmarks.cuda.engines import (
     engine_of,
     expected_tokens,
     gain_limit,
-    practise,
-    room_for,
+    positions_needed,
     round_limit,
     settled,
+    warm_up_rounds,
 )
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
@@ -32,7 +32,7 @@ def plain(setting: Setting, section: PartReport) -> None:
     """Measure the target alone, with one token of each sequence per step."""
     card = Card.measured(setting.device)
     pair, size = RandomPair.of(card, setting.target, None), max(setting.sizes)
-    engine = engine_of(pair, card, size, room_for(setting.context, size, setting.steps, 0))
+    engine = engine_of(pair, card, size, positions_needed(setting.context, size, setting.steps, 0))
     _explain(setting, section)
     section.table("batch", *_STEP)
     for size in setting.sizes:
@@ -46,7 +46,7 @@ def rounds(setting: Setting, section: PartReport) -> None:
     """Measure the best K by the limits and its neighbours, against plain decoding in the same engine."""
     card = Card.measured(setting.device)
     pair, most = RandomPair.of(card, setting.target, setting.draft), max(setting.sizes)
-    longest = room_for(setting.context, most, setting.steps, MOST_DRAFTS)
+    longest = positions_needed(setting.context, most, setting.steps, MOST_DRAFTS)
     engine = engine_of(pair, card, most, longest, setting.acceptance, MOST_DRAFTS)
     _explain(setting, section)
     section.table("batch", "K", *_STEP, "speed-up", "of its limit")
@@ -67,13 +67,13 @@ def auto(setting: Setting, section: PartReport) -> None:
     """Compare AUTO with plain decoding, at an acceptance where drafts pay and at one where they hardly pay."""
     card = Card.measured(setting.device)
     pair, most = RandomPair.of(card, setting.target, setting.draft), max(setting.auto_sizes)
-    longest = room_for(setting.context, most, setting.strange + setting.steps, MOST_AUTO)
+    longest = positions_needed(setting.context, most, setting.strange + setting.steps, MOST_AUTO)
     section.say(f"K up to {MOST_AUTO}; each K has had its rounds before AUTO sees any.")
     section.table("batch", "acceptance", "plain, tok/s", "of limit", "AUTO, tok/s", "AUTO / plain", "tokens each")
     for acceptance in (setting.acceptance, setting.low_acceptance):
         engine = engine_of(pair, card, most, longest, acceptance, MOST_AUTO)
         for size in setting.auto_sizes:
-            practise(engine, size, MOST_AUTO)
+            warm_up_rounds(engine, size, MOST_AUTO)
             none = settled(engine, card, size, setting.context, 0, setting.steps)
             free = settled(engine, card, size, setting.context, None, setting.steps, setting.strange)
             rates = _rate(none, size), _rate(free, size)

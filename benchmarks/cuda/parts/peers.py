@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 from benchmarks.cuda.arenas import PAGE
 from benchmarks.cuda.card import Card, wait
-from benchmarks.cuda.engines import RandomPair, best_drafts, engine_of, room_for, settled
+from benchmarks.cuda.engines import RandomPair, best_drafts, engine_of, positions_needed, settled
 from benchmarks.cuda.parts.decoding import MOST_DRAFTS
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
@@ -58,7 +58,7 @@ def compare(setting: Setting, section: PartReport) -> None:
 def _ours(setting: Setting, card: Card) -> dict[int, float]:
     """Return our tokens per second by batch."""
     pair, most, rates = RandomPair.of(card, setting.target, setting.draft), max(setting.sizes), dict[int, float]()
-    longest = room_for(setting.context, most, setting.steps, MOST_DRAFTS)
+    longest = positions_needed(setting.context, most, setting.steps, MOST_DRAFTS)
     engine = engine_of(pair, card, most, longest, setting.acceptance, MOST_DRAFTS)
     for size in setting.sizes:
         k = best_drafts(pair, card, size, setting.context, setting.acceptance, MOST_DRAFTS)

@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 
 from benchmarks.cuda.card import Card, wait
-from benchmarks.cuda.engines import RandomPair, engine_of, pass_seconds, room_for
+from benchmarks.cuda.engines import RandomPair, engine_of, pass_seconds, positions_needed
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.cuda.shapes import SHAPES, Heads
@@ -23,7 +23,7 @@ def measure(setting: Setting, section: PartReport) -> None:
     """Measure from adding a request to its first token: the whole engine, with its own prompt chunks."""
     card, longest = Card.measured(setting.device), max(setting.prompts)
     pair = RandomPair.of(card, setting.target, None)
-    engine = engine_of(pair, card, 1, room_for(longest, 1, 0, 0))
+    engine = engine_of(pair, card, 1, positions_needed(longest, 1, 0, 0))
     section.table("prompt", "ms", "tok/s", "limit, ms", "of limit")
     for length in setting.prompts:
         found = []

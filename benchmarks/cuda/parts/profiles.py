@@ -8,7 +8,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cuda.card import Card, wait
-from benchmarks.cuda.engines import RandomPair, empty, engine_of, fill, room_for
+from benchmarks.cuda.engines import RandomPair, empty, engine_of, fill, positions_needed
 from benchmarks.cuda.parts.decoding import MOST_AUTO
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
@@ -33,7 +33,9 @@ def write(setting: Setting, section: PartReport) -> None:
     card, k, file = Card.measured(setting.device), MOST_AUTO, list[str]()
     steps = min(_STEPS, setting.steps // 3)
     pair, most = RandomPair.of(card, setting.target, setting.draft), max(setting.sizes)
-    engine = engine_of(pair, card, most, room_for(setting.context, most, steps + _WARM, k), setting.acceptance, k)
+    engine = engine_of(
+        pair, card, most, positions_needed(setting.context, most, steps + _WARM, k), setting.acceptance, k
+    )
     if not card.is_cuda:
         section.needs_a_card("Time of kernels on the device (operations of the host stand here)")
     for size in (min(setting.sizes), most):

@@ -41,7 +41,7 @@ class Different(Exception):
     """Unexpected: tokens differ from those of plain decoding."""
 
 
-Said = Mapping[str, tuple[int, ...]]  # tokens by request
+TokensByRequest = Mapping[str, tuple[int, ...]]  # tokens by request
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def compare(setting: Setting, section: PartReport) -> None:
         raise Different("; ".join(wrong))
 
 
-Line = tuple[str, str, Said, Said, int]  # what, against what, the tokens of both, accepted drafts
+Line = tuple[str, str, TokensByRequest, TokensByRequest, int]  # what, against what, the tokens of both, accepted drafts
 
 
 def _in_float32(models: Models, setting: Setting) -> list[Line]:
@@ -123,7 +123,7 @@ def _reproducible(models: Models, setting: Setting) -> list[Line]:
     return [(f"reproducible, {NUM_DRAFT} drafts, in company", "plain steps alone", together, alone, kept)]
 
 
-def _alone(models: Models, setting: Setting, **how: Any) -> Said:
+def _alone(models: Models, setting: Setting, **how: Any) -> TokensByRequest:
     said: dict[str, tuple[int, ...]] = {}
     engine = _engine(models, setting, **how, loop="plain", prefix_cache=False)
     for request in _requests(setting, models.target.config.vocab_size, 0):
@@ -131,7 +131,7 @@ def _alone(models: Models, setting: Setting, **how: Any) -> Said:
     return said
 
 
-def _together(models: Models, setting: Setting, num_draft: int, **how: Any) -> tuple[Said, int]:
+def _together(models: Models, setting: Setting, num_draft: int, **how: Any) -> tuple[TokensByRequest, int]:
     engine = _engine(models, setting, **how)
     said = run(engine, _requests(setting, models.target.config.vocab_size, num_draft))
     assert engine.loop == how.get("loop", engine.loop), (
@@ -182,7 +182,7 @@ def run(engine: Engine, requests: Seq[Request]) -> tuple[dict[str, tuple[int, ..
     return said, kept
 
 
-def _greedy(model: PreTrainedModel, setting: Setting) -> Said:
+def _greedy(model: PreTrainedModel, setting: Setting) -> TokensByRequest:
     """Return the tokens of every greedy request from transformers' own loop."""
     said: dict[str, tuple[int, ...]] = {}
     for i, prompt in enumerate(_prompts(model.config.vocab_size)[: setting.requests]):
