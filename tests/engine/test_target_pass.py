@@ -79,12 +79,12 @@ def test_a_poison_in_the_sampler_ends_its_own_request(monkeypatch: pytest.Monkey
 
 
 def test_a_poison_in_the_commit_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    follow, whole = engine_module.follow, wanted()
+    advance, whole = engine_module.advance_grammar, wanted()
 
     def faulty(sequence, fresh):
         if sequence.request_id == "sick":
             raise RuntimeError("poison")
-        follow(sequence, fresh)
+        advance(sequence, fresh)
 
     monkeypatch.setattr(engine_module, "advance_grammar", faulty)
     engine, found = engine_with(LAW), fakes.Outputs()
