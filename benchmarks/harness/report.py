@@ -13,22 +13,24 @@ from benchmarks.harness.lab import Row, Section
 # Sections are measured at different times, so the page is rebuilt from the files each time.
 _CPU = """# On CPU, on models of chosen acceptance
 
-Made by `make bench`; sections can be measured apart, and this page is put together from the files in `{folder}/`.
+`make bench` writes this page from the files in `{folder}/`. Each section can also be measured alone.
 
     make bench                                    # everything: about two hours on two cores
     make bench ARGS="grid --rounds 3 --batches 1 4"
-    make bench ARGS="peers --peers-python PATH"   # programs of others: see benchmarks/peers/README.md
+    make bench ARGS="peers --peers-python PATH"   # other programs: see benchmarks/peers/README.md
     pilotfish bench MODEL --draft DRAFT           # plain, fixed K and AUTO on any pair, in a minute
 
-The embedded pair has pages of its own, by `python -m benchmarks.embedded`, `benchmarks.proposers` and
-`benchmarks.control`; single forward passes are timed by `python -m benchmarks.steps`.
+The embedded pair has its own pages, which `python -m benchmarks.embedded`, `benchmarks.proposers` and
+`benchmarks.control` write. `python -m benchmarks.steps` times single forward passes.
 
-Models have random weights of the named shapes, in which one rule is planted: which token follows which
-(`benchmarks/harness/synthetic.py`). All work is real; the text is the same for every program and precision, and each
-turn checks that. Where drafts are replayed (`benchmarks/harness/replay.py`) the draft model runs, for its cost, and its
-tokens are replaced, right or wrong as often as the row says. Greedy, end tokens ignored. Ways take turns within a
-round, step by step where a section says so, and ratios are within a round. Foreign cores: how many cores others used
-(or the host took) in the worst turn of the row; rows above 0.1 deserve doubt.
+Models have random weights of the named shapes. One rule is planted in the weights: it says which token follows which
+(`benchmarks/harness/synthetic.py`). The models do all of their normal work. Every program must return the same text at
+every precision, and each turn checks this. Where drafts are replayed (`benchmarks/harness/replay.py`), the draft model
+runs so that its cost counts; its tokens are then replaced by tokens that are right at the acceptance rate of the row.
+Decoding is greedy and ignores end tokens. A *way* is one program or setting that is compared. Ways take turns
+within a round (step by step where a section says so), and ratios compare turns of the same round. *Foreign cores* is
+the number of cores that other processes used, or that the host took away, in the worst turn of the row. Rows above 0.1 are
+unreliable.
 """
 
 

@@ -185,7 +185,7 @@ def plot(rows: Sequence[Row], folder: Path) -> Sequence[str]:
     """Plot the best way of each program, with or without drafts, by batch."""
     from benchmarks.harness.plots import Line, draw
 
-    measured = [r for r in rows if r.get("speeds") and not r["neighbours"]]
+    measured = [r for r in rows if r.get("speeds") and not _neighbours(r)]
     lines = []
     for name in dict.fromkeys(_program(r) for r in measured):
         best = _best_by_batch([r for r in measured if _program(r) == name])
@@ -210,12 +210,17 @@ def _best_by_batch(rows: Sequence[Row]) -> dict[int, Row]:
 def verdict(rows: Sequence[Row]) -> Sequence[str]:
     """Return sentences about the goals, batch by batch."""
     measured = [r for r in rows if r.get("speeds")]
-    conditions = sorted({(r["batch"], r["neighbours"]) for r in measured})
+    conditions = sorted({(r["batch"], _neighbours(r)) for r in measured})
     return [line for condition in conditions for line in _verdict(measured, *condition)]
 
 
+def _neighbours(row: Row) -> int:
+    """Busy processes beside the row; files from before they were counted have none."""
+    return int(row.get("neighbours", 0))
+
+
 def _verdict(rows: Sequence[Row], batch: int, neighbours: int) -> Iterator[str]:
-    mine = [r for r in rows if (r["batch"], r["neighbours"]) == (batch, neighbours)]
+    mine = [r for r in rows if (r["batch"], _neighbours(r)) == (batch, neighbours)]
     where = f"Batch {batch}" + (f" beside {neighbours} busy" if neighbours else "")
     others = [r for r in mine if not r["is_ours"]]
     plain = next(r for r in mine if r["is_ours"] and not r["k"])
