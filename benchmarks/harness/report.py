@@ -23,14 +23,14 @@ _CPU = """# On CPU, on models of chosen acceptance
 The embedded pair has its own pages, which `python -m benchmarks.embedded`, `benchmarks.proposers` and
 `benchmarks.control` write. `python -m benchmarks.steps` times single forward passes.
 
-Models have random weights of the named shapes. One rule is planted in the weights: it says which token follows which
-(`benchmarks/harness/synthetic.py`). The models do all of their normal work. Every program must return the same text at
-every precision, and each turn checks this. Where drafts are replayed (`benchmarks/harness/replay.py`), the draft model
-runs so that its cost counts; its tokens are then replaced by tokens that are right at the acceptance rate of the row.
-Decoding is greedy and ignores end tokens. A *way* is one program or setting that is compared. Ways take turns
-within a round (step by step where a section says so), and ratios compare turns of the same round. *Foreign cores* is
-the number of cores that other processes used, or that the host took away, in the worst turn of the row. Rows above 0.1 are
-unreliable.
+Models have random weights of the named shapes. One rule is planted in the weights: it says which token follows
+which (`benchmarks/harness/synthetic.py`). The models do all of their normal work. Every program must return the
+same text at every precision, and each turn checks this. Where drafts are replayed (`benchmarks/harness/replay.py`),
+the draft model runs so that its cost counts; its tokens are then replaced by tokens that are right at the
+acceptance rate of the row. Decoding is greedy and ignores end tokens. A *way* is one program or setting that is
+compared. Ways take turns within a round (step by step where a section says so), and ratios compare turns of the
+same round. *Foreign cores* is the number of cores that other processes used, or that the host took away, in the
+worst turn of the row. Rows above 0.1 are unreliable.
 """
 
 
