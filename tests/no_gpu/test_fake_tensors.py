@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and it is asked instead"),
 ]
 # What the host may read in a plain step; a round's mail is read from pinned memory.
-READS = {"verification.py:_decide", "sampling.py:_support"}
+READS = {"verification.py:_decide", "distribution.py:_support"}
 
 
 class Event:
