@@ -1,1 +1,1 @@
-"""Time, network, text and cancellation around the engine. Knows no tensors."""
+"""The server around the engine: network, text, deadlines and cancellation. Contains no tensor code."""

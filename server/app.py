@@ -1,7 +1,8 @@
-"""The composition root: makes the parts, knows their order of life, and nothing of what they do.
+"""The composition root: creates all parts, and starts and stops them in the right order.
 
-Signals are caught before anything is loaded. The doors open first and say NOT_SERVING; once the model is loaded
-and warm they say SERVING. SIGTERM drains: nothing new is taken and live streams may finish. A second one cuts them.
+Signal handlers are installed before the model is loaded. The front ends (gRPC and HTTP) open first and report
+NOT_SERVING; once the model is loaded and warm they report SERVING. After SIGTERM the server drains: it accepts no new
+requests, and live streams may finish. A second SIGTERM ends them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SERVICES = (
     control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name,
 )
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-LAST_MESSAGES_SECONDS = 2.0  # for what is written but not yet sent when the last stream has ended
+LAST_MESSAGES_SECONDS = 2.0  # time to send what is already written when the last stream has ended
 
 
 class App:
@@ -59,11 +60,11 @@ class App:
     def __init__(
         self,
         config: ServerConfig,
-        load: Load | None = None,  # default: as the config says; given, the engine runs here
+        load: Load | None = None,  # default: as configured; if given, the engine runs in this process
         on_ready: Callable[[App], None] = lambda _: None,
-        tracing: Tracing | None = None,  # default: as the config says
-        program: EngineProgram | None = None,  # of the engine's own process, if it has one
-        child: Child | None = None,  # where that runs already
+        tracing: Tracing | None = None,  # default: as configured
+        program: EngineProgram | None = None,  # what the engine's own process runs, if there is one
+        child: Child | None = None,  # the engine's process, if it is already started
     ) -> None:
         self.config, self.lifecycle = config, Lifecycle()
         self.metrics = Metrics(CollectorRegistry())
@@ -88,7 +89,7 @@ class App:
         return LocalHost(load or ServedModel.load, config.engine(), self._compute, config.hang_seconds)
 
     async def run(self) -> int:
-        """Serve until asked to stop; the exit code."""
+        """Serve until `stop` is called; return the exit code."""
         async with asyncio.TaskGroup() as tasks:
             await self.startup(tasks)
             await self.main_loop()
@@ -96,7 +97,7 @@ class App:
         return 1 if self.lifecycle.state is State.FAILED else 0
 
     def stop(self) -> None:
-        """Drain and return from `run`; called again, cut what is left. SIGTERM and SIGINT call it."""
+        """Drain, then let `run` return; a second call ends the remaining streams. SIGTERM and SIGINT call this."""
         (self._cut if self._stop.is_set() else self._stop).set()
 
     # --------------------------------------------------------------------------------------------------- startup
@@ -119,7 +120,7 @@ class App:
 
     def _make_driver(self, model: ServedModel) -> Driver:
         config = self.config
-        # Other ranks end with the engine, and cannot be begun again from here: that is for what started all of them.
+        # Other ranks end with the engine, and this process cannot restart them: torchrun has to restart all ranks.
         most = config.max_engine_crashes if config.tensor_parallel_size == 1 else 0
         crashes = Crashes(most, config.crash_window_seconds)
         supervisor = Supervisor(self.host, self.lifecycle, self.metrics, crashes)
@@ -159,7 +160,7 @@ class App:
         await self._grpc.start()
 
     async def _load_model(self) -> ServedModel | None:
-        """The model, or None if it cannot be served or a stop was asked for meanwhile."""
+        """Load the model; return None if it cannot be served or if `stop` was called meanwhile."""
         loading = asyncio.ensure_future(self.host.start(self._progress))
         await first_of(loading, self._stop.wait())
         if self._stop.is_set():
@@ -167,14 +168,14 @@ class App:
         try:
             return loading.result()
         except ModelError as error:
-            logger.error("cannot serve %s: %s", self.config.target, error)  # noqa: TRY400  # the caller's mistake: no trace
+            logger.error("cannot serve %s: %s", self.config.target, error)  # noqa: TRY400  # an error of the user: no traceback
         except Exception:
             logger.exception("cannot load %s", self.config.target)
         await self.lifecycle.move(State.FAILED)
         return None
 
     def _progress(self, stage: str) -> None:
-        """Told each stage of loading, on whatever thread."""
+        """Log a stage of loading; called on any thread. Raises InterruptedError to stop the load."""
         if self._stop.is_set():
             raise InterruptedError("a stop was asked for while loading")
         logger.info("%s", stage)
@@ -198,7 +199,7 @@ class App:
 
     async def _follow(self, state: State) -> None:
         if state is State.FAILED:
-            self._stop.set()  # nothing will get better here: what runs this process sees an exit code
+            self._stop.set()  # the state is final: the process ends, so that its supervisor sees the exit code
 
     def _require_driver(self) -> Driver:
         if self.driver is None:

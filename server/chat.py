@@ -1,8 +1,8 @@
-"""Conversations to text, by the checkpoint's own template and no other. Knows no tokens and no tensors.
+"""Render conversations to text with the checkpoint's own chat template. Contains no token or tensor code.
 
-A template is a program that came with the weights. It runs in jinja's sandbox, for a bounded number of loop turns
-and to a bounded length, so that no conversation can make it run for ever. Its memory is not bounded otherwise: like
-the weights, a template is taken from where it can be trusted.
+A template is a program that is part of the checkpoint. It runs in jinja's sandbox. The number of loop iterations and
+the length of the text are bounded, so that no conversation can make the template run for ever. Its memory use is not
+bounded in any other way: a template, like the weights, must come from a trusted source.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.errors import InvalidRequest, ModelError
 from engine.text.codec import find_file
 
-MAX_TURNS = 200_000  # of all loops and macros together
-MAX_TEXT = 4 << 20  # characters of a rendered conversation, and of what one operator makes
+MAX_TURNS = 200_000  # iterations of all loops plus calls of all macros
+MAX_TEXT = 4 << 20  # characters of a rendered conversation; also items of the result of one `*`
 MAX_MESSAGES = 4096
 
 
@@ -38,10 +38,14 @@ class Message:
 
 
 class ChatTemplate:
-    """What a conversation looks like to the model."""
+    """A compiled chat template: it renders a conversation to the text that the model reads."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile; ModelError if it is no template. It sees special tokens by name, for instance `bos_token`."""
+        """Compile `source`. The template can use `special_tokens` by name, for instance `bos_token`.
+
+        Raises:
+            ModelError: `source` is not a valid template.
+        """
         self._special_tokens = dict(special_tokens)
         self._environment = _Environment()
         try:
@@ -51,7 +55,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, source: str, revision: str | None = None) -> ChatTemplate | None:
-        """The template of a local folder or hub id; None if it has none."""
+        """Load the template of a local folder or hub id; return None if it has none."""
         settings = _json(source, "special_tokens_map.json", revision)
         settings |= _json(source, "tokenizer_config.json", revision)
         file = find_file(source, "chat_template.jinja", revision)
@@ -59,10 +63,10 @@ class ChatTemplate:
         return None if text is None else cls(text, _special_tokens(settings))
 
     def render(self, messages: Iterable[Message]) -> str:
-        """The conversation, and the opening of the assistant's next turn, with every special token written out.
+        """Render the conversation and the opening of the assistant's next turn; special tokens are written as text.
 
         Raises:
-            InvalidRequest: the template refuses it, or it cannot be rendered within bounds.
+            InvalidRequest: the template refuses the conversation, or cannot render it within the bounds.
         """
         turns = list(messages)
         if not 1 <= len(turns) <= MAX_MESSAGES:
@@ -74,13 +78,13 @@ class ChatTemplate:
             return _joined(pieces)
         except TemplateError as error:
             raise InvalidRequest.of("messages", f"cannot be rendered by the chat template: {error.message}") from error
-        except Exception as error:  # whatever a template's expressions raise
+        except Exception as error:  # expressions of a template can raise any exception
             problem = f"cannot be rendered by the chat template: {type(error).__name__}: {error}"
             raise InvalidRequest.of("messages", problem) from error
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """jinja as chat templates expect it; every turn of a loop counts."""
+    """jinja with the filters and globals that chat templates expect. It counts and bounds loop iterations."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -91,17 +95,20 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._turns = threading.local()
 
     def start(self) -> None:
-        """A rendering begins on this thread."""
+        """Reset the counter of iterations: a rendering begins on this thread."""
         self._turns.left = MAX_TURNS
 
     def turn(self) -> None:
-        """Called by the compiled template at each turn."""
+        """Count one iteration; the compiled template calls this. Raises SecurityError after too many."""
         self._turns.left -= 1
         if self._turns.left < 0:
             raise SecurityError(f"its loops took more than {MAX_TURNS} turns")
 
     def counted(self, source: str) -> nodes.Template:
-        """The template with a call of `turn` at the head of each loop and macro; it cannot name it to get rid of it."""
+        """Parse `source` and insert a call of `turn` at the head of each loop and macro.
+
+        The call is an attribute of the environment, not a name, so the template cannot override it.
+        """
         tree = self.parse(source)
         loops: list[nodes.For | nodes.Macro | nodes.CallBlock] = [
             *tree.find_all(nodes.For),
@@ -114,7 +121,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Numbers and repetitions that would not fit are refused before they are made."""
+        """Refuse powers and repetitions that would use too much memory, before they are computed."""
         if operator == "**" and not (abs(left) <= 1 << 32 and abs(right) <= 64):
             raise SecurityError("a power too large")
         if operator == "*":
@@ -125,12 +132,12 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it is what it contains."""
+    """The block `{% generation %}` marks the assistant's text for training; here only its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The body alone."""
+        """Return the body of the block without the marks."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
@@ -151,17 +158,17 @@ def _raise(message: object) -> None:
 
 def _to_json(
     value: object,
-    ensure_ascii: bool = False,  # templates give these by position
+    ensure_ascii: bool = False,  # templates pass these arguments by position
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja's own would escape for HTML."""
+    """Encode as JSON without the escapes for HTML that jinja's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _strftime_now(pattern: str) -> str:
-    """Templates that put the date into the prompt mean the server's."""
+    """Return the server's current time, for templates that write the date into the prompt."""
     return datetime.now().astimezone().strftime(pattern)
 
 
@@ -177,14 +184,14 @@ def _json(source: str, name: str, revision: str | None) -> dict[str, Any]:
 
 
 def _chosen(found: Any) -> str | None:
-    """One template, or the one called default of several with names."""
+    """Return the only template, or the one named `default` of a list of named templates."""
     if isinstance(found, list):
         found = {entry.get("name"): entry.get("template") for entry in found}.get("default")
     return None if found is None else str(found)
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """A token is written as its text, or as a record that has it."""
+    """Return the texts of the special tokens by name; each value is a text or a record with the field `content`."""
     named = {name: value for name, value in settings.items() if name.endswith("_token")}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

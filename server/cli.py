@@ -1,4 +1,4 @@
-"""`pilotfish`: one word says what to do, each has its own options. Heavy imports wait until they are needed."""
+"""The command `pilotfish`: dispatch to its subcommands. A command imports heavy modules only when it needs them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ commands:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command and return the exit code."""
     command, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
     commands: dict[str, Callable[[list[str]], int]] = {
         "serve": serve,
@@ -84,7 +84,7 @@ def generate(arguments: list[str]) -> int:
 
 
 def check(arguments: list[str]) -> int:
-    """Look at machine and models; 0 if they work, 1 with the reasons if not."""
+    """Check the machine and the models; return 0 if they work, else 1 after printing the reasons."""
     from pydantic import ValidationError
 
     from server.commands.check import CheckCommand
@@ -100,7 +100,7 @@ def check(arguments: list[str]) -> int:
 
 
 def bench(arguments: list[str]) -> int:
-    """Plain decoding, fixed drafts and AUTO by turns, as a table."""
+    """Measure plain decoding, fixed drafts and AUTO by turns, and print a table."""
     from pydantic import ValidationError
 
     from engine.errors import ModelError
@@ -115,12 +115,12 @@ def bench(arguments: list[str]) -> int:
 
 
 def health(arguments: list[str]) -> int:
-    """Ask a server, without loading anything."""
+    """Send a health check to a server. No model is loaded."""
     from server.commands.health import ask
 
     try:
         answer, serves = ask(arguments)
-    except OSError as error:  # certificates that cannot be read
+    except OSError as error:  # the certificates cannot be read
         print(f"pilotfish health: {error}", file=sys.stderr)
         return 2
     print(answer)
@@ -157,7 +157,7 @@ def show_version(_arguments: list[str]) -> int:
 def _serve(config: ServerConfig) -> int:
     from server.worker.child import ENGINE, Child
 
-    # First: it imports torch and its models, for longer than the rest here takes.
+    # The child starts first: its import of torch takes longer than all work that follows here.
     with Child.start(ENGINE) if config.engine_process else nullcontext() as child:
         return _run(config, child)
 
@@ -176,7 +176,7 @@ def _run(config: ServerConfig, child: Child | None) -> int:
     logs.configure(config.log_format)
     try:
         app = App(config, on_ready=be_ready, child=child)
-    except (ValueError, OSError) as error:  # a file of tokens that is none
+    except (ValueError, OSError) as error:  # for example an invalid token file
         print(f"pilotfish serve: {error}", file=sys.stderr)
         return 1
     try:
@@ -185,7 +185,7 @@ def _run(config: ServerConfig, child: Child | None) -> int:
             logging.shutdown()
             os._exit(code)  # the interpreter would wait for a step that never ends
         return code
-    except* OSError as errors:  # a port that is taken
+    except* OSError as errors:  # the port is already in use
         print(f"pilotfish serve: {errors.exceptions[0]}", file=sys.stderr)
     return 1
 
@@ -204,7 +204,7 @@ def _follow(config: ServerConfig) -> int:
     except (ModelError, RankLost) as error:
         logger.error("cannot hold a share of %s: %s", config.target, error)  # noqa: TRY400  # no trace is of use
         return 1
-    # torchrun sends them to all ranks; rank 0 drains, and needs this shard until then.
+    # torchrun sends these signals to all ranks. Rank 0 drains, and needs this shard until it has finished.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     follow()
@@ -212,7 +212,7 @@ def _follow(config: ServerConfig) -> int:
 
 
 def _show_banner(app: App) -> None:
-    """Where to reach what: a table for people, a line for machines."""
+    """Show addresses and models: as a table on a terminal, else as one line of the log."""
     lines = banner(app)
     if not sys.stderr.isatty():
         logger.info("ready: %s", ", ".join(f"{name} {value}" for name, value in lines))
@@ -227,7 +227,7 @@ def _show_banner(app: App) -> None:
 
 
 def banner(app: App) -> list[tuple[str, str]]:
-    """What runs here, line by line."""
+    """Return the lines of the banner as pairs of name and value."""
     assert app.driver is not None, "a banner before the model"
     model, config = app.driver.model, app.config
     engine = model.engine

@@ -1,4 +1,4 @@
-"""Every option of `pilotfish serve`, written once: flags, `PILOTFISH_*` variables and the file follow from here."""
+"""Every option of `pilotfish serve`. Flags, `PILOTFISH_*` variables and the keys of the file are made from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 LogFormat = Literal["auto", "json", "text"]
-# Everything that can draft for the embedded target; together it loads in less than a second.
+# All proposers of the embedded target. Together they load in less than a second.
 _EMBEDDED = {
     "draft": str(embedded_draft()),
     "medusa": str(embedded_medusa()),
@@ -115,7 +115,7 @@ class ServerConfig(BaseSettings, EngineConfig):
     def _embedded_pair(cls, values: Any) -> Any:
         if isinstance(values, dict) and not values.get("target"):
             shared = str(values.get("tensor_parallel_size", 1)) != "1"
-            parts = {"draft": _EMBEDDED["draft"]} if shared else _EMBEDDED  # the others need the whole target
+            parts = {"draft": _EMBEDDED["draft"]} if shared else _EMBEDDED  # the others need an unsharded target
             return parts | values | {"target": str(embedded_target())}
         return values
 
@@ -136,23 +136,23 @@ class ServerConfig(BaseSettings, EngineConfig):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags before variables; `load` adds the file, which comes last."""
+        """Flags have precedence over variables. `load` adds the file as the source of lowest precedence."""
         return init_settings, env_settings
 
     @classmethod
     def load(cls, arguments: Sequence[str]) -> Self:
-        """From flags, variables and the file that one of them names, in this order of precedence."""
+        """Read flags, variables and the file that one of them names, in this order of precedence."""
         flags: CliSettingsSource[Any] = CliSettingsSource(cls, cli_parse_args=list(arguments))
         path = flags().get("config") or os.environ.get("PILOTFISH_CONFIG")
         return CliApp.run(_with_file(cls, Path(path)) if path else cls, cli_args=list(arguments))
 
     def engine(self) -> EngineConfig:
-        """The engine's share of it."""
+        """Return the options of the engine."""
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
 
 
 def _with_file(base: type[Config], path: Path) -> type[Config]:
-    """The same options with a file as their last source."""
+    """Return a subclass of `base` that reads the file as its last source."""
     source = TomlConfigSettingsSource if path.suffix == ".toml" else YamlConfigSettingsSource
     if not path.is_file():
         raise FileNotFoundError(f"there is no configuration file {path}")

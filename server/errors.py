@@ -1,4 +1,4 @@
-"""Errors of the server itself, beside `engine.errors`; `server/admission/status.py` maps both to gRPC statuses."""
+"""Errors of the server. `server/admission/status.py` maps them, and those of `engine.errors`, to gRPC statuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from engine.errors import PilotfishError
 
 
 class Unavailable(PilotfishError):
-    """Expected: no work is taken now; another replica may, or this one later. `reason` is a word for programs."""
+    """Expected: the server accepts no requests now. The caller may retry later or use another replica.
+
+    `reason` is a constant that programs can compare.
+    """
 
     def __init__(self, reason: str, problem: str) -> None:
         super().__init__(problem)
@@ -14,7 +17,7 @@ class Unavailable(PilotfishError):
 
 
 class QueueFull(PilotfishError):
-    """Expected: no room now; the caller may retry after `retry_seconds`."""
+    """Expected: the queue is full; the caller may retry after `retry_seconds`."""
 
     def __init__(self, problem: str, *, bound: str, retry_seconds: float) -> None:
         super().__init__(problem)
@@ -22,7 +25,7 @@ class QueueFull(PilotfishError):
 
 
 class QuotaExceeded(QueueFull):
-    """Expected: this caller has had its share for now; it may retry after `retry_seconds`."""
+    """Expected: the caller has reached its quota; it may retry after `retry_seconds`."""
 
 
 class Unauthenticated(PilotfishError):
@@ -30,32 +33,32 @@ class Unauthenticated(PilotfishError):
 
 
 class Forbidden(PilotfishError):
-    """Expected: a known caller asks for what only others may do."""
+    """Expected: the caller is known, but has no permission for this call."""
 
 
 class NotFound(PilotfishError):
-    """Expected: no such model, or no live request of that id."""
+    """Expected: the model is not served, or no live request has this id."""
 
 
 class DeadlinePassed(PilotfishError):
-    """Expected: the caller's time is up, or would be before the end."""
+    """Expected: the deadline has passed, or will pass before the request can end."""
 
 
 class Aborted(PilotfishError):
-    """Expected: ended from outside before it could start, or its reader stalled."""
+    """Expected: the request was ended before it started, or its reader stalled."""
 
 
 class EngineHung(PilotfishError):
-    """Unexpected: a step does not end."""
+    """Unexpected: a step of the engine does not end, or the engine's process is silent for too long."""
 
 
 class EngineCrashed(PilotfishError):
-    """Unexpected: the engine's process ended, or said what cannot be understood."""
+    """Unexpected: the engine's process ended, or sent bytes that are not a valid message."""
 
 
 class EngineGone(PilotfishError):
-    """Unexpected: the engine failed and cannot begin again in this process. Only a new one helps."""
+    """Unexpected: the engine failed and cannot restart in this process. A new server process is needed."""
 
 
 class RequestFailed(PilotfishError):
-    """Unexpected: a fault of ours that ended this request alone."""
+    """Unexpected: an internal fault ended this request; other requests go on."""

@@ -1,7 +1,8 @@
-"""How long things have taken of late, and so how long the next will take. Knows numbers only.
+"""Estimates of waiting and service times, made from recent steps and requests. Contains numbers only.
 
-What is not known takes no time: nobody is refused on a guess. Where a deadline is concerned, hope decides: a refusal
-means that even with luck it would have been late. Where the queue's length is concerned, the most likely does.
+An unknown duration counts as zero, so that no request is refused on a guess. The check of a deadline uses an optimistic
+estimate of the service time: a request is refused only if it would be late even with the fewest possible tokens. The
+queue's bound in seconds uses the most likely values.
 """
 
 from __future__ import annotations
@@ -13,31 +14,31 @@ from engine.types import Request
 from server.queue import Outlook
 from server.streams.output import Timeline
 
-_NEW = 0.1  # weight of the newest value in a mean of the last ten or so
-_KEEP = 0.995  # per step: the best rate fades, so that a machine that became slower is believed in the end
-_MIN_PROMPT_TOKENS = 32  # a step that feeds fewer tells nothing of the speed of reading
-RETRY_SECONDS = (1.0, 0.1, 30.0)  # hint for a refused caller: where nothing is known; least; most
+_NEW = 0.1  # weight of the newest value in a moving mean over about ten values
+_KEEP = 0.995  # factor per step: the best rate fades, so that it follows a machine that became slower
+_MIN_PROMPT_TOKENS = 32  # a step with fewer prompt tokens says nothing about the speed of prefill
+RETRY_SECONDS = (1.0, 0.1, 30.0)  # hint for a refused caller: if nothing is known; minimum; maximum
 
 
 class Estimates:
-    """Fed by steps and by requests that end."""
+    """Moving means over steps and over requests that ended."""
 
     def __init__(self) -> None:
         self._service: float | None = None  # seconds that a request spends in the engine
         self._per_token: float | None = None  # seconds between two tokens of one output
-        self._prompt_rate = 0.0  # best tokens of prompts per second
-        self._paces: dict[int, float] = {}  # seconds between two tokens of one output, by how many decode, doubling
-        self._tokens = self._most_tokens = 0.0  # means of what outputs had, and of what they might have had
-        self._rounds = self._drafted = self._accepted = 0.0  # fading sums
+        self._prompt_rate = 0.0  # highest recent rate of prompt tokens per second
+        self._paces: dict[int, float] = {}  # the same, by the bit length of the number of decoding sequences
+        self._tokens = self._most_tokens = 0.0  # mean length of ended outputs, and mean of their maximum length
+        self._rounds = self._drafted = self._accepted = 0.0  # sums in which older steps count less
 
     def observe(self, stats: StepStats) -> None:
-        """A step."""
+        """Include the statistics of a step."""
         self._rounds = self._rounds * _KEEP + stats.rounds
         self._drafted = self._drafted * _KEEP + stats.drafted
         self._accepted = self._accepted * _KEEP + stats.accepted
         seconds = sum(stats.phase_seconds.values())
         decoding = sum(forward.sequences for forward in stats.forwards if forward.kind == "verify")
-        if stats.generated_tokens and decoding:  # a sequence in its prompt gets no tokens and slows no other
+        if stats.generated_tokens and decoding:  # a sequence in prefill gets no tokens and slows no other
             size = decoding.bit_length()
             self._paces[size] = _mean(self._paces.get(size), seconds * decoding / stats.generated_tokens)
         if stats.prompt_tokens >= _MIN_PROMPT_TOKENS and seconds > 0:
@@ -47,26 +48,29 @@ class Estimates:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Drafts kept of those made, over the last steps; None before the first."""
+        """Share of drafted tokens that were accepted in recent steps; None before the first draft."""
         return self._accepted / self._drafted if self._drafted else None
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens per round, over the last steps; None before the first."""
+        """Tokens per round in recent steps; None before the first round."""
         return 1 + self._accepted / self._rounds if self._rounds else None
 
     def end(self, timeline: Timeline) -> None:
-        """A request that has run is over."""
+        """Include the service time of a request that has ended, if it had started."""
         if timeline.started is not None and timeline.ended is not None:
             self._service = _mean(self._service, timeline.ended - timeline.started)
 
     def end_output(self, tokens: int, most: int) -> None:
-        """An output is over that has so many tokens, and might have had `most`."""
+        """Include an output that ended with `tokens` tokens; at most `most` were allowed."""
         self._tokens = _mean(self._tokens or None, tokens)
         self._most_tokens = _mean(self._most_tokens or None, most)
 
     def left(self, tokens: int, most: int) -> float:
-        """Tokens that an output which has so many is likely to bring yet: most do not use up what they may have."""
+        """Return the likely number of further tokens of an output that has `tokens` of at most `most` tokens.
+
+        Most outputs end before their maximum, so the maximum is scaled by the mean share that ended outputs used.
+        """
         return max(0.0, most * self._share - tokens)
 
     @property
@@ -74,9 +78,10 @@ class Estimates:
         return self._tokens / self._most_tokens if self._most_tokens else 0.0
 
     def turn(self, waiting: int, left: Sequence[float]) -> float:
-        """Seconds until so many that wait, and then one more, have got a place: outputs that run have `left` to bring.
+        """Return the seconds until `waiting` requests, and then one more, have a place in the batch.
 
-        [10, 30] tokens left, 20 tokens per output, a token per second; 0, 1, 2 wait: 10 s, 30 s, and 10 + 20 s.
+        `left` are the tokens that each running output still needs, ascending. Example: [10, 30] tokens left, 20 tokens
+        per output, a token per second; with 0, 1, 2 requests waiting: 10 s, 30 s, and 10 + 20 s.
         """
         if not left or not self._paces:
             return 0.0
@@ -85,34 +90,38 @@ class Estimates:
         return (left[place] + rounds * self._tokens) * self._paces[nearest]
 
     def wait(self, ahead: int, running: int) -> float:
-        """Seconds until `ahead` others and then this one have got a place, where `running` now hold all of them.
+        """Return the seconds until `ahead` requests and then this one have a place; `running` requests hold all places.
 
-        Each place becomes free once per time of service; `running` of them are spread over it.
+        Each place becomes free once per service time, and the ends of the `running` requests are spread evenly over it.
         """
         return 0.0 if self._service is None else (ahead + 1) * self._service / (running + 1)
 
     def work(self, request: Request, max_len: int) -> float:
-        """Seconds from its place to the last of the tokens that `request` is sure to get, of `max_len` at most."""
+        """Return the seconds from the start of `request` to the last token that it gets for certain."""
         reading = len(request.token_ids) / self._prompt_rate if self._prompt_rate else 0.0
         return reading + (least_tokens(request, max_len) - 1) * (self._per_token or 0.0)
 
     def outlook(self, waiting: int, left: Sequence[float]) -> Outlook:
-        """What a request can expect behind `waiting` others without a place; `left` as in `turn`, ascending.
+        """Return the outlook of a request behind `waiting` others without a place; `left` as in `turn`, ascending.
 
-        Past times of service lag behind when load rises; what runs now tells little when lengths differ much.
+        The larger of two estimates counts: past service times lag behind when load rises, and the running outputs
+        predict little when their lengths differ much.
         """
         before = max(0, waiting)
         wait = max(self.wait(before, len(left)), self.turn(before, left))
         return Outlook(wait if waiting >= 0 else 0.0, self._service or 0.0, self._retry(wait))
 
     def _retry(self, wait: float) -> float:
-        """Seconds after which all that wait now have a place: an earlier retry would find them still waiting."""
+        """Return the seconds until all waiting requests have a place; before that a retry finds them still waiting."""
         unknown, least, most = RETRY_SECONDS
         return unknown if self._service is None else min(most, max(least, wait))
 
 
 def least_tokens(request: Request, max_len: int) -> int:
-    """How many tokens an output is sure to have: most end by themselves, sooner than `max_len` makes them."""
+    """Return the number of tokens that an output has for certain.
+
+    That is the full length only if nothing but `max_len` can end the output; else it is `min_tokens`, at least 1.
+    """
     sampling = request.sampling
     may_end = not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids or sampling.guided
     if may_end:

@@ -1,4 +1,4 @@
-"""The state of the server, and the listeners that hear of its changes. Knows no model and no network."""
+"""The state of the server, and listeners that are called on every change. Knows no model and no network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from server.errors import Unavailable
 
 
 class State(StrEnum):
-    """From start to end. RECOVERING may follow READY and lead back; DRAINING ends, or fails; FAILED is the end."""
+    """States of the server. READY may change to RECOVERING and back; only FAILED follows DRAINING; FAILED is final."""
 
     STARTING = "starting"
     READY = "ready"
@@ -27,11 +27,11 @@ _PROBLEMS = {
 
 
 class Lifecycle:
-    """The state, and what it forbids."""
+    """The current state of the server and its listeners."""
 
     def __init__(self) -> None:
         self.state = State.STARTING
-        self.progress = "starting"  # what loading is at, for people
+        self.progress = "starting"  # current stage of loading, as text for people
         self._listeners: list[Callable[[State], Awaitable[None]]] = []
 
     def listen(self, listener: Callable[[State], Awaitable[None]]) -> None:
@@ -39,7 +39,7 @@ class Lifecycle:
         self._listeners.append(listener)
 
     async def move(self, state: State) -> None:
-        """Enter `state` and tell the listeners."""
+        """Enter `state` and await every listener; ignored if the current state does not allow the change."""
         if self.state in (state, State.FAILED) or (self.state is State.DRAINING and state is not State.FAILED):
             return
         self.state = state

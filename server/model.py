@@ -16,7 +16,7 @@ from server.chat import ChatTemplate
 
 
 class EngineView(Protocol):
-    """What can be asked of an engine wherever it runs; the properties are those of `Engine`."""
+    """What an engine reports, in this process or in another one; the properties are those of `Engine`."""
 
     config: EngineConfig
 
@@ -48,31 +48,31 @@ class EngineView(Protocol):
     def spec_gain(self) -> float: ...
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequest or Unsupported for what it would refuse."""
+        """Raise InvalidRequest or Unsupported if the engine would refuse the request."""
         ...
 
 
 Progress = Callable[[str], None]
-CompileGrammar = Callable[[Guided], Grammar]  # slow but bounded; any thread; raises InvalidRequest
+CompileGrammar = Callable[[Guided], Grammar]  # slow, but bounded in time; on any thread; raises InvalidRequest
 
 Load = Callable[[EngineConfig, Progress], "ServedModel"]
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Everything that a request can use."""
+    """A loaded model and everything that requests need of it."""
 
     name: str
     draft_name: str | None
     device: str
     engine: EngineView
-    codec: Codec | None  # None: a checkpoint without a tokenizer serves token ids alone
-    compile_grammar: CompileGrammar | None = None  # None: no structure can be asked for
-    chat: ChatTemplate | None = None  # None: no conversations, only prompts
+    codec: Codec | None  # None: the checkpoint has no tokenizer, so requests and answers contain only token ids
+    compile_grammar: CompileGrammar | None = None  # None: guided decoding is not available
+    chat: ChatTemplate | None = None  # None: the model accepts prompts, but no conversations
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress) -> ServedModel:
-        """Load and warm up. Takes seconds to minutes: call it on the compute thread."""
+        """Load the models and warm up. This takes seconds to minutes, so call it on the compute thread."""
         from engine.startup.build import pick_device
         from engine.startup.warm import load
 
@@ -80,7 +80,7 @@ class ServedModel:
 
     @classmethod
     def around(cls, engine: EngineView, config: EngineConfig, device: str) -> ServedModel:
-        """What belongs to an engine that is loaded, here or elsewhere: tokenizer, structures, chat template."""
+        """Load tokenizer, grammar compiler and chat template for a loaded engine of this process or another."""
         from engine.text.guided import GrammarCompiler
 
         codec = Codec.load(config.target, config.revision)
@@ -99,7 +99,7 @@ class ServedModel:
 
 
 def model_name(source: str) -> str:
-    """What clients call a model: its hub id, or the name of its folder, or what the embedded ones are called."""
+    """Return the name that clients use: the hub id, the name of the folder, or the name of an embedded model."""
     embedded = {str(embedded_target()): "pilotfish-embedded", str(embedded_draft()): "pilotfish-embedded-draft"}
     if source in embedded:
         return embedded[source]

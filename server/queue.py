@@ -1,4 +1,4 @@
-"""The bounded queue before the engine. Knows requests, their sizes and when each is due, not what they ask."""
+"""The bounded queue before the engine. It uses only the size and the due time of each request."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from itertools import count
 from engine.types import Request
 from server.errors import QueueFull
 
-SERVICE_SHARE = 0.1  # of the time that requests now take, anybody may wait: where they take minutes, seconds are few
+SERVICE_SHARE = 0.1  # every request may wait for this share of the current service time, if `max_seconds` is less
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a request that came now could expect, in seconds; what is not known takes no time."""
+    """Estimated times for a request that arrives now, in seconds; an unknown time counts as zero."""
 
-    wait: float = 0.0  # until it got a place
+    wait: float = 0.0  # until it has a place in the batch
     service: float = 0.0  # from its place to its end
-    retry: float = 1.0  # seconds until a refused caller may find room
+    retry: float = 1.0  # until a retry of a refused request can succeed
 
 
 NOTHING_KNOWN = Outlook()
@@ -28,23 +28,23 @@ NOTHING_KNOWN = Outlook()
 @dataclass(order=True, slots=True)
 class _Waiting:
     due: float
-    number: int  # first come, first served among those that are due at once
+    number: int  # order of arrival, for requests that are due at the same time
     request: Request = field(compare=False)
-    num_tokens: int = field(compare=False)  # of prompt and output, at most
+    num_tokens: int = field(compare=False)  # most tokens of prompt and output
     is_gone: bool = field(default=False, compare=False)
 
 
 class AdmissionQueue:
     """Requests by due time, bounded in requests, tokens and seconds. A push, pop or remove costs O(log n).
 
-    The bounds in tokens and seconds are about waiting behind others: an empty queue takes any request.
+    The bounds in tokens and seconds apply only if other requests wait: an empty queue accepts any request.
     """
 
     def __init__(self, max_requests: int, max_tokens: int, max_seconds: float = math.inf) -> None:
         self.max_requests, self.max_tokens, self.max_seconds = max_requests, max_tokens, max_seconds
         self.num_tokens = 0
         self._waiting: dict[str, _Waiting] = {}
-        self._heap: list[_Waiting] = []  # those that were removed stay until they come up, or are too many
+        self._heap: list[_Waiting] = []  # removed entries stay until they are at the top, or until they are too many
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -55,11 +55,11 @@ class AdmissionQueue:
 
     @property
     def usage(self) -> float:
-        """Requests or tokens over their limit, whichever is more. Above 1 where one large request waits alone."""
+        """Share of the limit in requests or in tokens, whichever is larger. Above 1 if a large request waits alone."""
         return max(len(self) / self.max_requests, self.num_tokens / self.max_tokens)
 
     def require_room(self, num_tokens: int = 0, outlook: Outlook = NOTHING_KNOWN) -> None:
-        """Raise QueueFull where a request of `num_tokens` has no room."""
+        """Raise QueueFull if a request of `num_tokens` exceeds a bound of the queue."""
         if len(self) >= self.max_requests:
             problem = f"the queue holds {len(self)} requests; the limit is {self.max_requests}"
             raise QueueFull(problem, bound="requests", retry_seconds=outlook.retry)
@@ -73,7 +73,7 @@ class AdmissionQueue:
             raise QueueFull(problem, bound="seconds", retry_seconds=outlook.retry)
 
     def push(self, request: Request, num_tokens: int, due: float, outlook: Outlook = NOTHING_KNOWN) -> None:
-        """Add, or raise QueueFull. `due` is in seconds of any clock, the same for all."""
+        """Add a request, or raise QueueFull. `due` is in seconds; all requests use the same clock."""
         assert request.request_id not in self._waiting, "the driver refuses live ids"
         self.require_room(num_tokens, outlook)
         entry = _Waiting(due, next(self._numbers), request, num_tokens)
@@ -82,7 +82,7 @@ class AdmissionQueue:
         self.num_tokens += num_tokens
 
     def pop(self) -> Request:
-        """Take the one that is due first."""
+        """Remove and return the request that is due first."""
         while True:
             entry = heapq.heappop(self._heap)
             if not entry.is_gone:
@@ -90,7 +90,7 @@ class AdmissionQueue:
                 return entry.request
 
     def remove(self, request_id: str) -> bool:
-        """Take one out, wherever it stands; whether it was there."""
+        """Remove a request at any position; return whether it was in the queue."""
         entry = self._waiting.get(request_id)
         if entry is None:
             return False
@@ -101,7 +101,7 @@ class AdmissionQueue:
         return True
 
     def ahead(self, due: float) -> int:
-        """How many would go before a request that came now."""
+        """Return the number of requests that would start before a new one that is due at `due`."""
         return sum(entry.due <= due for entry in self._waiting.values())
 
     def _leave(self, entry: _Waiting) -> None:

@@ -1,4 +1,4 @@
-"""Which Pilotfish this is."""
+"""The version of Pilotfish."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import metadata
 
 
 def version() -> str:
-    """The installed version; "unknown" when run from a folder that was never installed."""
+    """Return the installed version; "unknown" if the package is not installed."""
     try:
         return metadata.version("pilotfish")
     except metadata.PackageNotFoundError:

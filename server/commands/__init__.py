@@ -1,1 +1,1 @@
-"""Commands of `pilotfish` beside `serve`: `bench`, `check` and `health`. Each of them prints its result and exits."""
+"""Commands of `pilotfish` other than `serve`: `bench`, `check` and `health`. Each prints its result and exits."""

@@ -1,7 +1,7 @@
-"""`pilotfish bench`: what speculation gains with one pair on this machine. Knows requests and seconds, no tensors.
+"""`pilotfish bench`: measures the speed-up of speculation with one pair on this machine. Contains no tensor code.
 
-Plain decoding, a fixed number of drafts and AUTO take turns within a round, because a machine that others use is faster
-in one minute than in the next; what is shown is the median over rounds of ratios within a round.
+Plain decoding, a fixed number of drafts and AUTO take turns within a round, because the speed of a shared machine
+changes from minute to minute. The result is the median over rounds of the ratio within a round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from server.model import ServedModel
 
 WAYS = (SpeculationMode.OFF, SpeculationMode.FIXED, SpeculationMode.AUTO)
-_PROMPT = 64  # tokens, of a model without a tokenizer
+_PROMPT = 64  # tokens of a prompt, for a model without a tokenizer
 _salts = count()
 
 
@@ -42,20 +42,20 @@ class BenchConfig(ServerConfig):
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One way to decode one batch. Speeds in tokens per second, prompts included."""
+    """Result of one mode with one batch. Speeds are in tokens per second and include the time of the prompts."""
 
     batch: int
     speculation: str
     tokens_per_second: float
-    gain: float  # over plain decoding, median over rounds of the ratio within a round
-    acceptance_rate: float | None  # None where nothing was drafted
+    gain: float  # speed-up over plain decoding: median over rounds of the ratio within a round
+    acceptance_rate: float | None  # None if nothing was drafted
     acceptance_length: float | None
-    same_tokens: bool  # as plain decoding; rounding may decide a near-tie otherwise
+    same_tokens: bool  # whether plain decoding gave the same tokens; rounding may decide a near-tie differently
 
 
 @dataclass(frozen=True, slots=True)
 class BenchTurn:
-    """All prompts once."""
+    """Result of decoding all prompts once in one mode."""
 
     tokens: list[list[int]]
     ended: list[FinishedOutput]
@@ -74,7 +74,7 @@ class Bench:
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> Bench:
-        """From the command line."""
+        """Parse the command line."""
         own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         own.add_argument("--tokens", type=int, default=64)
         own.add_argument("--rounds", type=int, default=3)
@@ -84,10 +84,10 @@ class Bench:
         return cls(BenchConfig.load(others), mine.tokens, mine.rounds, tuple(mine.batches), mine.json)
 
     def run(self, tell: Callable[[str], None] = lambda _: None) -> str:
-        """The table; `tell` gets the progress.
+        """Measure, and return the table; `tell` is called with the progress.
 
         Raises:
-            ModelError: a checkpoint that cannot be served.
+            ModelError: a checkpoint cannot be served.
         """
         from server.model import ServedModel
 
@@ -113,7 +113,7 @@ class Bench:
 
 
 def _prompts(model: ServedModel, batch: int) -> list[tuple[int, ...]]:
-    """Starts of functions of Python's standard library; of a model without a tokenizer any tokens."""
+    """Return beginnings of functions of Python's standard library; for a model without a tokenizer arbitrary tokens."""
     if model.codec is None:
         size = model.engine.vocab_size
         return [tuple((7 * i + j) % size for j in range(_PROMPT)) for i in range(batch)]
@@ -121,7 +121,7 @@ def _prompts(model: ServedModel, batch: int) -> list[tuple[int, ...]]:
 
 
 def _turn(engine: Engine, prompts: Sequence[tuple[int, ...]], tokens: int, way: SpeculationMode) -> BenchTurn:
-    """Each request is a tenant of its own, so that nothing is cached from one turn to the next."""
+    """Decode all prompts. Each request has its own cache salt, so that no turn reuses cached prompts of another."""
     sampling, salt = SamplingParams(max_tokens=tokens, ignore_eos=True), next(_salts)
     for i, prompt in enumerate(prompts):
         speculation, tenant = SpeculationParams(mode=way), f"bench-{salt}-{i}"
@@ -153,7 +153,7 @@ def _row(batch: int, way: SpeculationMode, turns: Sequence[BenchTurn], plain: Se
 
 
 def as_text(rows: Sequence[BenchRow], title: str) -> str:
-    """Aligned columns under a title."""
+    """Format the rows as aligned columns under a title."""
     lines = [title, "", f"{'batch':>5}  {'speculation':<11}  {'tokens/s':>8}  {'gain':>5}  {'kept':>5}  tokens/round"]
     for row in rows:
         kept = "" if row.acceptance_rate is None else f"{row.acceptance_rate:.2f}"

@@ -1,4 +1,4 @@
-"""`pilotfish check`: prints what `engine.startup.doctor` found, as text or as JSON."""
+"""`pilotfish check`: prints the report of `engine.startup.doctor` as text or as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CheckConfig(ServerConfig):
 
 @dataclass(frozen=True, slots=True)
 class CheckCommand:
-    """One call of the doctor."""
+    """The parsed command: options of the server, and those of the command."""
 
     config: CheckConfig
     load: bool
@@ -36,7 +36,7 @@ class CheckCommand:
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> CheckCommand:
-        """From the command line."""
+        """Parse the command line."""
         own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         own.add_argument("--no-load", action="store_true")
         own.add_argument("--json", action="store_true")
@@ -44,7 +44,7 @@ class CheckCommand:
         return cls(CheckConfig.load(others), not mine.no_load, mine.json)
 
     def run(self) -> tuple[str, bool]:
-        """The report as text, and whether the pair works."""
+        """Return the report as text, and whether the pair works."""
         from engine.startup.doctor import check
 
         report = check(self.config.engine(), load=self.load)
@@ -52,7 +52,7 @@ class CheckCommand:
 
 
 def as_text(report: DoctorReport) -> str:
-    """Sections of aligned lines, then the verdict."""
+    """Format the report: sections of aligned lines, then the verdict."""
     lines: list[str] = []
     width = max(len(finding.name) for finding in report.findings)
     for section, findings in groupby(report.findings, key=lambda finding: finding.section):

@@ -1,4 +1,4 @@
-"""`pilotfish health`: one question to a server's grpc.health.v1; the exit code answers. For containers and scripts."""
+"""`pilotfish health`: a health check (grpc.health.v1) of a server for containers and scripts; the exit code answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 def parser() -> argparse.ArgumentParser:
-    """Its options; the port is that of `pilotfish serve` in the same environment."""
+    """Return the parser. The default port is that of `pilotfish serve` in the same environment."""
     port = os.environ.get("PILOTFISH_GRPC_PORT", "50051")
     options = argparse.ArgumentParser(prog="pilotfish health", description="Exit with 0 if a server serves, else 1.")
     options.add_argument("address", nargs="?", default=f"127.0.0.1:{port}", help="HOST:PORT (default: %(default)s)")
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def ask(arguments: Sequence[str]) -> tuple[str, bool]:
-    """The server's answer in a word, and whether it serves."""
+    """Return the server's answer as text, and whether it serves."""
     options = parser().parse_args(arguments)
     with _channel(options.address, options.ca) as channel:
         question = health_pb2.HealthCheckRequest(service=options.service)

@@ -1,1 +1,1 @@
-"""The gRPC front end: its server, interceptors and services. Knows messages; knows no engine."""
+"""The gRPC front end: its server, interceptors and services. Knows messages, but no engine."""

@@ -1,7 +1,8 @@
-"""What crosses the network's edge: bytes that are no message, and errors, both leave as a proper status.
+"""Translation of errors at the edge of the network: every failed call ends with a proper gRPC status.
 
-grpc.aio answers either with UNKNOWN and a Python repr. Here, methods of our own services get their bytes parsed
-and their errors translated; a fault of ours says INTERNAL and no more, and its trace goes to the log.
+grpc.aio answers invalid bytes and exceptions with UNKNOWN and a Python repr. The interceptor here parses the bytes and
+translates the errors of our own services' methods. After an internal fault the caller gets INTERNAL without details,
+and the log gets the traceback.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Boundary(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The method's own handler, wrapped."""
+        """Return the method's handler, wrapped if the method is ours."""
         handler = await continuation(handler_call_details)
         if handler is None or not str(handler_call_details.method).startswith(self._prefix):
             return handler
@@ -58,7 +59,7 @@ def _wrap(method: Any, parse: Parse) -> Any:
 
 
 async def refuse(refused: Refusal, message: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """End a call with a status and its details, cut to what headers have room for."""
+    """End a call with a status and its details, cut to a size that fits into headers."""
     try:
         said = clipped(message, MAX_MESSAGE)
         await context.abort(refused.code, said, trailers(refused, said))

@@ -1,4 +1,4 @@
-"""ControlService: what runs here, how busy it is, and an early end for requests."""
+"""ControlService: information about server and model, the load, aborts of requests, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from server.lifecycle import Lifecycle, State
 from server.model import ServedModel
 from server.version import version
 
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # only Abort looks at it
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # only Abort reads it
 
 _STATES = {
     State.STARTING: pb.SERVER_STATE_STARTING,
@@ -36,7 +36,7 @@ _STATES = {
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):
-    """Answers from what is at hand; only tokenizing long texts takes time."""
+    """Implements ControlService. All calls are quick, except the tokenization of long texts, which uses a thread."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: Context
     ) -> pb.GetServerInfoResponse:
-        """Answered in every state."""
+        """Return version, state and queue limits. This method works in every state of the server."""
         return pb.GetServerInfoResponse(
             version=version(),
             state=_STATES[self._lifecycle.state],
@@ -64,11 +64,11 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def GetModelInfo(  # noqa: N802
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
-        """The model and its limits."""
+        """Return the model and its limits."""
         return answers.model_info(self._model(request))
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:  # noqa: N802
-        """How busy it is."""
+        """Return the numbers of requests, queued tokens and pages."""
         driver = self._driver()
         engine = driver.model.engine
         return pb.GetLoadResponse(
@@ -81,7 +81,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         )
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
-        """End what is asked; what ends by itself meanwhile counts too."""
+        """End one request, or all. The response also counts requests that end by themselves in the meantime."""
         driver, caller = self._driver(), self._callers.of_metadata(context.invocation_metadata())
         if request.all and not caller.is_operator:
             raise Forbidden("all is true; only an operator may end everybody's requests")
@@ -99,14 +99,14 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         return pb.AbortResponse(aborted_requests=len(streams))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
-        """Text to tokens."""
+        """Convert a text to token ids."""
         codec = _require_codec(self._model(request))
         return pb.TokenizeResponse(token_ids=await asyncio.to_thread(codec.encode, request.text))
 
     async def Detokenize(  # noqa: N802
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
-        """Tokens to text."""
+        """Convert token ids to text."""
         model = self._model(request)
         codec = _require_codec(model)
         limit = model.engine.vocab_size

@@ -1,4 +1,4 @@
-"""Authentication of gRPC calls: without a valid token only the health service answers. Knows no service of ours."""
+"""Authentication of gRPC calls: without a valid token a client reaches only the health service."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPEN_METHODS = "/grpc.health.v1.Health/"
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """The outermost interceptor: what it does not know it refuses, methods that do not exist too."""
+    """The outermost interceptor: it refuses unauthenticated calls, also calls of methods that do not exist."""
 
     def __init__(self, callers: Callers) -> None:
         self._callers = callers
@@ -26,7 +26,7 @@ class Guard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The method's own handler, or one that refuses."""
+        """Return the method's handler, or a handler that refuses the call."""
         handler = await continuation(handler_call_details)
         if str(handler_call_details.method).startswith(OPEN_METHODS):
             return handler

@@ -1,6 +1,6 @@
-"""grpc.health.v1 as the lifecycle has it. Knows no model: a service is served or it is not.
+"""The service grpc.health.v1, set from the state of the lifecycle. Knows no model.
 
-The name `liveness` has a health of its own, for whoever replaces processes: all is well until the engine has failed.
+The service name `liveness` is for systems that replace failed processes: it is SERVING until the server has FAILED.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ LIVENESS = "liveness"
 
 
 class Health:
-    """Answers for "" (the whole server) and for each service; NOT_SERVING in every state but READY."""
+    """Health of "" (the whole server) and of each service: SERVING in the state READY, else NOT_SERVING."""
 
     def __init__(self, services: Iterable[str]) -> None:
         self.servicer = health.aio.HealthServicer()
         self._names = ("", *services)
 
     async def follow(self, state: State) -> None:
-        """Answer as `state` asks. To be called before the port opens too: the servicer starts as SERVING."""
+        """Set all answers for `state`. Call it also before the port opens, because the servicer starts as SERVING."""
         answer = health_pb2.HealthCheckResponse
         status = answer.SERVING if state is State.READY else answer.NOT_SERVING
         for name in self._names:
@@ -32,5 +32,5 @@ class Health:
 
 
 def add_health(health: Health, server: grpc.aio.Server) -> None:
-    """Serve it."""
+    """Add the health service to `server`."""
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)

@@ -1,7 +1,7 @@
-"""InferenceService: calls in, streams out. What a message means is `convert`'s business, when it runs the driver's.
+"""InferenceService: receives calls and writes streams. `convert` interprets messages, the driver schedules requests.
 
-A call frees its request from the call's done-callback: whatever ends the call, in whatever phase, the engine
-gives the pages back before its next step.
+The done-callback of a call releases its request. So the engine frees the pages before its next step, whatever ended the
+call and in whatever phase.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from server.admission.stalls import stall_limit
 from server.errors import Aborted
 from server.telemetry.metrics import Metrics
 
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # both methods share what they do with it
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # requests and responses differ between the two methods
 
 
 class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
-    """Generate and GenerateStream over one admission path."""
+    """Generate and GenerateStream; both use the same admission."""
 
     def __init__(self, admission: Admission, callers: Callers, metrics: Metrics, stall_seconds: float) -> None:
         self._admission, self._callers = admission, callers
         self._metrics, self._stall_seconds = metrics, stall_seconds
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:  # noqa: N802
-        """Answer when all of it is there."""
+        """Return the response when all outputs are complete."""
         return await (await self._admit(request, context)).response()
 
-    # The stubs know generators only; a generator's cleanup may never run, so this one writes.
+    # The type stubs expect a generator, but a generator's cleanup may never run. So this method writes the messages.
     async def GenerateStream(  # type: ignore[override]  # noqa: N802
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
-        """Write messages as they come."""
+        """Write messages as the stream produces them."""
         call = await self._admit(request, context)
         try:
             async with aclosing(call.messages()) as messages, stall_limit(self._stall_seconds) as writes:
@@ -53,16 +53,16 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
             raise error from None
 
     async def _admit(self, message: pb.GenerateRequest, context: Context) -> Call:
-        """Nothing is sent before this returns, metadata neither: so a refused call can be retried."""
+        """Admit the request. Nothing, not even metadata, is sent before this returns, so a refused call can be retried."""
         metadata = context.invocation_metadata() or ()
         caller, headers = self._callers.of_metadata(metadata), {k: v for k, v in metadata if isinstance(v, str)}
         call = await self._admission.admit(message, Origin(caller, lambda: _remaining(context), headers))
-        # The type stubs want a subclass of theirs; any callable will do.
+        # The type stubs expect their own class; any callable works.
         context.add_done_callback(lambda _: call.release(late=_remaining(context) <= 0))  # type: ignore[arg-type]
         return call
 
 
 def _remaining(context: Context) -> float:
-    """Seconds until the caller's deadline."""
-    remaining: Any = context.time_remaining()  # the type stubs forget that it is None without a deadline
+    """Return the seconds until the caller's deadline; infinite without one."""
+    remaining: Any = context.time_remaining()  # None without a deadline, which the type stubs omit
     return math.inf if remaining is None else float(remaining)

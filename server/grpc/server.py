@@ -16,12 +16,12 @@ MIN_PING_SECONDS = 10  # a client that pings more often is disconnected
 
 
 def make_server(config: ServerConfig, callers: Callers) -> grpc.aio.Server:
-    """A server without services, not yet listening."""
+    """Create a server without services that does not listen yet."""
     return grpc.aio.server(interceptors=[Guard(callers), Boundary()], options=_options(config))
 
 
 def listen(server: grpc.aio.Server, config: ServerConfig) -> int:
-    """Open the port; which one it is. OSError if it cannot be had."""
+    """Open the port and return its number. Raises OSError if the port cannot be opened."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     address, credentials = f"{host}:{config.grpc_port}", _credentials(config)
     try:
@@ -34,27 +34,27 @@ def listen(server: grpc.aio.Server, config: ServerConfig) -> int:
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
     options = {
-        "grpc.so_reuseport": 0,  # else a second server on this port would share it in silence
+        "grpc.so_reuseport": 0,  # else a second server could open the same port without an error
         "grpc.max_receive_message_length": config.max_message_bytes,
         "grpc.max_metadata_size": config.max_header_bytes,
         "grpc.absolute_max_metadata_size": config.max_header_bytes,
         "grpc.max_concurrent_streams": config.max_streams_per_connection,
-        # A client whose machine vanished sends no goodbye: pings find out, and its requests end.
+        # If a client's machine disappears, the connection is not closed: pings detect this, and its requests end.
         "grpc.keepalive_time_ms": round(1000 * config.keepalive_seconds),
         "grpc.keepalive_timeout_ms": 1000 * PING_TIMEOUT_SECONDS,
         "grpc.keepalive_permit_without_calls": 1,
         "grpc.http2.max_pings_without_data": 0,
-        # Not `min_recv_ping_interval...`, which is documented and does nothing.
+        # The documented option `min_recv_ping_interval...` has no effect.
         "grpc.http2.min_ping_interval_without_data_ms": 1000 * MIN_PING_SECONDS,
     }
     if config.max_connection_seconds is not None:
-        # No grace: a stream may go on as long as it takes, only new ones have to come over a new connection.
+        # Without a grace period live streams may finish; only new calls need a new connection.
         options["grpc.max_connection_age_ms"] = round(1000 * config.max_connection_seconds)
     return list(options.items())
 
 
 def _credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
-    """What TLS needs; None without."""
+    """Return the TLS credentials; None without TLS."""
     if config.tls_cert is None or config.tls_key is None:
         return None
     authority = None if config.tls_client_ca is None else _read(config.tls_client_ca)

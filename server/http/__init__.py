@@ -1,4 +1,4 @@
-"""The HTTP front end: routes, bodies and answers in OpenAI's shapes and our own, and the playground.
+"""The HTTP front end: routes, bodies and answers in OpenAI's formats and our own, and the playground.
 
-Every body becomes a message of the protocol and takes the same way as a gRPC call (`server.admission`).
+Every body is converted to a message of the protocol and then admitted like a gRPC call (`server.admission`).
 """

@@ -1,4 +1,4 @@
-"""One call over HTTP: an answer or an event stream, for as long as its caller is there. Knows no shape of either."""
+"""One call over HTTP: an answer or an event stream, until the caller disconnects. Knows no format of answers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ T = TypeVar("T")
 Render = Callable[[AsyncIterator[pb.GenerateStreamResponse]], AsyncIterator[dict[str, Any]]]
 
 
-class CallerGone(Exception):  # named by what happened
-    """Expected: the caller has gone."""
+class CallerGone(Exception):  # an event, so its name has no suffix `Error`
+    """Expected: the caller has disconnected."""
 
 
 async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
-    """What `work` returns; if the caller leaves before, `work` is cancelled and CallerGone raised."""
+    """Return the result of `work`. If the caller disconnects before, cancel `work` and raise CallerGone."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -53,7 +53,7 @@ async def _gone(receive: Receive) -> None:
 
 @asynccontextmanager
 async def in_time(origin: Origin) -> AsyncIterator[None]:
-    """What is awaited inside is cancelled, and DeadlinePassed raised, once the caller's time is up."""
+    """Cancel the body of the `with` statement and raise DeadlinePassed when the caller's deadline passes."""
     remaining = origin.remaining()
     limit = asyncio.timeout(None if remaining == math.inf else remaining)
     try:
@@ -62,7 +62,7 @@ async def in_time(origin: Origin) -> AsyncIterator[None]:
     except TimeoutError:
         if limit.expired():
             raise DeadlinePassed("the timeout passed before the end") from None
-        raise  # another one's
+        raise  # another timeout inside
 
 
 async def admit(admission: Admission, asked: ParsedBody, origin: Origin) -> Call:
@@ -72,7 +72,7 @@ async def admit(admission: Admission, asked: ParsedBody, origin: Origin) -> Call
 
 
 async def answer(admission: Admission, asked: ParsedBody, origin: Origin) -> pb.GenerateResponse:
-    """The whole answer."""
+    """Admit the request and return its whole response."""
     call = await admit(admission, asked, origin)
     try:
         async with in_time(origin):
@@ -82,7 +82,7 @@ async def answer(admission: Admission, asked: ParsedBody, origin: Origin) -> pb.
 
 
 class EventStream(Response):
-    """Server-sent events, one per object that `render` makes of the call's messages, and `[DONE]` after the last."""
+    """Server-sent events: one per object that `render` makes of the call's messages, then `[DONE]`."""
 
     def __init__(self, call: Call, render: Render, origin: Origin, stall_seconds: float) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -90,7 +90,7 @@ class EventStream(Response):
         self._call, self._render, self._origin, self._stall_seconds = call, render, origin, stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write until the end, or until the caller leaves, stalls or has no more time; nothing stays behind."""
+        """Write until the end, or until the caller disconnects, stalls or passes its deadline; then release the call."""
         try:
             await unless_gone(self._write(send), receive)
         except CallerGone:
@@ -112,7 +112,7 @@ class EventStream(Response):
                             await _event(send, json.dumps(event, ensure_ascii=False))
                 with writes:
                     await _event(send, "[DONE]")
-            except Exception as error:  # noqa: BLE001  # the status is out: whatever it is, an event must say so
+            except Exception as error:  # noqa: BLE001  # the status is sent already, so an event must report the error
                 with writes:
                     await _event(send, json.dumps(_told(error).body()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})

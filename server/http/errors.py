@@ -1,4 +1,4 @@
-"""Every error as OpenAI's clients expect it: a status and `{"error": {...}}`. Knows no route."""
+"""Errors in the format that OpenAI's clients expect: a status and `{"error": {...}}`. Knows no route."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _STATUSES = {
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "server_error"),
 }
 MAX_MESSAGE = 4000  # bytes of UTF-8
-UNAVAILABLE_SECONDS = 1.0  # after which another try may find another state
+UNAVAILABLE_SECONDS = 1.0  # a retry after this time may find another state
 _OF_A_UNION = re.compile(r"str|function-\w+\[.*|(list|dict|constrained|nullable)[\[-].*|\[key\]")
 _GROUP = re.compile(r"^(sampling|stopping|output)\.")  # the protocol's groups are not in HTTP bodies
 
 
 @dataclass(frozen=True, slots=True)
 class HttpError:
-    """An error on its way out."""
+    """An error as an HTTP response."""
 
     status: int
     type: str
@@ -43,11 +43,11 @@ class HttpError:
     retry_seconds: float | None = None
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's shape."""
+        """Return the body in OpenAI's format."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The whole answer. What failed for a reason of its own, or whose time is up, is not to be sent again."""
+        """Return the response. Its headers tell clients not to retry after an internal fault or a passed deadline."""
         headers = {}
         if self.retry_seconds is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_seconds))
@@ -59,7 +59,7 @@ class HttpError:
 
 
 def http_error(error: PilotfishError) -> HttpError:
-    """What to say about `error`."""
+    """Convert `error` to its status, code and message."""
     refused = refusal(error)
     status, kind = _STATUSES.get(refused.code, (500, "server_error"))
     retry = UNAVAILABLE_SECONDS if status == 503 else refused.retry_seconds
@@ -71,7 +71,7 @@ def http_error(error: PilotfishError) -> HttpError:
 
 
 def violations(errors: Sequence[Any]) -> tuple[Violation, ...]:
-    """What pydantic found in a body."""
+    """Convert the errors that pydantic found in a body."""
     return tuple(Violation(_path(error), _problem(error)) for error in errors)
 
 
@@ -87,7 +87,7 @@ def _joined(found: Sequence[tuple[str, str]]) -> str:
 
 def _path(error: Any) -> str:
     """("body", "messages", 0, "role") -> "messages[0].role", without pydantic's names for the types of a union."""
-    if error["type"] == "json_invalid":  # then a position in the text follows, which is no field
+    if error["type"] == "json_invalid":  # then `loc` contains a position in the text, not a field
         return "body"
     parts = [part for part in error["loc"][1:] if isinstance(part, int) or not _OF_A_UNION.fullmatch(part)]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)

@@ -1,4 +1,4 @@
-"""The HTTP front end on the server's event loop: health, metrics, models, and the application. Knows no engine."""
+"""The HTTP server on the event loop, and the routes for health, metrics and models. Knows no engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from server.lifecycle import Lifecycle, State
 from server.telemetry.exposition import Exposition
 from server.version import version
 
-LAST_RESPONSES_SECONDS = 2  # for what is written but not yet taken: a stalled reader must not keep the server up
+LAST_RESPONSES_SECONDS = 2  # for responses that are not fully read: a stalled reader must not delay the shutdown
 
 
 def gateway(
@@ -33,10 +33,10 @@ def gateway(
     config: ServerConfig,
     callers: Callers,
 ) -> FastAPI:
-    """The routes that generate nothing; `driver` gives None until the model is loaded."""
+    """Create the application with the routes that do not generate; `driver` returns None until the model is loaded."""
     app, started = FastAPI(title="Pilotfish", version=version()), time.monotonic()
     app.add_middleware(HttpGuard, callers=callers)
-    app.add_middleware(  # added last, asked first
+    app.add_middleware(  # added last, so it runs first
         RequestLimits,
         max_head=config.max_header_bytes,
         max_body=config.max_message_bytes,
@@ -48,7 +48,7 @@ def gateway(
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        """200 while requests are taken, else 503."""
+        """Return the state, with status 200 while the server accepts requests, else 503."""
         loaded = driver()
         body: dict[str, Any] = {"status": lifecycle.state.value}
         if lifecycle.state in (State.STARTING, State.RECOVERING):
@@ -60,13 +60,13 @@ def gateway(
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Prometheus text format, or OpenMetrics where that is asked for."""
+        """Return all metrics in Prometheus text format, or in OpenMetrics if the Accept header requests it."""
         page, content_type = exposition.page(request.headers.get("accept", ""))
         return Response(page, media_type=content_type)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The served model, as OpenAI's clients list it."""
+        """Return the served model in the format of OpenAI's list of models."""
         loaded = driver()
         data = [] if loaded is None else [{"id": loaded.model.name, "object": "model", "owned_by": "pilotfish"}]
         return {"object": "list", "data": data}
@@ -75,7 +75,7 @@ def gateway(
 
 
 def _vitals(driver: Driver) -> dict[str, Any]:
-    """What runs and how it does; of the last steps, and None where there were none."""
+    """Return model, settings and load. Figures of speculation are of the last steps; None before the first."""
     model, estimates = driver.model, driver.estimates
     engine = model.engine
     return {
@@ -93,13 +93,13 @@ def _vitals(driver: Driver) -> dict[str, Any]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn on a socket of ours and without its signal handlers: `app` has its own, for both front ends."""
+    """uvicorn on a socket of ours, without its signal handlers: `app` handles signals for both front ends."""
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
         class Protocol(HttpProtocol):
             head_seconds = config.body_seconds
 
-        # h11 by name: another parser, if it happened to be installed, would have other limits.
+        # h11 is selected by name: another parser, if one is installed, would have other limits.
         settings = uvicorn.Config(app, http=Protocol, ws="none", log_config=None, access_log=False, lifespan="off")
         if config.tls_cert is not None:
             settings.ssl_certfile, settings.ssl_keyfile = config.tls_cert, config.tls_key
@@ -110,13 +110,14 @@ class HttpServer(uvicorn.Server):
         super().__init__(settings)
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         self._socket = socket.create_server((config.host, config.http_port), family=family)
-        # Connections inherit it. uvloop sets it by itself; asyncio only where a socket names TCP as its protocol, which
-        # this one does not. Without it the second part of each answer waits 40 ms for the caller's acknowledgement.
+        # Connections inherit this option. uvloop sets it itself; asyncio sets it only for a socket that names TCP as its
+        # protocol, which this one does not. Without the option the second part of each answer waits 40 ms for the
+        # caller's acknowledgement.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
     def port(self) -> int:
-        """The port that is listened on; of use where 0 was asked for."""
+        """The port on which the server listens, also if the configured port is 0."""
         return int(self._socket.getsockname()[1])
 
     async def run_until_stopped(self) -> None:
@@ -124,10 +125,10 @@ class HttpServer(uvicorn.Server):
         await self.serve(sockets=[self._socket])
 
     def stop(self) -> None:
-        """Let `run_until_stopped` return once open responses are out."""
+        """Let `run_until_stopped` return once open responses are sent."""
         self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
+        """Install no signal handlers."""
         yield

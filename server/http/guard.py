@@ -1,4 +1,4 @@
-"""Authentication of HTTP requests: without a valid token only `/health` and the empty page answer. Knows no route."""
+"""Authentication of HTTP requests: without a valid token a client reaches only `/health` and the playground's files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPEN_PATHS = frozenset({"/health"}) | playground.PATHS
 
 
 class HttpGuard:
-    """Lets authenticated requests pass; a route finds its caller in the scope."""
+    """Middleware that passes only authenticated requests; it stores the caller in the scope for the routes."""
 
     def __init__(self, app: ASGIApp, callers: Callers) -> None:
         self._app, self._callers = app, callers

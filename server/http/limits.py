@@ -1,4 +1,4 @@
-"""How large a request over HTTP may be and how long it may take to arrive. Knows no route and no field."""
+"""Limits on the size of an HTTP request and on the time that it takes to arrive. Knows no route and no field."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from server.http.errors import HttpError
 
 
 class RequestLimits:
-    """Refuses a head or body that is larger than gRPC's may be, before all of it is in memory, or that trickles in."""
+    """Refuses a head or body that is too large or arrives too slowly, before all of it is in memory.
+
+    The limits in bytes are those of gRPC messages and metadata.
+    """
 
     def __init__(self, app: ASGIApp, *, max_head: int, max_body: int, seconds: float) -> None:
         self._app, self._max_head, self._max_body, self._seconds = app, max_head, max_body, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count what is received on its way to the routes."""
+        """Check the size of the head, and count the bytes of the body that the routes receive."""
         head = sum(len(name) + len(value) for name, value in scope.get("headers", ())) + len(scope.get("raw_path", b""))
         if head > self._max_head:
             problem = f"the headers have {head} bytes; the limit is {self._max_head}"
@@ -30,7 +33,7 @@ class RequestLimits:
 
 
 class _Counted:
-    """What a route receives, up to a limit and in time; after the body's end there is no hurry."""
+    """A `receive` with limits on the bytes of the body and on its time to arrive; after its end there is no deadline."""
 
     def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
         self._receive, self._max_bytes, self._seconds = receive, max_bytes, seconds
@@ -52,23 +55,23 @@ class _Counted:
 
 
 class HttpProtocol(H11Protocol):
-    """uvicorn's, and a limit on how long the head of a request may take to arrive: it has none of its own."""
+    """uvicorn's protocol with a limit on the time in which the head of a request arrives; uvicorn itself has none."""
 
     head_seconds = 30.0
 
     def connection_made(self, transport: Any) -> None:
-        """Wait for a head."""
+        """Start the timer for the first head."""
         super().connection_made(transport)
         self._timer: asyncio.TimerHandle | None = None
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Parse, and see whether a head is still incomplete."""
+        """Parse, then start the timer if a head is expected, or cancel it if the head is complete."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
+        """Cancel the timer."""
         self._cancel()
         super().connection_lost(exc)
 

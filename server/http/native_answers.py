@@ -1,4 +1,4 @@
-"""Messages of the protocol as `/generate` answers: a text with figures, or its tokens as they come. Knows no engine."""
+"""Messages of the protocol as answers of `/generate`: a text with figures, or a stream of tokens. Knows no engine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FINISH_REASONS = {
 
 
 def answer(response: pb.GenerateResponse) -> Json:
-    """The whole answer."""
+    """Return the whole answer."""
     (output,) = response.outputs
     return {"generated_text": output.text} | _figures(output.finished)
 
 
 async def events(messages: AsyncIterator[pb.GenerateStreamResponse]) -> AsyncIterator[Json]:
-    """Every round's tokens, each with its text and whether it was an accepted draft; the figures last."""
+    """Yield the tokens of each round with their texts and whether each was an accepted draft; last, the figures."""
     async for message in messages:
         if message.HasField("finished"):
             yield _figures(message.finished)
@@ -33,7 +33,7 @@ async def events(messages: AsyncIterator[pb.GenerateStreamResponse]) -> AsyncIte
 
 
 def _piece(delta: pb.TokenDelta) -> Json:
-    """Text that belongs to no single token and is held back until the end is in `text` only."""
+    """Return an event. Text that was held back until the end belongs to no single token and is only in `text`."""
     borders = accumulate(delta.text_lengths, initial=0)
     texts = [delta.text[start:stop] for start, stop in pairwise(borders)]
     tokens = [
@@ -50,7 +50,7 @@ def _figures(end: pb.Finished) -> Json:
     return {
         "finish_reason": FINISH_REASONS.get(end.finish_reason, "abort"),
         "tokens_per_second": usage.completion_tokens / seconds if seconds > 0 else 0.0,
-        "avg_tokens_per_jump": stats.acceptance_length or 1.0,  # without drafts: one at a time
+        "avg_tokens_per_jump": stats.acceptance_length or 1.0,  # without drafts each round gives one token
         "latency_ms": 1000 * timing.total_seconds,
         "time_to_first_token_ms": None if first is None else 1000 * first,
         "prompt_tokens": usage.prompt_tokens,

@@ -1,4 +1,4 @@
-"""Messages of the protocol in OpenAI's shapes: whole answers and the chunks of a stream. Knows no engine."""
+"""Messages of the protocol in OpenAI's formats: whole answers and the chunks of a stream. Knows no engine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pilotfish.v1 import generation_pb2 as pb
 
 Json = dict[str, Any]
 
-IMPOSSIBLE = -9999.0  # JSON has no minus infinity, which a model's own mask may give
-_FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}  # anything else: "abort"
+IMPOSSIBLE = -9999.0  # for minus infinity, which a model's own mask may give and JSON does not have
+_FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}  # all other reasons: "abort"
 
 
 class AnswerFormat(ABC):
-    """What completions and chat completions have in common; one per call, for it counts the text of each output."""
+    """Base of completions and chat completions. One instance per call, because it counts the text of each output."""
 
     prefix: ClassVar[str]
     whole: ClassVar[str]  # `object` of an answer
@@ -32,7 +32,7 @@ class AnswerFormat(ABC):
         self._text_lengths: dict[int, int] = defaultdict(int)
 
     def answer(self, response: pb.GenerateResponse) -> Json:
-        """The whole answer."""
+        """Return the whole answer."""
         self._request_id = response.request_id
         choices = [
             self._choice(output) | {"index": output.index} | _ended(output.finished) for output in response.outputs
@@ -40,7 +40,7 @@ class AnswerFormat(ABC):
         return self._envelope(self.whole, choices) | {"usage": _usage(output.finished for output in response.outputs)}
 
     async def events(self, messages: AsyncIterator[pb.GenerateStreamResponse]) -> AsyncIterator[Json]:
-        """A chunk per message; last, where asked for, the usage of all outputs."""
+        """Yield one chunk per message; last, if requested, the usage of all outputs."""
         ends: list[pb.Finished] = []
         begun: set[int] = set()
         async for message in messages:
@@ -72,7 +72,7 @@ class AnswerFormat(ABC):
         }
 
     def _name(self, token: int) -> str:
-        """A token as text; one that is no text by itself goes by its id, or several would have one name."""
+        """Return a token as text, or by its id if it is no text by itself; so different tokens have different names."""
         text = "" if self._codec is None else self._codec.tokenizer.decode([token], skip_special_tokens=False)
         return text if text and "\ufffd" not in text else f"token_id:{token}"
 
@@ -90,14 +90,14 @@ class AnswerFormat(ABC):
 
 
 class TextAnswers(AnswerFormat):
-    """`/v1/completions`."""
+    """Answers of `/v1/completions`."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
     def _choice(self, output: pb.Output) -> Json:
         return {"text": output.text, "logprobs": self._logprobs(output)}
 
-    _piece = _choice  # type: ignore[assignment]  # a delta has what an output has
+    _piece = _choice  # type: ignore[assignment]  # a delta has the fields of an output
 
     def _opening(self) -> Iterable[Json]:
         return ()
@@ -121,7 +121,7 @@ class TextAnswers(AnswerFormat):
 
 
 class ChatAnswers(AnswerFormat):
-    """`/v1/chat/completions`."""
+    """Answers of `/v1/chat/completions`."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -154,12 +154,15 @@ class ChatAnswers(AnswerFormat):
 
 
 def _ended(finished: pb.Finished) -> Json:
-    """Why, and the seed with which the same comes again: no field of OpenAI's, and their clients let it be."""
+    """Return the finish reason, and the seed that reproduces the output (not a field of OpenAI; clients ignore it)."""
     return {"finish_reason": _FINISH_REASONS.get(finished.finish_reason, "abort"), "seed": finished.seed}
 
 
 def _usage(ends: Iterable[pb.Finished]) -> Json:
-    """The prompt counts once, however many outputs it has; all but the first may find it cached by the first."""
+    """Return the usage of all outputs. The prompt counts once.
+
+    Its cached tokens are the minimum over the outputs, because later outputs may find the prompt cached by the first.
+    """
     usages = [end.usage for end in ends]
     prompt, completion = usages[0].prompt_tokens, sum(usage.completion_tokens for usage in usages)
     return {

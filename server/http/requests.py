@@ -1,6 +1,7 @@
-"""HTTP bodies to messages of the protocol, which one path checks for all. Knows no engine.
+"""Conversion of HTTP bodies to messages of the protocol, which `server.admission` checks. Knows no engine.
 
-Of a body with fields that are wrong by themselves the others are read all the same, so that all is told at once.
+If some fields of a body are invalid by themselves, the other fields are still checked, so that one error lists all
+violations.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from engine.errors import Violation
 from pilotfish.v1 import generation_pb2 as pb
 from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields, OpenAiBody
 
-OPENAI_TEMPERATURE = 1.0  # what OpenAI's users expect where they say nothing; elsewhere it is 0
+OPENAI_TEMPERATURE = 1.0  # OpenAI's default; the default of `/generate` and gRPC is 0
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """A body as a message, and what is known to be wrong with it."""
+    """A body as a message, and the violations that are known already."""
 
     message: pb.GenerateRequest
     wrong: tuple[Violation, ...] = ()
@@ -27,12 +28,12 @@ class ParsedBody:
 
 
 def asked(body: GenerationFields) -> ParsedBody:
-    """What a body asks for whose fields are right by themselves."""
+    """Convert a body whose fields are valid by themselves."""
     return ParsedBody(_message(body), tuple(body.conflicts()), body.timeout)
 
 
 def rest(kind: type[GenerationFields], found: Any, faulty: Iterable[str]) -> ParsedBody | None:
-    """What a body asks for beside its `faulty` fields, an input perhaps not; None if it is no object."""
+    """Convert a body without its `faulty` fields; the message may have no input. None if the body is no JSON object."""
     if not isinstance(found, dict):
         return None
     kept = {name: value for name, value in found.items() if name not in faulty}
@@ -58,7 +59,7 @@ def _message(body: GenerationFields) -> pb.GenerateRequest:
 
 
 def generate_request(body: GenerateBody) -> pb.GenerateRequest:
-    """`POST /generate`; `k_draft` drafts in every round, none if it is 0."""
+    """Convert a body of `POST /generate`. `k_draft` is the number of drafts in every round; 0 turns speculation off."""
     request = _common(body, body.max_new_tokens)
     request.prompt = body.prompt
     if body.k_draft is not None:
@@ -68,7 +69,7 @@ def generate_request(body: GenerateBody) -> pb.GenerateRequest:
 
 
 def completion_request(body: CompletionBody) -> pb.GenerateRequest:
-    """`POST /v1/completions`."""
+    """Convert a body of `POST /v1/completions`."""
     request = _common(body, body.max_tokens)
     _ask_as_openai(request, body)
     if isinstance(body.prompt, str):
@@ -81,7 +82,7 @@ def completion_request(body: CompletionBody) -> pb.GenerateRequest:
 
 
 def chat_request(body: ChatBody) -> pb.GenerateRequest:
-    """`POST /v1/chat/completions`."""
+    """Convert a body of `POST /v1/chat/completions`."""
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     request = _common(body, limit)
     _ask_as_openai(request, body)

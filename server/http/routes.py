@@ -1,4 +1,4 @@
-"""The routes that generate: `/generate`, and OpenAI's two. Thin: a body becomes a message, and messages JSON."""
+"""The routes that generate: `/generate` and OpenAI's two. They convert bodies to messages and messages to JSON."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ _BODIES: dict[str, type[GenerationFields]] = {
 
 
 class Answers(Protocol):
-    """How messages look in JSON, whole and as a stream."""
+    """Conversion of messages to JSON, as a whole answer and as a stream."""
 
     def answer(self, response: pb.GenerateResponse, /) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the whole answer."""
         ...
 
     def events(self, messages: AsyncIterator[pb.GenerateStreamResponse], /) -> AsyncIterator[dict[str, Any]]:
-        """The events of a stream."""
+        """Yield the events of a stream."""
         ...
 
 
 def add_generation(app: FastAPI, admission: Admission, driver: Callable[[], Driver], stall_seconds: float) -> None:
-    """Add the routes, and errors in OpenAI's shape for all of them; `driver` raises until the model is loaded."""
+    """Add the routes, and handlers that return errors in OpenAI's format; `driver` raises until the model is loaded."""
     router, door = APIRouter(), _Routes(admission, driver, stall_seconds)
 
     @router.post("/generate", response_model=None)
     async def generate(body: GenerateBody, request: Request) -> Response:
-        """One prompt; the text and how fast it came, or tokens as they come."""
+        """Continue one prompt: return the text and its speed, or stream the tokens."""
         return await door.respond(body, native_answers, request)
 
     @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
-        """As OpenAI's clients call it."""
+        """Continue a prompt, in the format of OpenAI's completions."""
         return await door.respond(body, door.shape(TextAnswers, body), request)
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        """As OpenAI's clients call it."""
+        """Continue a conversation, in the format of OpenAI's chat completions."""
         return await door.respond(body, door.shape(ChatAnswers, body), request)
 
     app.include_router(router)
@@ -66,18 +66,18 @@ def add_generation(app: FastAPI, admission: Admission, driver: Callable[[], Driv
 
 
 class _Routes:
-    """What all routes do."""
+    """The common part of all routes."""
 
     def __init__(self, admission: Admission, driver: Callable[[], Driver], stall_seconds: float) -> None:
         self._admission, self._driver, self._stall_seconds = admission, driver, stall_seconds
 
     def shape(self, kind: type[AnswerFormat], body: OpenAiBody) -> AnswerFormat:
-        """Of OpenAI's answers to `body`."""
+        """Create the format of OpenAI's answers to `body`."""
         model = self._driver().model
         return kind(model.name, model.codec, include_usage=body.stream_options.include_usage)
 
     async def respond(self, body: GenerationFields, answers: Answers, request: Request) -> Response:
-        """One answer, or a stream of events; a refusal is raised before anything is sent."""
+        """Return one answer or a stream of events. If the request is refused, raise before anything is sent."""
         read, origin = asked(body), _origin(request, body.timeout)
         if not body.stream:
             work = answer(self._admission, read, origin)
@@ -86,7 +86,7 @@ class _Routes:
         return EventStream(call, answers.events, origin, self._stall_seconds)
 
     async def refuse(self, error: RequestValidationError, request: Request) -> PilotfishError:
-        """What is wrong with a body: its types, and whatever else can be known without the fields they are of."""
+        """Return the error for a body with wrong types; it also lists violations in the other fields."""
         wrong = violations(error.errors())
         faulty = {str(part) for found in error.errors() for part in found["loc"][1:2]}
         read = rest(_BODIES[request.scope["path"]], error.body, faulty)
@@ -115,14 +115,14 @@ def _add_errors(app: FastAPI, door: _Routes) -> None:
 
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, error: HTTPException) -> JSONResponse:
-        if error.status_code == 400:  # the framework's word for JSON that Python gave up on
+        if error.status_code == 400:  # the framework uses 400 for JSON that Python cannot parse
             return UNREADABLE.response()
         return HttpError(error.status_code, "invalid_request_error", "http", str(error.detail)).response()
 
     @app.exception_handler(CallerGone)
     async def gone(_: Request, __: CallerGone) -> Response:
-        return Response(status_code=499)  # the caller has gone
+        return Response(status_code=499)  # the caller has disconnected
 
     @app.exception_handler(Exception)
     async def failed(_: Request, __: Exception) -> JSONResponse:
-        return INTERNAL.response()  # the server logs it, with its trace
+        return INTERNAL.response()  # uvicorn logs the exception with its traceback

@@ -1,7 +1,7 @@
-"""What the HTTP routes take, field by field. Knows names, types and defaults; what a value means is `http_requests`'.
+"""Fields of the bodies of the HTTP routes: names, types and defaults. `requests.py` interprets their values.
 
-Unknown fields are refused by name, since most of them would change the output. Null is the same as not there, and so
-is a field of OpenAI's that is not served, as long as it asks for nothing.
+Unknown fields are refused by name, because most of them would change the output. A field that is null counts as
+missing. So does an unsupported field of OpenAI if its value requests nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.errors import Violation
 
 
 def _is_text(value: str) -> str:
-    r"""JSON can spell half of a character (`\ud800`); no text has one."""
+    r"""Refuse text with half of a surrogate pair (`\ud800`), which JSON can contain but UTF-8 cannot."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -23,19 +23,19 @@ def _is_text(value: str) -> str:
     return value
 
 
-# Strict: "3" and true are no numbers, and 1 is no truth.
+# Strict types: "3" and true are not accepted as numbers, and 1 is not accepted as a boolean.
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)]
 UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1, strict=True)]
-TokenKey = Annotated[int, Field(ge=0, le=2**32 - 1)]  # of an object in JSON, where keys are strings
+TokenKey = Annotated[int, Field(ge=0, le=2**32 - 1)]  # a key of a JSON object, where keys are strings; so not strict
 Real = Annotated[float, Field(strict=True)]
 Seconds = Annotated[float, Field(gt=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, AfterValidator(_is_text)]
 
-# About the caller, not about the output: taken, and without effect.
+# Fields about the caller, not about the output: they are accepted and have no effect.
 IGNORED = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
-# Values that ask for nothing of a feature that is not served.
+# Values of unsupported fields that request nothing.
 NEUTRAL: dict[str, Any] = {
     "best_of": 1,
     "echo": False,
@@ -48,7 +48,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 class Body(BaseModel):
-    """Part of a request."""
+    """Base of all parts of a body. It drops null fields and fields without effect, and refuses unknown ones."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -70,7 +70,7 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 
 class SpeculationFields(Body):
-    """How to speculate, as in the protocol."""
+    """Speculation options, named as in the protocol."""
 
     mode: Literal["auto", "off", "fixed"] | None = None
     num_draft_tokens: UInt32 | None = None
@@ -79,16 +79,16 @@ class SpeculationFields(Body):
 
 
 class JsonSchema(Body):
-    """A schema with a name, which is not used."""
+    """A JSON schema. Its name and description are not used."""
 
     name: Text | None = None
     description: Text | None = None
-    strict: Flag | None = None  # it is always kept strictly
+    strict: Flag | None = None  # no effect: the schema is always enforced strictly
     schema_: dict[str, Any] = Field(default_factory=lambda: {"type": "object"}, alias="schema")
 
 
 class ResponseFormat(Body):
-    """What the text has to be."""
+    """The required format of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -101,10 +101,10 @@ class ResponseFormat(Body):
 
 
 class StreamOptions(Body):
-    """What a stream has beside its text."""
+    """Additional parts of a stream."""
 
     include_usage: Flag = False
-    include_obfuscation: Flag = False  # there is nothing to hide from a network on loopback or behind TLS
+    include_obfuscation: Flag = False  # no effect: obfuscation is not supported
 
 
 def _one_or_many(value: Any) -> Any:
@@ -112,9 +112,9 @@ def _one_or_many(value: Any) -> Any:
 
 
 class GenerationFields(Body):
-    """What every generating route takes, named as in the protocol, without its groups."""
+    """Fields of every generating route, named as in the protocol, but without its groups."""
 
-    no_input: ClassVar[tuple[str, Any]] = ("prompt", "")  # of the right type, where the one that came is not
+    no_input: ClassVar[tuple[str, Any]] = ("prompt", "")  # the input field, and a valid placeholder if the input is invalid
 
     model: Text | None = None
     temperature: Real | None = None
@@ -143,7 +143,7 @@ class GenerationFields(Body):
     timeout: Seconds | None = None
 
     def conflicts(self) -> Iterator[Violation]:
-        """Fields that do not go together, each of them right by itself."""
+        """Yield violations by fields that are valid by themselves but exclude each other."""
         structures = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "response_format")
         given = [name for name in structures if getattr(self, name, None) is not None]
         if len(given) > 1:
@@ -151,7 +151,7 @@ class GenerationFields(Body):
 
 
 def _one_prompt(value: Any) -> Any:
-    """A list of one prompt is that prompt."""
+    """Return the only prompt of a list; refuse a list of several prompts."""
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > 1:
             raise ValueError(f"has {len(value)} prompts; send a request for each")
@@ -160,7 +160,7 @@ def _one_prompt(value: Any) -> Any:
 
 
 class GenerateBody(GenerationFields):
-    """`POST /generate`."""
+    """Body of `POST /generate`."""
 
     prompt: Text
     max_new_tokens: UInt32 | None = None
@@ -168,7 +168,7 @@ class GenerateBody(GenerationFields):
 
 
 class OpenAiBody(GenerationFields):
-    """What both OpenAI routes take."""
+    """Fields of both OpenAI routes."""
 
     n: UInt32 | None = None
     max_tokens: UInt32 | None = None
@@ -177,33 +177,33 @@ class OpenAiBody(GenerationFields):
 
 
 class CompletionBody(OpenAiBody):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: Annotated[Text | list[UInt32], BeforeValidator(_one_prompt)]
-    logprobs: UInt32 | None = None  # how many likeliest tokens beside each; 0: only the token's own
+    logprobs: UInt32 | None = None  # number of likeliest tokens beside each token; 0: only the token's own log-probability
 
 
 class TextPart(Body):
-    """A piece of a message."""
+    """A part of a message that is text."""
 
     type: Literal["text"]
     text: Text
 
 
 class ChatTurn(Body):
-    """A message."""
+    """A message of a conversation."""
 
     role: Text
     content: Text | list[TextPart]
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text of the message."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatBody(OpenAiBody):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     no_input = ("messages", [])
 
@@ -213,7 +213,7 @@ class ChatBody(OpenAiBody):
     top_logprobs: UInt32 | None = None
 
     def conflicts(self) -> Iterator[Violation]:
-        """Those of all routes, and two limits."""
+        """Yield the violations of all routes, and one if both limits on the output are given and differ."""
         yield from super().conflicts()
         newer, older = self.max_completion_tokens, self.max_tokens
         if newer is not None and older is not None and newer != older:

@@ -1,1 +1,1 @@
-"""What one request produces, on its way from the engine to its reader. Knows tokens and text, no protocol."""
+"""Outputs of a request between the engine and the reader. Knows tokens and text, no protocol."""

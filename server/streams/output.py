@@ -1,4 +1,4 @@
-"""One output on its way from the engine to its reader: what is not yet read is merged. Knows no requests."""
+"""The buffer of one output between the engine and the reader; unread chunks are merged. Knows no requests."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Timeline:
-    """When things happened to a request or to one of its outputs, in the driver's seconds; None if not yet."""
+    """Times of events of a request or of one of its outputs, in seconds of the driver's clock; None if not yet."""
 
     arrived: float
-    started: float | None = None  # handed to the engine
+    started: float | None = None  # passed to the engine
     first_token: float | None = None
     last_token: float | None = None
     ended: float | None = None
-    trace_id: str | None = None  # 32 hexadecimal digits, where requests are traced
+    trace_id: str | None = None  # 32 hexadecimal digits; None if the request is not traced
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How an output ended: the engine's word on it, and what only the text layer knows."""
+    """The end of an output: the engine's result, and the stop string, which only the text layer knows."""
 
     finished: FinishedOutput
     stop_string: str | None
@@ -37,9 +37,9 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What came of one output since the last read. `texts[i]`, and `logprobs[i]` where asked for, belong to token i.
+    """New tokens and text of one output since the last read.
 
-    `tail` is text that was held back until the end.
+    `texts[i]` and, if requested, `logprobs[i]` belong to token i. `tail` is text that was held back until the end.
     """
 
     index: int
@@ -53,13 +53,13 @@ class Chunk:
 
     @property
     def text(self) -> str:
-        """All new text."""
+        """The new text as one string."""
         return "".join(self.texts) + self.tail
 
     @classmethod
     def merged(cls, parts: list[Chunk]) -> Chunk:
-        """Successive chunks of one output as one."""
-        if len(parts) == 1:  # a reader that keeps up
+        """Merge successive chunks of one output."""
+        if len(parts) == 1:  # the usual case: the reader keeps up
             return parts[0]
         return cls(
             index=parts[0].index,
@@ -78,11 +78,14 @@ def _joined(parts: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
 
 
 class OutputBuffer:
-    """Tokens of one output, cut where its text stops. The first ones never wait; later ones gather to `interval`."""
+    """Unread tokens of one output, cut after a stop string.
+
+    The first tokens are readable at once; later ones are readable when `interval` tokens are unread, or at the end.
+    """
 
     def __init__(self, index: int, text: OutputText | None, arrived: float, clock: Clock, interval: int) -> None:
         self.index, self.timeline = index, Timeline(arrived)
-        self.num_tokens = 0  # kept so far
+        self.num_tokens = 0  # of the output so far, up to a stop string
         self.end: End | None = None
         self._text, self._clock, self._interval = text, clock, interval
         self._unread: list[Chunk] = []
@@ -91,33 +94,37 @@ class OutputBuffer:
 
     @property
     def ready(self) -> bool:
-        """Whether there is something that should not wait for more."""
+        """Whether the reader should get the unread chunks now."""
         first = 0 < self.num_tokens == self._num_unread
         return bool(self._unread) and (first or self._num_unread >= self._interval or self.end is not None)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has cut it: whatever else comes, that was its end."""
+        """Whether a stop string has ended the text; later tokens are ignored."""
         return self._stop_string is not None
 
     @property
     def has_unread(self) -> bool:
-        """Whether there is anything at all."""
+        """Whether any chunk is unread."""
         return bool(self._unread)
 
     def push(self, event: TokenEvent) -> bool:
-        """Take one step's tokens, and the end if it is there; whether text ended it and the engine is to be told."""
+        """Add the tokens of one step, and the end if the event has one.
+
+        Returns:
+            Whether a stop string ended the output now, so that the caller has to end it in the engine.
+        """
         assert self.end is None, f"an event after the end of output {self.index}"
-        is_late = self.is_stopped  # the engine had taken another step before it was told
+        is_late = self.is_stopped  # the engine took another step before it was told to stop
         stop = is_late or self._keep(event)
         if event.finished is None:
             return stop and not is_late
-        # The engine may have ended it in the very step in which plain decoding would have met the stop string before.
+        # The engine ended the output, but its text has a stop string earlier: plain decoding would have ended there.
         self.close(self._stopped(event.finished) if stop else event.finished)
         return False
 
     def close(self, finished: FinishedOutput) -> None:
-        """Take the end."""
+        """Add the end of the output."""
         assert self.end is None, f"a second end of output {self.index}"
         tail = "" if self._text is None else self._text.flush()
         self.timeline.ended = self._clock()
@@ -125,15 +132,15 @@ class OutputBuffer:
         self._unread.append(Chunk(index=self.index, tail=tail, end=self.end))
 
     def take(self) -> Chunk:
-        """All that is unread."""
+        """Remove and return all unread chunks as one."""
         chunk = Chunk.merged(self._unread)
         self._unread, self._num_unread = [], 0
         return chunk
 
     def _keep(self, event: TokenEvent) -> bool:
-        """Store the tokens up to a stop string; whether one completed."""
+        """Store the tokens up to a stop string; return whether one completed."""
         ended_by_id = event.finished is not None and event.finished.stop_token_id is not None
-        shown = event.token_ids[: len(event.token_ids) - ended_by_id]  # the token that ended it has no text
+        shown = event.token_ids[: len(event.token_ids) - ended_by_id]  # a token that ends it by id has no text
         texts, stop = ("",) * len(shown), None
         if self._text is not None:
             piece = self._text.push(shown)

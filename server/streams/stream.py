@@ -1,7 +1,7 @@
-"""The outputs of one request, on their way from the engine to its reader. Knows tokens and text, no protocol.
+"""The outputs of one request between the engine and the reader. Knows tokens and text, no protocol.
 
-The driver writes, one reader reads. What is not yet read is merged into one `Chunk` per output, so a slow reader
-gets fewer and larger messages, and never more than `n * max_tokens` tokens wait for it.
+The driver writes, and one reader reads. Unread chunks are merged into one `Chunk` per output, so a slow reader gets
+fewer and larger messages, and at most `n * max_tokens` tokens are buffered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from server.streams.output import Chunk, OutputBuffer, Timeline
 
 
 class OutputStream:
-    """The outputs of one live request. Each ends once, in a `Chunk` with `end`; or an error ends them all."""
+    """The outputs of one live request. Each output ends once, with a `Chunk` that has `end`, or an error ends all."""
 
     def __init__(
         self, request: Request, codec: Codec | None, clock: Clock, interval: int = 1, deadline: float = math.inf
@@ -34,28 +34,28 @@ class OutputStream:
 
     @property
     def request_id(self) -> str:
-        """The id of its request."""
+        """The id of the request."""
         return self.request.request_id
 
     @property
     def error(self) -> PilotfishError | None:
-        """What it failed with, if it did."""
+        """The error that ended the request; None if there is none."""
         return self._error
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will be written."""
+        """Whether the driver will write nothing more."""
         return self._error is not None or all(output.end is not None for output in self.outputs)
 
     def trace(self, trace_id: str | None) -> None:
-        """Say which trace it is part of; to be called before anything happens to it."""
+        """Set the trace of the request. Call it before the request starts."""
         for timeline in (self.timeline, *(output.timeline for output in self.outputs)):
             timeline.trace_id = trace_id
 
     # ----------------------------------------------------------------------------------------- the driver writes
 
     def start(self) -> None:
-        """The engine has the request from now on."""
+        """Record the start: the request is passed to the engine."""
         now = self._clock()
         for timeline in (self.timeline, *(output.timeline for output in self.outputs)):
             timeline.started = now
@@ -69,7 +69,7 @@ class OutputStream:
         return stopped
 
     def fail(self, error: PilotfishError) -> None:
-        """End every output with one error, which the reader gets raised after what is already written."""
+        """End every output with one error. The reader first gets all that is written, then `read` raises the error."""
         assert not self.ended, f"a second end of {self.request_id}"
         self.timeline.ended = self._clock()
         self._error = error
@@ -84,7 +84,7 @@ class OutputStream:
     # ------------------------------------------------------------------------------------------- the reader reads
 
     async def read(self) -> tuple[Chunk, ...]:
-        """Wait for something new and take it, at most one chunk per output; raises what the request failed with."""
+        """Wait for new chunks and return them, at most one per output. Raises the error that ended the request."""
         await self._readable.wait()
         failed = self._error is not None
         found = tuple(output.take() for output in self.outputs if output.ready or (failed and output.has_unread))
@@ -95,7 +95,7 @@ class OutputStream:
         return found
 
     async def read_all(self) -> tuple[Chunk, ...]:
-        """Every output whole, in the order of their indices."""
+        """Wait for the end, and return every output as one chunk, in the order of their indices."""
         parts: list[list[Chunk]] = [[] for _ in self.outputs]
         while not all(chunks and chunks[-1].end for chunks in parts):
             for chunk in await self.read():

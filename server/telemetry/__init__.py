@@ -1,1 +1,1 @@
-"""Metrics, traces, logs and the event loop's lag. Knows numbers and names; decides nothing."""
+"""Metrics, traces, logs and the event loop's lag. It only observes; it changes nothing."""

@@ -1,6 +1,6 @@
-"""The page `/metrics`: in which form, and under whose names. Knows nothing of what is measured.
+"""The page `/metrics`: its format and the names of the metrics.
 
-Prometheus asks for OpenMetrics, whose histograms carry exemplars: the trace of one request that fell into a bucket.
+Prometheus requests the OpenMetrics format. Its histograms contain exemplars: the trace of one request of a bucket.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-# Ours to vLLM's; units and meaning agree, so that its dashboards and autoscalers work. A histogram keeps our buckets.
+# Our names to vLLM's. Units and meanings agree, so that dashboards and autoscalers for vLLM work. Histograms keep our
+# own buckets.
 VLLM_NAMES = MappingProxyType(
     {
         "pilotfish_requests_running": "vllm:num_requests_running",
         "pilotfish_requests_waiting": "vllm:num_requests_waiting",
-        "pilotfish_kv_usage_ratio": "vllm:kv_cache_usage_perc",  # a share from 0 to 1 there, too
+        "pilotfish_kv_usage_ratio": "vllm:kv_cache_usage_perc",  # in vLLM it is also a share from 0 to 1
         "pilotfish_prefix_cache_queries": "vllm:prefix_cache_queries",
         "pilotfish_prefix_cache_hits": "vllm:prefix_cache_hits",
         "pilotfish_preemptions": "vllm:num_preemptions",
@@ -41,14 +42,14 @@ _VLLM_LABELS = {"finish_reason": "finished_reason"}
 
 
 class Exposition(Collector):
-    """Everything in a registry, and again under vLLM's names where the model has a name for them."""
+    """All metrics of a registry; with `vllm_model`, also a copy under vLLM's names for that model."""
 
     def __init__(self, registry: CollectorRegistry, vllm_model: str | None = None) -> None:
         self._registry = registry
         self._vllm_labels = None if vllm_model is None else {"model_name": vllm_model, "engine": "0"}
 
     def collect(self) -> Iterator[Metric]:
-        """Every family, without the series that say when another one was created: they would double the page."""
+        """Yield every family without its `_created` series, which would double the size of the page."""
         for family in self._registry.collect():
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
@@ -56,7 +57,7 @@ class Exposition(Collector):
                 yield _renamed(family, VLLM_NAMES[family.name], self._vllm_labels)
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """Its text and content type, as the Accept header has it."""
+        """Return the page and its content type, in the format that the Accept header requests."""
         encode, content_type = choose_encoder(accept)
         return encode(self), content_type
 

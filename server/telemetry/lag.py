@@ -1,4 +1,4 @@
-"""How late the event loop is. Knows no metrics and no server."""
+"""Measurement of the event loop's lag. Knows no metrics and no server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ EVERY_SECONDS = 0.1
 
 
 async def watch_lag(observe: Callable[[float], None], clock: Clock, every_seconds: float = EVERY_SECONDS) -> None:
-    """Tell `observe` for ever how many seconds after its time a sleep ended: something else held the loop."""
+    """Sleep again and again, and pass to `observe` how many seconds late each sleep ended.
+
+    A sleep ends late if other work blocked the event loop.
+    """
     while True:
         due = clock() + every_seconds
         await asyncio.sleep(every_seconds)

@@ -1,4 +1,4 @@
-"""How the log looks: text for people, one JSON object per line for machines."""
+"""Format of the log: text for people, or one JSON object per line for programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from server.config import LogFormat
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per record: time, level, logger, message, and the trace of an error."""
+    """One object per record: time, level, logger, message, and the traceback of an error."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line."""
+        """Return the record as one line."""
         entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -27,11 +27,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(log_format: LogFormat) -> None:
-    """Send the log to stderr in this form."""
+    """Send the log to stderr in this format."""
     as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    # These log at INFO what our own log says better, or what no operator needs.
+    # Messages of these at INFO repeat our own log, or are of no use to an operator.
     for chatty in ("uvicorn", "httpx", "httpcore", "filelock", "huggingface_hub"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""What Prometheus sees. Knows numbers only; the registry is passed in, and every series exists from the start."""
+"""Prometheus metrics. The caller passes the registry, and every series exists from the start."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LENGTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 17)
 
 
 class Metrics:
-    """The families, by what feeds them: steps, requests, the server itself."""
+    """All metrics, grouped by their source: steps, requests, the server itself."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -43,7 +43,7 @@ class Metrics:
 
 
 class StepMetrics:
-    """Fed once per step."""
+    """Metrics that are updated once per step."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         kinds = get_args(ForwardKind)
@@ -81,7 +81,7 @@ class StepMetrics:
         self._last = _gauge(registry, "engine_last_step_timestamp_seconds", "When the last step ended, Unix time.")
 
     def observe(self, stats: StepStats) -> None:
-        """One step."""
+        """Include the statistics of one step."""
         for forward in stats.forwards:
             self._size[forward.kind].observe(forward.sequences)
             self._tokens[forward.kind].observe(forward.tokens)
@@ -113,7 +113,7 @@ class StepMetrics:
 
 
 class RequestMetrics:
-    """Fed as requests come, get tokens and go."""
+    """Metrics that are updated when requests are refused, start, get tokens and end."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         total = _counter(
@@ -143,15 +143,15 @@ class RequestMetrics:
         self.stalls = _counter(registry, "stream_stalls", "Streams cut because their reader took no message.")
 
     def watch_queue(self, usage: Callable[[], float]) -> None:
-        """Call `usage` for the queue's share of its limits at each scrape."""
+        """At each scrape call `usage`, which returns the used share of the queue's limits."""
         self._queue_usage.set_function(usage)
 
     def reject(self, reason: str) -> None:
-        """A request was refused."""
+        """Count a refused request."""
         self._rejected[reason].inc()
 
     def start(self, timeline: Timeline) -> None:
-        """A request reached the engine."""
+        """Observe the queue time of a request that was passed to the engine."""
         assert timeline.started is not None, "a start without a time"
         self._queue.observe(timeline.started - timeline.arrived, _exemplar(timeline))
 
@@ -164,25 +164,25 @@ class RequestMetrics:
             self._gap.observe(timeline.last_token - previous)
 
     def end(self, reason: FinishReason, timeline: Timeline) -> None:
-        """A request ended, the last of its outputs for this reason."""
+        """Count a request that ended; `reason` is that of its last output."""
         assert timeline.ended is not None, "an end without a time"
         self._ended[reason].inc()
         self._duration.observe(timeline.ended - timeline.arrived, _exemplar(timeline))
 
     def end_output(self, timeline: Timeline, num_tokens: int) -> None:
-        """One output of a request that ended, and how many tokens it has."""
+        """Observe the mean time per token of an output whose request ended."""
         if num_tokens > 1 and timeline.first_token is not None and timeline.last_token is not None:
             self._per_token.observe((timeline.last_token - timeline.first_token) / (num_tokens - 1))
 
     def set_load(self, running: int, waiting: int, kv_usage: float) -> None:
-        """How busy the server is now."""
+        """Set the gauges of running and waiting requests and of the used pages."""
         self._running.set(running)
         self._waiting.set(waiting)
         self._kv_usage.set(kv_usage)
 
 
 def _exemplar(timeline: Timeline) -> dict[str, str] | None:
-    """Which trace an observation is an example of, where requests are traced."""
+    """Return the trace of an observation as an exemplar; None if the request is not traced."""
     return {"trace_id": timeline.trace_id} if timeline.trace_id else None
 
 

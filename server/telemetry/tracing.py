@@ -1,7 +1,7 @@
 """Requests as spans of OpenTelemetry, part of their caller's trace (W3C trace context). Knows no protocol.
 
-The package is an extra: nothing of it is imported unless tracing is asked for. Where spans go is said by its own
-`OTEL_*` variables.
+The package is an extra and is imported only if tracing is on. Its own `OTEL_*` variables configure where spans are
+sent.
 """
 
 from __future__ import annotations
@@ -21,51 +21,51 @@ EXTRA = "tracing needs packages that are not installed: pip install 'pilotfish[o
 
 
 class Trace(Protocol):
-    """One request, from its arrival on. Ends once, one way or the other."""
+    """The trace of one request from its arrival. It ends once, by `refuse` or by `end`."""
 
     @property
     def trace_id(self) -> str | None:
-        """32 hexadecimal digits, or None where the trace is not recorded."""
+        """32 hexadecimal digits, or None if the trace is not recorded."""
 
     def refuse(self, error: BaseException) -> None:
-        """It was not admitted."""
+        """End the trace: the request was not admitted."""
 
     def end(self, stream: OutputStream) -> None:
-        """End the trace: the reader is gone."""
+        """End the trace: the call is over."""
 
 
 class Tracing(Protocol):
-    """Begins traces."""
+    """Starts traces."""
 
     def begin(self, headers: Mapping[str, str]) -> Trace:
-        """A request has arrived with these headers or metadata, of which `traceparent` says whose part it is."""
+        """Start the trace of a request with these headers or metadata; `traceparent` names the caller's trace."""
 
 
 class NoTracing:
-    """The trace of a server without tracing. All methods do nothing."""
+    """Tracing and trace of a server without tracing. All methods do nothing."""
 
     trace_id = None
 
     def begin(self, headers: Mapping[str, str]) -> Trace:
-        """Itself."""
+        """Return itself."""
         return self
 
     def refuse(self, error: BaseException) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end(self, stream: OutputStream) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class OpenTelemetry:
-    """Spans named `generate`, with OpenTelemetry's attributes for generative AI where it has some."""
+    """Spans named `generate`, with OpenTelemetry's attributes for generative AI where they exist."""
 
     def __init__(self, tracer: Tracer, model: str, clock: Clock = time.monotonic) -> None:
         self._tracer, self._model, self._clock = tracer, model, clock
 
     @classmethod
     def configured(cls, model: str) -> OpenTelemetry:
-        """With the exporter that the environment names; ValueError where the extra is not installed."""
+        """Use the exporter that the environment names. Raises ValueError if the extra is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -78,7 +78,7 @@ class OpenTelemetry:
         return cls(provider.get_tracer("pilotfish", version()), model)
 
     def begin(self, headers: Mapping[str, str]) -> Trace:
-        """A span, whose parent is the caller's."""
+        """Start a span whose parent is the caller's span."""
         from opentelemetry.propagate import extract
         from opentelemetry.trace import SpanKind
 
@@ -123,7 +123,7 @@ class _SpanOfRequest:
         from opentelemetry.trace import StatusCode
 
         self._span.set_attribute("error.type", type(error).__name__)
-        self._span.set_status(StatusCode.ERROR)  # without the message: it may hold text of the prompt
+        self._span.set_status(StatusCode.ERROR)  # without the message, which may contain text of the prompt
 
     def _unix_nanoseconds(self, when: float) -> int:
         return time.time_ns() - round(1e9 * (self._clock() - when))

@@ -212,7 +212,7 @@ def read_to_engine(payload: bytes) -> ToEngine:
     """Decode a message from the front ends; WireError if it is none."""
     try:
         return _to_engine.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WireError(f"no message for an engine: {error}") from error
 
 
@@ -220,7 +220,7 @@ def read_to_front_end(payload: bytes) -> ToFrontEnd:
     """A message from the engine; WireError if it is none."""
     try:
         return _to_front_end.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WireError(f"no message of an engine: {error}") from error
 
 

@@ -1,7 +1,7 @@
-"""The page at `/`: a few static files, and what a browser may do with them. Knows no request and no model.
+"""The playground at `/`: static files with headers that restrict the browser. Knows no request and no model.
 
-The page talks to `/health` and `/generate` like any other caller. It needs no token to be loaded, for it holds
-nothing; what it asks for does (docs/adr/0027-a-page-without-a-build-step.md).
+The page calls `/health` and `/generate` like any other client. A client can load the page without a token, because the
+page contains no secrets; `/generate` needs a token (docs/adr/0027-a-page-without-a-build-step.md).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 from fastapi import FastAPI, Response
 
 _HERE = Path(__file__).resolve().parent
-_FILES = {  # path -> file and its type
+_FILES = {  # path -> file name and media type
     "/": ("index.html", "text/html"),
     "/playground.css": ("playground.css", "text/css"),
     "/playground.js": ("playground.js", "text/javascript"),
     "/pilotfish.svg": ("pilotfish.svg", "image/svg+xml"),
 }
 PATHS = frozenset(_FILES)
-# Nothing from other hosts, nothing inline, no foreign frame: text that a model wrote can only be read.
+# No content from other hosts, no inline scripts, no frames: so text from a model cannot run as code.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -30,7 +30,7 @@ _HEADERS = {
 
 
 def add_playground(app: FastAPI) -> None:
-    """Serve the files, read once."""
+    """Add routes that serve the files; each file is read once, now."""
     for path, (name, media_type) in _FILES.items():
         app.add_api_route(path, _file(name, media_type), methods=["GET", "HEAD"], include_in_schema=False)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from server import cli
 from server.commands.bench import Bench, BenchRow, as_text
 
 OPTIONS = ["--tokens", "8", "--rounds", "1", "--batches", "1", "2", "--threads", "1", "--warm-up-seconds", "0"]
 
 
+@pytest.mark.slow
 def test_rows_of_the_embedded_pair(capsys):
     assert cli.main(["bench", "--json", *OPTIONS, "--proposer", "model"]) == 0
     rows = json.loads(capsys.readouterr().out)

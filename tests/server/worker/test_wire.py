@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.config import Bounds
@@ -82,6 +82,7 @@ def test_everything_comes_back_as_it_went(size):
 
 
 @given(st.binary(max_size=200))
+@example(b"\x91\xa1\xff")  # a name that is not UTF-8
 def test_any_bytes_are_a_message_or_an_error_of_ours(data):
     for read in (wire.read_to_engine, wire.read_to_front_end):
         try:
