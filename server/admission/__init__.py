@@ -1,5 +1,5 @@
-"""From a message of the protocol to a live request and back, for gRPC and HTTP alike.
+"""Conversion of protocol messages to live requests and back, for gRPC and HTTP alike.
 
-Owns validation of messages, callers and their quotas, compilation of structures, and the status of each error. Knows
-no transport.
+Contains the validation of messages, callers and their quotas, the compilation of structures, and the status of each
+error. Knows no transport.
 """

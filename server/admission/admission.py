@@ -1,4 +1,4 @@
-"""The one way in, for gRPC and HTTP alike: a message becomes a live request, or an error before any answer."""
+"""Admission for gRPC and HTTP: a message becomes a live request, or an error is raised before any answer is sent."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from server.streams.stream import OutputStream
 from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import Trace, Tracing
 
-# A longer prompt is encoded on another thread, so that other streams need not wait for it.
+# A longer prompt is encoded on another thread, so that other streams do not wait for it.
 MAX_TEXT_ON_LOOP = 2000  # characters
-RETRY_SECONDS = 1.0  # what is being encoded will soon be done
+RETRY_SECONDS = 1.0  # the requests that are being encoded will finish soon
 
 
 def no_deadline() -> float:
-    """Seconds left to a caller that set no deadline."""
+    """Return infinity: the seconds left to a caller that set no deadline."""
     return math.inf
 
 
@@ -48,15 +48,15 @@ class Call:
     wanted: convert.Wanted
     stream: OutputStream
     metrics: Metrics
-    leave: Callable[[], None]  # its caller may have another in its place
+    leave: Callable[[], None]  # stops counting the request against its caller's quota
     trace: Trace
 
     async def response(self) -> pb.GenerateResponse:
-        """All of it, when all of it is there."""
+        """Wait for the end and return the whole response."""
         return answers.response(await self.stream.read_all(), self.wanted, self.driver.model)
 
     async def messages(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """Every round's tokens as they come, or what has gathered while the reader was busy."""
+        """Yield messages with the tokens of each round; rounds are merged while the reader is busy."""
         first, unfinished = True, len(self.stream.outputs)
         while unfinished:
             for chunk in await self.stream.read():
@@ -66,7 +66,10 @@ class Call:
                     first = False
 
     def release(self, *, late: bool = False) -> None:
-        """The reader is gone: end what is still live, and free its pages before the next step."""
+        """End the call after its reader has gone: end the request if it is live, so that its pages are freed.
+
+        `late`: the reader has gone because its deadline passed.
+        """
         self.leave()
         self.trace.end(self.stream)
         if self.stream.ended:
@@ -77,7 +80,7 @@ class Call:
 
 
 class Admission:
-    """Checks, encodes, compiles what must be compiled, and queues."""
+    """Checks requests, encodes prompts, compiles structures, and queues the requests."""
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class Admission:
         self._num_arriving = 0
 
     async def admit(self, message: pb.GenerateRequest, origin: Origin, known: Sequence[Violation] = ()) -> Call:
-        """A live request, or an error that has been counted; with `known` violations an error that tells those too."""
+        """Admit a request, or count the refusal and raise the error, which also lists the `known` violations."""
         trace = self._tracing.begin(origin.headers)
         try:
             leave = self._quotas.enter(origin.caller)
@@ -116,7 +119,7 @@ class Admission:
         trace: Trace,
     ) -> Call:
         driver = self._driver()
-        driver.require_open()  # before any work is done for it
+        driver.require_open()  # before any work is done for the request
         wanted = _of_caller(await self._understood(message, known, driver, origin.remaining), origin.caller)
         stream = driver.submit(
             wanted.request, interval=wanted.interval, priority=wanted.priority, remaining=origin.remaining()
@@ -131,7 +134,7 @@ class Admission:
         driver: Driver,
         remaining: Callable[[], float],
     ) -> convert.Wanted:
-        """Checked, encoded and compiled. All that are at it at once are bounded like those that wait after it."""
+        """Check, encode and compile. The number of requests here is bounded by the same limit as the queue."""
         if self._num_arriving >= driver.queue.max_requests:
             problem = f"{self._num_arriving} requests are being encoded; the limit is {driver.queue.max_requests}"
             raise QueueFull(problem, bound="arrivals", retry_seconds=RETRY_SECONDS)
@@ -153,14 +156,14 @@ class Admission:
 
 
 def _of_caller(wanted: convert.Wanted, caller: Caller) -> convert.Wanted:
-    """The same, its id and salt apart from those of other callers."""
+    """Make the id and the salt distinct from those of other callers."""
     request = wanted.request
     mine = replace(request, request_id=caller.key(request.request_id), cache_salt=caller.salt(request.cache_salt))
     return replace(wanted, request=mine)
 
 
 async def _wanted(message: pb.GenerateRequest, known: Sequence[Violation], model: ServedModel) -> convert.Wanted:
-    """A chat template may take its time, whatever the length."""
+    """Convert the message, on another thread if its prompt is long or needs a chat template, which may be slow."""
     if len(message.prompt) > MAX_TEXT_ON_LOOP or message.HasField("messages"):
         return await asyncio.to_thread(convert.wanted, message, model, known)
     return convert.wanted(message, model, known)

@@ -1,4 +1,4 @@
-"""Engine types to messages: one chunk of a stream becomes at most two. Knows no network and no time."""
+"""Conversion of engine types to messages. One chunk becomes at most two messages. Knows no network and no time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _FINISH_REASONS = {
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
     FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
     FinishReason.ABORTED: pb.FINISH_REASON_ABORTED,
-}  # ERROR is a status, never a message
+}  # ERROR is reported as a status, never in a message
 
 
 def stream_responses(chunk: Chunk, asked: Wanted, *, first: bool) -> Iterator[pb.GenerateStreamResponse]:
-    """Messages of a chunk: its tokens if it has any, then its end if it has one."""
+    """Yield the messages of a chunk: its tokens if it has any, then its end if it has one."""
     request_id = asked.request_id if first else ""
     if chunk.text or chunk.logprobs or chunk.prompt_logprobs or (chunk.token_ids and asked.token_ids):
         delta = pb.TokenDelta(index=chunk.index, text=chunk.text, logprobs=map(_logprob, chunk.logprobs))
@@ -37,7 +37,7 @@ def stream_responses(chunk: Chunk, asked: Wanted, *, first: bool) -> Iterator[pb
 
 
 def response(chunks: Seq[Chunk], asked: Wanted, model: ServedModel) -> pb.GenerateResponse:
-    """Every output, each whole, in one message."""
+    """Return all outputs, each complete, in one message."""
     return pb.GenerateResponse(
         request_id=asked.request_id,
         model=model.name,
@@ -71,13 +71,13 @@ def _logprob(of: Logprob) -> pb.TokenLogprob:
 
 
 def _prompt_logprobs(found: Iterable[Logprob | None]) -> pb.PromptLogprobs | None:
-    """The engine has None for the first token of a prompt; a message has nothing for it."""
+    """Convert log-probabilities of a prompt. The engine has None for the first token; the message omits it."""
     known = list(found)
     return pb.PromptLogprobs(logprobs=[_logprob(of) for of in known if of is not None]) if known else None
 
 
 def finished(index: int, end: End) -> pb.Finished:
-    """The terminal message of one output."""
+    """Return the terminal message of one output."""
     result = end.finished
     message = pb.Finished(
         index=index,
@@ -130,7 +130,7 @@ def _stats(stats: DraftStats, gain: float) -> pb.SpeculationStats:
 
 
 def speculation_settings(settings: SpeculationSettings) -> pb.SpeculationOptions:
-    """Effective settings, every field set."""
+    """Return the effective settings with every field set."""
     return pb.SpeculationOptions(
         mode=next(number for number, mode in MODES.items() if mode is settings.mode),
         num_draft_tokens=settings.num_draft_tokens,
@@ -140,7 +140,7 @@ def speculation_settings(settings: SpeculationSettings) -> pb.SpeculationOptions
 
 
 def model_info(model: ServedModel) -> control_pb.GetModelInfoResponse:
-    """The model, its limits, and what a request gets that asks for nothing."""
+    """Return the model, its limits, and the default speculation settings of a request."""
     engine, config = model.engine, model.engine.config
     return control_pb.GetModelInfoResponse(
         model=model.name,

@@ -1,6 +1,6 @@
-"""Messages to engine types: every violation is collected before one is raised. Knows no network and no time.
+"""Conversion of messages to engine types. All violations are raised in one error. Knows no network and no time.
 
-This file and `answers.py`, its way back, are the only ones that see both protocol and engine types.
+Only this file and `answers.py`, which converts back, use both protocol and engine types.
 """
 
 from __future__ import annotations
@@ -34,30 +34,34 @@ VERIFICATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request in the engine's words, and what its reader wants to see of the output."""
+    """A request as an engine type, and the options of its output stream."""
 
     request: Request
-    request_id: str  # as its caller knows it
+    request_id: str  # the id that the caller uses
     token_ids: bool
-    interval: int  # tokens to gather before a message after the first is sent
+    interval: int  # tokens to collect before a message is sent; the first message is sent at once
     priority: int  # higher goes first
 
 
 def require_model(name: str | None, model: ServedModel) -> None:
-    """Raise NotFound unless `name` is the served model's; None is."""
+    """Raise NotFound unless `name` is the served model or None."""
     if name is not None and name != model.name:
         raise NotFound(f"model is {shown(name)}; this server has {model.name!r}")
 
 
 def wanted(message: pb.GenerateRequest, model: ServedModel, known: Iterable[Violation] = ()) -> Wanted:
-    """Check and translate a request. Encodes its text, which takes a while for a long one, and compiles no structure.
+    """Check and convert a request. This encodes its text, which is slow for a long text, but compiles no structure.
 
-    `known` violations are told with the others; if they are the input's, the message may have none.
+    Args:
+        message: the request.
+        model: the served model.
+        known: violations that are already known; the error lists them too. If there are any, the message may lack an
+            input.
 
     Raises:
-        NotFound: another model than the served one.
-        InvalidRequest: with every violation at once.
-        Unsupported: what this server or this model does not have, all of it.
+        NotFound: the message names another model.
+        InvalidRequest: the request is invalid; the error lists all violations.
+        Unsupported: this server or model lacks something that the request needs; the error lists all of it.
     """
     require_model(message.model if message.HasField("model") else None, model)
     found = [*known, *_violations(message, model, needs_input=not known)]
@@ -90,7 +94,7 @@ def wanted(message: pb.GenerateRequest, model: ServedModel, known: Iterable[Viol
 
 
 def _violations(message: pb.GenerateRequest, model: ServedModel, *, needs_input: bool) -> Iterator[Violation]:
-    """What only the protocol can get wrong; the engine checks the rest."""
+    """Yield violations in fields that the engine does not have; the engine checks the others."""
     if message.HasField("request_id") and not _REQUEST_ID.fullmatch(message.request_id):
         yield Violation("request_id", f"is {shown(message.request_id)}; expected 1 to 128 of A-Z a-z 0-9 . _ : -")
     match message.WhichOneof("input"):
@@ -113,7 +117,7 @@ def _violations(message: pb.GenerateRequest, model: ServedModel, *, needs_input:
 
 
 def _unknown_enums(asked: pb.SpeculationOptions) -> Iterator[Violation]:
-    """Numbers that a newer client may know: proto3 lets them through."""
+    """Yield violations for unknown enum numbers, which proto3 accepts; a newer client may send them."""
     if asked.mode and asked.mode not in MODES:
         yield Violation("speculation.mode", f"is {asked.mode}, which this server does not know")
     if asked.verification and asked.verification not in VERIFICATIONS:
@@ -121,20 +125,24 @@ def _unknown_enums(asked: pb.SpeculationOptions) -> Iterator[Violation]:
 
 
 def _unsupported(message: pb.GenerateRequest, model: ServedModel) -> Iterator[str]:
-    """Fields that ask for more than their default where this server has nothing else."""
+    """Yield problems with fields that request a feature that this server does not have."""
     if message.HasField("guided") and model.compile_grammar is None:
         yield "guided asks for a structure of text; this model is served without"
 
 
 def _as_in_the_protocol(violation: Violation) -> Violation:
-    """The engine counts likeliest tokens of output and prompt apart; here both are one field."""
+    """Rename a field: the engine has two counts of likeliest tokens, for output and prompt; the protocol has one."""
     if violation.field == "output.prompt_logprobs":
         return Violation("output.top_logprobs", violation.problem)
     return violation
 
 
 def _prompt(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[int, ...]:
-    """The prompt's tokens. Where that is a violation any will do: the rest is checked with them, and nothing is run."""
+    """Return the prompt's tokens, or a placeholder if the prompt is invalid.
+
+    With a placeholder the rest of the request is checked, and then it is refused. Violations of the chat template are
+    added to `found`.
+    """
     nothing = (0,)
     if message.HasField("token_ids"):
         return tuple(message.token_ids.ids)
@@ -149,7 +157,7 @@ def _prompt(message: pb.GenerateRequest, model: ServedModel, found: list[Violati
     except InvalidRequest as invalid:
         found += invalid.violations
         return nothing
-    return model.codec.encode(text, bare=True)  # the template has written the special tokens itself
+    return model.codec.encode(text, bare=True)  # the template's text already contains the special tokens
 
 
 def _sampling(message: pb.GenerateRequest) -> SamplingParams:
@@ -188,7 +196,7 @@ def _guided(asked: pb.GuidedDecoding) -> Guided:
             return Guided(grammar=asked.grammar)
         case "choice":
             return Guided(choice=tuple(asked.choice.choices))
-    return Guided()  # the engine says what is missing
+    return Guided()  # the engine reports what is missing
 
 
 def _speculation(asked: pb.SpeculationOptions) -> SpeculationParams:

@@ -1,7 +1,7 @@
-"""Callers and their quotas: bearer tokens, and what each caller may use. Knows no protocol.
+"""Callers and their quotas: bearer tokens, and limits for each caller. Knows no protocol.
 
-Tokens come from a file, never from a flag, and are kept as hashes. Looking one up takes the same time whichever it is.
-Callers know nothing of each other: ids of requests and cached prompts are each caller's own.
+Tokens come from a file, never from a flag, and are stored as hashes. The time of a look-up is the same for
+all tokens. Callers are isolated: ids of requests and cached prompts are separate for each caller.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Caller:
     is_operator: bool = False
 
     def key(self, request_id: str) -> str:
-        """What this caller's request is called among all live ones; no id has a slash."""
+        """Return an id that is unique among all callers' live requests. No id of a caller contains a slash."""
         return f"{self.name}/{request_id}" if self.name else request_id
 
     def salt(self, asked: str | None) -> str | None:
-        """The salt of this caller's cached prompts: no other caller can arrive at it."""
+        """Return the salt of this caller's cached prompts. No other caller can produce it."""
         return hashlib.sha256(f"{self.name}/{asked or ''}".encode()).hexdigest() if self.name else asked
 
 
-ANYBODY = Caller("", is_operator=True)  # where no tokens are asked for
+ANYBODY = Caller("", is_operator=True)  # the caller if the server requires no tokens
 
 
 class Callers:
@@ -49,12 +49,16 @@ class Callers:
 
     @property
     def are_known(self) -> bool:
-        """Whether a token is asked for."""
+        """Whether the server requires a token."""
         return bool(self._by_digest)
 
     @classmethod
     def load(cls, path: Path | None) -> Callers:
-        """From lines `NAME TOKEN`, or `NAME TOKEN operator`, and comments after `#`. ValueError names the line."""
+        """Read a file of lines `NAME TOKEN` or `NAME TOKEN operator`; lines that begin with `#` are comments.
+
+        Raises:
+            ValueError: a line is invalid (the error contains its number), or the file has no token.
+        """
         if path is None:
             return cls()
         found: dict[bytes, Caller] = {}
@@ -69,7 +73,7 @@ class Callers:
         return cls(found)
 
     def of_metadata(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller:
-        """The caller that the `authorization` entry of a call's metadata or headers names.
+        """Return the caller that the `authorization` entry of a call's metadata or headers names.
 
         Raises:
             Unauthenticated: there is more than one such entry, or its token is missing or unknown.
@@ -80,14 +84,14 @@ class Callers:
         return self.identify(str(given[0]) if given else None)
 
     def identify(self, authorization: str | None) -> Caller:
-        """The caller whose token `authorization` (`Bearer TOKEN`) has; Unauthenticated if it is unknown."""
+        """Return the caller whose token `authorization` (`Bearer TOKEN`) contains; Unauthenticated if unknown."""
         if not self._by_digest:
             return ANYBODY
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise Unauthenticated("authorization is missing; expected 'Bearer TOKEN'")
         given = _digest(token.strip())
-        # All are compared, to the end: how long it takes tells nothing.
+        # All digests are compared completely, so the time reveals nothing about the tokens.
         matches = [caller for digest, caller in self._by_digest.items() if hmac.compare_digest(digest, given)]
         if not matches:
             raise Unauthenticated("authorization has a token that nobody has")
@@ -111,15 +115,19 @@ def _digest(token: str) -> bytes:
 
 
 class Quotas:
-    """How many requests each caller may have at once, and how many it may begin per second."""
+    """Limits on the live requests of each caller, and on the requests that it may begin per second."""
 
     def __init__(self, max_live: int | None, per_second: float | None, clock: Clock) -> None:
         self._max_live, self._per_second, self._clock = max_live, per_second, clock
         self._live: dict[str, int] = defaultdict(int)
-        self._buckets: dict[str, tuple[float, float]] = {}  # requests that may begin at once, and when that was so
+        self._buckets: dict[str, tuple[float, float]] = {}  # requests that may begin at once, and the time of that
 
     def enter(self, caller: Caller) -> Callable[[], None]:
-        """Count a request until what is returned is called, once or more; QuotaExceeded if it is one too many."""
+        """Count a request of `caller`, or raise QuotaExceeded.
+
+        Returns:
+            A function that stops counting the request; further calls of it have no effect.
+        """
         if caller is ANYBODY:
             return _nothing
         if self._max_live is not None and self._live[caller.name] >= self._max_live:
@@ -141,7 +149,10 @@ class Quotas:
         return leave
 
     def _spend(self, caller: Caller) -> None:
-        """A bucket that fills at the rate and holds a second's worth, at least one request."""
+        """Take one request from the caller's token bucket, or raise QuotaExceeded.
+
+        The bucket fills at the configured rate and holds the requests of one second, at least one.
+        """
         if self._per_second is None:
             return
         now, most = self._clock(), max(1.0, self._per_second)
@@ -155,4 +166,4 @@ class Quotas:
 
 
 def _nothing() -> None:
-    """Without quotas: count nothing."""
+    """Do nothing: a request without quotas is not counted."""

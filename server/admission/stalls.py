@@ -1,6 +1,6 @@
-"""How long a reader may take nothing: one timer for all writes of a stream. Knows no protocol.
+"""A limit on the time of each write to a reader, with one timer for all writes of a stream. Knows no protocol.
 
-A timeout around each write would cost a tenth of what the write costs (docs/benchmarks/frontend.md).
+A separate timeout around each write would cost a tenth of the write itself (docs/benchmarks/frontend.md).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from types import TracebackType
 
 
 class Writes:
-    """Entered around each write; what takes too long is cancelled."""
+    """A context manager that is entered around each write; it cancels a write that takes too long."""
 
     def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
         self._limit, self._seconds = limit, seconds
         self._loop = asyncio.get_running_loop()
-        self._begun: float | None = None  # the write that is under way
-        self._timer: asyncio.TimerHandle | None = None  # at the earliest time at which it could be too late
+        self._begun: float | None = None  # start of the current write; None between writes
+        self._timer: asyncio.TimerHandle | None = None  # set to the earliest time at which a write can be too long
 
     def __enter__(self) -> None:
         self._begun = self._loop.time()
@@ -29,12 +29,12 @@ class Writes:
         self._begun = None
 
     def stop(self) -> None:
-        """Look no more."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _look(self) -> None:
-        """Cut the write under way if it began long ago; if it is a later one, look again when it would be."""
+        """Cancel the current write if it takes too long; if it began later, set the timer to its own limit."""
         self._timer = None
         if self._begun is None:
             return
@@ -47,7 +47,7 @@ class Writes:
 
 @asynccontextmanager
 async def stall_limit(seconds: float) -> AsyncIterator[Writes]:
-    """TimeoutError once one of the writes inside takes more than `seconds`, however long there is none."""
+    """Raise TimeoutError if one write inside takes more than `seconds`; time between writes does not count."""
     async with asyncio.timeout(None) as limit:
         writes = Writes(limit, seconds)
         try:

@@ -1,4 +1,4 @@
-"""Every error in gRPC's words: a status code, details of google.rpc, and when to come again. Knows no service."""
+"""Conversion of errors to gRPC: a status code, details of google.rpc, and the time of a retry. Knows no service."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from server.errors import (
 )
 
 DOMAIN = "pilotfish"
-# An error travels in HTTP/2 headers, of which a gRPC client takes 8 KiB by default: beyond that it sees another error.
-MAX_MESSAGE = 800  # bytes of UTF-8; three times that once escaped
+# An error is sent in HTTP/2 headers. A gRPC client accepts 8 KiB of them by default, and reports another error beyond.
+MAX_MESSAGE = 800  # bytes of UTF-8; percent-encoding can triple them
 MAX_VIOLATIONS = 2400  # bytes of all fields and descriptions
-MAX_VIOLATION = 300  # characters of one
+MAX_VIOLATION = 300  # bytes of one field or description
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """How an error leaves the server. `metric` is its name among the reasons for not admitting a request."""
+    """An error as it is sent to the caller. `metric` is the reason in the metric of refused requests."""
 
     code: grpc.StatusCode
     metric: str
@@ -40,7 +40,7 @@ class Refusal:
     retry_seconds: float | None = None
 
 
-_PLAIN = {  # those that need no details
+_PLAIN = {  # errors that need no details
     Unsupported: Refusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported"),
     NotFound: Refusal(grpc.StatusCode.NOT_FOUND, "not_found"),
     DuplicateRequest: Refusal(grpc.StatusCode.ALREADY_EXISTS, "duplicate"),
@@ -52,7 +52,7 @@ _PLAIN = {  # those that need no details
 
 
 def refusal(error: PilotfishError) -> Refusal:
-    """What to say about `error`; what is not known is a fault of ours."""
+    """Convert `error`; an error of an unknown type is an internal fault."""
     match error:
         case InvalidRequest():
             return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "invalid", (_bad_request(error),))
@@ -67,7 +67,7 @@ def refusal(error: PilotfishError) -> Refusal:
 
 
 def told(violations: Sequence[Violation]) -> list[Violation]:
-    """The violations that an error has room for, each cut to size; one more says how many there are beyond them."""
+    """Return the violations that fit into an error, each truncated; a last one gives the number of those left out."""
     found: list[Violation] = []
     room = MAX_VIOLATIONS
     for violation in violations:
@@ -80,13 +80,13 @@ def told(violations: Sequence[Violation]) -> list[Violation]:
 
 
 def clipped(text: str, most: int) -> str:
-    """`text` in at most `most` bytes of UTF-8, with an ellipsis for what is left out at its end."""
+    """Truncate `text` to at most `most` bytes of UTF-8; an ellipsis replaces a truncated end."""
     data = text.encode(errors="backslashreplace")
     return data.decode() if len(data) <= most else data[: most - 3].decode(errors="ignore") + "…"
 
 
 def trailers(refused: Refusal, message: str) -> tuple[tuple[str, str | bytes], ...]:
-    """The status with its detail, and the pause after which gRPC's own retry comes again."""
+    """Return the status with its details, and the pause before gRPC's own retry."""
     status = status_pb2.Status(code=refused.code.value[0], message=message)
     for detail in refused.details:
         status.details.add().Pack(detail)

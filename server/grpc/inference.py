@@ -53,7 +53,7 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
             raise error from None
 
     async def _admit(self, message: pb.GenerateRequest, context: Context) -> Call:
-        """Admit the request. Nothing, not even metadata, is sent before this returns, so a refused call can be retried."""
+        """Admit the request. Before this returns, nothing is sent, not even metadata: a refused call can be retried."""
         metadata = context.invocation_metadata() or ()
         caller, headers = self._callers.of_metadata(metadata), {k: v for k, v in metadata if isinstance(v, str)}
         call = await self._admission.admit(message, Origin(caller, lambda: _remaining(context), headers))

@@ -90,7 +90,7 @@ class EventStream(Response):
         self._call, self._render, self._origin, self._stall_seconds = call, render, origin, stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write until the end, or until the caller disconnects, stalls or passes its deadline; then release the call."""
+        """Write to the end, or until the caller disconnects, stalls or passes the deadline; then release the call."""
         try:
             await unless_gone(self._write(send), receive)
         except CallerGone:

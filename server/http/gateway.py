@@ -110,7 +110,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(settings)
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         self._socket = socket.create_server((config.host, config.http_port), family=family)
-        # Connections inherit this option. uvloop sets it itself; asyncio sets it only for a socket that names TCP as its
+        # Connections inherit this option. uvloop sets it itself; asyncio sets it only if the socket names TCP as its
         # protocol, which this one does not. Without the option the second part of each answer waits 40 ms for the
         # caller's acknowledgement.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

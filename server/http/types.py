@@ -104,7 +104,7 @@ class StreamOptions(Body):
     """Additional parts of a stream."""
 
     include_usage: Flag = False
-    include_obfuscation: Flag = False  # no effect: obfuscation is not supported
+    include_obfuscation: Flag = False  # no effect: on loopback or over TLS a stream needs none
 
 
 def _one_or_many(value: Any) -> Any:
@@ -114,7 +114,7 @@ def _one_or_many(value: Any) -> Any:
 class GenerationFields(Body):
     """Fields of every generating route, named as in the protocol, but without its groups."""
 
-    no_input: ClassVar[tuple[str, Any]] = ("prompt", "")  # the input field, and a valid placeholder if the input is invalid
+    no_input: ClassVar[tuple[str, Any]] = ("prompt", "")  # the input field, and a placeholder for an invalid input
 
     model: Text | None = None
     temperature: Real | None = None
@@ -180,7 +180,7 @@ class CompletionBody(OpenAiBody):
     """Body of `POST /v1/completions`."""
 
     prompt: Annotated[Text | list[UInt32], BeforeValidator(_one_prompt)]
-    logprobs: UInt32 | None = None  # number of likeliest tokens beside each token; 0: only the token's own log-probability
+    logprobs: UInt32 | None = None  # number of likeliest tokens beside each; 0: only the token's own
 
 
 class TextPart(Body):

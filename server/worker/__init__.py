@@ -1,4 +1,4 @@
-"""Where the engine runs: on a thread or in a process of its own, supervised and restarted after a failure.
+"""Execution of the engine on a thread or in its own process, with supervision and restarts after a failure.
 
-Owns the sockets and messages between the two processes. Knows no transport to callers.
+Contains the sockets and messages between the two processes. Knows no transport to callers.
 """

@@ -1,4 +1,4 @@
-"""Our end of the sockets to the engine's process. Knows messages, and nothing of what they are about."""
+"""The front-end process's end of the sockets to the engine's process. It does not interpret messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class Channel(asyncio.Protocol):
-    """Our end of the sockets: messages in, bytes out, and an ear for silence."""
+    """The protocol of the front ends' socket: it decodes messages, writes bytes, and detects silence.
+
+    It calls `take` with each message, and `lose` with the error when the engine's process is lost.
+    """
 
     def __init__(self, limit: int, take: Callable[[wire.ToFrontEnd], None], lose: Callable[[Exception], None]) -> None:
         self._frames, self._take, self._lose = wire.Frames(limit), take, lose
@@ -23,11 +26,11 @@ class Channel(asyncio.Protocol):
         self._heard = self._is_closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The sockets are ours."""
+        """Store the transport."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of one message, of half a one or of several."""
+        """Decode the bytes, which may contain parts of messages or several messages."""
         self._heard = True
         try:
             for payload in () if self._is_closed else self._frames.feed(data):
@@ -38,18 +41,21 @@ class Channel(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The process ended, or we let go of it."""
+        """Report the loss of the process, unless `close` was called before."""
         if not self._is_closed:
             self._lose(EngineCrashed("the engine's process ended"))
         self.close()
 
     def send(self, frame: bytes) -> None:
-        """Write as soon as there is room; discard once the process is gone."""
+        """Send a message; discard it if the connection is closing."""
         if not self._transport.is_closing():
             self._transport.write(frame)
 
     def watch(self, seconds: float) -> None:
-        """From now on silence for so long is the end: two looks without a word between, as one may be our own pause."""
+        """From now on, report the engine as hung after about `seconds` without a message.
+
+        Two checks in a row must find no message, because one may be delayed by a pause of this process itself.
+        """
         loop, half = asyncio.get_running_loop(), seconds / 2
         quiet = 0
 
@@ -65,7 +71,7 @@ class Channel(asyncio.Protocol):
         self._watching = loop.call_later(half, look)
 
     def close(self) -> None:
-        """Let go: nothing that comes from now on is this process's."""
+        """Close the connection; later bytes and events are ignored."""
         self._is_closed = True
         if self._watching is not None:
             self._watching.cancel()

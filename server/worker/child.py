@@ -1,4 +1,4 @@
-"""A child process and a pair of sockets to it. Light: it is started before anything else is imported."""
+"""A child process and a pair of sockets to it. Imports little, because the child starts before all other imports."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A process that was started, and our end of the sockets to it."""
+    """A started process, and this process's end of the sockets to it."""
 
     process: subprocess.Popen[bytes]
     socket: socket.socket
 
     @classmethod
     def start(cls, source: str) -> Child:
-        """A Python that finds the same modules as this one, and looks nowhere else; its last argument is its socket."""
+        """Start Python with the same module path as this process; the last argument is the number of its socket."""
         path = os.pathsep.join(filter(None, sys.path))
         ours, theirs = socket.socketpair()
         with theirs:
@@ -42,14 +42,14 @@ class Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is left of it, however far it came."""
+        """Kill the process, wait for its end, and close the socket."""
         self.process.kill()
         self.process.wait()
         self.socket.close()
 
 
 def said(status: int) -> str:
-    """An exit status in words: 3 -> exit status 3, -9 -> SIGKILL."""
+    """Return an exit status as text: 3 -> exit status 3, -9 -> SIGKILL."""
     if status >= 0:
         return f"exit status {status}"
     with contextlib.suppress(ValueError):
@@ -58,6 +58,9 @@ def said(status: int) -> str:
 
 
 def die_with_parent() -> None:
-    """For the child, even in the middle of a step that does not end. Only Linux can; elsewhere the socket tells."""
+    """Let the kernel kill this process when its parent ends, even in a step that does not end.
+
+    Only Linux supports this. On other systems the child ends when its socket is closed.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,7 +1,8 @@
-"""The engine's own process: orders in, outputs out, one thread. Knows no text but that of structures, and no network.
+"""The engine's own process: it receives orders and sends outputs, on one thread. Knows no network.
 
-It steps as long as there is work, at most `MAX_LEAD` outputs ahead of what the doors have taken up; between two steps
-it reads what was ordered meanwhile. When the doors' process ends, so does this one.
+The process steps as long as there is work, at most `MAX_LEAD` outputs ahead of what the front-end process has read.
+Between two steps it reads new orders. When the front-end process ends, this process ends too. The only text here is the
+source of structures.
 """
 
 from __future__ import annotations
@@ -35,19 +36,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_LEAD = (
-    2  # outputs that may wait unread: enough that a step need not wait for the front ends, few enough for cancellations
-)
+# Most unread outputs: enough that a step does not wait for the front ends, few enough that cancellations act soon.
+MAX_LEAD = 2
 COMPILE_THREADS = 2
 _RECEIVE_BYTES = 1 << 16
 
 
 class FrontEndGone(EOFError):
-    """Expected: the other process has ended, or let go of this one."""
+    """Expected: the front-end process has ended, or closed the connection."""
 
 
 class Link:
-    """The engine's end of the sockets. Blocking, but for `receive` with a time."""
+    """The engine's end of the sockets. Its calls block, except `receive` with a time limit."""
 
     def __init__(self, sock: socket.socket, limit: int) -> None:
         self._socket = sock
@@ -55,15 +55,20 @@ class Link:
         self._woken, self._waker = socket.socketpair()
 
     def allow(self, limit: int) -> None:
-        """Most bytes of a message from now on. What has come of the next one is lost."""
+        """Set the most bytes of a message. Bytes of the next message that have already arrived are lost."""
         self._limit, self._frames = limit, wire.Frames(limit)
 
     def wake(self) -> None:
-        """Let a `receive` that waits return; any thread may call this."""
+        """Let a waiting `receive` return; any thread may call this."""
         self._waker.send(b"\0")
 
     def receive(self, seconds: float | None) -> Iterator[wire.ToEngine]:
-        """What has come, after waiting for at most `seconds`. Raises DoorsGone, or WireError for what is no message."""
+        """Wait for at most `seconds`, and yield the messages that have arrived.
+
+        Raises:
+            FrontEndGone: the connection is closed.
+            WireError: the bytes are not a valid message.
+        """
         ready, _, _ = select.select([self._socket, self._woken], [], [], seconds)
         if self._woken in ready:
             self._woken.recv(_RECEIVE_BYTES)
@@ -71,14 +76,14 @@ class Link:
             yield from map(wire.read_to_engine, self._frames.feed(self._received()))
 
     def send(self, message: wire.ToFrontEnd) -> None:
-        """Write all of it. Raises DoorsGone."""
+        """Send the whole message. Raises FrontEndGone if the connection is closed."""
         try:
             self._socket.sendall(wire.framed(message, self._limit))
         except OSError as error:
             raise FrontEndGone from error
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the sockets."""
         for end in (self._socket, self._woken, self._waker):
             end.close()
 
@@ -93,27 +98,27 @@ class Link:
 
 
 class EngineServer:
-    """Does what is ordered, and tells what comes of it."""
+    """Executes orders of the front ends on the engine, and reports the results."""
 
     def __init__(self, link: Link, engine: Engine, compile_grammar: CompileGrammar | None, beat_seconds: float) -> None:
         self._link, self._engine, self._compile = link, engine, compile_grammar
         self._beat_seconds, self._spoke = beat_seconds, time.monotonic()
-        self._order = 0  # the last one that was obeyed
+        self._order = 0  # number of the last order that was executed
         self._lead = 0  # outputs that the front ends have not read
-        self._tickets: dict[str, int] = {}  # of the live requests, by id
-        self._names: dict[int, str] = {}  # the same the other way round
-        self._left: dict[int, int] = {}  # outputs of theirs that have not ended
+        self._tickets: dict[str, int] = {}  # ticket of each live request, by id
+        self._names: dict[int, str] = {}  # id of each live request, by ticket
+        self._left: dict[int, int] = {}  # outputs of each live request that have not ended, by ticket
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
         self._compiling: dict[int, tuple[Request, Future[Grammar]]] = {}
-        self._events: list[wire.Event] = []  # not told yet
+        self._events: list[wire.Event] = []  # not sent yet
 
     def run(self) -> NoReturn:
-        """Read orders, step and report until the front ends are gone, or a step raises."""
+        """Read orders, step and report until the connection is closed, or a step raises."""
         while True:
             self.turn()
 
     def turn(self) -> None:
-        """Do what was ordered, tell what came of it, and take a step if there is one to take."""
+        """Execute the orders that have arrived, report their results, and take a step if there is work."""
         told = self._order
         for message in self._link.receive(0.0 if self._may_step else self._beat_seconds):
             self._obey(message)
@@ -151,7 +156,7 @@ class EngineServer:
         self._order = message.order
 
     def _take(self, ticket: int, request: Request) -> None:
-        """Add a request, or have its structure compiled first: on another thread, as here it would hold up steps."""
+        """Add a request. If it has a structure, compile that first, on another thread so that steps do not wait."""
         if request.sampling.guided is None or self._compile is None:
             self._add(ticket, request)
             return
@@ -174,7 +179,7 @@ class EngineServer:
     def _add(self, ticket: int, request: Request) -> None:
         try:
             self._engine.add(request)
-        except Exception as error:  # the front ends have checked it, so the fault is ours
+        except Exception as error:  # the front ends have checked the request, so this is an internal fault
             logger.exception("request %s: the engine refused it", request.request_id)
             self._refuse(ticket, request, str(error))
         else:
@@ -190,7 +195,7 @@ class EngineServer:
             self._note(self._engine.finish(name, order.reason, index=order.index, keep=order.keep))
 
     def _end(self, ticket: int, reason: FinishReason) -> None:
-        """Of what is dropped, what is not told yet need not be told."""
+        """End a dropped request; discard its events that are not sent yet."""
         self._compiling.pop(ticket, None)
         if ticket in self._names:
             self._note(self._engine.finish(self._names[ticket], reason))
@@ -199,7 +204,7 @@ class EngineServer:
     # ------------------------------------------------------------------------------------------------- messages
 
     def _note(self, events: Iterable[TokenEvent]) -> None:
-        """Keep events to be told; whose last output ends has no ticket any more."""
+        """Store events to be sent; remove the ticket of a request whose last output has ended."""
         for event in events:
             ticket = self._tickets[event.request_id]
             self._events.append(wire.Event.of(ticket, event))
@@ -212,7 +217,7 @@ class EngineServer:
         self._never_ran(ticket, request, FinishReason.ERROR, problem)
 
     def _never_ran(self, ticket: int, request: Request, reason: FinishReason, problem: str | None) -> None:
-        """The ends of a request that the engine never had."""
+        """Store the terminal events of a request that was never added to the engine."""
         config = self._engine.config
         finished = FinishedOutput(
             reason=reason,
@@ -230,7 +235,7 @@ class EngineServer:
             self._events.append(wire.Event.of(ticket, event))
 
     def _tell(self, stats: StepStats | None) -> None:
-        """Send what is noted. Log-probabilities of a prompt go apart: together they could be too much for a message."""
+        """Send the stored events; those with prompt log-probabilities one by one, to keep messages below the limit."""
         events, self._events = self._events, []
         for event in events:
             if event.prompt_logprobs:
@@ -248,14 +253,14 @@ class EngineServer:
 
 
 def load_of(engine: Engine, order: int = 0) -> wire.LoadReport:
-    """How busy it is."""
+    """Return the load of the engine, after the order with the number `order`."""
     return wire.LoadReport(
         order, engine.num_running, engine.num_waiting, engine.free_pages, engine.spare_pages, engine.spec_gain
     )
 
 
 def ready(model: ServedModel, engine: Engine) -> wire.Ready:
-    """What is true of it from now on."""
+    """Return the facts about the engine that do not change while it runs."""
     return wire.Ready(
         vocab_size=engine.vocab_size,
         max_model_len=engine.max_model_len,
@@ -271,7 +276,7 @@ def ready(model: ServedModel, engine: Engine) -> wire.Ready:
 
 
 def serve(link: Link, load: Load) -> None:
-    """Load what the first message names and serve it until the front ends are gone."""
+    """Load what the first message names, and serve it until the connection is closed."""
     start = _first(link)
     logs.configure(start.log_format)
     config = EngineConfig.model_validate_json(start.config)
@@ -281,18 +286,19 @@ def serve(link: Link, load: Load) -> None:
     except ModelError as error:
         link.send(wire.Refused(str(error)))
         return
-    engine = cast("Engine", model.engine)  # what is loaded here is here
+    engine = cast("Engine", model.engine)  # a model that was loaded here has its engine in this process
     freeze_loaded()
     link.send(ready(model, engine))
     EngineServer(link, engine, model.compile_grammar, start.beat_seconds).run()
 
 
 def main(load: Load = ServedModel.load, ahead: str = "") -> None:
-    """The process: its only argument is the number of an open socket. Never returns.
+    """Run the process; its only argument is the number of an open socket. Never returns.
 
-    `ahead` is a module to import before anything is asked for: the doors may still be busy with their own.
+    `ahead` is a module to import before the first message arrives, while the front-end process still imports its own.
     """
-    # Terminals and service managers send both to the whole group; the front ends decide when this process ends.
+    # Terminals and service managers send these signals to the whole process group. The front-end process handles them
+    # and decides when this process ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
@@ -309,12 +315,12 @@ def main(load: Load = ServedModel.load, ahead: str = "") -> None:
     except Exception:
         logger.exception("the engine failed")
     finally:
-        logging.shutdown()  # before the socket closes: then this process may be killed
-        os._exit(code)  # a structure that another thread still compiles is not needed any more
+        logging.shutdown()  # before the socket closes, because this process may be killed then
+        os._exit(code)  # does not wait for threads that still compile a structure
 
 
 def _first(link: Link) -> wire.Start:
-    """The start. Nothing follows it until it is answered."""
+    """Wait for the first message, which must be Start. The front ends send no other message before the answer."""
     while True:
         for message in link.receive(None):
             if not isinstance(message, wire.Start):

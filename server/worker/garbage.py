@@ -1,4 +1,4 @@
-"""What Python's garbage collector need not look at. Knows nothing of what it is."""
+"""Exclusion of loaded objects from Python's garbage collection."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import gc
 
 
 def freeze_loaded() -> None:
-    """Leave all that is there now out of later collections: models and libraries stay until the process ends.
+    """Exclude all existing objects from later collections: models and libraries stay until the process ends.
 
-    Every token makes a few objects, and those of many streams live long enough to bring on full collections; each
-    would walk through some hundred thousand objects of torch and transformers (docs/benchmarks/frontend.md).
+    Every token creates a few objects. With many streams they live long enough to cause full collections, and each full
+    collection would visit some hundred thousand objects of torch and transformers (docs/benchmarks/frontend.md).
     """
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # libraries want their objects back in the end
+    atexit.register(gc.unfreeze)  # so that libraries can clean up their objects at exit

@@ -1,7 +1,7 @@
-"""Where the engine runs, behind one interface: on a thread of this process (here), or in its own (`remote.py`).
+"""One interface to an engine on a thread of this process (here) or in its own process (`remote.py`).
 
-The driver calls an engine's verbs without having an engine: its orders take effect before the next step, and `turn`
-returns what came of them.
+The driver calls the methods of a host instead of the engine's. Its orders take effect before the next step, and `turn`
+returns their results.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class TurnOutput:
 
 
 class Host(Protocol):
-    """The place where an engine runs."""
+    """An engine and the thread or process that runs it."""
 
-    is_hung: bool  # a thread of this process is lost in a step
+    is_hung: bool  # a step on a thread of this process does not end
 
     @property
     def engine(self) -> EngineView:
@@ -46,31 +46,31 @@ class Host(Protocol):
         ...
 
     async def start(self, progress: Progress) -> ServedModel:
-        """Load. Raises ModelError for models that cannot be served; may be cancelled."""
+        """Load the models. Raises ModelError if they cannot be served; may be cancelled."""
         ...
 
     def add(self, request: Request) -> None:
-        """Take a checked request; raises a PilotfishError that is this request's alone."""
+        """Add a checked request. Raises a PilotfishError that concerns only this request."""
         ...
 
     def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:
-        """End a request, or one output of it, as `Engine.finish` does; the terminal events come with a turn."""
+        """End a request, or one output of it, as `Engine.finish` does; a later turn returns the terminal events."""
         ...
 
     def drop(self, request_id: str, reason: FinishReason) -> None:
-        """End a request whose reader is gone: no turn returns an event of it."""
+        """End a request whose reader is gone; no later turn returns an event of it."""
         ...
 
     async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
-        """Wait for the next output; None if only `wake` was set. Raises where the engine failed: then `restart`."""
+        """Wait for the next output; None if only `wake` was set. Raises if the engine failed: then call `restart`."""
         ...
 
     async def restart(self) -> None:
-        """Restart without requests; EngineGone if only a new server process could."""
+        """Restart the engine without requests. Raises EngineGone if only a new server process can do that."""
         ...
 
     async def close(self) -> None:
-        """Stop everything that runs."""
+        """Stop the engine and what runs it."""
         ...
 
 
@@ -81,25 +81,25 @@ class LocalHost:
         self.is_hung = False
         self._load, self._config = load, config
         self._compute, self._hang_seconds = compute, hang_seconds
-        self._ended: list[TokenEvent] = []  # ordered, not yet returned by a turn
+        self._ended: list[TokenEvent] = []  # events of ordered ends, not yet returned by a turn
         self._loaded: Engine | None = None
 
     @property
     def engine(self) -> Engine:
-        """The engine itself."""
+        """The loaded engine."""
         assert self._loaded is not None, "not started"
         return self._loaded
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is live, or its end not yet returned."""
+        """Whether a request is live, or a turn has yet to return its end."""
         return self.engine.has_work or bool(self._ended)
 
     async def start(self, progress: Progress) -> ServedModel:
         """Load on the compute thread."""
         loading = partial(self._load, self._config, progress)
         model = await asyncio.get_running_loop().run_in_executor(self._compute, loading)
-        self._loaded = cast("Engine", model.engine)  # what is loaded here is here
+        self._loaded = cast("Engine", model.engine)  # a model that was loaded here has its engine in this process
         return model
 
     def add(self, request: Request) -> None:
@@ -116,7 +116,7 @@ class LocalHost:
         self._ended = [event for event in self._ended if event.request_id != request_id]
 
     async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
-        """Return ordered ends at once; else take one step; without work wait for `wake`."""
+        """Return the events of ordered ends at once, if any; else take one step, or wait for `wake` without work."""
         if self._ended:
             ended, self._ended = tuple(self._ended), []
             return TurnOutput(ended, None)
@@ -133,7 +133,7 @@ class LocalHost:
             self.is_hung = True
             step.add_done_callback(
                 lambda late: late.cancelled() or late.exception()
-            )  # its outcome is not needed any more
+            )  # retrieve the outcome, which is not needed any more
             raise EngineHung(f"a step has taken more than {self._hang_seconds:g} seconds")
         output = step.result()
         return TurnOutput(output.events, output.stats)
@@ -149,4 +149,4 @@ class LocalHost:
             raise EngineGone("it does not work any more, with nothing to do but a trial") from error
 
     async def close(self) -> None:
-        """The compute thread is not ours."""
+        """Do nothing: the caller owns the compute thread."""

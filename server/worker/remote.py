@@ -1,7 +1,7 @@
-"""An engine in a process of its own, as the front ends see it. Orders are sent at once; the engine never waits.
+"""The front-end process's view of an engine in its own process. Orders are sent at once; the engine never waits.
 
-The process is a child of this one, at the other end of a pair of sockets that nobody else can open. It is killed
-when it says nothing for too long, or what is no message; and it ends when this process does.
+The engine's process is a child of this one, connected by a pair of sockets that no other process can open. It is killed
+if it sends nothing for too long, or bytes that are not a valid message. It ends when this process ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from server.worker.host import TurnOutput
 
 logger = logging.getLogger(__name__)
 
-MOST_BEAT_SECONDS = 1.0  # the engine says at least so often that it lives
+MOST_BEAT_SECONDS = 1.0  # the engine sends a message at least this often
 _BEATS_PER_HANG = 4
 
 Around = Callable[[EngineView, EngineConfig, str], ServedModel]
@@ -33,7 +33,10 @@ Around = Callable[[EngineView, EngineConfig, str], ServedModel]
 
 @dataclass(frozen=True, slots=True)
 class EngineProgram:
-    """What runs in the engine's process (Python source; its last argument is a socket), and what belongs around it."""
+    """What the engine's process runs (Python source; its last argument is a socket), and the loader for this process.
+
+    `around` loads what this process needs: tokenizer, grammar compiler and chat template.
+    """
 
     source: str = ENGINE
     around: Around = ServedModel.around
@@ -41,24 +44,24 @@ class EngineProgram:
 
 @dataclass(slots=True)
 class _RemoteRequest:
-    """A request that is with the engine."""
+    """A request that was sent to the engine and has not ended."""
 
     request_id: str
     order: int
-    num_sequences: int  # of it that have not ended
+    num_sequences: int  # outputs that have not ended
     num_pages: int  # of its prompt
 
 
 class RemoteEngine:
-    """A Host whose engine is elsewhere, and what is known of that engine here."""
+    """A Host whose engine runs in another process, and the last known state of that engine."""
 
-    is_hung = False  # whatever hangs there can be killed
+    is_hung = False  # a hung process can be killed
 
     def __init__(
         self, config: EngineConfig, program: EngineProgram, hang_seconds: float, log_format: LogFormat = "text",
         child: Child | None = None,
     ) -> None:  # fmt: skip
-        """`child` runs `program` already; without one it is started when the engine is."""
+        """`child` already runs `program`; without it, `start` starts the process."""
         self.config = config
         self._program, self._hang_seconds, self._log_format = program, hang_seconds, log_format
         self._limit = wire.most_bytes(config)
@@ -74,12 +77,12 @@ class RemoteEngine:
     # ------------------------------------------------------------------------------------------------ life and death
 
     async def start(self, progress: Progress) -> ServedModel:
-        """Start the process, wait until it is ready, and load here what is needed here."""
+        """Start the process, wait until it is ready, and load the tokenizer and the like in this process."""
         await self._spawn(progress)
         return await asyncio.to_thread(self._program.around, self, self.config, self._facts.device)
 
     async def restart(self) -> None:
-        """Another process for the one that was lost."""
+        """Start another process in place of the lost one."""
         await self.close()
         await self._spawn(lambda stage: logger.info("%s", stage))
 
@@ -111,7 +114,7 @@ class RemoteEngine:
         self._channel.watch(self._hang_seconds)
 
     def _lose(self, error: Exception) -> None:
-        """The engine is not there any more, or shall not be."""
+        """Record that the engine is lost, kill its process, and wake the waiting turn."""
         if self._loss is None:
             self._loss = error
             if not self._ready.done():
@@ -137,7 +140,7 @@ class RemoteEngine:
                 self._ready.set_exception(self._loss)
 
     async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
-        """What came first of what came, or None once it is worth looking what else is to be ordered."""
+        """Return the oldest unread output; None if only `wake` was set, so that the driver can send orders."""
         self._wake = wake
         if not self._outputs and self._loss is None:
             await wake.wait()
@@ -152,7 +155,7 @@ class RemoteEngine:
         return None
 
     def _reader(self, event: wire.Event) -> str | None:
-        """The request of this event; None if its reader is gone."""
+        """Return the id of the event's request; None if its reader is gone."""
         live = self._live.get(event.ticket)
         if live is None:
             return None
@@ -165,9 +168,9 @@ class RemoteEngine:
     # ---------------------------------------------------------------------------------------------- messages from it
 
     def add(self, request: Request) -> None:
-        """See Host; wire.Unsayable for a request that no message has room for."""
+        """See Host. Raises wire.Unsayable for a request that does not fit into a message."""
         self._ticket += 1
-        # A compiled structure cannot travel; what it was compiled from is in the request, too.
+        # A compiled structure cannot be sent. The request also contains its source.
         self._send(wire.Add(self._next_order(), self._ticket, replace(request, grammar=None)))
         pages = -(-len(request.token_ids) // self._facts.page_size)
         self._live[self._ticket] = _RemoteRequest(request.request_id, self._order, request.sampling.n, pages)
@@ -201,17 +204,17 @@ class RemoteEngine:
 
     @property
     def engine(self) -> EngineView:
-        """Itself: what is known here."""
+        """This object, which has the last known state of the engine."""
         return self
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is with it."""
+        """Whether any request was sent to the engine and has not ended."""
         return bool(self._live)
 
     @property
     def has_room(self) -> bool:
-        """As it last said, less what was sent since."""
+        """Whether another request can start: the last reported room, less the requests that were sent since."""
         unseen = [live for live in self._live.values() if live.order > self._load.order]
         sequences = self._load.num_running + self._load.num_waiting + sum(live.num_sequences for live in unseen)
         return sequences < self.config.max_batch_size and self._load.spare_pages > sum(
@@ -219,7 +222,7 @@ class RemoteEngine:
         )
 
     def check(self, request: Request) -> None:
-        """The same check that the engine makes, here."""
+        """Check the request in this process, as the engine does."""
         self._intake.check(request)
 
     @property
@@ -239,12 +242,12 @@ class RemoteEngine:
 
     @property
     def proposer_names(self) -> tuple[str, ...]:
-        """What a request may ask for."""
+        """Names of the proposers that a request may select."""
         return self._facts.proposer_names
 
     @property
     def loop(self) -> str:
-        """Where sequences decode that can, as it was at load."""
+        """How sequences decode where they can, as reported at load: `rounds` on the device, or `plain` steps."""
         return self._facts.loop
 
     @property
@@ -259,12 +262,12 @@ class RemoteEngine:
 
     @property
     def num_running(self) -> int:
-        """As it last said."""
+        """The last reported value."""
         return self._load.num_running
 
     @property
     def num_waiting(self) -> int:
-        """As it last said."""
+        """The last reported value."""
         return self._load.num_waiting
 
     @property
@@ -274,10 +277,10 @@ class RemoteEngine:
 
     @property
     def free_pages(self) -> int:
-        """As it last said."""
+        """The last reported value."""
         return self._load.free_pages
 
     @property
     def spec_gain(self) -> float:
-        """As it last said."""
+        """The last reported value."""
         return self._load.spec_gain

@@ -1,6 +1,6 @@
-"""Restarts an engine that failed: at once, then after longer and longer pauses, and not for ever.
+"""Restarts of an engine that failed: first at once, then after longer and longer pauses.
 
-After too many failures the server ends with an exit code, for whatever runs it (Kubernetes, systemd).
+After too many failures the server ends with an exit code, so that Kubernetes or systemd can restart it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 
 
 class Crashes:
-    """Recent failures of the engine, and so the pause before the next restart."""
+    """The times of recent failures of the engine, which determine the pause before the next restart."""
 
     def __init__(self, most: int, window_seconds: float, clock: Clock = time.monotonic) -> None:
         self._most, self._window_seconds, self._clock = most, window_seconds, clock
@@ -83,7 +83,7 @@ class Supervisor:
         return error is None
 
 
-async def first_of(*waits: Awaitable[object], timeout: float | None = None) -> None:  # noqa: ASYNC109  # it is no error
+async def first_of(*waits: Awaitable[object], timeout: float | None = None) -> None:  # noqa: ASYNC109  # the end of the time is not an error
     """Return when the first of these is done, or after `timeout` seconds; the others are cancelled, and have ended."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:

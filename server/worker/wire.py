@@ -1,7 +1,7 @@
 """Messages between the front-end process and the engine's process: length, then MessagePack. Knows no sockets.
 
-Every message is one of the structs below, checked field by field when it is read. Nothing else can be said: no code, no
-class names, no references, so whoever could write here could at most ask for tokens.
+Every message is one of the structs below, and each field is checked when the message is read. Messages contain no code,
+no class names and no references. So an attacker who could write to the socket could only request tokens.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ from engine.types import FinishedOutput, FinishReason, Logprob, Request, TokenEv
 from server.config import LogFormat
 
 _LENGTH_BYTES = 4  # big-endian, of the payload that follows
-_BASE_BYTES = 64 << 20  # a message without log-probabilities: prompts, structures, a step's tokens
-_LOGPROB_BYTES = 64  # of one log-probability and its token, generously
+_BASE_BYTES = 64 << 20  # limit of a message without log-probabilities: prompts, structures, a step's tokens
+_LOGPROB_BYTES = 64  # generous size of one log-probability and its token
 
 
 class WireError(PilotfishError):
-    """Unexpected: bytes that are no message, or too many of them. The other side cannot be believed any more."""
+    """Unexpected: bytes are not a valid message, or exceed the limit. The connection cannot be used any more."""
 
 
 class Unsayable(PilotfishError):
-    """Expected: a request that no message can hold: too large, or with what is no text. It is refused alone."""
+    """Expected: a request does not fit into a message: it is too large, or a value cannot be encoded.
+
+    Only this request is refused.
+    """
 
 
 # ------------------------------------------------------------------------------------------ from front ends to engine
 
 
 class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The first message: what to load and how to behave.
+    """The first message: what to load, and settings of the process.
 
     Attributes:
         config: an `EngineConfig` as JSON.
-        log_format: form of the log.
+        log_format: format of the log.
         beat_seconds: most seconds between two messages from the engine once it is ready and no step runs.
     """
 
@@ -48,9 +51,10 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Take a checked request. `ticket` names it from now on, and never another; its structure is compiled again there.
+    """Add a checked request. Later messages identify it by `ticket`, which is never used again.
 
-    `order` counts all orders, so that a report of load can say which of them it includes.
+    The engine's process compiles the request's structure again. `order` counts all orders, so that a load report can
+    name the last order that it includes.
     """
 
     order: int
@@ -59,7 +63,7 @@ class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Finish(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """End a request, or one of its outputs, before the next step; see `Engine.finish`. Its end comes as an event."""
+    """End a request, or one of its outputs, before the next step; see `Engine.finish`. An event reports the end."""
 
     order: int
     ticket: int
@@ -69,7 +73,7 @@ class Finish(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Drop(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """The same for a request whose reader is gone: no event of it is wanted."""
+    """End a request whose reader is gone; its events are not needed."""
 
     order: int
     ticket: int
@@ -77,7 +81,7 @@ class Drop(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Taken(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """One more `StepReport` has been taken up: another may be made."""
+    """The front-end process has read one more `StepReport`, so the engine may send another."""
 
 
 # ------------------------------------------------------------------------------------------ from engine to front ends
@@ -96,19 +100,19 @@ class Refused(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Loaded and warm: what is true of this engine as long as it lives.
+    """The engine is loaded and warm; the fields except `load` do not change while it runs.
 
     Attributes:
         vocab_size: width of the target's logits.
         max_model_len: most tokens of prompt and output together.
         eos_token_ids: the model's own end-of-text tokens.
-        proposer_names: what a request may ask for.
+        proposer_names: names of the proposers that a request may select.
         total_pages: pages of the target's arena.
-        page_size: tokens of one of them.
-        device: where it computes.
-        loop: where sequences decode that can.
+        page_size: tokens per page.
+        device: device of the target.
+        loop: how sequences decode where they can, as `Engine.loop`.
         dtype: type of the target's activations, keys and values.
-        load: how busy it is.
+        load: load of the engine at the start.
     """
 
     vocab_size: int
@@ -124,7 +128,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class LoadReport(msgspec.Struct, array_like=True, frozen=True):
-    """How busy the engine is, all orders up to number `order` included; the fields are properties of `Engine`."""
+    """Load of the engine after all orders up to number `order`; the other fields are properties of `Engine`."""
 
     order: int
     num_running: int
@@ -135,7 +139,7 @@ class LoadReport(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True):
-    """A `TokenEvent`, its request named by ticket."""
+    """A `TokenEvent` that identifies its request by ticket."""
 
     ticket: int
     index: int
@@ -147,7 +151,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, ticket: int, event: TokenEvent) -> Event:
-        """`event` under this ticket."""
+        """Convert `event` to a message event with this ticket."""
         return cls(
             ticket,
             event.index,
@@ -159,7 +163,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True):
         )
 
     def named(self, request_id: str) -> TokenEvent:
-        """The event of this request."""
+        """Convert back to an event of the request with this id."""
         return TokenEvent(
             request_id=request_id,
             index=self.index,
@@ -172,7 +176,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepReport(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Events and statistics of a step, or the ends that were ordered without a step: then there are no `stats`."""
+    """Events and statistics of a step; or events that need no step, such as ordered ends: then `stats` is None."""
 
     events: tuple[Event, ...]
     stats: StepStats | None
@@ -180,7 +184,7 @@ class StepReport(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 
 class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
-    """Nothing to say, and alive."""
+    """The engine's process is alive and has nothing to report."""
 
 
 Order: TypeAlias = Add | Finish | Drop
@@ -193,12 +197,16 @@ _to_front_end: msgspec.msgpack.Decoder[ToFrontEnd] = msgspec.msgpack.Decoder(ToF
 
 
 def most_bytes(bounds: Bounds) -> int:
-    """The largest message between two processes that serve requests of these bounds."""
+    """Return the most bytes of a message if all requests are within these bounds."""
     return min(_BASE_BYTES + _LOGPROB_BYTES * bounds.max_total_logprobs, (1 << 8 * _LENGTH_BYTES) - 1)
 
 
 def framed(message: ToEngine | ToFrontEnd, limit: int) -> bytes:
-    """A message as it travels; Unsayable beyond `limit` bytes, or with half a surrogate pair in it, or 2**64."""
+    """Encode a message with its length.
+
+    Raises:
+        Unsayable: the message exceeds `limit` bytes, or contains half a surrogate pair or an integer of 2**64 or more.
+    """
     try:
         payload = _encoder.encode(message)
     except (msgspec.MsgspecError, ValueError, OverflowError) as error:
@@ -209,7 +217,7 @@ def framed(message: ToEngine | ToFrontEnd, limit: int) -> bytes:
 
 
 def read_to_engine(payload: bytes) -> ToEngine:
-    """Decode a message from the front ends; WireError if it is none."""
+    """Decode a message from the front ends. Raises WireError if it is not valid."""
     try:
         return _to_engine.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -217,7 +225,7 @@ def read_to_engine(payload: bytes) -> ToEngine:
 
 
 def read_to_front_end(payload: bytes) -> ToFrontEnd:
-    """A message from the engine; WireError if it is none."""
+    """Decode a message from the engine. Raises WireError if it is not valid."""
     try:
         return _to_front_end.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -225,13 +233,13 @@ def read_to_front_end(payload: bytes) -> ToFrontEnd:
 
 
 class Frames:
-    """Bytes as they come, cut into payloads: with 0 0 0 2 a b 0 0 comes "ab", and two bytes wait for more."""
+    """Splits received bytes into payloads: 0 0 0 2 a b 0 0 gives "ab", and the last two bytes wait for more."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._unread = limit, bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Every payload that is whole now; WireError as soon as one announces itself as larger than allowed."""
+        """Add bytes and yield every complete payload. Raises WireError if a length exceeds the limit."""
         self._unread += data
         start = 0
         try:
