@@ -213,7 +213,7 @@ class App:
         await self._stop.wait()
 
     async def shutdown(self) -> None:
-        """Accept nothing new, let live streams finish, cut those that do not, close the front ends."""
+        """Accept no new requests, let live streams finish, end those that do not, and close the front ends."""
         await self.lifecycle.move(State.DRAINING)
         if self.driver is not None:
             await self._drain(self.driver)

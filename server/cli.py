@@ -202,7 +202,7 @@ def _follow(config: ServerConfig) -> int:
     try:
         follow = load_shard(config.engine(), lambda stage: logger.info("%s", stage))
     except (ModelError, RankLost) as error:
-        logger.error("cannot hold a share of %s: %s", config.target, error)  # noqa: TRY400  # no trace is of use
+        logger.error("cannot hold a share of %s: %s", config.target, error)  # noqa: TRY400  # a traceback is of no use
         return 1
     # torchrun sends these signals to all ranks. Rank 0 drains, and needs this shard until it has finished.
     for number in (signal.SIGINT, signal.SIGTERM):

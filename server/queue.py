@@ -18,7 +18,7 @@ class Outlook:
     """Estimated times for a request that arrives now, in seconds; an unknown time counts as zero."""
 
     wait: float = 0.0  # until it has a place in the batch
-    service: float = 0.0  # from its place to its end
+    service: float = 0.0  # from its start in the batch to its end
     retry: float = 1.0  # until a retry of a refused request can succeed
 
 

@@ -120,7 +120,7 @@ class Quotas:
     def __init__(self, max_live: int | None, per_second: float | None, clock: Clock) -> None:
         self._max_live, self._per_second, self._clock = max_live, per_second, clock
         self._live: dict[str, int] = defaultdict(int)
-        self._buckets: dict[str, tuple[float, float]] = {}  # requests that may begin at once, and the time of that
+        self._buckets: dict[str, tuple[float, float]] = {}  # (requests that may begin, time of this count)
 
     def enter(self, caller: Caller) -> Callable[[], None]:
         """Count a request of `caller`, or raise QuotaExceeded.

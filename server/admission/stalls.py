@@ -34,7 +34,7 @@ class Writes:
             self._timer.cancel()
 
     def _look(self) -> None:
-        """Cancel the current write if it takes too long; if it began later, set the timer to its own limit."""
+        """Cancel the current write if it takes too long; if it has time left, set the timer to its limit."""
         self._timer = None
         if self._begun is None:
             return

@@ -24,7 +24,8 @@ from server.errors import (
 )
 
 DOMAIN = "pilotfish"
-# An error is sent in HTTP/2 headers. A gRPC client accepts 8 KiB of them by default, and reports another error beyond.
+# An error is sent in HTTP/2 headers. A gRPC client accepts 8 KiB of headers by default; if they are larger, it reports
+# another error.
 MAX_MESSAGE = 800  # bytes of UTF-8; percent-encoding can triple them
 MAX_VIOLATIONS = 2400  # bytes of all fields and descriptions
 MAX_VIOLATION = 300  # bytes of one field or description

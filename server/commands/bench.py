@@ -64,7 +64,7 @@ class BenchTurn:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """One call of the command."""
+    """The parsed command: options of the server, and those of the command."""
 
     config: BenchConfig
     tokens: int

@@ -33,7 +33,7 @@ class RequestLimits:
 
 
 class _Counted:
-    """A `receive` with limits on the size of the body and on its time to arrive; after it there is no deadline."""
+    """A `receive` that limits the body's size and its time to arrive; after the body's end there is no deadline."""
 
     def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
         self._receive, self._max_bytes, self._seconds = receive, max_bytes, seconds

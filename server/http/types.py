@@ -143,7 +143,7 @@ class GenerationFields(Body):
     timeout: Seconds | None = None
 
     def conflicts(self) -> Iterator[Violation]:
-        """Yield violations by fields that are valid by themselves but exclude each other."""
+        """Yield a violation for fields that are valid by themselves but exclude each other."""
         structures = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "response_format")
         given = [name for name in structures if getattr(self, name, None) is not None]
         if len(given) > 1:

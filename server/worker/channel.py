@@ -36,7 +36,7 @@ class Channel(asyncio.Protocol):
             for payload in () if self._is_closed else self._frames.feed(data):
                 self._take(wire.read_to_front_end(payload))
         except wire.WireError as error:
-            logger.error("the engine's process is not understood: %s", error)  # noqa: TRY400  # no trace is of use
+            logger.error("the engine's process is not understood: %s", error)  # noqa: TRY400  # a traceback is of no use
             self._lose(EngineCrashed(str(error)))
             self._transport.abort()
 

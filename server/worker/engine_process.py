@@ -311,7 +311,7 @@ def main(load: Load = ServedModel.load, ahead: str = "") -> None:
     except FrontEndGone:
         code = 0
     except wire.WireError as error:
-        logger.error("the doors are not understood: %s", error)  # noqa: TRY400  # no trace is of use
+        logger.error("the doors are not understood: %s", error)  # noqa: TRY400  # a traceback is of no use
     except Exception:
         logger.exception("the engine failed")
     finally:

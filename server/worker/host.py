@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TurnOutput:
-    """Result of a turn: the events and statistics of a step, or without one the terminal events of ordered ends."""
+    """Result of a turn: events and statistics of a step; or, without a step, the terminal events of ordered ends."""
 
     events: tuple[TokenEvent, ...]
     stats: StepStats | None
@@ -75,7 +75,7 @@ class Host(Protocol):
 
 
 class LocalHost:
-    """An engine that steps on one worker thread. Everything else that changes it happens between two steps."""
+    """An engine that steps on one worker thread. All other changes of the engine happen between two steps."""
 
     def __init__(self, load: Load, config: EngineConfig, compute: Executor, hang_seconds: float | None = None) -> None:
         self.is_hung = False

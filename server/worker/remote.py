@@ -74,7 +74,7 @@ class RemoteEngine:
         self._outputs: deque[wire.StepReport] = deque()
         self._loss: Exception | None = None
 
-    # ------------------------------------------------------------------------------------------------ life and death
+    # ---------------------------------------------------------------------------------- start and end of the process
 
     async def start(self, progress: Progress) -> ServedModel:
         """Start the process, wait until it is ready, and load the tokenizer and the like in this process."""
@@ -123,7 +123,7 @@ class RemoteEngine:
                 self._child.process.kill()
             self._wake.set()
 
-    # ----------------------------------------------------------------------------------------------- what it tells
+    # -------------------------------------------------------------------------------------------- messages from it
 
     def _take(self, message: wire.ToFrontEnd) -> None:
         match message:
@@ -165,7 +165,7 @@ class RemoteEngine:
                 self._forget(live.request_id)
         return live.request_id
 
-    # ---------------------------------------------------------------------------------------------- messages from it
+    # -------------------------------------------------------------------------------------------------- orders to it
 
     def add(self, request: Request) -> None:
         """See Host. Raises wire.Unsayable for a request that does not fit into a message."""
@@ -200,7 +200,7 @@ class RemoteEngine:
         assert self._channel is not None, "not started"
         self._channel.send(wire.framed(message, self._limit))
 
-    # ------------------------------------------------------------------------------------------------ how it stands
+    # ------------------------------------------------------------------------------------------ state of the engine
 
     @property
     def engine(self) -> EngineView:

@@ -84,7 +84,7 @@ class Supervisor:
 
 
 async def first_of(*waits: Awaitable[object], timeout: float | None = None) -> None:  # noqa: ASYNC109  # the end of the time is not an error
-    """Return when the first of these is done, or after `timeout` seconds; the others are cancelled, and have ended."""
+    """Return when the first of these is done, or after `timeout` seconds; the others are cancelled."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
