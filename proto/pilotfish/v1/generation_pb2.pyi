@@ -134,6 +134,7 @@ class GenerateRequest(_message.Message):
     GUIDED_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of this request in Abort and in logs: 1 to 128 of A-Z a-z 0-9 . _ : -, unique among live requests.
     Default: the server chooses one.
@@ -179,6 +180,10 @@ class GenerateRequest(_message.Message):
     def guided(self) -> Global___GuidedDecoding:
         """Structure the output must have. Default: none."""
 
+    @_builtins.property
+    def resume(self) -> Global___Resume:
+        """Continue an interrupted stream of this request, from any server of the same model. Default: not set, a new request."""
+
     def __init__(
         self,
         *,
@@ -194,10 +199,11 @@ class GenerateRequest(_message.Message):
         guided: Global___GuidedDecoding | None = ...,
         priority: _builtins.int | None = ...,
         cache_salt: _builtins.str | None = ...,
+        resume: Global___Resume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "_resume", b"_resume", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "_resume", b"_resume", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
@@ -207,6 +213,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
     _WhichOneofArgType__request_id: _TypeAlias = _typing.Literal["_request_id", b"_request_id"]  # noqa: Y015
+    _WhichOneofReturnType__resume: _TypeAlias = _typing.Literal["resume"]  # noqa: Y015
+    _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
@@ -218,9 +226,85 @@ class GenerateRequest(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__request_id) -> _WhichOneofReturnType__request_id | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resume) -> _WhichOneofReturnType__resume | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Resume(_message.Message):
+    """Where an interrupted stream continues. The rest of the request is that of the interrupted one, with the values of
+    its ResumeInfo as `sampling.seed`, `stopping.max_tokens` and `speculation`. What was received is not sent again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """Of the interrupted stream's ResumeInfo. A server with another fingerprint refuses with FAILED_PRECONDITION."""
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReceivedOutput]:
+        """What was received, at most one per output; an output that is missing here sent nothing."""
+
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        outputs: _abc.Iterable[Global___ReceivedOutput] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "outputs", b"outputs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resume: _TypeAlias = Resume  # noqa: Y015
+
+@_typing.final
+class ReceivedOutput(_message.Message):
+    """The part of an output that the caller has received."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which output, from 0."""
+    finished: _builtins.bool
+    """Whether its Finished was received: then nothing more is sent for it, and `token_ids` may be empty."""
+    num_tokens: _builtins.int
+    """In place of `token_ids`, for a caller that did not keep them: how many there were. The server computes them again,
+    which takes as long as it took first.
+    """
+    digest: _builtins.str
+    """With `num_tokens`: `TokenDelta.digest` of the last of them. If the tokens computed again have another digest, the
+    stream ends with FAILED_PRECONDITION. Default: not compared.
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All its tokens so far."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        finished: _builtins.bool = ...,
+        num_tokens: _builtins.int = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "finished", b"finished", "index", b"index", "num_tokens", b"num_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReceivedOutput: _TypeAlias = ReceivedOutput  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -270,6 +354,7 @@ class GenerateStreamResponse(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    RESUME_INFO_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id from the request, or the one that the server chose; on the first message of a stream only."""
     @_builtins.property
@@ -284,6 +369,10 @@ class GenerateStreamResponse(_message.Message):
     def prompt_logprobs(self) -> Global___PromptLogprobs:
         """Log-probabilities of the prompt. Set if the request wants them, on the first message of output 0 only."""
 
+    @_builtins.property
+    def resume_info(self) -> Global___ResumeInfo:
+        """What the caller needs to continue this stream on another server; on the first message of a stream only."""
+
     def __init__(
         self,
         *,
@@ -291,16 +380,53 @@ class GenerateStreamResponse(_message.Message):
         delta: Global___TokenDelta | None = ...,
         finished: Global___Finished | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        resume_info: Global___ResumeInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "resume_info", b"resume_info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resume_info", b"resume_info"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateStreamResponse: _TypeAlias = GenerateStreamResponse  # noqa: Y015
+
+@_typing.final
+class ResumeInfo(_message.Message):
+    """The effective values of a request on which its tokens depend, and the model's fingerprint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """Names the model, its weights and its tokenizer: servers with equal fingerprints generate the same tokens."""
+    seed: _builtins.int
+    """Seed of the request: the one from the request, or the one that was drawn."""
+    max_tokens: _builtins.int
+    """Most tokens of an output."""
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationOptions:
+        """Speculation settings, every field set."""
+
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        seed: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        speculation: Global___SpeculationOptions | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "max_tokens", b"max_tokens", "seed", b"seed", "speculation", b"speculation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeInfo: _TypeAlias = ResumeInfo  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -577,6 +703,7 @@ class OutputOptions(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     STREAM_INTERVAL_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bool
     """Send token ids, and with them which token was a draft and how much text it brought. Default: true."""
     logprobs: _builtins.bool
@@ -589,6 +716,8 @@ class OutputOptions(_message.Message):
     """Send the log-probability of every token of the prompt. Default: false."""
     stream_interval: _builtins.int
     """Tokens to gather before a message after the first is sent, at least 1. Default: 1, every round at once."""
+    digests: _builtins.bool
+    """Send with each delta a digest of the output's tokens so far, for `ReceivedOutput.digest`. Default: false."""
     def __init__(
         self,
         *,
@@ -597,11 +726,14 @@ class OutputOptions(_message.Message):
         top_logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.bool | None = ...,
         stream_interval: _builtins.int | None = ...,
+        digests: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_stream_interval", b"_stream_interval", "_token_ids", b"_token_ids", "_top_logprobs", b"_top_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "stream_interval", b"stream_interval", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_digests", b"_digests", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_stream_interval", b"_stream_interval", "_token_ids", b"_token_ids", "_top_logprobs", b"_top_logprobs", "digests", b"digests", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "stream_interval", b"stream_interval", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_stream_interval", b"_stream_interval", "_token_ids", b"_token_ids", "_top_logprobs", b"_top_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "stream_interval", b"stream_interval", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digests", b"_digests", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_stream_interval", b"_stream_interval", "_token_ids", b"_token_ids", "_top_logprobs", b"_top_logprobs", "digests", b"digests", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "stream_interval", b"stream_interval", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__digests: _TypeAlias = _typing.Literal["digests"]  # noqa: Y015
+    _WhichOneofArgType__digests: _TypeAlias = _typing.Literal["_digests", b"_digests"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
@@ -612,6 +744,8 @@ class OutputOptions(_message.Message):
     _WhichOneofArgType__token_ids: _TypeAlias = _typing.Literal["_token_ids", b"_token_ids"]  # noqa: Y015
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__digests) -> _WhichOneofReturnType__digests | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
@@ -748,10 +882,13 @@ class TokenDelta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FROM_DRAFT_FIELD_NUMBER: _builtins.int
     TEXT_LENGTHS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which output, from 0."""
     text: _builtins.str
     """New text. May be empty: bytes of an unfinished character and a possible start of a stop string are held back."""
+    digest: _builtins.str
+    """Digest of all tokens of this output so far, if `output.digests` asks for it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens, if the request wants token ids."""
@@ -779,10 +916,11 @@ class TokenDelta(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         from_draft: _abc.Iterable[_builtins.bool] | None = ...,
         text_lengths: _abc.Iterable[_builtins.int] | None = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_draft", b"from_draft", "index", b"index", "logprobs", b"logprobs", "text", b"text", "text_lengths", b"text_lengths", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "from_draft", b"from_draft", "index", b"index", "logprobs", b"logprobs", "text", b"text", "text_lengths", b"text_lengths", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -939,6 +1077,7 @@ class Finished(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    INTERRUPTIONS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which output, from 0."""
     finish_reason: Global___FinishReason.ValueType
@@ -949,6 +1088,10 @@ class Finished(_message.Message):
     """The stop string, cut from the text."""
     seed: _builtins.int
     """The seed of this output: sent again with n = 1 and the same prompt and parameters it gives the same output."""
+    interruptions: _builtins.int
+    """How often this output was interrupted and continued: by a failure of the engine, or with `resume`. After that
+    `speculation_stats` and `cached_prompt_tokens` count only what followed the last interruption.
+    """
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Tokens counted."""
@@ -977,10 +1120,11 @@ class Finished(_message.Message):
         timing: Global___Timing | None = ...,
         seed: _builtins.int = ...,
         speculation: Global___SpeculationOptions | None = ...,
+        interruptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop", "speculation", b"speculation", "speculation_stats", b"speculation_stats", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "matched_stop", b"matched_stop", "seed", b"seed", "speculation", b"speculation", "speculation_stats", b"speculation_stats", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "interruptions", b"interruptions", "matched_stop", b"matched_stop", "seed", b"seed", "speculation", b"speculation", "speculation_stats", b"speculation_stats", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_matched_stop: _TypeAlias = _typing.Literal["stop_token_id", "stop_string"]  # noqa: Y015
     _WhichOneofArgType_matched_stop: _TypeAlias = _typing.Literal["matched_stop", b"matched_stop"]  # noqa: Y015
