@@ -19,6 +19,7 @@ from engine.control.prefill_budget import PrefillBudget
 from engine.device_loop.results import NoRounds, Progress, Rounds, untold
 from engine.errors import DuplicateRequest
 from engine.model.runner import Runner
+from engine.params import SpeculationSettings
 from engine.proposers import Proposal, Proposers
 from engine.request.intake import Intake, Limits, self_test_request
 from engine.sampling.processors import advance_grammar
@@ -206,8 +207,15 @@ class Engine:
         """Raise InvalidRequest or Unsupported for a request that `add` would refuse. Any thread may call this."""
         self._intake.check(request)
 
-    def add(self, request: Request) -> None:
+    def speculation_of(self, request: Request) -> SpeculationSettings:
+        """The effective speculation settings of a request."""
+        return self._intake.speculation_of(request)
+
+    def add(self, request: Request) -> tuple[TokenEvent, ...]:
         """Accept a request; it runs as soon as there is room.
+
+        Returns:
+            Terminal events of outputs of a continued request that have emitted all their tokens already.
 
         Raises:
             InvalidRequest: with every violation at once.
@@ -220,8 +228,15 @@ class Engine:
         outputs = self._intake.open(request)
         for sequence in outputs:
             sequence.on_device = self._rounds.takes(sequence)
+            advance_grammar(sequence, sequence.tokens[sequence.prompt_len :])
         self._live[request.request_id] = {sequence.index: sequence for sequence in outputs}
         self._scheduler.add(*outputs)
+        over = ((sequence, self._end_if_over(sequence, None)) for sequence in outputs if sequence.num_emitted)
+        return tuple(
+            TokenEvent(request_id=request.request_id, index=sequence.index, finished=finished)
+            for sequence, finished in over
+            if finished is not None
+        )
 
     def finish(
         self,

@@ -101,6 +101,14 @@ class Grammar(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmittedOutput:
+    """What an output has emitted before this engine: all its tokens so far, and whether it has ended."""
+
+    token_ids: tuple[int, ...] = ()
+    has_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt to continue.
 
@@ -109,6 +117,7 @@ class Request:
         token_ids: the prompt.
         grammar: `sampling.guided`, compiled by the caller, who knows the tokenizer.
         cache_salt: requests share K/V of equal prompts only if their salts are equal.
+        emitted: what its outputs emitted before, by index, if the request is continued; its seed is then set.
     """
 
     request_id: str
@@ -117,6 +126,18 @@ class Request:
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     grammar: Grammar | None = None
     cache_salt: str | None = None
+    emitted: tuple[EmittedOutput, ...] = ()
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Indices of the outputs that have not ended before."""
+        ended = {index for index, output in enumerate(self.emitted) if output.has_ended}
+        return tuple(index for index in range(self.sampling.n) if index not in ended)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, and of the longest output emitted before."""
+        return len(self.token_ids) + max((len(output.token_ids) for output in self.emitted), default=0)
 
     def max_len(self, max_model_len: int, max_output_tokens: int | None = None) -> int:
         """Prompt plus the most tokens that may be generated: as asked, or the default where there is room."""
@@ -177,6 +198,7 @@ class Sequence:
     end_token_ids: frozenset[int]  # what ends the output: the request's stop tokens and the model's own
     tokens: list[int]
     index: int = 0  # which of the request's outputs
+    num_emitted: int = 0  # how many of the generated tokens an earlier engine emitted
     target: KVCursor = field(default_factory=KVCursor)
     draft: KVCursor = field(default_factory=KVCursor)
     stats: DraftStats = field(default_factory=DraftStats)
@@ -208,8 +230,8 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether some are still missing; output 0 collects them for all outputs of the request."""
-        wanted = self.request.sampling.prompt_logprobs is not None and self.index == 0
+        """Whether some are still missing; output 0 collects them for all outputs, and emits them with its first token."""
+        wanted = self.request.sampling.prompt_logprobs is not None and self.index == 0 and not self.num_emitted
         return wanted and len(self.prompt_logprobs) < self.prompt_len
 
 

@@ -12,15 +12,16 @@ import math
 import time
 from dataclasses import dataclass
 
-from engine.errors import DuplicateRequest, PilotfishError
+from engine.errors import DuplicateRequest, PilotfishError, shown
 from engine.stats import Clock
 from engine.types import FinishReason, Request, TokenEvent
-from server.errors import Aborted, DeadlinePassed, EngineHung, RequestFailed, Unavailable
+from server.errors import Aborted, DeadlinePassed, EngineHung, RequestFailed, ResumeRefused, Unavailable
 from server.estimates import Estimates
 from server.lifecycle import Lifecycle
 from server.model import ServedModel
 from server.queue import AdmissionQueue, Outlook
-from server.streams.stream import OutputStream
+from server.recovery import Recovery
+from server.streams.stream import DEFAULTS, OutputStream, StreamOptions
 from server.telemetry.metrics import Metrics
 from server.worker.host import Host, TurnOutput
 from server.worker.supervisor import Supervisor
@@ -62,6 +63,7 @@ class Driver:
         self._endings: dict[str, _Ending] = {}
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
+        self._recovery = Recovery()
         self._left: list[float] | None = None  # tokens that each running output is likely to need; None: to be computed
         self._stopping = asyncio.Event()
 
@@ -82,16 +84,19 @@ class Driver:
     def _apply_endings(self) -> None:
         endings, self._endings = self._endings, {}
         for request_id, ending in endings.items():
+            stream = self._live[request_id]
             if ending.error is None:
+                if self._recovery.take(stream):
+                    self._feed(stream)  # for its terminal events: it is finished before a step
                 self.host.finish(request_id, ending.reason)
             else:
                 self.host.drop(request_id, ending.reason)
-                stream = self._live[request_id]
                 stream.fail(ending.error)
                 self._forget(stream, ending.reason)
 
     def _admit(self) -> None:
-        while self.queue and self._engine.has_room:
+        self._feed_interrupted()
+        while self.queue and self._engine.has_room and not self._recovery.is_trying:
             stream = self._live[self.queue.pop().request_id]
             if stream.deadline <= self._clock():
                 stream.fail(DeadlinePassed("the deadline passed before the request could start"))
@@ -100,11 +105,27 @@ class Driver:
             stream.start()
             self._left = None
             self._metrics.requests.start(stream.timeline)
-            try:
-                self.host.add(stream.request)
-            except Exception as error:  # noqa: BLE001  # the request was checked before it was queued, so the fault is ours; logged
-                self.host.drop(stream.request_id, FinishReason.ERROR)
-                self._fail(stream, "the engine refused the request", error)
+            self._feed(stream)
+
+    def _feed_interrupted(self) -> None:
+        """Feed the requests that a failed engine had to its successor."""
+        acquitted, fed = self._recovery.next()
+        if acquitted is not None:
+            self.host.drop(acquitted.request_id, FinishReason.CANCELLED)
+        for stream in fed:
+            self._feed(stream)
+
+    def _feed(self, stream: OutputStream) -> None:
+        """Add a request to the engine, with what it has emitted before, if it is continued."""
+        try:
+            self.host.add(stream.continued())
+        except Exception as error:  # noqa: BLE001  # the request was checked before it was queued, so the fault is ours; logged
+            self.host.drop(stream.request_id, FinishReason.ERROR)
+            self._fail(stream, "the engine refused the request", error)
+            return
+        for output in stream.outputs:
+            if output.is_stopped and not output.has_ended:  # which the lost engine was told, or another server
+                self.host.finish(stream.request_id, FinishReason.STOP, output.index, output.num_tokens)
 
     async def _step(self) -> TurnOutput | None:
         """The engine's next output; None if there was no work and something else woke the loop."""
@@ -120,15 +141,41 @@ class Driver:
         if output.stats is not None:
             self._metrics.steps.observe(output.stats)
             self.estimates.observe(output.stats)
+            self._supervisor.works()
         self._left = None
         self._report_load()
 
     async def _recover(self, error: Exception) -> bool:
-        """End every live request after a failure of the engine; whether the engine runs again."""
-        logger.error("the engine failed; %d live requests end with it", len(self._live), exc_info=error)
+        """Restart the engine after a failure; whether it runs again. Its requests are then fed to it once more."""
+        running = [s for s in self.live() if s.timeline.started is not None and s not in self._recovery]
+        logger.error("the engine failed with %d requests, which go on with its successor", len(running), exc_info=error)
         await self._supervisor.lost()
+        guilty = self._recovery.crashed(running)
+        for stream in running:
+            stream.interrupt()
+        self._metrics.requests.interruptions.inc(len(running))
+        if guilty is not None:
+            self._convict(guilty)
+        if await self._supervisor.revive(self._stopping):
+            return True
         self._end_all(error)
-        return await self._supervisor.revive(self._stopping)
+        return False
+
+    def _convict(self, stream: OutputStream) -> None:
+        """End a request that brought the engine down alone, twice in a row, and describe it in the log."""
+        request, crashes = stream.request, self._recovery.num_crashes(stream)
+        logger.error(
+            "request %s brought the engine down %d times, at last alone, and ends: %d prompt tokens, %s emitted, %s, %s",
+            stream.request_id,
+            crashes,
+            len(request.token_ids),
+            [output.num_tokens for output in stream.outputs],
+            shown(request.sampling, 1000),
+            request.speculation,
+        )
+        self._supervisor.explained(crashes)
+        stream.fail(RequestFailed("the engine failed each time that it served this request"))
+        self._forget(stream, FinishReason.ERROR)
 
     # ------------------------------------------------------------------------------------ what callers ask meanwhile
 
@@ -138,7 +185,7 @@ class Driver:
         self.queue.require_room(outlook=self._outlook())
 
     def submit(
-        self, request: Request, *, interval: int = 1, priority: int = 0, remaining: float = math.inf
+        self, request: Request, options: StreamOptions = DEFAULTS, *, priority: int = 0, remaining: float = math.inf
     ) -> OutputStream:
         """Queue a checked request whose caller waits for `remaining` seconds; its outputs arrive in the stream.
 
@@ -155,7 +202,7 @@ class Driver:
         now, work = self._clock(), self.estimates.work(request, self._most_tokens(request))
         due = min(now + PATIENCE_SECONDS - priority * self._ageing_seconds, now + remaining - work)
         self._require_time(remaining, due, work)
-        stream = OutputStream(request, self.model.codec, self._clock, interval, now + remaining)
+        stream = OutputStream(request, self.model.codec, self._clock, options, now + remaining)
         self.queue.push(request, request.sampling.n * self._most_tokens(request), due, self._outlook())
         self._live[request.request_id] = stream
         self._idle.clear()
@@ -172,14 +219,15 @@ class Driver:
         return tuple(self._live.values())
 
     def end(self, stream: OutputStream, reason: FinishReason, error: PilotfishError | None = None) -> None:
-        """End a request: at once if it is queued, before the next step if it runs; do nothing if it has ended.
+        """End a request: at once if no engine has it, before the next step if it runs; do nothing if it has ended.
 
         The stream identifies it, not the id: after its end another caller may have used the same id.
         """
         if stream.ended:
             return
-        if self.queue.remove(stream.request_id):
-            stream.fail(error or Aborted("the request was ended before it could start"))
+        is_read = error is None and reason is FinishReason.ABORTED  # then its reader gets what there is, and its end
+        if self.queue.remove(stream.request_id) or (not is_read and self._recovery.take(stream)):
+            stream.fail(error or Aborted("the request was ended while no engine had it"))
             self._forget(stream, reason)
             self._report_load()
         else:
@@ -203,6 +251,11 @@ class Driver:
         previous = timeline.last_token
         try:
             self._push(stream, event)
+        except ResumeRefused as error:
+            self.host.drop(stream.request_id, FinishReason.CANCELLED)
+            stream.fail(error)
+            self._forget(stream, FinishReason.ERROR)
+            return
         except Exception as error:  # noqa: BLE001  # `_fail` logs it
             self.host.drop(stream.request_id, FinishReason.ERROR)
             self._fail(stream, "the output could not be turned into text", error)
@@ -237,6 +290,7 @@ class Driver:
     def _forget(self, stream: OutputStream, reason: FinishReason) -> None:
         del self._live[stream.request_id]
         self._endings.pop(stream.request_id, None)
+        self._recovery.forget(stream)
         self._metrics.requests.end(reason, stream.timeline)
         self.estimates.end(stream.timeline)
         for output in stream.outputs:
@@ -247,7 +301,7 @@ class Driver:
             self._idle.set()
 
     def _end_all(self, error: Exception) -> None:
-        """End every live request after the engine has lost its state."""
+        """End every live request after the engine has failed for good."""
         reason = "ENGINE_HUNG" if isinstance(error, EngineHung) else "ENGINE_DEAD"
         for stream in self.live():
             self.queue.remove(stream.request_id)
@@ -259,8 +313,8 @@ class Driver:
         """Raise DeadlinePassed if the time left is less than the estimated wait plus the estimated service."""
         if remaining == math.inf:
             return
-        running = self._engine.num_running
-        wait = 0.0 if self._engine.has_room and not self.queue else self.estimates.wait(self.queue.ahead(due), running)
+        behind = self.queue.ahead(due) - self._free_places
+        wait = 0.0 if behind < 0 else self.estimates.wait(behind, self._engine.num_running)
         if wait + work > max(remaining, 0.0) or remaining <= 0:
             problem = f"the deadline is in {max(remaining, 0.0):.3g} seconds"
             raise DeadlinePassed(f"{problem}; by now's estimate it takes {wait:.3g} to start and {work:.3g} to end")
@@ -269,13 +323,16 @@ class Driver:
         if self._left is None:
             running = (stream for stream in self._live.values() if stream.timeline.started is not None)
             outputs = (
-                (o.num_tokens, self._most_output(s.request)) for s in running for o in s.outputs if o.end is None
+                (o.num_tokens, self._most_output(s.request)) for s in running for o in s.outputs if not o.has_ended
             )
             self._left = sorted(self.estimates.left(*output) for output in outputs)
-        free = self._engine.config.max_batch_size - self._engine.num_running if self._engine.has_room else 0
-        return self.estimates.outlook(
-            len(self.queue) - free, self._left
-        )  # a request with a free place waits for one step at most
+        # A request with a free place waits for one step at most.
+        return self.estimates.outlook(len(self.queue) - self._free_places, self._left)
+
+    @property
+    def _free_places(self) -> int:
+        """Requests that can start before any other ends."""
+        return self._engine.config.max_batch_size - self._engine.num_running if self._engine.has_room else 0
 
     def _most_output(self, request: Request) -> int:
         return self._most_tokens(request) - len(request.token_ids)

@@ -40,6 +40,10 @@ class NotFound(PilotfishError):
     """Expected: the model is not served, or no live request has this id."""
 
 
+class ResumeRefused(PilotfishError):
+    """Expected: a stream cannot be continued here: the model is another one, or computes other tokens."""
+
+
 class DeadlinePassed(PilotfishError):
     """Expected: the deadline has passed, or will pass before the request can end."""
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.params import Guided
+from engine.params import Guided, SpeculationSettings
 from engine.text.codec import Codec
 from engine.types import Grammar, Request
 from models import embedded_draft, embedded_target
 from server.chat import ChatTemplate
+from server.fingerprint import fingerprint
 
 
 class EngineView(Protocol):
@@ -47,6 +48,10 @@ class EngineView(Protocol):
     @property
     def spec_gain(self) -> float: ...
 
+    def speculation_of(self, request: Request) -> SpeculationSettings:
+        """Return the effective speculation settings of a request."""
+        ...
+
     def check(self, request: Request) -> None:
         """Raise InvalidRequest or Unsupported if the engine would refuse the request."""
         ...
@@ -69,6 +74,7 @@ class ServedModel:
     codec: Codec | None  # None: the checkpoint has no tokenizer, so requests and answers contain only token ids
     compile_grammar: CompileGrammar | None = None  # None: guided decoding is not available
     chat: ChatTemplate | None = None  # None: the model accepts prompts, but no conversations
+    fingerprint: str = ""  # names all that the tokens depend on besides the request (`fingerprint.py`)
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress) -> ServedModel:
@@ -95,6 +101,7 @@ class ServedModel:
             codec,
             None if compiler is None else compiler.compile,
             chat,
+            fingerprint(config, engine.dtype),
         )
 
 

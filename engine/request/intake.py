@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest, Unsupported, shown
 from engine.params import MAX_SEED, SamplingParams, SpeculationMode, SpeculationSettings, Verification
+from engine.request.emitted import emitted_violations
 from engine.request.validation import violations
-from engine.types import KVCursor, Request, Sequence
+from engine.types import EmittedOutput, KVCursor, Request, Sequence
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
@@ -49,6 +50,7 @@ class Intake:
             Unsupported: this server does not have the proposer, or is reproducible and cannot use the rule.
         """
         found = list(violations(request, self.config, self.limits.vocab_size, self.limits.max_model_len))
+        found += emitted_violations(request, self.limits.vocab_size, self._max_len(request))
         if found:
             raise InvalidRequest(found)
         name = request.speculation.proposer
@@ -61,27 +63,37 @@ class Intake:
             )
 
     def open(self, request: Request) -> list[Sequence]:
-        """Make one sequence for each output of a request that has passed `check`."""
-        wanted, length = request.sampling, len(request.token_ids)
-        seed = secrets.randbelow(MAX_SEED + 1) if wanted.seed is None else wanted.seed
-        model_ends = frozenset() if wanted.ignore_eos else self.limits.eos_token_ids
+        """Make one sequence for each output, except those that have ended, of a request that has passed `check`."""
+        seed = secrets.randbelow(MAX_SEED + 1) if request.sampling.seed is None else request.sampling.seed
+        emitted = request.emitted or (EmittedOutput(),) * request.sampling.n
         return [
-            Sequence(
-                request=request,
-                index=index,
-                seed=_seed_of(seed, index),
-                speculation=self._speculation(request),
-                max_len=request.max_len(self.limits.max_model_len, self.config.max_output_tokens),
-                end_token_ids=model_ends | frozenset(wanted.stop_token_ids),
-                tokens=list(request.token_ids),
-                target=KVCursor.of(self.limits.target_border, length),
-                draft=KVCursor.of(self.limits.draft_border, length),
-                grammar=None if request.grammar is None else request.grammar.start(),
-            )
-            for index in range(wanted.n)
+            self._sequence(request, index, _seed_of(seed, index), before.token_ids)
+            for index, before in enumerate(emitted)
+            if not before.has_ended
         ]
 
-    def _speculation(self, request: Request) -> SpeculationSettings:
+    def _sequence(self, request: Request, index: int, seed: int, emitted: tuple[int, ...]) -> Sequence:
+        """A sequence that has been fed nothing, not even the tokens that were emitted: as after a preemption."""
+        tokens = [*request.token_ids, *emitted]
+        model_ends = frozenset() if request.sampling.ignore_eos else self.limits.eos_token_ids
+        return Sequence(
+            request=request,
+            index=index,
+            seed=seed,
+            speculation=self.speculation_of(request),
+            max_len=self._max_len(request),
+            end_token_ids=model_ends | frozenset(request.sampling.stop_token_ids),
+            tokens=tokens,
+            num_emitted=len(emitted),
+            target=KVCursor.of(self.limits.target_border, len(tokens)),
+            draft=KVCursor.of(self.limits.draft_border, len(tokens)),
+            grammar=None if request.grammar is None else request.grammar.start(),
+        )
+
+    def _max_len(self, request: Request) -> int:
+        return request.max_len(self.limits.max_model_len, self.config.max_output_tokens)
+
+    def speculation_of(self, request: Request) -> SpeculationSettings:
         """The request's settings, with the server's defaults for unset ones, and the server's limit on drafts."""
         asked, config = request.speculation, self.config
         mode = asked.mode or config.speculation

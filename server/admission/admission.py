@@ -12,6 +12,7 @@ from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission import answers, convert
 from server.admission.grammars import GrammarPool
+from server.admission.resume import require_fit, resume_info
 from server.admission.security import ANYBODY, Caller, Quotas
 from server.admission.status import refusal
 from server.driver import Driver
@@ -57,11 +58,13 @@ class Call:
 
     async def messages(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Yield messages with the tokens of each round; rounds are merged while the reader is busy."""
-        first, unfinished = True, len(self.stream.outputs)
+        first, unfinished = True, self.stream.num_unfinished
         while unfinished:
             for chunk in await self.stream.read():
                 unfinished -= chunk.end is not None
                 for message in answers.stream_responses(chunk, self.wanted, first=first):
+                    if first:
+                        message.resume_info.CopyFrom(resume_info(self.wanted.request, self.driver.model))
                     yield message
                     first = False
 
@@ -122,8 +125,10 @@ class Admission:
         driver.require_open()  # before any work is done for the request
         wanted = _of_caller(await self._understood(message, known, driver, origin.remaining), origin.caller)
         stream = driver.submit(
-            wanted.request, interval=wanted.interval, priority=wanted.priority, remaining=origin.remaining()
+            wanted.request, wanted.stream, priority=wanted.priority, remaining=origin.remaining()
         )
+        if wanted.stream.received:
+            self._metrics.requests.resumes.inc()
         stream.trace(trace.trace_id)
         return Call(driver, wanted, stream, self._metrics, leave, trace)
 
@@ -152,6 +157,7 @@ class Admission:
             return wanted
         assert model.compile_grammar is not None, "refused before this"
         grammar = await self._grammars.compile(model.compile_grammar, guided, remaining())
+        await asyncio.to_thread(require_fit, wanted.stream.received, grammar)
         return replace(wanted, request=replace(wanted.request, grammar=grammar))
 
 

@@ -9,7 +9,8 @@ from engine.params import SpeculationSettings
 from engine.types import DraftStats, FinishedOutput, FinishReason, Logprob
 from pilotfish.v1 import control_pb2 as control_pb
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.convert import MODES, VERIFICATIONS, Wanted
+from server.admission.convert import Wanted
+from server.admission.settings import speculation_settings
 from server.model import ServedModel
 from server.streams.output import Chunk, End, Timeline
 
@@ -29,6 +30,7 @@ def stream_responses(chunk: Chunk, asked: Wanted, *, first: bool) -> Iterator[pb
         delta = pb.TokenDelta(index=chunk.index, text=chunk.text, logprobs=map(_logprob, chunk.logprobs))
         if asked.token_ids:
             _add_tokens(delta, chunk)
+        delta.digest = chunk.digest
         prompt = _prompt_logprobs(chunk.prompt_logprobs)
         yield pb.GenerateStreamResponse(request_id=request_id, delta=delta, prompt_logprobs=prompt)
         request_id = ""
@@ -87,6 +89,7 @@ def finished(index: int, end: End) -> pb.Finished:
         timing=_timing(end.timeline),
         seed=result.seed,
         speculation=speculation_settings(result.speculation),
+        interruptions=end.interruptions,
     )
     _set_matched_stop(message, result, end.stop_string)
     return message
@@ -126,16 +129,6 @@ def _stats(stats: DraftStats, gain: float) -> pb.SpeculationStats:
         accepted_per_position=stats.accepted_per_position,
         acceptance_length=stats.acceptance_length if stats.rounds else 0.0,
         gain_ratio=gain,
-    )
-
-
-def speculation_settings(settings: SpeculationSettings) -> pb.SpeculationOptions:
-    """Return the effective settings with every field set."""
-    return pb.SpeculationOptions(
-        mode=next(number for number, mode in MODES.items() if mode is settings.mode),
-        num_draft_tokens=settings.num_draft_tokens,
-        proposer=settings.proposer,
-        verification=next(number for number, rule in VERIFICATIONS.items() if rule is settings.verification),
     )
 
 

@@ -11,25 +11,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequest, Unsupported, Violation, shown
-from engine.params import Guided, SamplingParams, SpeculationMode, SpeculationParams, Verification
+from engine.params import MAX_SEED, Guided, SamplingParams, SpeculationMode, SpeculationParams, Verification
 from engine.types import Request
 from pilotfish.v1 import generation_pb2 as pb
+from server.admission.resume import emitted_outputs, received_outputs
+from server.admission.settings import MODES, VERIFICATIONS
 from server.chat import Message
 from server.errors import NotFound
 from server.model import ServedModel
+from server.streams.stream import StreamOptions
 
 MAX_PRIORITY = 100
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-MODES = {
-    pb.SPECULATION_MODE_AUTO: SpeculationMode.AUTO,
-    pb.SPECULATION_MODE_OFF: SpeculationMode.OFF,
-    pb.SPECULATION_MODE_FIXED: SpeculationMode.FIXED,
-}
-VERIFICATIONS = {
-    pb.VERIFICATION_COUPLED: Verification.COUPLED,
-    pb.VERIFICATION_REJECTION: Verification.REJECTION,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +32,7 @@ class Wanted:
     request: Request
     request_id: str  # the id that the caller uses
     token_ids: bool
-    interval: int  # tokens to collect before a message is sent; the first message is sent at once
+    stream: StreamOptions
     priority: int  # higher goes first
 
 
@@ -62,15 +55,18 @@ def wanted(message: pb.GenerateRequest, model: ServedModel, known: Iterable[Viol
         NotFound: the message names another model.
         InvalidRequest: the request is invalid; the error lists all violations.
         Unsupported: this server or model lacks something that the request needs; the error lists all of it.
+        ResumeRefused: the request continues a stream of another model.
     """
     require_model(message.model if message.HasField("model") else None, model)
     found = [*known, *_violations(message, model, needs_input=not known)]
+    received = received_outputs(message, model, found)
     request = Request(
         request_id=message.request_id if message.HasField("request_id") else secrets.token_hex(12),
         token_ids=_prompt(message, model, found),
         sampling=_sampling(message),
         speculation=_speculation(message.speculation),
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
+        emitted=emitted_outputs(received),
     )
     unsupported = list(_unsupported(message, model))
     try:
@@ -88,7 +84,12 @@ def wanted(message: pb.GenerateRequest, model: ServedModel, known: Iterable[Viol
         request,
         request_id=request.request_id,
         token_ids=output.token_ids if output.HasField("token_ids") else True,
-        interval=output.stream_interval if output.HasField("stream_interval") else 1,
+        stream=StreamOptions(
+            interval=output.stream_interval if output.HasField("stream_interval") else 1,
+            digests=output.digests,
+            received=received,
+            interruptions=message.resume.interruptions + 1 if received else 0,
+        ),
         priority=message.priority,
     )
 
@@ -174,7 +175,7 @@ def _sampling(message: pb.GenerateRequest) -> SamplingParams:
         allowed_token_ids=tuple(sampling.allowed_token_ids.ids) if sampling.HasField("allowed_token_ids") else None,
         banned_token_ids=tuple(sampling.banned_token_ids),
         guided=_guided(message.guided) if message.HasField("guided") else None,
-        seed=sampling.seed if sampling.HasField("seed") else None,
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbelow(MAX_SEED + 1),
         n=sampling.n if sampling.HasField("n") else 1,
         max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
         min_tokens=stopping.min_tokens,

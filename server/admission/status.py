@@ -19,6 +19,7 @@ from server.errors import (
     NotFound,
     QueueFull,
     QuotaExceeded,
+    ResumeRefused,
     Unauthenticated,
     Unavailable,
 )
@@ -49,6 +50,7 @@ _PLAIN = {  # errors that need no details
     Unauthenticated: Refusal(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated"),
     Forbidden: Refusal(grpc.StatusCode.PERMISSION_DENIED, "forbidden"),
     Aborted: Refusal(grpc.StatusCode.ABORTED, "aborted"),
+    ResumeRefused: Refusal(grpc.StatusCode.FAILED_PRECONDITION, "resume"),
 }
 
 

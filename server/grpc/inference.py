@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from engine.errors import InvalidRequest
 from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
 from pilotfish.v1 import generation_pb2_grpc
@@ -33,6 +34,8 @@ class InferenceService(generation_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:  # noqa: N802
         """Return the response when all outputs are complete."""
+        if request.HasField("resume"):
+            raise InvalidRequest.of("resume", "continues a stream; send it to GenerateStream")
         return await (await self._admit(request, context)).response()
 
     # The type stubs expect a generator, but a generator's cleanup may never run. So this method writes the messages.

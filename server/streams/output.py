@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
 from engine.stats import Clock
 from engine.text.codec import OutputText
-from engine.types import FinishedOutput, FinishReason, Logprob, TokenEvent
+from engine.types import EmittedOutput, FinishedOutput, FinishReason, Logprob, TokenEvent
+from server.errors import ResumeRefused
 
 T = TypeVar("T")
 
@@ -33,6 +36,26 @@ class End:
     finished: FinishedOutput
     stop_string: str | None
     timeline: Timeline
+    interruptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceivedOutput:
+    """What the caller of an interrupted stream has received of an output: its tokens, or only their number.
+
+    `ended_by_id`: the last of `token_ids` ends the output and has no text. `digest` is that of the first `num_tokens`
+    tokens; if it is empty, nothing is compared. `tail`: the text that was held back until the end was received.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    ended_by_id: bool = False
+    num_tokens: int = 0  # how many are computed again and not sent again
+    digest: str = ""
+    tail: bool = False
+    has_ended: bool = False
+
+
+NOTHING_RECEIVED = ReceivedOutput()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +63,7 @@ class Chunk:
     """New tokens and text of one output since the last read.
 
     `texts[i]` and, if requested, `logprobs[i]` belong to token i. `tail` is text that was held back until the end.
+    `digest` is that of all tokens of the output up to here.
     """
 
     index: int
@@ -50,6 +74,7 @@ class Chunk:
     prompt_logprobs: tuple[Logprob | None, ...] = ()
     tail: str = ""
     end: End | None = None
+    digest: str = ""
 
     @property
     def text(self) -> str:
@@ -70,6 +95,7 @@ class Chunk:
             prompt_logprobs=_joined(part.prompt_logprobs for part in parts),
             tail="".join(part.tail for part in parts),
             end=parts[-1].end,
+            digest=parts[-1].digest,
         )
 
 
@@ -81,16 +107,47 @@ class OutputBuffer:
     """Unread tokens of one output, cut after a stop string.
 
     The first tokens are readable at once; later ones are readable when `interval` tokens are unread, or at the end.
+    What was `received` on another server enters the text and the counts, and is not readable.
     """
 
-    def __init__(self, index: int, text: OutputText | None, arrived: float, clock: Clock, interval: int) -> None:
+    def __init__(
+        self, index: int, text: OutputText | None, arrived: float, clock: Clock, interval: int,
+        received: ReceivedOutput = NOTHING_RECEIVED, *, digests: bool = False,
+    ) -> None:  # fmt: skip
         self.index, self.timeline = index, Timeline(arrived)
-        self.num_tokens = 0  # of the output so far, up to a stop string
+        self.token_ids = array("I")  # of the output so far, up to a stop string
         self.end: End | None = None
-        self._text, self._clock, self._interval = text, clock, interval
+        self.interruptions = 0
+        self._text, self._clock, self._interval, self._received = text, clock, interval, received
+        self._hash = hashlib.blake2b(digest_size=8) if digests or received.digest else None
         self._unread: list[Chunk] = []
         self._num_unread = 0  # tokens
         self._stop_string: str | None = None
+        self._replay(received)
+
+    def _replay(self, received: ReceivedOutput) -> None:
+        """Take the tokens that the reader has. Their text was sent, as far as it is certain."""
+        kept = len(received.token_ids)
+        if self._text is not None:
+            piece = self._text.push(received.token_ids[: kept - received.ended_by_id])
+            self._stop_string = piece.stop
+            kept = kept if piece.stop is None else len(piece.texts)
+        self._count(received.token_ids[:kept])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the output so far, up to a stop string."""
+        return len(self.token_ids)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is written: its end was written, or was received on another server."""
+        return self.end is not None or self._received.has_ended
+
+    @property
+    def emitted(self) -> EmittedOutput:
+        """What an engine needs to continue the output."""
+        return EmittedOutput(token_ids=tuple(self.token_ids), has_ended=self.has_ended)
 
     @property
     def ready(self) -> bool:
@@ -114,21 +171,23 @@ class OutputBuffer:
         Returns:
             Whether a stop string ended the output now, so that the caller has to end it in the engine.
         """
-        assert self.end is None, f"an event after the end of output {self.index}"
+        assert not self.has_ended, f"an event after the end of output {self.index}"
         is_late = self.is_stopped  # the engine took another step before it was told to stop
         stop = is_late or self._keep(event)
         if event.finished is None:
             return stop and not is_late
+        if self.num_tokens < self._received.num_tokens:
+            raise ResumeRefused(f"output {self.index} ends after {self.num_tokens} tokens here; more were received")
         # The engine ended the output, but its text has a stop string earlier: plain decoding would have ended there.
         self.close(self._stopped(event.finished) if stop else event.finished)
         return False
 
     def close(self, finished: FinishedOutput) -> None:
         """Add the end of the output."""
-        assert self.end is None, f"a second end of output {self.index}"
-        tail = "" if self._text is None else self._text.flush()
+        assert not self.has_ended, f"a second end of output {self.index}"
+        tail = "" if self._text is None or self._received.tail else self._text.flush()
         self.timeline.ended = self._clock()
-        self.end = End(finished, self._stop_string, self.timeline)
+        self.end = End(finished, self._stop_string, self.timeline, self.interruptions)
         self._unread.append(Chunk(index=self.index, tail=tail, end=self.end))
 
     def take(self) -> Chunk:
@@ -138,7 +197,7 @@ class OutputBuffer:
         return chunk
 
     def _keep(self, event: TokenEvent) -> bool:
-        """Store the tokens up to a stop string; return whether one completed."""
+        """Store the tokens up to a stop string; return whether one completed. Raises ResumeRefused, see `_count`."""
         ended_by_id = event.finished is not None and event.finished.stop_token_id is not None
         shown = event.token_ids[: len(event.token_ids) - ended_by_id]  # a token that ends it by id has no text
         texts, stop = ("",) * len(shown), None
@@ -154,20 +213,36 @@ class OutputBuffer:
 
     def _store(self, event: TokenEvent, texts: tuple[str, ...]) -> None:
         kept = len(texts)
-        chunk = Chunk(
-            index=self.index,
-            token_ids=event.token_ids[:kept],
-            from_draft=event.from_draft[:kept],
-            texts=texts,
-            logprobs=event.logprobs[:kept],
-            prompt_logprobs=event.prompt_logprobs,
-        )
-        self._unread.append(chunk)
-        self._num_unread += kept
-        self.num_tokens += kept
+        known = min(kept, max(0, self._received.num_tokens - self.num_tokens))  # computed again, not sent again
+        self._count(event.token_ids[:kept])
         self.timeline.last_token = self._clock()
         if self.timeline.first_token is None:
             self.timeline.first_token = self.timeline.last_token
+        if known == kept:
+            return
+        chunk = Chunk(
+            index=self.index,
+            token_ids=event.token_ids[known:kept],
+            from_draft=event.from_draft[known:kept],
+            texts=texts[known:],
+            logprobs=event.logprobs[known:kept],
+            prompt_logprobs=() if known else event.prompt_logprobs,
+            digest="" if self._hash is None else self._hash.hexdigest(),
+        )
+        self._unread.append(chunk)
+        self._num_unread += kept - known
+
+    def _count(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the output. Raises ResumeRefused if those that the caller received were others."""
+        self.token_ids.extend(tokens)
+        if self._hash is None:
+            return
+        until = self._received.num_tokens - (self.num_tokens - len(tokens))  # of `tokens`: where the digest is compared
+        for i, token in enumerate(tokens, 1):
+            self._hash.update(token.to_bytes(4, "little"))
+            if i == until and self._received.digest not in ("", self._hash.hexdigest()):
+                problem = f"the {self._received.num_tokens} tokens of output {self.index} are not those that were sent"
+                raise ResumeRefused(f"{problem}: they cannot be computed again here")
 
     def _stopped(self, finished: FinishedOutput) -> FinishedOutput:
         return replace(

@@ -8,26 +8,54 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import dataclass, replace
 
 from engine.errors import PilotfishError
 from engine.stats import Clock
 from engine.text.codec import Codec, OutputText
 from engine.types import Request, TokenEvent
-from server.streams.output import Chunk, OutputBuffer, Timeline
+from server.streams.output import NOTHING_RECEIVED, Chunk, OutputBuffer, ReceivedOutput, Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """How the outputs of a request are sent.
+
+    Args:
+        interval: tokens to collect before a message is sent; the first message is sent at once.
+        digests: send a digest of the tokens with each chunk.
+        received: what the caller has received of each output, if the request continues an interrupted stream.
+        interruptions: how often the stream was interrupted before.
+    """
+
+    interval: int = 1
+    digests: bool = False
+    received: tuple[ReceivedOutput, ...] = ()
+    interruptions: int = 0
+
+
+DEFAULTS = StreamOptions()
 
 
 class OutputStream:
     """The outputs of one live request. Each output ends once, with a `Chunk` that has `end`, or an error ends all."""
 
     def __init__(
-        self, request: Request, codec: Codec | None, clock: Clock, interval: int = 1, deadline: float = math.inf
-    ) -> None:
+        self, request: Request, codec: Codec | None, clock: Clock, options: StreamOptions = DEFAULTS,
+        deadline: float = math.inf,
+    ) -> None:  # fmt: skip
         self.request, self.deadline = request, deadline  # in seconds of the clock
         self.timeline = Timeline(arrived=clock())
+        received = options.received or (NOTHING_RECEIVED,) * request.sampling.n
         self.outputs = tuple(
-            OutputBuffer(index, _text(request, codec), self.timeline.arrived, clock, interval)
-            for index in range(request.sampling.n)
-        )
+            OutputBuffer(
+                index, _text(request, codec), self.timeline.arrived, clock, options.interval, before,
+                digests=options.digests,
+            )
+            for index, before in enumerate(received)
+        )  # fmt: skip
+        for output in self.outputs:
+            output.interruptions = options.interruptions
         self._clock = clock
         self._error: PilotfishError | None = None
         self._readable = asyncio.Event()
@@ -45,7 +73,18 @@ class OutputStream:
     @property
     def ended(self) -> bool:
         """Whether the driver will write nothing more."""
-        return self._error is not None or all(output.end is not None for output in self.outputs)
+        return self._error is not None or all(output.has_ended for output in self.outputs)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Outputs whose end has not been written."""
+        return sum(not output.has_ended for output in self.outputs)
+
+    def continued(self) -> Request:
+        """Return the request as an engine has to get it now: with what its outputs have emitted so far."""
+        emitted = tuple(output.emitted for output in self.outputs)
+        is_new = not any(output.token_ids or output.has_ended for output in emitted)
+        return self.request if is_new else replace(self.request, emitted=emitted)
 
     def trace(self, trace_id: str | None) -> None:
         """Set the trace of the request. Call it before the request starts."""
@@ -59,6 +98,11 @@ class OutputStream:
         now = self._clock()
         for timeline in (self.timeline, *(output.timeline for output in self.outputs)):
             timeline.started = now
+
+    def interrupt(self) -> None:
+        """Record that the engine was lost, and that the request goes on with another one."""
+        for output in self.outputs:
+            output.interruptions += not output.has_ended
 
     def push(self, event: TokenEvent) -> bool:
         """Add one event to its output; return whether a stop string ended it, so that the engine has to end it too."""

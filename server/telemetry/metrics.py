@@ -15,7 +15,8 @@ from server.version import version
 
 PHASES = ("plan", "launch", "propose", "forward", "verify", "commit", "land")
 REJECTIONS = (
-    "invalid", "unsupported", "not_found", "duplicate", "queue_full", "quota", "unavailable", "deadline", "internal",
+    "invalid", "unsupported", "not_found", "duplicate", "queue_full", "quota", "unavailable", "deadline", "resume",
+    "internal",
 )  # fmt: skip
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
@@ -141,6 +142,12 @@ class RequestMetrics:
         self._duration = _seconds(registry, "request_duration", "Time from arrival to the end.")
         self.disconnects = _counter(registry, "client_disconnects", "Requests whose caller went away before the end.")
         self.stalls = _counter(registry, "stream_stalls", "Streams cut because their reader took no message.")
+        self.interruptions = _counter(
+            registry, "interrupted_requests", "Requests that a failed engine had, and that went on with its successor."
+        )
+        self.resumes = _counter(
+            registry, "resumed_requests", "Requests that continue a stream which was interrupted elsewhere."
+        )
 
     def watch_queue(self, usage: Callable[[], float]) -> None:
         """At each scrape call `usage`, which returns the used share of the queue's limits."""

@@ -178,13 +178,14 @@ class EngineServer:
 
     def _add(self, ticket: int, request: Request) -> None:
         try:
-            self._engine.add(request)
+            over = self._engine.add(request)
         except Exception as error:  # the front ends have checked the request, so this is an internal fault
             logger.exception("request %s: the engine refused it", request.request_id)
             self._refuse(ticket, request, str(error))
         else:
             self._tickets[request.request_id], self._names[ticket] = ticket, request.request_id
-            self._left[ticket] = request.sampling.n
+            self._left[ticket] = len(request.unfinished)
+            self._note(over)
 
     def _finish(self, order: wire.Finish) -> None:
         if order.ticket in self._compiling:
@@ -230,7 +231,7 @@ class EngineServer:
             stats=DraftStats(),
             error=problem,
         )
-        for index in range(request.sampling.n):
+        for index in request.unfinished:
             event = TokenEvent(request_id=request.request_id, index=index, finished=finished)
             self._events.append(wire.Event.of(ticket, event))
 

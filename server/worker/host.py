@@ -104,7 +104,7 @@ class LocalHost:
 
     def add(self, request: Request) -> None:
         """See Host."""
-        self.engine.add(request)
+        self._ended += self.engine.add(request)
 
     def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:
         """See Host."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
+from engine.params import SpeculationSettings
 from engine.request.intake import Intake, Limits
 from engine.types import FinishReason, Request
 from server.config import LogFormat
@@ -172,8 +173,8 @@ class RemoteEngine:
         self._ticket += 1
         # A compiled structure cannot be sent. The request also contains its source.
         self._send(wire.Add(self._next_order(), self._ticket, replace(request, grammar=None)))
-        pages = -(-len(request.token_ids) // self._facts.page_size)
-        self._live[self._ticket] = _RemoteRequest(request.request_id, self._order, request.sampling.n, pages)
+        pages = -(-request.num_tokens // self._facts.page_size)
+        self._live[self._ticket] = _RemoteRequest(request.request_id, self._order, len(request.unfinished), pages)
         self._tickets[request.request_id] = self._ticket
 
     def finish(self, request_id: str, reason: FinishReason, index: int | None = None, keep: int | None = None) -> None:
@@ -224,6 +225,10 @@ class RemoteEngine:
     def check(self, request: Request) -> None:
         """Check the request in this process, as the engine does."""
         self._intake.check(request)
+
+    def speculation_of(self, request: Request) -> SpeculationSettings:
+        """The effective speculation settings of a request."""
+        return self._intake.speculation_of(request)
 
     @property
     def vocab_size(self) -> int:

@@ -23,21 +23,32 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 
 
 class Crashes:
-    """The times of recent failures of the engine, which determine the pause before the next restart."""
+    """The times of recent failures of the engine, and the pause before the next restart."""
 
     def __init__(self, most: int, window_seconds: float, clock: Clock = time.monotonic) -> None:
         self._most, self._window_seconds, self._clock = most, window_seconds, clock
         self._times: deque[float] = deque()
+        self._in_a_row = 0  # without a step between them
+
+    def works(self) -> None:
+        """Record that the engine has taken a step, so that the next restart is again at once."""
+        self._in_a_row = 0
+
+    def explained(self, count: int) -> None:
+        """Do not count the latest `count` failures: a request caused them, which has ended."""
+        for _ in range(min(count, len(self._times))):
+            self._times.pop()
 
     def pause(self) -> float | None:
-        """Count a failure; return seconds to wait: 0 after the first recent one, then doubling; None after too many."""
+        """Count a failure; return seconds to wait: 0 after the first in a row, then doubling; None after too many."""
         now = self._clock()
         self._times.append(now)
+        self._in_a_row += 1
         while self._times[0] < now - self._window_seconds:
             self._times.popleft()
         if len(self._times) > self._most:
             return None
-        before = len(self._times) - 1
+        before = min(self._in_a_row, len(self._times)) - 1
         return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (before - 1)) if before else 0.0
 
 
@@ -52,9 +63,20 @@ class Supervisor:
         self._metrics.engine_up.set(0)
         await self._lifecycle.move(State.RECOVERING)
 
+    def works(self) -> None:
+        """Record that the engine has taken a step."""
+        self._crashes.works()
+
+    def explained(self, count: int) -> None:
+        """Do not count the latest `count` failures, which a request caused."""
+        self._crashes.explained(count)
+
     async def revive(self, stopping: asyncio.Event) -> bool:
-        """Restart until the engine runs; False if the server has failed or is `stopping`."""
-        while self._lifecycle.state is State.RECOVERING and not stopping.is_set():
+        """Restart until the engine runs; False if the server has failed or is `stopping`.
+
+        A server that drains needs an engine, too: its live streams go on.
+        """
+        while self._lifecycle.state is not State.FAILED and not stopping.is_set():
             pause = self._crashes.pause()
             if pause is None:
                 logger.error("the engine has failed too often; giving up")

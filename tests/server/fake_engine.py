@@ -10,6 +10,7 @@ from typing import NamedTuple
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest, InvalidRequest, Unsupported
 from engine.params import SpeculationSettings
+from engine.request.emitted import emitted_violations
 from engine.request.validation import violations
 from engine.stats import Forward, StepStats
 from engine.text.codec import Codec
@@ -118,20 +119,43 @@ class FakeEngine:
 
     def check(self, request: Request) -> None:
         found = list(violations(request, self.config, self.vocab_size, self.max_model_len))
+        longest = request.max_len(self.max_model_len, self.config.max_output_tokens)
+        found += emitted_violations(request, self.vocab_size, longest)
         if found:
             raise InvalidRequest(found)
         if request.speculation.proposer not in (None, *self.proposer_names):
             raise Unsupported(f"speculation.proposer is {request.speculation.proposer!r}")
 
-    def add(self, request: Request) -> None:
+    def speculation_of(self, request: Request) -> SpeculationSettings:
+        return SpeculationSettings(
+            mode=request.speculation.mode or self.config.speculation,
+            num_draft_tokens=self._burst - 1,
+            proposer="ngram",
+            verification=self.config.verification,
+        )
+
+    def add(self, request: Request) -> tuple[TokenEvent, ...]:
         self._between_steps()
         assert self.has_room, "the driver hands over only what has room"
         self.check(request)
         if request.request_id in self._live:
             raise DuplicateRequest(request.request_id)
         self.requests.append(request)
-        start = (lambda: None) if request.grammar is None else request.grammar.start
-        self._live[request.request_id] = {i: Live(request, i, grammar=start()) for i in range(request.sampling.n)}
+        self._live[request.request_id] = {i: self._opened(request, i) for i in request.unfinished}
+        events = []
+        for output in [o for o in self._live[request.request_id].values() if o.tokens]:
+            reason, stop = self._reason(output, len(output.tokens), output.tokens[-1])
+            if reason is not None:
+                ended = self._end(output, reason, stop=stop)
+                events.append(TokenEvent(request_id=request.request_id, index=output.index, finished=ended))
+        return tuple(events)
+
+    def _opened(self, request: Request, index: int) -> Live:
+        tokens = list(request.emitted[index].token_ids) if request.emitted else []
+        grammar = None if request.grammar is None else request.grammar.start()
+        if grammar is not None and tokens:
+            grammar.advance(tokens)
+        return Live(request, index, tokens, grammar)
 
     def finish(self, request_id, reason, *, index=None, keep=None, error=None) -> tuple[TokenEvent, ...]:
         self._between_steps()
@@ -200,15 +224,21 @@ class FakeEngine:
 
     def _fresh(self, output: Live) -> tuple[list[int], FinishReason | None, int | None]:
         """A burst of tokens, cut where the output ends: why, and by which token."""
-        sampling, done, fresh = output.request.sampling, len(output.tokens), []
+        done, fresh = len(output.tokens), []
         for scripted in self.expected(done + self._burst, output.index)[done:]:
             token = scripted if output.grammar is None else _guided(output.grammar, scripted)
             fresh.append(token)
-            if token in sampling.stop_token_ids or (output.grammar is not None and token == EOS):
-                return fresh, FinishReason.STOP, token
-            if done + len(fresh) == (sampling.max_tokens or 128):
-                return fresh, FinishReason.LENGTH, None
+            reason, stop = self._reason(output, done + len(fresh), token)
+            if reason is not None:
+                return fresh, reason, stop
         return fresh, None, None
+
+    def _reason(self, output: Live, num_tokens: int, newest: int) -> tuple[FinishReason | None, int | None]:
+        """Why the output ends after so many tokens, if it does, and by which token."""
+        sampling = output.request.sampling
+        if newest in sampling.stop_token_ids or (output.grammar is not None and newest == EOS):
+            return FinishReason.STOP, newest
+        return (FinishReason.LENGTH if num_tokens == (sampling.max_tokens or 128) else None), None
 
     def _end(self, output: Live, reason, keep=None, stop=None, error=None) -> FinishedOutput:
         request = output.request

@@ -314,7 +314,7 @@ async def test_a_request_that_the_engine_refuses_after_all_fails_alone(server, m
     def refuse(asked):
         if asked.request_id == "bad":
             raise InvalidRequest.of("prompt", "is odd")
-        add(asked)
+        return add(asked)
 
     monkeypatch.setattr(server.engine, "add", refuse)
     error = await refused(server, request_id="bad")

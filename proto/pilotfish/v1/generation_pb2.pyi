@@ -242,8 +242,11 @@ class Resume(_message.Message):
 
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    INTERRUPTIONS_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Of the interrupted stream's ResumeInfo. A server with another fingerprint refuses with FAILED_PRECONDITION."""
+    interruptions: _builtins.int
+    """How often the stream was continued before. Default: 0."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReceivedOutput]:
         """What was received, at most one per output; an output that is missing here sent nothing."""
@@ -253,10 +256,11 @@ class Resume(_message.Message):
         *,
         fingerprint: _builtins.str = ...,
         outputs: _abc.Iterable[Global___ReceivedOutput] | None = ...,
+        interruptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "outputs", b"outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "interruptions", b"interruptions", "outputs", b"outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,6 +277,7 @@ class ReceivedOutput(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    TAIL_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which output, from 0."""
     finished: _builtins.bool
@@ -285,6 +290,8 @@ class ReceivedOutput(_message.Message):
     """With `num_tokens`: `TokenDelta.digest` of the last of them. If the tokens computed again have another digest, the
     stream ends with FAILED_PRECONDITION. Default: not compared.
     """
+    tail: _builtins.bool
+    """Whether a delta was received whose text goes beyond the sum of its text_lengths: the text held back until the end."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All its tokens so far."""
@@ -297,10 +304,11 @@ class ReceivedOutput(_message.Message):
         finished: _builtins.bool = ...,
         num_tokens: _builtins.int = ...,
         digest: _builtins.str = ...,
+        tail: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "finished", b"finished", "index", b"index", "num_tokens", b"num_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "finished", b"finished", "index", b"index", "num_tokens", b"num_tokens", "tail", b"tail", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -127,6 +127,7 @@ def shown(answer: pb.GenerateResponse) -> pb.GenerateResponse:
     answer.request_id = ""
     for output in answer.outputs:
         output.finished.ClearField("timing")
+        output.finished.ClearField("seed")
     return answer
 
 
@@ -153,36 +154,48 @@ async def test_cancel_deadline_abort_and_poison_reach_it():
         assert await answers(server)
 
 
+SOME = pb.StoppingParams(max_tokens=150)
+
+
 @pytest.mark.parametrize("accident", ["KILL", "SEGFAULT", "EXIT", "RAISE", "GARBAGE", "OVERSIZED", "HANG"])
-async def test_whatever_befalls_it_streams_end_and_it_begins_again(accident):
+async def test_who_brings_it_down_ends_and_the_others_go_on_with_the_next(accident, caplog):
     hang_seconds = 0.5 if accident == "HANG" else 60
     async with apart(hang_seconds=hang_seconds, max_batch_size=4) as server:
-        calls = [server.inference.GenerateStream(slow()) for _ in range(3)]
+        calls = [server.inference.GenerateStream(slow(stopping=SOME)) for _ in range(3)]
         await begun(calls)
         watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        bad = request(**prompt(getattr(fake_child, accident)), stopping=LONG)
-        calls.append(server.inference.GenerateStream(bad))
-        calls.append(server.inference.GenerateStream(slow()))  # is queued
-        reasons = await asyncio.gather(*map(lost, calls))
-        assert set(reasons) == {"ENGINE_HUNG" if accident == "HANG" else "ENGINE_DEAD"}
+        bad = request(**prompt(getattr(fake_child, accident)), stopping=LONG, request_id="bad")
+        poison = server.inference.GenerateStream(bad)
+        calls.append(server.inference.GenerateStream(slow(stopping=SOME)))  # is queued
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert not server.app.driver.live()
-        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        watch.cancel()
-        await restarted(server)
+        assert await code_of(collect(poison)) == grpc.StatusCode.INTERNAL
+        assert "request bad brought the engine down" in caplog.text
+        for i, call in enumerate(calls):
+            ends = await rest(call)
+            assert ends[0].usage.completion_tokens == 150, i
+            assert ends[0].interruptions == (0 if i == 3 else 2)
         assert await answers(server)
-        assert server.host.free_pages == server.host.total_pages
+        await until(lambda: server.host.free_pages == server.host.total_pages)
+        watch.cancel()
+
+
+async def test_alone_it_takes_two_crashes():
+    async with apart() as server:
+        bad = request(**prompt(fake_child.KILL), stopping=LONG)
+        assert await code_of(collect(server.inference.GenerateStream(bad))) == grpc.StatusCode.INTERNAL
+        assert metric(server, "interrupted_requests_total") == 2
+        await until(lambda: server.app.lifecycle.state is State.READY)
+        assert await answers(server)
 
 
 async def test_while_it_is_away_callers_hear_of_it_over_both_doors():
     async with apart() as server:
         victim = server.host._child.process
-        call = server.inference.GenerateStream(slow())
+        call = server.inference.GenerateStream(slow(stopping=SOME))
         await begun([call])
         os.kill(victim.pid, signal.SIGKILL)
-        assert await lost(call) == "ENGINE_DEAD"
-        assert server.app.lifecycle.state is State.RECOVERING
+        await until(lambda: server.app.lifecycle.state is State.RECOVERING)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await server.inference.Generate(request())
         assert detail(error.value, error_details_pb2.ErrorInfo).reason == "ENGINE_DEAD"
@@ -193,6 +206,8 @@ async def test_while_it_is_away_callers_hear_of_it_over_both_doors():
         assert health.json()["status"] == "recovering"
         assert metric(server, "engine_up") == 0
         await restarted(server)
+        (end,) = await rest(call)
+        assert (end.usage.completion_tokens, end.interruptions) == (150, 1)
         assert victim.returncode == -signal.SIGKILL
         assert await answers(server)
 
@@ -282,15 +297,22 @@ async def test_a_stop_drains_or_cuts(second_signal):
         assert await server.running == 0
 
 
-async def test_a_crash_while_draining_ends_the_drain():
+@pytest.mark.parametrize("second_signal", [True, False])
+async def test_a_crash_while_draining_ends_no_stream(second_signal):
     async with apart(drain_seconds=60) as server:
-        call = server.inference.GenerateStream(slow())
+        call = server.inference.GenerateStream(slow(stopping=LONG if second_signal else SOME))
         await begun([call])
         server.app.stop()
         await until(lambda: server.app.lifecycle.state is State.DRAINING)
         os.kill(server.host._child.process.pid, signal.SIGKILL)
-        assert await lost(call) == "ENGINE_DEAD"
-        assert await server.running == 1
+        if second_signal:
+            await until(lambda: metric(server, "engine_up") == 0 or metric(server, "engine_restarts_total"))
+            server.app.stop()
+            assert await lost(call) == "DRAINING"
+        else:
+            (end,) = await rest(call)
+            assert (end.usage.completion_tokens, end.interruptions) == (150, 1)
+        assert await server.running == 0
 
 
 async def test_signals_to_everybody_leave_the_engine_to_the_doors():
@@ -316,8 +338,7 @@ async def test_an_id_that_lives_again_gets_its_own_tokens():
 async def test_the_log_of_both_is_one(capfd):
     async with apart(log_format="json") as server:
         call = server.inference.GenerateStream(request(**prompt(fake_child.RAISE), stopping=LONG))
-        await lost(call)
-        await restarted(server)
+        assert await code_of(collect(call)) == grpc.StatusCode.INTERNAL
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
-    (failure,) = [line for line in lines if line["logger"] == "server.worker.engine_process"]
+    failure, _ = [line for line in lines if line["logger"] == "server.worker.engine_process"]
     assert "ZeroDivisionError" in failure["error"]

@@ -46,6 +46,22 @@ def test_crashes_are_forgotten_in_time():
     assert crashes.pause() is None
 
 
+def test_after_a_step_the_next_restart_is_at_once_and_still_counts():
+    crashes = Crashes(3, 60.0, Clock())
+    for _ in range(3):
+        assert crashes.pause() == 0.0
+        crashes.works()
+    assert crashes.pause() is None
+
+
+def test_crashes_that_a_request_caused_do_not_count():
+    crashes = Crashes(2, 60.0, Clock())
+    for _ in range(10):
+        assert [crashes.pause(), crashes.pause()] == [0.0, FIRST_PAUSE_SECONDS]
+        crashes.explained(2)
+        crashes.works()
+
+
 def test_none_may_be_allowed():
     assert Crashes(0, 60.0, Clock()).pause() is None
 
@@ -124,12 +140,12 @@ async def test_a_stop_need_not_wait_for_it(while_it):
     assert lifecycle.state is State.RECOVERING
 
 
-async def test_a_server_that_drains_does_not_begin_again():
+async def test_a_server_that_drains_begins_again_for_its_live_streams():
     host = FakeHost()
     supervisor, lifecycle, _ = await supervised(host)
     lifecycle.state = State.DRAINING
-    assert not await supervisor.revive(asyncio.Event())
-    assert (host.starts, lifecycle.state) == (0, State.FAILED)
+    assert await supervisor.revive(asyncio.Event())
+    assert (host.starts, lifecycle.state) == (1, State.DRAINING)
 
 
 async def test_which_states_follow_which():

@@ -1,0 +1,166 @@
+"""Continuation of interrupted streams: what a caller has received, and what it needs to go on elsewhere.
+
+A stream's first message has a `ResumeInfo`. With it and the tokens that were received, any server of the same model
+continues the stream. Over HTTP both are in the id of each event, with numbers of tokens in place of the tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.errors import GrammarFault, InvalidRequest, Violation, shown
+from engine.types import EmittedOutput, Grammar, Request
+from pilotfish.v1 import generation_pb2 as pb
+from server.admission.settings import speculation_settings
+from server.errors import ResumeRefused
+from server.model import ServedModel
+from server.streams.output import NOTHING_RECEIVED, ReceivedOutput
+
+_EVENT_ID = re.compile(r"(?P<fingerprint>[0-9a-f]{1,64})-(?P<seed>\d{1,20})-(?P<times>\d{1,6})-(?P<outputs>[0-9a-f:+!,]*)")
+_OUTPUT = re.compile(r"(?P<count>[0-9a-f]{1,8})(:(?P<digest>[0-9a-f]{16}))?(?P<tail>\+)?(?P<end>!)?")
+
+
+def resume_info(request: Request, model: ServedModel) -> pb.ResumeInfo:
+    """Return what the caller needs to continue the stream of `request` on another server."""
+    engine = model.engine
+    assert request.sampling.seed is not None, "drawn when the request was converted"
+    longest = request.max_len(engine.max_model_len, engine.config.max_output_tokens)
+    return pb.ResumeInfo(
+        fingerprint=model.fingerprint,
+        seed=request.sampling.seed,
+        max_tokens=longest - len(request.token_ids),
+        speculation=speculation_settings(engine.speculation_of(request)),
+    )
+
+
+def received_outputs(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[ReceivedOutput, ...]:
+    """Convert `resume`: one entry per output, or none if the request is a new one. Violations are added to `found`.
+
+    Raises:
+        ResumeRefused: the stream is one of another model.
+    """
+    if not message.HasField("resume"):
+        return ()
+    asked, n = message.resume, message.sampling.n if message.sampling.HasField("n") else 1
+    if asked.fingerprint != model.fingerprint:
+        theirs = f"resume.fingerprint is {shown(asked.fingerprint)}"
+        raise ResumeRefused(f"{theirs}; the one of {model.name} here is {model.fingerprint!r}")
+    if not message.sampling.HasField("seed"):
+        found.append(Violation("sampling.seed", "is missing; resume needs the seed with which the stream began"))
+    if len(asked.outputs) > n:
+        found.append(Violation("resume.outputs", f"has {len(asked.outputs)} outputs; sampling.n is {n}"))
+        return ()
+    ends = set(message.stopping.stop_token_ids)
+    ends |= frozenset() if message.stopping.ignore_eos else model.engine.eos_token_ids
+    outputs: dict[int, ReceivedOutput] = {}
+    for i, output in enumerate(asked.outputs):
+        found += _violations(f"resume.outputs[{i}]", output, n, outputs)
+        outputs[output.index] = _received(output, ends, model.engine.max_model_len)
+    if len(outputs) == n and all(output.has_ended for output in outputs.values()):
+        found.append(Violation("resume.outputs", f"has {n} outputs, which are all finished: nothing is left to send"))
+    return tuple(outputs.get(index, NOTHING_RECEIVED) for index in range(n))
+
+
+def _violations(field: str, output: pb.ReceivedOutput, n: int, others: dict[int, ReceivedOutput]) -> list[Violation]:
+    found = []
+    if output.index >= n or output.index in others:
+        problem = "is there twice" if output.index in others else f"is {output.index}; expected 0 to {n - 1}"
+        found.append(Violation(f"{field}.index", problem))
+    if output.token_ids and output.num_tokens:
+        problem = f"is {output.num_tokens}, and there are token_ids; expected one of the two"
+        found.append(Violation(f"{field}.num_tokens", problem))
+    return found
+
+
+def _received(output: pb.ReceivedOutput, ends: set[int], most: int) -> ReceivedOutput:
+    """Convert one output; of more tokens than the context has, one too many is kept, which is then refused."""
+    tokens = tuple(output.token_ids[: most + 1])
+    return ReceivedOutput(
+        token_ids=tokens,
+        ended_by_id=bool(tokens) and tokens[-1] in ends,
+        num_tokens=min(output.num_tokens, most),
+        digest=output.digest,
+        tail=output.tail,
+        has_ended=output.finished,
+    )
+
+
+def emitted_outputs(received: Sequence[ReceivedOutput]) -> tuple[EmittedOutput, ...]:
+    """Return what the engine is told of each output; none if there is nothing to tell."""
+    emitted = tuple(EmittedOutput(token_ids=o.token_ids, has_ended=o.has_ended) for o in received)
+    return emitted if any(o.token_ids or o.has_ended for o in emitted) else ()
+
+
+def require_fit(received: Sequence[ReceivedOutput], grammar: Grammar) -> None:
+    """Raise InvalidRequest if tokens that were received do not have the structure of the request."""
+    for index, output in enumerate(received):
+        try:
+            taken = grammar.start().advance(output.token_ids) if output.token_ids else 0
+        except GrammarFault as fault:
+            raise InvalidRequest.of(f"resume.outputs[{index}].token_ids", str(fault)) from fault
+        if taken < len(output.token_ids):
+            problem = f"is {output.token_ids[taken]}, which does not fit the structure"
+            raise InvalidRequest.of(f"resume.outputs[{index}].token_ids[{taken}]", problem)
+
+
+@dataclass(slots=True)
+class EventIds:
+    """The ids of a stream's events: they name all that was sent up to and with the event."""
+
+    _prefix: str = ""
+    _outputs: dict[int, str] = field(default_factory=dict)
+    _counts: dict[int, int] = field(default_factory=dict)
+
+    def after(self, message: pb.GenerateStreamResponse, times: int) -> str:
+        """Return the id of the last event of `message`, of a stream that was continued `times` times before.
+
+        Example: "9f3a…-17-0-1c:77e0aa51c0d3e9b2,5:00c2…!": seed 17; 28 tokens of output 0; output 1 has ended.
+        """
+        if message.HasField("resume_info"):
+            self._prefix = f"{message.resume_info.fingerprint}-{message.resume_info.seed}-{times}"
+        if message.HasField("finished"):
+            index = message.finished.index
+            self._outputs[index] = self._outputs.get(index, "0").rstrip("!") + "!"
+        else:
+            self._add(message.delta)
+        last = max(self._outputs)
+        return f"{self._prefix}-{','.join(self._outputs.get(index, '0') for index in range(last + 1))}"
+
+    def received(self, resume: pb.Resume) -> None:
+        """Begin with what the caller had received before."""
+        for output in resume.outputs:
+            self._counts[output.index] = output.num_tokens
+            self._outputs[output.index] = _entry(output)
+
+    def _add(self, delta: pb.TokenDelta) -> None:
+        count = self._counts[delta.index] = self._counts.get(delta.index, 0) + len(delta.token_ids)
+        tail = len(delta.text) > sum(delta.text_lengths)
+        self._outputs[delta.index] = _entry(pb.ReceivedOutput(num_tokens=count, digest=delta.digest, tail=tail))
+
+
+def _entry(output: pb.ReceivedOutput) -> str:
+    digest = f":{output.digest}" if output.digest else ""
+    return f"{output.num_tokens:x}{digest}{'+' * output.tail}{'!' * output.finished}"
+
+
+def of_event_id(event_id: str) -> tuple[int, pb.Resume]:
+    """Return the seed and the resumption that an event's id names. Raises InvalidRequest if it is no such id."""
+    whole = _EVENT_ID.fullmatch(event_id)
+    parts = [] if whole is None else [_OUTPUT.fullmatch(part) for part in whole["outputs"].split(",")]
+    if whole is None or None in parts:
+        raise InvalidRequest.of("Last-Event-ID", f"is {shown(event_id)}; expected the id of an event of this server")
+    outputs = [
+        pb.ReceivedOutput(
+            index=index,
+            num_tokens=int(part["count"], 16),
+            digest=part["digest"] or "",
+            tail=part["tail"] is not None,
+            finished=part["end"] is not None,
+        )
+        for index, part in enumerate(parts)
+        if part is not None
+    ]
+    resume = pb.Resume(fingerprint=whole["fingerprint"], outputs=outputs, interruptions=int(whole["times"]))
+    return int(whole["seed"]), resume
