@@ -230,7 +230,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether some are still missing; output 0 collects them for all outputs, and emits them with its first token."""
+        """Whether some are still missing; output 0 collects them for all, and emits them with its first token."""
         wanted = self.request.sampling.prompt_logprobs is not None and self.index == 0 and not self.num_emitted
         return wanted and len(self.prompt_logprobs) < self.prompt_len
 

@@ -164,15 +164,10 @@ class Driver:
     def _convict(self, stream: OutputStream) -> None:
         """End a request that brought the engine down alone, twice in a row, and describe it in the log."""
         request, crashes = stream.request, self._recovery.num_crashes(stream)
-        logger.error(
-            "request %s brought the engine down %d times, at last alone, and ends: %d prompt tokens, %s emitted, %s, %s",
-            stream.request_id,
-            crashes,
-            len(request.token_ids),
-            [output.num_tokens for output in stream.outputs],
-            shown(request.sampling, 1000),
-            request.speculation,
-        )
+        emitted = [output.num_tokens for output in stream.outputs]
+        about = f"{len(request.token_ids)} prompt tokens, {emitted} emitted, {shown(request.sampling, 1000)}"
+        problem = "request %s brought the engine down %d times, at last alone, and ends: %s, %s"
+        logger.error(problem, stream.request_id, crashes, about, request.speculation)
         self._supervisor.explained(crashes)
         stream.fail(RequestFailed("the engine failed each time that it served this request"))
         self._forget(stream, FinishReason.ERROR)

@@ -1,7 +1,8 @@
 """Which requests a restarted engine is fed again, and in what company: crashes are put down to requests.
 
 A request that was in the engine at two crashes in a row is tried alone. If it brings the engine down alone, twice in a
-row, it is guilty. A request that has got further than where the engine failed is cleared: its next crash is a first one.
+row, it is guilty. A request that has got further than where the engine failed is cleared: its next crash counts as a
+first one.
 Knows no engine and no time.
 """
 

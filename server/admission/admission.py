@@ -124,9 +124,7 @@ class Admission:
         driver = self._driver()
         driver.require_open()  # before any work is done for the request
         wanted = _of_caller(await self._understood(message, known, driver, origin.remaining), origin.caller)
-        stream = driver.submit(
-            wanted.request, wanted.stream, priority=wanted.priority, remaining=origin.remaining()
-        )
+        stream = driver.submit(wanted.request, wanted.stream, priority=wanted.priority, remaining=origin.remaining())
         if wanted.stream.received:
             self._metrics.requests.resumes.inc()
         stream.trace(trace.trace_id)

@@ -30,7 +30,7 @@ def stream_responses(chunk: Chunk, asked: Wanted, *, first: bool) -> Iterator[pb
         delta = pb.TokenDelta(index=chunk.index, text=chunk.text, logprobs=map(_logprob, chunk.logprobs))
         if asked.token_ids:
             _add_tokens(delta, chunk)
-        delta.digest = chunk.digest
+        delta.digest, delta.text_offset = chunk.digest, chunk.text_offset
         prompt = _prompt_logprobs(chunk.prompt_logprobs)
         yield pb.GenerateStreamResponse(request_id=request_id, delta=delta, prompt_logprobs=prompt)
         request_id = ""

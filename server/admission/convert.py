@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequest, Unsupported, Violation, shown
-from engine.params import MAX_SEED, Guided, SamplingParams, SpeculationMode, SpeculationParams, Verification
+from engine.params import MAX_SEED, Guided, SamplingParams, SpeculationParams
 from engine.types import Request
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.resume import emitted_outputs, received_outputs

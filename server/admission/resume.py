@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from engine.errors import GrammarFault, InvalidRequest, Violation, shown
+from engine.params import MAX_SEED
 from engine.types import EmittedOutput, Grammar, Request
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.settings import speculation_settings
@@ -18,8 +18,10 @@ from server.errors import ResumeRefused
 from server.model import ServedModel
 from server.streams.output import NOTHING_RECEIVED, ReceivedOutput
 
-_EVENT_ID = re.compile(r"(?P<fingerprint>[0-9a-f]{1,64})-(?P<seed>\d{1,20})-(?P<times>\d{1,6})-(?P<outputs>[0-9a-f:+!,]*)")
-_OUTPUT = re.compile(r"(?P<count>[0-9a-f]{1,8})(:(?P<digest>[0-9a-f]{16}))?(?P<tail>\+)?(?P<end>!)?")
+_EVENT_ID = re.compile(
+    r"(?P<fingerprint>[0-9a-f]{1,64})-(?P<seed>\d{1,20})-(?P<times>\d{1,6})-(?P<outputs>[0-9a-f:+!,]*)"
+)
+_OUTPUT = re.compile(r"(?P<count>[0-9a-f]{1,7})(:(?P<digest>[0-9a-f]{16}))?(?P<tail>\+)?(?P<end>!)?")
 
 
 def resume_info(request: Request, model: ServedModel) -> pb.ResumeInfo:
@@ -35,7 +37,9 @@ def resume_info(request: Request, model: ServedModel) -> pb.ResumeInfo:
     )
 
 
-def received_outputs(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[ReceivedOutput, ...]:
+def received_outputs(
+    message: pb.GenerateRequest, model: ServedModel, found: list[Violation]
+) -> tuple[ReceivedOutput, ...]:
     """Convert `resume`: one entry per output, or none if the request is a new one. Violations are added to `found`.
 
     Raises:
@@ -105,42 +109,45 @@ def require_fit(received: Sequence[ReceivedOutput], grammar: Grammar) -> None:
             raise InvalidRequest.of(f"resume.outputs[{index}].token_ids[{taken}]", problem)
 
 
-@dataclass(slots=True)
 class EventIds:
-    """The ids of a stream's events: they name all that was sent up to and with the event."""
+    """The ids of a stream's events: each names all that was sent up to its event. `resume`: what was sent before.
 
-    _prefix: str = ""
-    _outputs: dict[int, str] = field(default_factory=dict)
-    _counts: dict[int, int] = field(default_factory=dict)
+    Example: "9f3a…-17-0-1c:77e0aa51c0d3e9b2,5!" is of a model's fingerprint and the seed 17, never interrupted;
+    28 tokens of output 0, with their digest; output 1 has ended.
+    """
 
-    def after(self, message: pb.GenerateStreamResponse, times: int) -> str:
-        """Return the id of the last event of `message`, of a stream that was continued `times` times before.
+    def __init__(self, resume: pb.Resume | None = None) -> None:
+        before = pb.Resume() if resume is None else resume
+        self._times = before.interruptions + (resume is not None)
+        self._outputs = {output.index: pb.ReceivedOutput() for output in before.outputs}
+        for output in before.outputs:
+            self._outputs[output.index].CopyFrom(output)
+        self._prefix = ""
 
-        Example: "9f3a…-17-0-1c:77e0aa51c0d3e9b2,5:00c2…!": seed 17; 28 tokens of output 0; output 1 has ended.
-        """
+    @property
+    def newest(self) -> str:
+        """The id of the last event of the newest message."""
+        every = range(max(self._outputs) + 1)
+        return f"{self._prefix}-{','.join(_entry(self._outputs.get(index)) for index in every)}"
+
+    def observe(self, message: pb.GenerateStreamResponse) -> bool:
+        """Include a message; return whether it is an end that the caller has received before."""
         if message.HasField("resume_info"):
-            self._prefix = f"{message.resume_info.fingerprint}-{message.resume_info.seed}-{times}"
+            self._prefix = f"{message.resume_info.fingerprint}-{message.resume_info.seed}-{self._times}"
+        part = message.finished if message.HasField("finished") else message.delta
+        output = self._outputs.setdefault(part.index, pb.ReceivedOutput())
         if message.HasField("finished"):
-            index = message.finished.index
-            self._outputs[index] = self._outputs.get(index, "0").rstrip("!") + "!"
-        else:
-            self._add(message.delta)
-        last = max(self._outputs)
-        return f"{self._prefix}-{','.join(self._outputs.get(index, '0') for index in range(last + 1))}"
-
-    def received(self, resume: pb.Resume) -> None:
-        """Begin with what the caller had received before."""
-        for output in resume.outputs:
-            self._counts[output.index] = output.num_tokens
-            self._outputs[output.index] = _entry(output)
-
-    def _add(self, delta: pb.TokenDelta) -> None:
-        count = self._counts[delta.index] = self._counts.get(delta.index, 0) + len(delta.token_ids)
-        tail = len(delta.text) > sum(delta.text_lengths)
-        self._outputs[delta.index] = _entry(pb.ReceivedOutput(num_tokens=count, digest=delta.digest, tail=tail))
+            is_known, output.finished = output.finished, True
+            return is_known
+        output.num_tokens += len(message.delta.token_ids)
+        output.digest = message.delta.digest or output.digest
+        output.tail = len(message.delta.text) > sum(message.delta.text_lengths)
+        return False
 
 
-def _entry(output: pb.ReceivedOutput) -> str:
+def _entry(output: pb.ReceivedOutput | None) -> str:
+    if output is None:
+        return "0"
     digest = f":{output.digest}" if output.digest else ""
     return f"{output.num_tokens:x}{digest}{'+' * output.tail}{'!' * output.finished}"
 
@@ -149,7 +156,7 @@ def of_event_id(event_id: str) -> tuple[int, pb.Resume]:
     """Return the seed and the resumption that an event's id names. Raises InvalidRequest if it is no such id."""
     whole = _EVENT_ID.fullmatch(event_id)
     parts = [] if whole is None else [_OUTPUT.fullmatch(part) for part in whole["outputs"].split(",")]
-    if whole is None or None in parts:
+    if whole is None or None in parts or int(whole["seed"]) > MAX_SEED:
         raise InvalidRequest.of("Last-Event-ID", f"is {shown(event_id)}; expected the id of an event of this server")
     outputs = [
         pb.ReceivedOutput(

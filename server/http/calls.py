@@ -17,6 +17,7 @@ from engine.errors import PilotfishError
 from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Admission, Call, Origin
+from server.admission.resume import EventIds
 from server.admission.stalls import stall_limit
 from server.errors import Aborted, DeadlinePassed
 from server.http.errors import INTERNAL, HttpError, http_error
@@ -25,7 +26,8 @@ from server.http.requests import ParsedBody
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Render = Callable[[AsyncIterator[pb.GenerateStreamResponse]], AsyncIterator[dict[str, Any]]]
+Messages = AsyncIterator[pb.GenerateStreamResponse]
+Render = Callable[[Messages], AsyncIterator[list[dict[str, Any]]]]  # the events of one message after the other
 
 
 class CallerGone(Exception):  # an event, so its name has no suffix `Error`
@@ -82,12 +84,19 @@ async def answer(admission: Admission, asked: ParsedBody, origin: Origin) -> pb.
 
 
 class EventStream(Response):
-    """Server-sent events: one per object that `render` makes of the call's messages, then `[DONE]`."""
+    """Server-sent events: one per object that `render` makes of the call's messages, then `[DONE]`.
 
-    def __init__(self, call: Call, render: Render, origin: Origin, stall_seconds: float) -> None:
+    With `has_ids`, the last event of each message has an id, with which the stream can be continued after it. Events
+    that the caller received of an interrupted stream are not sent again.
+    """
+
+    def __init__(
+        self, call: Call, render: Render, origin: Origin, stall_seconds: float, ids: EventIds, has_ids: bool
+    ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]  # the length is not known yet
         self._call, self._render, self._origin, self._stall_seconds = call, render, origin, stall_seconds
+        self._ids, self._has_ids, self._is_known = ids, has_ids, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write to the end, or until the caller disconnects, stalls or passes the deadline; then release the call."""
@@ -107,9 +116,11 @@ class EventStream(Response):
         async with aclosing(self._call.messages()) as messages, stall_limit(self._stall_seconds) as writes:
             try:
                 async with in_time(self._origin):
-                    async for event in self._render(messages):
-                        with writes:
-                            await _event(send, json.dumps(event, ensure_ascii=False))
+                    async for events in self._render(self._observed(messages)):
+                        for i, event in enumerate(events if not self._is_known else (), 1):
+                            event_id = self._ids.newest if self._has_ids and i == len(events) else ""
+                            with writes:
+                                await _event(send, json.dumps(event, ensure_ascii=False), event_id)
                 with writes:
                     await _event(send, "[DONE]")
             except Exception as error:  # noqa: BLE001  # the status is sent already, so an event must report the error
@@ -117,9 +128,17 @@ class EventStream(Response):
                     await _event(send, json.dumps(_told(error).body()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _observed(self, messages: Messages) -> Messages:
+        """Yield the messages; note of each, before its events are made, their id and whether the caller knows them."""
+        async for message in messages:
+            self._is_known = self._ids.observe(message)
+            yield message
+        self._is_known = False  # what follows, such as the usage, is of no message
 
-async def _event(send: Send, data: str) -> None:
-    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+async def _event(send: Send, data: str, event_id: str = "") -> None:
+    head = f"id: {event_id}\n" if event_id else ""
+    await send({"type": "http.response.body", "body": f"{head}data: {data}\n\n".encode(), "more_body": True})
 
 
 def _told(error: Exception) -> HttpError:

@@ -23,13 +23,10 @@ def answer(response: pb.GenerateResponse) -> Json:
     return {"generated_text": output.text} | _figures(output.finished)
 
 
-async def events(messages: AsyncIterator[pb.GenerateStreamResponse]) -> AsyncIterator[Json]:
+async def events(messages: AsyncIterator[pb.GenerateStreamResponse]) -> AsyncIterator[list[Json]]:
     """Yield the tokens of each round with their texts and whether each was an accepted draft; last, the figures."""
     async for message in messages:
-        if message.HasField("finished"):
-            yield _figures(message.finished)
-        else:
-            yield _piece(message.delta)
+        yield [_figures(message.finished) if message.HasField("finished") else _piece(message.delta)]
 
 
 def _piece(delta: pb.TokenDelta) -> Json:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -19,7 +18,7 @@ _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "leng
 
 
 class AnswerFormat(ABC):
-    """Base of completions and chat completions. One instance per call, because it counts the text of each output."""
+    """Base of completions and chat completions. One instance per call."""
 
     prefix: ClassVar[str]
     whole: ClassVar[str]  # `object` of an answer
@@ -29,7 +28,6 @@ class AnswerFormat(ABC):
         self._model, self._codec, self._include_usage = model, codec, include_usage
         self._created = int(time.time())
         self._request_id = ""
-        self._text_lengths: dict[int, int] = defaultdict(int)
 
     def answer(self, response: pb.GenerateResponse) -> Json:
         """Return the whole answer."""
@@ -39,24 +37,24 @@ class AnswerFormat(ABC):
         ]
         return self._envelope(self.whole, choices) | {"usage": _usage(output.finished for output in response.outputs)}
 
-    async def events(self, messages: AsyncIterator[pb.GenerateStreamResponse]) -> AsyncIterator[Json]:
-        """Yield one chunk per message; last, if requested, the usage of all outputs."""
+    async def events(self, messages: AsyncIterator[pb.GenerateStreamResponse]) -> AsyncIterator[list[Json]]:
+        """Yield the chunks of each message; last, if requested, the usage of all outputs."""
         ends: list[pb.Finished] = []
         begun: set[int] = set()
         async for message in messages:
             self._request_id = self._request_id or message.request_id
             part = message.delta if message.HasField("delta") else message.finished
-            if part.index not in begun:
-                begun.add(part.index)
-                for opening in self._opening():
-                    yield self._event(opening | {"index": part.index, "finish_reason": None})
+            opening = () if part.index in begun else self._opening()
+            begun.add(part.index)
             if message.HasField("finished"):
                 ends.append(message.finished)
-                yield self._event(self._closing() | {"index": part.index} | _ended(message.finished))
+                choice = self._closing() | _ended(message.finished)
             else:
-                yield self._event(self._piece(message.delta) | {"index": part.index, "finish_reason": None})
+                choice = self._piece(message.delta) | {"finish_reason": None}
+            choices = [*(piece | {"finish_reason": None} for piece in opening), choice]
+            yield [self._event(piece | {"index": part.index}) for piece in choices]
         if self._include_usage:
-            yield self._envelope(self.chunk, []) | {"usage": _usage(ends)}
+            yield [self._envelope(self.chunk, []) | {"usage": _usage(ends)}]
 
     def _event(self, choice: Json) -> Json:
         event = self._envelope(self.chunk, [choice])
@@ -106,10 +104,9 @@ class TextAnswers(AnswerFormat):
         return {"text": "", "logprobs": None}
 
     def _logprobs(self, output: pb.Output | pb.TokenDelta) -> Json | None:
-        start = self._text_lengths[output.index]
-        self._text_lengths[output.index] += len(output.text)
         if not output.logprobs:
             return None
+        start = output.text_offset if isinstance(output, pb.TokenDelta) else 0
         return {
             "tokens": [self._name(token) for token in output.token_ids],
             "token_logprobs": [max(of.logprob, IMPOSSIBLE) for of in output.logprobs],

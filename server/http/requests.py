@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.errors import Violation
+from engine.errors import InvalidRequest, Violation
 from pilotfish.v1 import generation_pb2 as pb
+from server.admission.resume import of_event_id
 from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields, OpenAiBody
 
 OPENAI_TEMPERATURE = 1.0  # OpenAI's default; the default of `/generate` and gRPC is 0
@@ -25,6 +26,7 @@ class ParsedBody:
     message: pb.GenerateRequest
     wrong: tuple[Violation, ...] = ()
     timeout: float | None = None  # seconds
+    resume: pb.Resume | None = None  # what the caller received of an interrupted stream
 
 
 def asked(body: GenerationFields) -> ParsedBody:
@@ -45,6 +47,27 @@ def rest(kind: type[GenerationFields], found: Any, faulty: Iterable[str]) -> Par
         read.message.ClearField("prompt")
         read.message.ClearField("messages")
     return read
+
+
+def continued(read: ParsedBody, event_id: str) -> ParsedBody:
+    """Make the request continue the stream after the event with this id; an invalid id is one more violation.
+
+    Outputs that were finished are computed again, too, because the usage at the end includes them.
+    """
+    try:
+        seed, resume = of_event_id(event_id)
+    except InvalidRequest as invalid:
+        return replace(read, wrong=(*read.wrong, *invalid.violations))
+    message = pb.GenerateRequest()
+    message.CopyFrom(read.message)
+    if message.sampling.HasField("seed") and message.sampling.seed != seed:
+        wrong = Violation("seed", f"is {message.sampling.seed}; the stream that Last-Event-ID names has {seed}")
+        return replace(read, wrong=(*read.wrong, wrong))
+    message.sampling.seed = seed
+    message.resume.CopyFrom(resume)
+    for output in message.resume.outputs:
+        output.tail, output.finished = output.tail or output.finished, False
+    return replace(read, message=message, resume=resume)
 
 
 def _message(body: GenerationFields) -> pb.GenerateRequest:
@@ -120,6 +143,7 @@ def _common(body: GenerationFields, max_tokens: int | None) -> pb.GenerateReques
         guided=_guided(body),
         cache_salt=body.cache_salt,
         priority=body.priority,
+        output=pb.OutputOptions(digests=body.event_ids),
     )
 
 

@@ -15,12 +15,13 @@ from starlette.exceptions import HTTPException
 from engine.errors import InvalidRequest, PilotfishError
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Admission, Origin
+from server.admission.resume import EventIds
 from server.driver import Driver
 from server.http import native_answers
 from server.http.calls import CallerGone, EventStream, admit, answer, unless_gone
 from server.http.errors import INTERNAL, UNREADABLE, HttpError, http_error, violations
 from server.http.openai_answers import AnswerFormat, ChatAnswers, TextAnswers
-from server.http.requests import asked, rest
+from server.http.requests import asked, continued, rest
 from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields, OpenAiBody
 
 _BODIES: dict[str, type[GenerationFields]] = {
@@ -37,8 +38,8 @@ class Answers(Protocol):
         """Return the whole answer."""
         ...
 
-    def events(self, messages: AsyncIterator[pb.GenerateStreamResponse], /) -> AsyncIterator[dict[str, Any]]:
-        """Yield the events of a stream."""
+    def events(self, messages: AsyncIterator[pb.GenerateStreamResponse], /) -> AsyncIterator[list[dict[str, Any]]]:
+        """Yield the events of each message of a stream."""
         ...
 
 
@@ -79,11 +80,16 @@ class _Routes:
     async def respond(self, body: GenerationFields, answers: Answers, request: Request) -> Response:
         """Return one answer or a stream of events. If the request is refused, raise before anything is sent."""
         read, origin = asked(body), _origin(request, body.timeout)
+        after = request.headers.get("last-event-id")
+        if after is not None:
+            if not body.stream:
+                raise InvalidRequest.of("Last-Event-ID", "continues a stream; it needs stream: true")
+            read = continued(read, after)
         if not body.stream:
             work = answer(self._admission, read, origin)
             return JSONResponse(answers.answer(await unless_gone(work, request.receive)))
         call = await unless_gone(admit(self._admission, read, origin), request.receive)
-        return EventStream(call, answers.events, origin, self._stall_seconds)
+        return EventStream(call, answers.events, origin, self._stall_seconds, EventIds(read.resume), body.event_ids)
 
     async def refuse(self, error: RequestValidationError, request: Request) -> PilotfishError:
         """Return the error for a body with wrong types; it also lists violations in the other fields."""

@@ -140,6 +140,7 @@ class GenerationFields(Body):
     speculation: SpeculationFields | None = None
     priority: Int32 | None = None
     stream: Flag = False
+    event_ids: Flag = False  # give events of a stream ids; see the header Last-Event-ID
     timeout: Seconds | None = None
 
     def conflicts(self) -> Iterator[Violation]:

@@ -63,7 +63,7 @@ class Chunk:
     """New tokens and text of one output since the last read.
 
     `texts[i]` and, if requested, `logprobs[i]` belong to token i. `tail` is text that was held back until the end.
-    `digest` is that of all tokens of the output up to here.
+    `digest` is that of all tokens of the output up to here; `text_offset` counts the characters before these.
     """
 
     index: int
@@ -75,6 +75,7 @@ class Chunk:
     tail: str = ""
     end: End | None = None
     digest: str = ""
+    text_offset: int = 0
 
     @property
     def text(self) -> str:
@@ -95,7 +96,8 @@ class Chunk:
             prompt_logprobs=_joined(part.prompt_logprobs for part in parts),
             tail="".join(part.tail for part in parts),
             end=parts[-1].end,
-            digest=parts[-1].digest,
+            digest=next((part.digest for part in reversed(parts) if part.digest), ""),
+            text_offset=parts[0].text_offset,
         )
 
 
@@ -122,6 +124,7 @@ class OutputBuffer:
         self._hash = hashlib.blake2b(digest_size=8) if digests or received.digest else None
         self._unread: list[Chunk] = []
         self._num_unread = 0  # tokens
+        self._text_length = 0  # characters that the reader has, or can read
         self._stop_string: str | None = None
         self._replay(received)
 
@@ -130,7 +133,7 @@ class OutputBuffer:
         kept = len(received.token_ids)
         if self._text is not None:
             piece = self._text.push(received.token_ids[: kept - received.ended_by_id])
-            self._stop_string = piece.stop
+            self._stop_string, self._text_length = piece.stop, len(piece.text)
             kept = kept if piece.stop is None else len(piece.texts)
         self._count(received.token_ids[:kept])
 
@@ -188,7 +191,7 @@ class OutputBuffer:
         tail = "" if self._text is None or self._received.tail else self._text.flush()
         self.timeline.ended = self._clock()
         self.end = End(finished, self._stop_string, self.timeline, self.interruptions)
-        self._unread.append(Chunk(index=self.index, tail=tail, end=self.end))
+        self._unread.append(Chunk(index=self.index, tail=tail, end=self.end, text_offset=self._text_length))
 
     def take(self) -> Chunk:
         """Remove and return all unread chunks as one."""
@@ -218,6 +221,8 @@ class OutputBuffer:
         self.timeline.last_token = self._clock()
         if self.timeline.first_token is None:
             self.timeline.first_token = self.timeline.last_token
+        known_text = sum(map(len, texts[:known]))
+        offset, self._text_length = self._text_length + known_text, self._text_length + sum(map(len, texts))
         if known == kept:
             return
         chunk = Chunk(
@@ -228,6 +233,7 @@ class OutputBuffer:
             logprobs=event.logprobs[known:kept],
             prompt_logprobs=() if known else event.prompt_logprobs,
             digest="" if self._hash is None else self._hash.hexdigest(),
+            text_offset=offset,
         )
         self._unread.append(chunk)
         self._num_unread += kept - known

@@ -24,6 +24,8 @@ class ChoiceState:
 
     def advance(self, tokens: Sequence[int]) -> int:
         for count, token in enumerate(tokens):
+            if token == EOS and any(len(choice) == len(self.taken) for choice in self._open()):
+                return count + 1
             self.taken.append(token)
             if not self._open():
                 self.taken.pop()

@@ -891,12 +891,15 @@ class TokenDelta(_message.Message):
     FROM_DRAFT_FIELD_NUMBER: _builtins.int
     TEXT_LENGTHS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    TEXT_OFFSET_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which output, from 0."""
     text: _builtins.str
     """New text. May be empty: bytes of an unfinished character and a possible start of a stop string are held back."""
     digest: _builtins.str
     """Digest of all tokens of this output so far, if `output.digests` asks for it."""
+    text_offset: _builtins.int
+    """How many Unicode code points of this output's text were sent before `text`, also by another server."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens, if the request wants token ids."""
@@ -925,10 +928,11 @@ class TokenDelta(_message.Message):
         from_draft: _abc.Iterable[_builtins.bool] | None = ...,
         text_lengths: _abc.Iterable[_builtins.int] | None = ...,
         digest: _builtins.str = ...,
+        text_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "from_draft", b"from_draft", "index", b"index", "logprobs", b"logprobs", "text", b"text", "text_lengths", b"text_lengths", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "from_draft", b"from_draft", "index", b"index", "logprobs", b"logprobs", "text", b"text", "text_lengths", b"text_lengths", "text_offset", b"text_offset", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

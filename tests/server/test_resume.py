@@ -1,0 +1,268 @@
+"""A stream that was cut goes on, on this server or another: nothing is missing, nothing comes twice."""
+
+from __future__ import annotations
+
+import json
+
+import grpc
+import pytest
+
+from pilotfish.v1 import generation_pb2 as pb
+from server.model import ServedModel
+from tests.engine.text.test_codec import CODEC
+from tests.server.fake_engine import TEXT, FakeEngine, served
+from tests.server.fake_grammar import FakeCompiler
+from tests.server.test_generate import collect, request
+from tests.server.test_life import code_of, metric
+from tests.serving import http_client, serving
+
+KINDS = {
+    "plain": {},
+    "to the length": {"stopping": pb.StoppingParams(max_tokens=7)},
+    "to a stop string": {"stopping": pb.StoppingParams(max_tokens=50, stop=["x says"])},
+    "held back to the end": {"stopping": pb.StoppingParams(max_tokens=12, stop=["brown fox, never"])},
+    "to a stop token": {"stopping": pb.StoppingParams(max_tokens=50, stop_token_ids=[CODEC.encode(TEXT)[13]])},
+    "three outputs": {"sampling": pb.SamplingParams(n=3, seed=5), "stopping": pb.StoppingParams(max_tokens=14)},
+    "logprobs": {"output": pb.OutputOptions(logprobs=True, prompt_logprobs=True, top_logprobs=3)},
+    "digests": {"output": pb.OutputOptions(digests=True)},
+    "a structure": {"guided": pb.GuidedDecoding(choice=pb.Choice(choices=["ab ab", "babab"]))},
+}
+
+
+def resumed(asked, received, *, tokens: bool) -> pb.GenerateRequest:
+    """The request that continues the stream after the messages `received`."""
+    info = received[0].resume_info
+    again = pb.GenerateRequest()
+    again.CopyFrom(asked)
+    again.sampling.seed, again.stopping.max_tokens = info.seed, info.max_tokens
+    again.speculation.CopyFrom(info.speculation)
+    outputs: dict[int, pb.ReceivedOutput] = {}
+    for message in received:
+        part = message.finished if message.HasField("finished") else message.delta
+        output = outputs.setdefault(part.index, pb.ReceivedOutput(index=part.index))
+        if message.HasField("finished"):
+            output.finished = True
+        else:
+            output.tail = len(part.text) > sum(part.text_lengths)
+            if tokens:
+                output.token_ids.extend(part.token_ids)
+            else:
+                output.num_tokens += len(part.token_ids)
+                output.digest = part.digest
+    again.resume.CopyFrom(pb.Resume(fingerprint=info.fingerprint, outputs=outputs.values()))
+    return again
+
+
+def joined(messages) -> dict[int, tuple]:
+    """What a caller has of each output."""
+    found = {}
+    for message in messages:
+        part = message.finished if message.HasField("finished") else message.delta
+        text, ids, logprobs, prompt, end = found.get(part.index, ("", (), (), (), None))
+        if message.HasField("finished"):
+            end = (part.finish_reason, part.WhichOneof("matched_stop"), part.usage.completion_tokens, part.seed)
+        else:
+            text, ids = text + part.text, ids + tuple(part.token_ids)
+            logprobs += tuple(p.logprob for p in part.logprobs)
+            prompt += tuple(p.logprob for p in message.prompt_logprobs.logprobs)
+        found[part.index] = text, ids, logprobs, prompt, end
+    return found
+
+
+@pytest.mark.parametrize("tokens", [True, False], ids=["by tokens", "by number"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_cut_anywhere_it_goes_on_on_another_server(kind, tokens):
+    asked = request(**{"sampling": pb.SamplingParams(seed=3), **KINDS[kind]})
+    grammars = FakeCompiler()
+    async with serving(compile_grammar=grammars) as first, serving(compile_grammar=grammars) as second:
+        messages = [message async for message in first.inference.GenerateStream(asked)]
+        for cut in range(1, len(messages)):
+            again = resumed(asked, messages[:cut], tokens=tokens)
+            rest = [message async for message in second.inference.GenerateStream(again)]
+            assert joined(messages[:cut] + rest) == joined(messages), cut
+            assert all(m.finished.interruptions == 1 for m in rest if m.HasField("finished"))
+        assert metric(second, "resumed_requests_total") == len(messages) - 1
+
+
+async def test_the_first_message_tells_what_is_needed_and_no_other_does(server):
+    _, _, ends, messages = await collect(server.inference.GenerateStream(request()))
+    info = messages[0].resume_info
+    assert info.seed == ends[0].seed - 0
+    assert (info.max_tokens, info.fingerprint) == (20, server.app.driver.model.fingerprint)
+    assert info.speculation == ends[0].speculation
+    assert not any(message.HasField("resume_info") for message in messages[1:])
+
+
+async def test_tokens_that_cannot_be_computed_again_end_it(server):
+    asked = request(output=pb.OutputOptions(digests=True), sampling=pb.SamplingParams(seed=3))
+    messages = [message async for message in server.inference.GenerateStream(asked)]
+    for change in ({"digest": "0" * 16}, {"num_tokens": 900}):
+        again = resumed(asked, messages[:1], tokens=False)
+        for name, value in change.items():
+            setattr(again.resume.outputs[0], name, value)
+        code = await code_of(collect(server.inference.GenerateStream(again)))
+        assert code == grpc.StatusCode.FAILED_PRECONDITION, change
+    assert (await collect(server.inference.GenerateStream(request())))[2]
+
+
+async def test_another_model_refuses():
+    engine = FakeEngine()
+    other = ServedModel("fake", None, "cpu", engine, CODEC, fingerprint="another")
+    async with serving(engine, load=lambda _config, _progress: other) as server:
+        again = request(sampling=pb.SamplingParams(seed=3), resume=pb.Resume(fingerprint="ours"))
+        with pytest.raises(grpc.aio.AioRpcError, match="resume.fingerprint is 'ours'") as error:
+            await collect(server.inference.GenerateStream(again))
+        assert error.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        assert metric(server, "admission_rejected_total", reason="resume") == 1
+
+
+Received = pb.ReceivedOutput
+WRONG = {
+    "sampling.seed": {"sampling": pb.SamplingParams(), "outputs": []},
+    "resume.outputs[0].index": {"outputs": [Received(index=1, token_ids=[5])]},
+    "resume.outputs[1].index": {"outputs": [Received(token_ids=[5]), Received(token_ids=[5])], "n": 2},
+    "resume.outputs[0].token_ids[1]": {"outputs": [Received(token_ids=[5, 10**6])]},
+    "resume.outputs[0].token_ids": {"outputs": [Received(token_ids=[5] * 21)]},
+    "resume.outputs[0].num_tokens": {"outputs": [Received(token_ids=[5], num_tokens=1)]},
+    "resume.outputs": {"outputs": [Received(finished=True)]},
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+async def test_what_is_wrong_is_named(server, field):
+    wrong = WRONG[field]
+    sampling = wrong.get("sampling", pb.SamplingParams(seed=3, n=wrong.get("n", 1)))
+    fingerprint = server.app.driver.model.fingerprint
+    asked = request(sampling=sampling, resume=pb.Resume(fingerprint=fingerprint, outputs=wrong["outputs"]))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await collect(server.inference.GenerateStream(asked))
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert error.value.details().startswith(f"{field} ")
+
+
+async def test_tokens_without_the_structure_are_refused():
+    async with serving(compile_grammar=FakeCompiler()) as server:
+        guided = pb.GuidedDecoding(choice=pb.Choice(choices=["ab"]))
+        resume = pb.Resume(fingerprint=server.app.driver.model.fingerprint, outputs=[Received(token_ids=[5, 6])])
+        asked = request(guided=guided, sampling=pb.SamplingParams(seed=3), resume=resume)
+        with pytest.raises(grpc.aio.AioRpcError, match=r"resume.outputs\[0\].token_ids\[0\] is 5, which does not fit"):
+            await collect(server.inference.GenerateStream(asked))
+
+
+async def test_only_streams_go_on(server):
+    with pytest.raises(grpc.aio.AioRpcError, match="resume continues a stream"):
+        await server.inference.Generate(request(resume=pb.Resume()))
+
+
+BODIES = {
+    "/generate": {"prompt": "ab", "max_new_tokens": 20},
+    "/v1/completions": {
+        "prompt": "ab",
+        "max_tokens": 20,
+        "n": 2,
+        "logprobs": 1,
+        "stream_options": {"include_usage": True},
+    },
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 20},
+}
+
+
+class Chat:
+    """Renders what was said, as it was said."""
+
+    def render(self, messages):
+        return "".join(message.content for message in messages)
+
+
+async def events_of(client, path, body, after=None):
+    """(id, data) of each event."""
+    headers = {} if after is None else {"Last-Event-ID": after}
+    async with client.stream("POST", path, json=body | {"stream": True, "event_ids": True}, headers=headers) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        blocks = (await answer.aread()).decode().split("\n\n")[:-1]
+    found = []
+    for block in blocks:
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        found.append((fields.get("id"), fields["data"]))
+    return found
+
+
+def said(events) -> dict[int, str]:
+    """The text of each choice."""
+    texts: dict[int, str] = {}
+    for _, data in events:
+        event = {} if data == "[DONE]" else json.loads(data)
+        for choice in event.get("choices", [event]):
+            piece = choice.get("delta", {}).get("content") or choice.get("text") or ""
+            texts[choice.get("index", 0)] = texts.get(choice.get("index", 0), "") + piece
+    return texts
+
+
+def usage_of(events):
+    """What the last event but one says of tokens."""
+    event = json.loads(events[-2][1])
+    return event.get("usage"), event.get("prompt_tokens"), event.get("completion_tokens")
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_over_http_an_event_has_an_id_after_which_another_server_goes_on(path):
+    async with serving(chat=Chat()) as first, serving(chat=Chat()) as second:
+        async with http_client(first) as here, http_client(second) as there:
+            whole = await events_of(here, path, BODIES[path])
+            numbered = [i for i, (event_id, _) in enumerate(whole) if event_id]
+            assert len(numbered) > 5
+            for cut in numbered[:-1]:
+                rest = await events_of(there, path, BODIES[path], whole[cut][0])
+                assert said(whole[: cut + 1] + rest) == said(whole), cut
+                assert [data for _, data in rest][-1] == "[DONE]"
+                assert usage_of(rest) == usage_of(whole)
+
+
+async def test_without_asking_events_have_no_id(server):
+    async with http_client(server) as client:
+        answer = await client.post("/generate", json={"prompt": "ab", "stream": True})
+        assert "id:" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("after", "problem"),
+    [
+        ("nonsense", "Last-Event-ID is 'nonsense'; expected the id of an event of this server"),
+        ("ab-1-0-zz", "Last-Event-ID is 'ab-1-0-zz'"),
+        ("ab-99999999999999999999-0-1", "Last-Event-ID"),
+    ],
+)
+async def test_an_id_that_is_none_is_refused(server, after, problem):
+    async with http_client(server) as client:
+        body = {"prompt": "ab", "stream": True}
+        answer = await client.post("/generate", json=body, headers={"Last-Event-ID": after})
+        assert answer.status_code == 400
+        assert problem in answer.json()["error"]["message"]
+        answer = await client.post("/generate", json={"prompt": "ab"}, headers={"Last-Event-ID": "ab-1-0-1"})
+        assert "needs stream: true" in answer.json()["error"]["message"]
+        answer = await client.post("/generate", json=body, headers={"Last-Event-ID": "ab-1-0-1"})
+        assert answer.status_code == 412
+
+
+def test_a_fingerprint_follows_the_weights_and_the_tokenizer(tmp_path):
+    from engine.config import EngineConfig
+    from server.fingerprint import fingerprint
+
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(bytes(3 << 20))
+    config = EngineConfig(target=str(tmp_path))
+    seen = {fingerprint(config, "float32"), fingerprint(config, "bfloat16")}
+    seen.add(fingerprint(config.model_copy(update={"weights": "int8"}), "float32"))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    seen.add(fingerprint(config, "float32"))
+    weights = bytearray(3 << 20)
+    weights[(1 << 20) + 5] = 1
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    seen.add(fingerprint(config, "float32"))
+    assert len(seen) == 5
+    drafted = config.model_copy(update={"draft": str(tmp_path)})
+    assert fingerprint(drafted, "float32") in seen
+
+
+def test_the_fake_is_served_with_one(server):
+    assert served(server.engine).fingerprint == server.app.driver.model.fingerprint
