@@ -2,7 +2,8 @@
 
 python -m loadtest curve       callers and rates up to twice the server's capacity; plots
 python -m loadtest overload    ten times the server's capacity, for a minute
-python -m loadtest chaos       cancels, killed clients, stalled readers, deadlines and faults, for five minutes
+python -m loadtest chaos       cancels, killed clients, stalled readers, deadlines and faults, while engines and one of
+                               two replicas are killed, for five minutes
 python -m loadtest locust      Locust's users, for a minute, none of whom may fail; needs the extra loadtest
 
 The load is a multiple of the capacity that is measured on this machine, so that no machine is too slow.
@@ -109,7 +110,9 @@ def _overload(server: ServerProcess, options: argparse.Namespace, told: dict[str
 
 def _chaos(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
     seconds = options.seconds or 300.0
-    found = asyncio.run(chaos(server, seconds / 5, seconds, _tell))
+    log = options.out / "replica.log"
+    with ServerProcess(*OPTIONS, *options.serve, log=log, program=PROGRAM) as replica:
+        found = asyncio.run(chaos(server, replica, seconds / 5, seconds, _tell))
     lines = chaos_lines(found)
     (options.out / "results.json").write_text(json.dumps({**told, **asdict(found)}, indent=1) + "\n", "utf-8")
     return lines, list(found.problems(timed=not options.untimed))

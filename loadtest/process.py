@@ -63,16 +63,20 @@ class ServerProcess:
         self._log = log
 
     def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start the process, again if it has ended, and wait until it serves."""
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-        with Path(self._log or os.devnull).open("wb") as log:
+        with Path(self._log or os.devnull).open("ab") as log:
             self.process = subprocess.Popen(self.command, stderr=log, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
         try:
             self._wait()
         except BaseException:
             self.kill()
             raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

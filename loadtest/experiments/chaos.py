@@ -1,4 +1,7 @@
-"""All kinds of faulty callers at once and at random; well-behaved callers must not be affected."""
+"""All kinds of faulty callers at once and at random, while engines and a replica die.
+
+Well-behaved callers, whose client has the addresses of both replicas, must not be affected.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,21 @@ import json
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
-from client import AsyncClient, Delta, GenerateOptions, RequestFailedError
+from client import AsyncClient, Delta, GenerateOptions, QueueFullError, RequestFailedError
 from loadtest.experiments.mischief import MISCHIEF, ChaosContext
+from loadtest.experiments.outages import kill_engines, lose_replicas
 from loadtest.process import ProcessUsage, ServerProcess
 
 PROGRAM = ("-m", "loadtest.experiments.faulty_server")
-OPTIONS = ("--stall-seconds", "2", "--max-batch-size", "16", "--max-model-len", "512", "--page-size", "16")
+OPTIONS = (
+    *("--stall-seconds", "2", "--max-batch-size", "16", "--max-model-len", "512", "--page-size", "16"),
+    *("--max-engine-crashes", "10000"),
+)
+OWN_ENGINE, OTHER_ENGINE = "engine killed: SIGKILL", "the replica's engine killed: SIGKILL"
 CALLERS = 6  # well-behaved callers
 MOST_GROWTH = 0.02  # of resident memory
 _PROMPTS = ("def mean(values):\n", "import os\n\n", "class Queue:\n    def push(self, item):\n", "for i in range(")
@@ -44,8 +53,6 @@ class IdleResources:
             yield f"{census['total_pages'] - census['free_pages']} pages are held"
         if census["live"] or census["queued"]:
             yield f"{census['live']} requests are live, {census['queued']} wait"
-        if census["broken"]:
-            yield str(census["broken"])
 
 
 @dataclass(slots=True)
@@ -55,6 +62,7 @@ class Notes:
     right: int = 0  # streams of well-behaved callers with the same tokens as when run alone
     wrong: list[str] = field(default_factory=list)
     refused: int = 0  # requests of well-behaved callers that the server had no capacity for
+    interruptions: int = 0  # of those with the right tokens
     failed: dict[str, int] = field(default_factory=dict)  # of well-behaved callers, without a valid reason
     deeds: dict[str, int] = field(default_factory=dict)  # the actions of faulty callers and how they ended
     strange: list[str] = field(default_factory=list)  # actions of faulty callers with an unexpected end
@@ -68,6 +76,7 @@ class Chaos:
     notes: Notes
     before: IdleResources
     after: IdleResources
+    restarts: float  # of the engine of the replica that lives
 
     @property
     def growth(self) -> float:
@@ -83,6 +92,9 @@ class Chaos:
         yield from self.after.leaks
         if not self.notes.right:
             yield "nobody was served"
+        kills = sum(notes.deeds.get(OWN_ENGINE, 0) for notes in (self.warm_up, self.notes))
+        if self.restarts != kills:
+            yield f"{self.restarts:g} restarts of an engine that was killed {kills} times: it failed by itself, too"
         tasks = self.after.census["tasks"] - self.before.census["tasks"]
         descriptors = self.after.usage.descriptors - self.before.usage.descriptors
         if tasks > 0 or descriptors > 0:
@@ -96,7 +108,7 @@ def chaos_lines(found: Chaos) -> list[str]:
     notes = found.notes
     verdict = (
         f"{notes.right} streams of callers who behaved had the tokens that they have alone, {len(notes.wrong)} had "
-        f"others, {notes.refused} were told to come again."
+        f"others, {notes.refused} were told to come again. The right ones were interrupted {notes.interruptions} times."
     )
     head = ["", "| what was done, and how it ended | times |", "|---|---|"]
     deeds = [f"| {deed} | {times} |" for deed, times in sorted(notes.deeds.items())]
@@ -110,10 +122,17 @@ def chaos_lines(found: Chaos) -> list[str]:
     return [verdict, *head, *deeds, *held, *rows]
 
 
-async def _tokens(client: AsyncClient, job: Job) -> tuple[int, ...]:
+async def _tokens(client: AsyncClient, job: Job) -> tuple[tuple[int, ...], int]:
+    """Return the tokens of a stream, and how often it was interrupted."""
     prompt, way = job
-    events = [event async for event in client.stream(prompt, deadline=120, **_WAYS[way])]
-    return tuple(token for event in events if isinstance(event, Delta) for token in event.token_ids)
+    tokens: tuple[int, ...] = ()
+    interruptions = 0
+    async for event in client.stream(prompt, deadline=120, **_WAYS[way]):
+        if isinstance(event, Delta):
+            tokens += event.token_ids
+        else:
+            interruptions = event.interruptions
+    return tokens, interruptions
 
 
 async def holding(server: ServerProcess, client: AsyncClient, patience: float = 30.0) -> IdleResources:
@@ -128,49 +147,63 @@ async def holding(server: ServerProcess, client: AsyncClient, patience: float = 
     return IdleResources(server.usage(), json.loads(line))
 
 
-async def chaos(server: ServerProcess, warm_up: float, seconds: float, tell: Callable[[str], None]) -> Chaos:
+async def chaos(
+    server: ServerProcess, replica: ServerProcess, warm_up: float, seconds: float, tell: Callable[[str], None]
+) -> Chaos:
     """Warm up first, for which only errors count, then run the experiment for `seconds`."""
-    async with AsyncClient(server.address, retry=None) as client:
+    async with (
+        AsyncClient([server.address, replica.address]) as both,
+        AsyncClient(server.address, retry=None) as client,
+    ):
         jobs = [(prompt, way) for prompt in _PROMPTS for way in range(len(_WAYS))]
         tell(f"{len(jobs)} requests one by one")
-        alone = {job: await _tokens(client, job) for job in jobs}
+        alone = {job: (await _tokens(both, job))[0] for job in jobs}
         tell(f"warming up for {warm_up:g} s")
-        first = await _storm(server, client, alone, warm_up, Random(0))
+        storm = partial(_storm, server, replica, client, both, alone)
+        first = await storm(warm_up, Random(0))
         before = await holding(server, client)
         tell(f"chaos for {seconds:g} s")
-        notes = await _storm(server, client, alone, seconds, Random(1))
-        return Chaos(first, notes, before, await holding(server, client))
+        notes = await storm(seconds, Random(1))
+        after = await holding(server, client)
+        return Chaos(first, notes, before, after, server.metrics().value("engine_restarts_total"))
 
 
 async def _storm(
-    server: ServerProcess, client: AsyncClient, alone: Mapping[Job, tuple[int, ...]], seconds: float, random: Random
-) -> Notes:
+    server: ServerProcess, replica: ServerProcess, client: AsyncClient, both: AsyncClient,
+    alone: Mapping[Job, tuple[int, ...]], seconds: float, random: Random,
+) -> Notes:  # fmt: skip
     found = Notes()
     end = asyncio.get_running_loop().time() + seconds
     scene = ChaosContext(server.address, server.http_address, client, end, found.deeds, found.strange)
     async with asyncio.TaskGroup() as tasks:
         for _ in range(CALLERS):
-            tasks.create_task(_behave(scene, found, alone, Random(random.random())))
+            tasks.create_task(_behave(scene, both, found, alone, Random(random.random())))
         for deed in MISCHIEF:
             tasks.create_task(scene.repeat(deed, Random(random.random())))
+        for one, name in ((server, OWN_ENGINE), (replica, OTHER_ENGINE)):
+            tasks.create_task(kill_engines(scene, one, name, Random(random.random())))
+        tasks.create_task(lose_replicas(scene, replica, Random(random.random())))
     return found
 
 
-async def _behave(scene: ChaosContext, found: Notes, alone: Mapping[Job, tuple[int, ...]], random: Random) -> None:
+async def _behave(
+    scene: ChaosContext, both: AsyncClient, found: Notes, alone: Mapping[Job, tuple[int, ...]], random: Random
+) -> None:
     """Send one request after the other; after a refusal, wait for the retry delay."""
     jobs = list(alone)
     while scene.goes_on:
         job = random.choice(jobs)
         try:
-            tokens = await _tokens(scene.client, job)
+            tokens, interruptions = await _tokens(both, job)
         except RequestFailedError as error:
-            if error.retry_seconds is None:
-                found.failed[str(error)] = found.failed.get(str(error), 0) + 1
-            else:
+            if isinstance(error, QueueFullError):
                 found.refused += 1
+            else:
+                found.failed[str(error)] = found.failed.get(str(error), 0) + 1
             await asyncio.sleep(error.retry_seconds or 0.1)
             continue
         if tokens == alone[job]:
             found.right += 1
+            found.interruptions += interruptions
         else:
             found.wrong.append(f"{job}: {tokens}, alone {alone[job]}")

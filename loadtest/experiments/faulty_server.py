@@ -1,7 +1,8 @@
 """A server with injected faults for requests that select them (`python -m loadtest.experiments.faulty_server`).
 
 The server itself has no option to fail, so this module replaces parts of it from outside. A request whose id or prompt
-contains `fault-PART` fails in that part. On SIGUSR1 the process prints a line of JSON that lists its resources.
+contains `fault-PART` fails in that part. The engine runs in its own process, as with `pilotfish serve`, and checks its
+invariants whenever it is idle. On SIGUSR1 the process prints a line of JSON that lists its resources.
 """
 
 from __future__ import annotations
@@ -13,23 +14,29 @@ import math
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import uvloop
 
 from engine import target_pass
 from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.errors import PilotfishError
 from engine.text.codec import Codec
 from server.admission import answers
 from server.app import App
 from server.config import ServerConfig
-from server.model import Progress, ServedModel
+from server.model import EngineView, Progress, ServedModel
 from server.streams import stream
 from server.telemetry import logs
+from server.worker import engine_process
+from server.worker.remote import EngineProgram
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
 
 MARK = "fault-"  # followed by the name of a part
+ENGINE = "from loadtest.experiments.faulty_server import run_engine; run_engine()"
 FIRST_TOKENS = 4  # a fault in the engine is raised after this number of tokens, when there is output to lose
 
 
@@ -103,33 +110,44 @@ def _in_draft(propose: Any) -> Any:
     return faulty
 
 
-def make_faulty(engine: Engine) -> None:
-    """Replace parts of this process, and the proposers of this engine, with faulty ones."""
-    replace(Codec, "encode", _in_tokenizer)
-    replace(target_pass.TargetPass, "_pass", _in_target)
-    replace(target_pass, "verify_rows", _not_a_number)
-    replace(stream.OutputStream, "push", _in_text)
-    replace(answers, "stream_responses", _in_answers)
-    for proposer in engine._proposers._by_name.values():  # noqa: SLF001  # from outside, see above
-        replace(proposer, "propose", _in_draft)
+def run_engine() -> None:
+    """Run the engine's process, with faults in the engine."""
+    engine_process.main(load)
 
 
 def load(config: EngineConfig, progress: Progress) -> ServedModel:
-    """Load the model as the server does, then make it faulty."""
+    """Load the model as the server does, then make its engine faulty."""
     model = ServedModel.load(config, progress)
-    make_faulty(cast("Engine", model.engine))  # a model that is loaded here is in this process
+    engine = cast("Engine", model.engine)  # a model that is loaded here is in this process
+    replace(target_pass.TargetPass, "_pass", _in_target)
+    replace(target_pass, "verify_rows", _not_a_number)
+    for proposer in engine._proposers._by_name.values():  # noqa: SLF001  # from outside, see above
+        replace(proposer, "propose", _in_draft)
+    replace(engine, "rest", partial(_after_a_check, engine))
     return model
 
 
+def _after_a_check(engine: Engine, rest: Any) -> Any:
+    def checked() -> None:
+        engine.check_invariants()  # its AssertionError ends the process, which is one restart too many
+        rest()
+
+    return checked
+
+
+def around(engine: EngineView, config: EngineConfig, device: str) -> ServedModel:
+    """Load what the front-end process needs, then make it faulty."""
+    replace(Codec, "encode", _in_tokenizer)
+    replace(stream.OutputStream, "push", _in_text)
+    replace(answers, "stream_responses", _in_answers)
+    return ServedModel.around(engine, config, device)
+
+
 def census(app: App) -> dict[str, Any]:
-    """Return the resources of this process; `broken` names the invariant that does not hold."""
+    """Return the resources of this process, and the pages of the engine as last reported."""
     assert app.driver is not None, "asked before it was ready"
     gc.collect()
-    engine, broken = cast("Engine", app.driver.model.engine), ""
-    try:
-        engine.check_invariants()
-    except AssertionError as error:
-        broken = str(error)
+    engine = app.driver.model.engine
     return {
         "tasks": len(asyncio.all_tasks()),
         "live": len(app.driver.live()),
@@ -137,7 +155,6 @@ def census(app: App) -> dict[str, Any]:
         "free_pages": engine.free_pages,
         "total_pages": engine.total_pages,
         "objects": len(gc.get_objects()),
-        "broken": broken,
     }
 
 
@@ -145,7 +162,7 @@ def main() -> int:
     """Serve, as `pilotfish serve` does with the same options."""
     config = ServerConfig.load(sys.argv[1:])
     logs.configure(config.log_format)
-    app = App(config, load=load, on_ready=_listen)
+    app = App(config, on_ready=_listen, program=EngineProgram(ENGINE, around))
     return uvloop.run(app.run())
 
 

@@ -20,11 +20,13 @@ from client import (
     QueueFullError,
     RequestFailedError,
     ServerFaultError,
+    UnavailableError,
 )
 from pilotfish.v1 import generation_pb2 as pb
 from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
 
 FAILING = ("tokenizer", "target", "nan", "text", "answers")  # parts whose faults end only the request at fault
+OUTAGE = ("UnavailableError", "UNAVAILABLE", "503")  # while an engine is restarted, new requests are refused so
 HARMLESS = "draft"  # the part whose fault costs only drafts
 LONG = 300  # tokens
 STORM = 24  # requests at once
@@ -57,9 +59,13 @@ class ChaosContext:
 
     def note(self, deed: str, end: str, *expected: str) -> None:
         """Count how an action ended; an end that is not expected is recorded as strange."""
-        self.deeds[f"{deed}: {end}"] = self.deeds.get(f"{deed}: {end}", 0) + 1
-        if end not in expected:
+        self.count(f"{deed}: {end}")
+        if end not in (*expected, *OUTAGE):
             self.strange.append(f"{deed} ended with {end}; expected {', '.join(expected)}")
+
+    def count(self, deed: str) -> None:
+        """Count an action and its end."""
+        self.deeds[deed] = self.deeds.get(deed, 0) + 1
 
 
 Misbehaviour = Callable[[ChaosContext, Random], Awaitable[None]]
@@ -71,7 +77,7 @@ async def _read(scene: ChaosContext, **options: object) -> str:
         async with contextlib.aclosing(scene.client.stream("def main():\n", max_tokens=LONG, **options)) as events:  # type: ignore[arg-type]
             async for _ in events:
                 pass
-    except (QueueFullError, DeadlineExceededError, CancelledError, ServerFaultError) as error:
+    except (QueueFullError, DeadlineExceededError, CancelledError, ServerFaultError, UnavailableError) as error:
         return type(error).__name__
     except RequestFailedError as error:
         return str(error)

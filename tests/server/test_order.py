@@ -219,6 +219,16 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
         await running
 
 
+async def test_an_idle_server_refuses_no_short_request_as_too_late():
+    """Many at once, after long ones: each has a free place, whatever waits with it for the next step."""
+    engine = FakeEngine(batch=32)
+    async with serving(engine) as server:
+        served_for(server.app.driver.estimates, 100.0)
+        calls = [server.inference.Generate(request(), timeout=30) for _ in range(24)]
+        assert all(answer.outputs for answer in await asyncio.gather(*calls))
+        assert metric(server, "admission_rejected_total", reason="deadline") == 0
+
+
 async def test_work_that_takes_longer_than_the_deadline_is_refused():
     async with serving() as server:
         for _ in range(100):

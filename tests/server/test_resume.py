@@ -110,7 +110,7 @@ async def test_another_model_refuses():
     other = ServedModel("fake", None, "cpu", engine, CODEC, fingerprint="another")
     async with serving(engine, load=lambda _config, _progress: other) as server:
         again = request(sampling=pb.SamplingParams(seed=3), resume=pb.Resume(fingerprint="ours"))
-        with pytest.raises(grpc.aio.AioRpcError, match="resume.fingerprint is 'ours'") as error:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"resume\.fingerprint is 'ours'") as error:
             await collect(server.inference.GenerateStream(again))
         assert error.value.code() == grpc.StatusCode.FAILED_PRECONDITION
         assert metric(server, "admission_rejected_total", reason="resume") == 1
@@ -206,16 +206,20 @@ def usage_of(events):
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_over_http_an_event_has_an_id_after_which_another_server_goes_on(path):
-    async with serving(chat=Chat()) as first, serving(chat=Chat()) as second:
-        async with http_client(first) as here, http_client(second) as there:
-            whole = await events_of(here, path, BODIES[path])
-            numbered = [i for i, (event_id, _) in enumerate(whole) if event_id]
-            assert len(numbered) > 5
-            for cut in numbered[:-1]:
-                rest = await events_of(there, path, BODIES[path], whole[cut][0])
-                assert said(whole[: cut + 1] + rest) == said(whole), cut
-                assert [data for _, data in rest][-1] == "[DONE]"
-                assert usage_of(rest) == usage_of(whole)
+    async with (
+        serving(chat=Chat()) as first,
+        serving(chat=Chat()) as second,
+        http_client(first) as here,
+        http_client(second) as there,
+    ):
+        whole = await events_of(here, path, BODIES[path])
+        numbered = [i for i, (event_id, _) in enumerate(whole) if event_id]
+        assert len(numbered) > 5
+        for cut in numbered[:-1]:
+            rest = await events_of(there, path, BODIES[path], whole[cut][0])
+            assert said(whole[: cut + 1] + rest) == said(whole), cut
+            assert [data for _, data in rest][-1] == "[DONE]"
+            assert usage_of(rest) == usage_of(whole)
 
 
 async def test_without_asking_events_have_no_id(server):

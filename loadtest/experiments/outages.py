@@ -1,0 +1,60 @@
+"""Processes that are killed on a schedule: engines, and a replica that is killed or rolled, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+from random import Random
+
+from loadtest.experiments.mischief import ChaosContext
+from loadtest.process import ServerProcess
+
+ENGINE_SECONDS, SERVER_SECONDS = 15.0, 30.0  # from one failure to the next
+
+
+def engine_of(server: int) -> int | None:
+    """Return the process of a server's engine, its youngest descendant; None while there is none."""
+    parents = dict(_processes())
+    family, found = {server}, None
+    for pid in sorted(parents):  # a child has a higher number than its parent, but after an overflow of numbers
+        if parents[pid] in family:
+            family.add(pid)
+            found = pid
+    return found
+
+
+def _processes() -> list[tuple[int, int]]:
+    """Return (process, parent) of each process on this machine."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                about = (folder / "stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
+                found.append((int(folder.name), int(about[1])))
+    return found
+
+
+async def kill_engines(scene: ChaosContext, server: ServerProcess, name: str, random: Random) -> None:
+    """Kill the engine of a server about every `ENGINE_SECONDS`; count it under `name`."""
+    while scene.goes_on:
+        await asyncio.sleep(ENGINE_SECONDS * random.uniform(0.5, 1.5))
+        pid = engine_of(server.pid)
+        if pid is not None and scene.goes_on:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                scene.count(name)
+
+
+async def lose_replicas(scene: ChaosContext, replica: ServerProcess, random: Random) -> None:
+    """End the replica every `SERVER_SECONDS`, killed and rolled by turns, and start it again."""
+    rolls = False
+    while scene.goes_on:
+        await asyncio.sleep(SERVER_SECONDS * random.uniform(0.8, 1.2))
+        if scene.goes_on:
+            await asyncio.to_thread(replica.stop if rolls else replica.kill)
+            scene.count(f"replica ended: {'SIGTERM, drained' if rolls else 'SIGKILL'}")
+            await asyncio.to_thread(replica.start)
+            rolls = not rolls
