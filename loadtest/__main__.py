@@ -4,6 +4,8 @@ python -m loadtest curve       callers and rates up to twice the server's capaci
 python -m loadtest overload    ten times the server's capacity, for a minute
 python -m loadtest chaos       cancels, killed clients, stalled readers, deadlines and faults, while engines and one of
                                two replicas are killed, for five minutes
+python -m loadtest survive     32 streams of every option while the engine is killed at ten random moments, --runs times
+python -m loadtest replicas    32 streams while one of two replicas is killed or rolled every 30 s, for five minutes
 python -m loadtest locust      Locust's users, for a minute, none of whom may fail; needs the extra loadtest
 
 The load is a multiple of the capacity that is measured on this machine, so that no machine is too slow.
@@ -19,8 +21,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 
 from loadtest import plots, report
+from loadtest.experiments import survival
 from loadtest.experiments.chaos import OPTIONS, PROGRAM, chaos, chaos_lines
 from loadtest.experiments.curve import SHARES, curve
 from loadtest.experiments.overload import full_rate, overload
@@ -60,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--users", type=int, help="locust; default 100, or as many as wait for seconds at most")
     parser.add_argument("--workers", type=int, default=2, help="locust: processes that hold them [%(default)s]")
     parser.add_argument("--scenario", default="steady", help="locust: steady, ramp, spike, or a workload [%(default)s]")
+    parser.add_argument("--runs", type=int, default=10, help="survive: runs of ten deaths each [%(default)s]")
     parser.add_argument("--untimed", action="store_true", help="judge nothing that depends on the machine's speed")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="all that follows goes to the server")
     return parser
@@ -69,6 +74,8 @@ def _server(options: argparse.Namespace) -> ServerProcess:
     log = options.out / "server.log"
     if options.experiment == "chaos":
         return ServerProcess(*OPTIONS, *options.serve, log=log, program=PROGRAM)
+    if options.experiment in ("survive", "replicas"):
+        return ServerProcess(*survival.OPTIONS, *options.serve, log=log)
     if options.experiment in AT_A_SCREEN:
         return ServerProcess(*SCREEN, *options.serve, log=log)
     return ServerProcess(*options.serve, log=log)
@@ -118,6 +125,27 @@ def _chaos(server: ServerProcess, options: argparse.Namespace, told: dict[str, s
     return lines, list(found.problems(timed=not options.untimed))
 
 
+def _survive(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
+    alone = asyncio.run(survival.undisturbed([server.address], server.http_address, _tell))
+    lines, problems = [], []
+    for run in range(options.runs):
+        found = asyncio.run(survival.engine_deaths(server, alone, 10, Random(run)))
+        _tell(f"run {run}: {found.lines()[0]}")
+        lines += found.lines()
+        problems += list(survival.told(found))
+    (options.out / "results.json").write_text(json.dumps({**told, "runs": lines}, indent=1) + "\n", "utf-8")
+    return lines, problems
+
+
+def _replicas(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
+    with ServerProcess(*survival.OPTIONS, *options.serve, log=options.out / "replica.log") as replica:
+        both = (server, replica)
+        alone = asyncio.run(survival.undisturbed([one.address for one in both], server.http_address, _tell))
+        found = asyncio.run(survival.replica_deaths(both, alone, options.seconds or 300.0, 30.0, Random(0)))
+    (options.out / "results.json").write_text(json.dumps({**told, **asdict(found)}, indent=1) + "\n", "utf-8")
+    return found.lines(), list(survival.told(found))
+
+
 def _locust(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
     seconds = options.seconds or 60.0
     wanted = processes.Swarm(options.users or 0, seconds, options.workers, options.scenario)
@@ -142,7 +170,14 @@ async def _capacity(server: ServerProcess, scenario: str, seconds: float) -> tup
     return places, rate
 
 
-EXPERIMENTS = {"curve": _curve, "overload": _overload, "chaos": _chaos, "locust": _locust}
+EXPERIMENTS = {
+    "curve": _curve,
+    "overload": _overload,
+    "chaos": _chaos,
+    "survive": _survive,
+    "replicas": _replicas,
+    "locust": _locust,
+}
 
 if __name__ == "__main__":
     sys.exit(main())
