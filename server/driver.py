@@ -21,7 +21,7 @@ from server.lifecycle import Lifecycle
 from server.model import ServedModel
 from server.queue import AdmissionQueue, Outlook
 from server.recovery import Recovery
-from server.streams.stream import DEFAULTS, OutputStream, StreamOptions
+from server.streams.stream import DEFAULTS, OutputStream, SendOptions
 from server.telemetry.metrics import Metrics
 from server.worker.host import Host, TurnOutput
 from server.worker.supervisor import Supervisor
@@ -180,7 +180,7 @@ class Driver:
         self.queue.require_room(outlook=self._outlook())
 
     def submit(
-        self, request: Request, options: StreamOptions = DEFAULTS, *, priority: int = 0, remaining: float = math.inf
+        self, request: Request, options: SendOptions = DEFAULTS, *, priority: int = 0, remaining: float = math.inf
     ) -> OutputStream:
         """Queue a checked request whose caller waits for `remaining` seconds; its outputs arrive in the stream.
 

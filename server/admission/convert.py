@@ -19,7 +19,7 @@ from server.admission.settings import MODES, VERIFICATIONS
 from server.chat import Message
 from server.errors import NotFound
 from server.model import ServedModel
-from server.streams.stream import StreamOptions
+from server.streams.stream import SendOptions
 
 MAX_PRIORITY = 100
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -32,7 +32,7 @@ class Wanted:
     request: Request
     request_id: str  # the id that the caller uses
     token_ids: bool
-    stream: StreamOptions
+    stream: SendOptions
     priority: int  # higher goes first
 
 
@@ -84,7 +84,7 @@ def wanted(message: pb.GenerateRequest, model: ServedModel, known: Iterable[Viol
         request,
         request_id=request.request_id,
         token_ids=output.token_ids if output.HasField("token_ids") else True,
-        stream=StreamOptions(
+        stream=SendOptions(
             interval=output.stream_interval if output.HasField("stream_interval") else 1,
             digests=output.digests,
             received=received,

@@ -18,7 +18,7 @@ from server.streams.output import NOTHING_RECEIVED, Chunk, OutputBuffer, Receive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamOptions:
+class SendOptions:
     """How the outputs of a request are sent.
 
     Args:
@@ -34,14 +34,14 @@ class StreamOptions:
     interruptions: int = 0
 
 
-DEFAULTS = StreamOptions()
+DEFAULTS = SendOptions()
 
 
 class OutputStream:
     """The outputs of one live request. Each output ends once, with a `Chunk` that has `end`, or an error ends all."""
 
     def __init__(
-        self, request: Request, codec: Codec | None, clock: Clock, options: StreamOptions = DEFAULTS,
+        self, request: Request, codec: Codec | None, clock: Clock, options: SendOptions = DEFAULTS,
         deadline: float = math.inf,
     ) -> None:  # fmt: skip
         self.request, self.deadline = request, deadline  # in seconds of the clock

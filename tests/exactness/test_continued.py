@@ -15,7 +15,7 @@ from engine.llm import LLM, CompletionOutput
 from engine.params import SamplingParams, SpeculationParams
 from engine.types import FinishReason, TokenEvent
 from server.streams.output import Chunk, ReceivedOutput
-from server.streams.stream import OutputStream, StreamOptions
+from server.streams.stream import OutputStream, SendOptions
 from tests.exactness.test_options import ALONE, MAX_TOKENS, REQUESTS
 from tests.sameness import PROMPTS, PROPOSERS, Pair, asking, assert_same, codec, random_pair
 
@@ -64,7 +64,7 @@ class Reader:
             )
             for output in self.stream.outputs
         )
-        self.stream = OutputStream(self.request, codec(), count().__next__, StreamOptions(received=received))
+        self.stream = OutputStream(self.request, codec(), count().__next__, SendOptions(received=received))
 
     @property
     def _ends(self) -> set[int]:
@@ -153,7 +153,7 @@ def test_an_output_that_was_complete_ends_at_once() -> None:
         received = tuple(
             ReceivedOutput(token_ids=done.token_ids, ended_by_id=isinstance(done.matched_stop, int)) for done in law
         )
-        reader.stream = OutputStream(reader.request, codec(), count().__next__, StreamOptions(received=received))
+        reader.stream = OutputStream(reader.request, codec(), count().__next__, SendOptions(received=received))
         reader.feed(llm)
         assert not llm.engine.has_work, option
         for ours, theirs in zip(reader.completions(), law, strict=True):
