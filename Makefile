@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help install demo quick test test-lowest test-cuda first-light first-light-2 check check-deploy test-image test-ray \
 	dashboards features serve proto \
-	train heads bench loadtest overload chaos simulate clean
+	train heads bench loadtest overload chaos survive simulate clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -122,8 +122,13 @@ loadtest: install ## Load the embedded server: 100 Locust users (fewer where it 
 overload: install ## Ten times what the embedded server can do, for a minute (three in all)
 	$(BIN)/python -m loadtest overload --out build/loadtest/overload $(ARGS)
 
-chaos: install ## Cancels, killed clients, stalled readers, deadlines and faults, for five minutes (six in all)
+chaos: install ## Faulty callers and faults while engines and a replica are killed, for five minutes (seven in all)
 	$(BIN)/python -m loadtest chaos --out build/loadtest/chaos $(ARGS)
+
+survive: install ## Streams of every option while engines die, and while replicas do; calls of the largest size
+	$(BIN)/python -m loadtest survive --out build/loadtest/survive $(ARGS)
+	$(BIN)/python -m loadtest replicas --out build/loadtest/replicas
+	$(BIN)/python -m loadtest largest --out build/loadtest/largest
 
 simulate: install ## Predict a server under load from what its steps cost, and check that against one
 	$(BIN)/python -m benchmarks.capacity.simulate check $(ARGS)

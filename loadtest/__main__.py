@@ -6,6 +6,7 @@ python -m loadtest chaos       cancels, killed clients, stalled readers, deadlin
                                two replicas are killed, for five minutes
 python -m loadtest survive     32 streams of every option while the engine is killed at ten random moments, --runs times
 python -m loadtest replicas    32 streams while one of two replicas is killed or rolled every 30 s, for five minutes
+python -m loadtest largest     calls of the largest size, of more than fifty kinds, ten of a kind at once
 python -m loadtest locust      Locust's users, for a minute, none of whom may fail; needs the extra loadtest
 
 The load is a multiple of the capacity that is measured on this machine, so that no machine is too slow.
@@ -27,6 +28,7 @@ from loadtest import plots, report
 from loadtest.experiments import survival
 from loadtest.experiments.chaos import OPTIONS, PROGRAM, chaos, chaos_lines
 from loadtest.experiments.curve import SHARES, curve
+from loadtest.experiments.largest import largest
 from loadtest.experiments.overload import full_rate, overload
 from loadtest.phases import LoadTarget, Phase
 from loadtest.process import SCREEN, ServerProcess
@@ -64,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--users", type=int, help="locust; default 100, or as many as wait for seconds at most")
     parser.add_argument("--workers", type=int, default=2, help="locust: processes that hold them [%(default)s]")
     parser.add_argument("--scenario", default="steady", help="locust: steady, ramp, spike, or a workload [%(default)s]")
-    parser.add_argument("--runs", type=int, default=10, help="survive: runs of ten deaths each [%(default)s]")
+    parser.add_argument("--runs", type=int, default=10, help="survive: runs [%(default)s]")
+    parser.add_argument("--deaths", type=int, default=10, help="survive: deaths of the engine in a run [%(default)s]")
+    parser.add_argument("--every", type=float, default=30.0, help="replicas: seconds between two deaths [%(default)s]")
+    parser.add_argument("--kinds", nargs="+", default=[], help="largest: these kinds; default all")
     parser.add_argument("--untimed", action="store_true", help="judge nothing that depends on the machine's speed")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="all that follows goes to the server")
     return parser
@@ -74,7 +79,7 @@ def _server(options: argparse.Namespace) -> ServerProcess:
     log = options.out / "server.log"
     if options.experiment == "chaos":
         return ServerProcess(*OPTIONS, *options.serve, log=log, program=PROGRAM)
-    if options.experiment in ("survive", "replicas"):
+    if options.experiment in ("survive", "replicas", "largest"):
         return ServerProcess(*survival.OPTIONS, *options.serve, log=log)
     if options.experiment in AT_A_SCREEN:
         return ServerProcess(*SCREEN, *options.serve, log=log)
@@ -129,7 +134,7 @@ def _survive(server: ServerProcess, options: argparse.Namespace, told: dict[str,
     alone = asyncio.run(survival.undisturbed([server.address], server.http_address, _tell))
     lines, problems = [], []
     for run in range(options.runs):
-        found = asyncio.run(survival.engine_deaths(server, alone, 10, Random(run)))
+        found = asyncio.run(survival.engine_deaths(server, alone, options.deaths, Random(run)))
         _tell(f"run {run}: {found.lines()[0]}")
         lines += found.lines()
         problems += list(survival.told(found))
@@ -141,9 +146,15 @@ def _replicas(server: ServerProcess, options: argparse.Namespace, told: dict[str
     with ServerProcess(*survival.OPTIONS, *options.serve, log=options.out / "replica.log") as replica:
         both = (server, replica)
         alone = asyncio.run(survival.undisturbed([one.address for one in both], server.http_address, _tell))
-        found = asyncio.run(survival.replica_deaths(both, alone, options.seconds or 300.0, 30.0, Random(0)))
+        found = asyncio.run(survival.replica_deaths(both, alone, options.seconds or 300.0, options.every, Random(0)))
     (options.out / "results.json").write_text(json.dumps({**told, **asdict(found)}, indent=1) + "\n", "utf-8")
     return found.lines(), list(survival.told(found))
+
+
+def _largest(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
+    found = asyncio.run(largest(server, options.kinds, _tell))
+    (options.out / "results.json").write_text(json.dumps({**told, **asdict(found)}, indent=1) + "\n", "utf-8")
+    return found.lines(), list(found.problems())
 
 
 def _locust(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
@@ -176,6 +187,7 @@ EXPERIMENTS = {
     "chaos": _chaos,
     "survive": _survive,
     "replicas": _replicas,
+    "largest": _largest,
     "locust": _locust,
 }
 

@@ -1,0 +1,29 @@
+"""Streams of every option while the engine dies, and while a replica does: in short, as `make survive` does it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from loadtest.__main__ import main
+from loadtest.experiments.hostile import CALLS, SIZE
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_stream_is_as_undisturbed_when_the_engine_dies(tmp_path, capsys):
+    options = ["--runs", "1", "--deaths", "3", "--out", str(tmp_path)]
+    assert main(["survive", *options]) == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "results.json").read_text("utf-8"))["runs"]
+
+
+def test_every_stream_is_as_undisturbed_when_a_replica_is_rolled_or_killed(tmp_path, capsys):
+    options = ["--seconds", "20", "--every", "5", "--out", str(tmp_path)]
+    assert main(["replicas", *options]) == 0, capsys.readouterr().err
+
+
+def test_hostile_calls_are_as_large_as_the_limit_lets_through():
+    assert len(CALLS) > 60
+    for name, call in CALLS.items():
+        assert 0.5 * SIZE < len(call.make()) <= 4 << 20, name
