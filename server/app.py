@@ -39,7 +39,7 @@ from server.telemetry.exposition import Exposition
 from server.telemetry.lag import watch_lag
 from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import NoTracing, OpenTelemetry, Tracing
-from server.worker.child import Child
+from server.worker.fork_server import ForkServer
 from server.worker.host import Host, LocalHost
 from server.worker.remote import EngineProgram, RemoteEngine
 from server.worker.supervisor import Crashes, Supervisor, first_of
@@ -64,7 +64,7 @@ class App:
         on_ready: Callable[[App], None] = lambda _: None,
         tracing: Tracing | None = None,  # default: as configured
         program: EngineProgram | None = None,  # what the engine's own process runs, if there is one
-        child: Child | None = None,  # the engine's process, if it is already started
+        forks: ForkServer | None = None,  # forks the engine's process, if it is already started
     ) -> None:
         self.config, self.lifecycle = config, Lifecycle()
         self.metrics = Metrics(CollectorRegistry())
@@ -73,7 +73,7 @@ class App:
         self.grpc_port = self.http_port = 0
         self._on_ready = on_ready
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
-        self.host = self._make_host(load, program or EngineProgram(), child)
+        self.host = self._make_host(load, program or EngineProgram(), forks)
         self._grammars = GrammarPool()
         self._callers = Callers.load(config.token_file)
         quotas = Quotas(config.max_requests_per_token, config.requests_per_second, time.monotonic)
@@ -82,10 +82,12 @@ class App:
         self._admission = Admission(self._require_driver, self.metrics, self._grammars, quotas, tracing)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
 
-    def _make_host(self, load: Load | None, program: EngineProgram, child: Child | None) -> Host:
+    def _make_host(self, load: Load | None, program: EngineProgram, forks: ForkServer | None) -> Host:
         config = self.config
         if load is None and config.engine_process:
-            return RemoteEngine(config.engine(), program, config.hang_seconds, config.log_format, child)
+            return RemoteEngine(
+                config.engine(), program, config.hang_seconds, config.log_format, forks, standby=config.standby
+            )
         return LocalHost(load or ServedModel.load, config.engine(), self._compute, config.hang_seconds)
 
     async def run(self) -> int:

@@ -16,7 +16,7 @@ from server.version import version
 if TYPE_CHECKING:
     from server.app import App
     from server.config import ServerConfig
-    from server.worker.child import Child
+    from server.worker.fork_server import ForkServer
 
 logger = logging.getLogger(__name__)
 
@@ -155,14 +155,14 @@ def show_version(_arguments: list[str]) -> int:
 
 
 def _serve(config: ServerConfig) -> int:
-    from server.worker.child import ENGINE, Child
+    from server.worker.fork_server import ForkServer
 
-    # The child starts first: its import of torch takes longer than all work that follows here.
-    with Child.start(ENGINE) if config.engine_process else nullcontext() as child:
-        return _run(config, child)
+    # The fork server starts first: its import of torch takes longer than all work that follows here.
+    with ForkServer.start() if config.engine_process else nullcontext() as forks:
+        return _run(config, forks)
 
 
-def _run(config: ServerConfig, child: Child | None) -> int:
+def _run(config: ServerConfig, forks: ForkServer | None) -> int:
     import uvloop
 
     from server.app import App
@@ -175,7 +175,7 @@ def _run(config: ServerConfig, child: Child | None) -> int:
 
     logs.configure(config.log_format)
     try:
-        app = App(config, on_ready=be_ready, child=child)
+        app = App(config, on_ready=be_ready, forks=forks)
     except (ValueError, OSError) as error:  # for example an invalid token file
         print(f"pilotfish serve: {error}", file=sys.stderr)
         return 1

@@ -72,6 +72,11 @@ class ServerConfig(BaseSettings, EngineConfig):
     engine_process: bool = Field(
         True, description="Run the engine in a process of its own, apart from the doors; else on a thread."
     )
+    standby: bool = Field(
+        False,
+        description="Keep a second engine loaded, which takes over at once when the first one fails. It needs memory "
+        "for weights that are not mapped from files, and for keys and values once it serves; on a GPU all of it twice.",
+    )
     max_engine_crashes: int = Field(
         5,
         ge=0,

@@ -77,12 +77,16 @@ class ServedModel:
     fingerprint: str = ""  # names all that the tokens depend on besides the request (`fingerprint.py`)
 
     @classmethod
-    def load(cls, config: EngineConfig, progress: Progress) -> ServedModel:
-        """Load the models and warm up. This takes seconds to minutes, so call it on the compute thread."""
+    def load(cls, config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> ServedModel:
+        """Load the models and warm up. This takes seconds to minutes, so call it on the compute thread.
+
+        `is_successor`: an engine of this configuration ran here before; practise and measure nothing.
+        """
         from engine.startup.build import pick_device
         from engine.startup.warm import load
 
-        return cls.around(load(config, progress), config, str(pick_device(config.device)))
+        engine = load(config, progress, practises=not is_successor)
+        return cls.around(engine, config, str(pick_device(config.device)))
 
     @classmethod
     def around(cls, engine: EngineView, config: EngineConfig, device: str) -> ServedModel:

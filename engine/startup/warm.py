@@ -63,16 +63,24 @@ def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
         yield Rehearsal([_LONG, *[_SHORT] * (config.max_batch_size - 1)])
 
 
-def load(config: EngineConfig, progress: Progress = untold, *, calibrates: bool = True) -> Engine:
+def load(
+    config: EngineConfig, progress: Progress = untold, *, calibrates: bool = True, practises: bool = True
+) -> Engine:
     """Build an engine and make it ready; with `calibrates`, calibrate it for `warm_up_seconds`.
+
+    Without `practises` it only gets what an earlier engine learned, and on CUDA what its passes need to be compiled.
 
     Raises:
         ModelError: for the reasons given at `build_engine`.
     """
     engine = build_engine(config, progress)
     is_compiled = pick_device(config.device).type == "cuda"
-    seconds = config.warm_up_seconds if calibrates else 0.0
-    make_ready(engine, seconds, progress, is_compiled=is_compiled, uses_saved_calibration=config.warm_up_seconds > 0)
+    seconds = config.warm_up_seconds if calibrates and practises else 0.0
+    if practises or is_compiled:
+        uses_saved = config.warm_up_seconds > 0
+        make_ready(engine, seconds, progress, is_compiled=is_compiled, uses_saved_calibration=uses_saved)
+    else:
+        engine.recall()
     return engine
 
 

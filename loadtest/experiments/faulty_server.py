@@ -115,9 +115,9 @@ def run_engine() -> None:
     engine_process.main(load)
 
 
-def load(config: EngineConfig, progress: Progress) -> ServedModel:
+def load(config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> ServedModel:
     """Load the model as the server does, then make its engine faulty."""
-    model = ServedModel.load(config, progress)
+    model = ServedModel.load(config, progress, is_successor=is_successor)
     engine = cast("Engine", model.engine)  # a model that is loaded here is in this process
     replace(target_pass.TargetPass, "_pass", _in_target)
     replace(target_pass, "verify_rows", _not_a_number)

@@ -9,11 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-# The code that the engine's process runs.
-ENGINE = "from server.worker.engine_process import main; main(ahead='engine.startup.warm')"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -25,14 +24,17 @@ class Child:
     socket: socket.socket
 
     @classmethod
-    def start(cls, source: str) -> Child:
-        """Start Python with the same module path as this process; the last argument is the number of its socket."""
+    def start(cls, source: str, variables: Mapping[str, str] | None = None) -> Child:
+        """Start Python with the same module path as this process; the last argument is the number of its socket.
+
+        `variables` are added to the environment.
+        """
         path = os.pathsep.join(filter(None, sys.path))
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(  # noqa: S603  # our own program
                 [sys.executable, "-P", "-c", source, str(theirs.fileno())],
-                env=os.environ | {"PYTHONPATH": path},
+                env=os.environ | {"PYTHONPATH": path} | dict(variables or {}),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
@@ -57,10 +59,13 @@ def said(status: int) -> str:
     return f"signal {-status}"
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Let the kernel kill this process when its parent ends, even in a step that does not end.
 
-    Only Linux supports this. On other systems the child ends when its socket is closed.
+    `parent`: end at once if the parent is another one, because it has ended before this call. Only Linux supports this.
+    On other systems the child ends when its socket is closed.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)

@@ -10,25 +10,22 @@ from __future__ import annotations
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from importlib import import_module
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.params import SpeculationSettings
 from engine.stats import StepStats
 from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Request, TokenEvent
-from server.model import CompileGrammar, Load, ServedModel
+from server.model import CompileGrammar, Progress, ServedModel
 from server.telemetry import logs
 from server.worker import wire
-from server.worker.child import die_with_parent
 from server.worker.garbage import freeze_loaded
 
 if TYPE_CHECKING:
@@ -276,14 +273,14 @@ def ready(model: ServedModel, engine: Engine) -> wire.Ready:
     )
 
 
-def serve(link: Link, load: Load) -> None:
+def serve(link: Link, load: LoadEngine) -> None:
     """Load what the first message names, and serve it until the connection is closed."""
     start = _first(link)
     logs.configure(start.log_format)
     config = EngineConfig.model_validate_json(start.config)
     link.allow(wire.most_bytes(config))
     try:
-        model = load(config, lambda stage: link.send(wire.Progress(stage)))
+        model = load(config, lambda stage: link.send(wire.Progress(stage)), is_successor=start.is_successor)
     except ModelError as error:
         link.send(wire.Refused(str(error)))
         return
@@ -293,26 +290,26 @@ def serve(link: Link, load: Load) -> None:
     EngineServer(link, engine, model.compile_grammar, start.beat_seconds).run()
 
 
-def main(load: Load = ServedModel.load, ahead: str = "") -> None:
+class LoadEngine(Protocol):
+    """Loads the model in this process; of a successor nothing is practised or measured."""
+
+    def __call__(self, config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> ServedModel:
+        """Load the model. Raises ModelError if it cannot be served."""
+        ...
+
+
+def main(load: LoadEngine = ServedModel.load) -> None:
     """Run the process; its only argument is the number of an open socket. Never returns.
 
-    `ahead` is a module to import before the first message arrives, while the front-end process still imports its own.
+    The fork server has set how this process handles signals, and that it ends with its parent.
     """
-    # Terminals and service managers send these signals to the whole process group. The front-end process handles them
-    # and decides when this process ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent()
     code = 1
     try:
-        link = Link(socket.socket(fileno=int(sys.argv[1])), _RECEIVE_BYTES)
-        if ahead:
-            import_module(ahead)
-        serve(link, load)
+        serve(Link(socket.socket(fileno=int(sys.argv[1])), _RECEIVE_BYTES), load)
     except FrontEndGone:
         code = 0
     except wire.WireError as error:
-        logger.error("the doors are not understood: %s", error)  # noqa: TRY400  # a traceback is of no use
+        logger.error("the front-end process is not understood: %s", error)  # noqa: TRY400  # a traceback is of no use
     except Exception:
         logger.exception("the engine failed")
     finally:

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
-from engine.errors import ModelError
 from engine.params import SpeculationSettings
 from engine.request.intake import Intake, Limits
 from engine.types import FinishReason, Request
 from server.config import LogFormat
+from server.errors import EngineCrashed
 from server.model import EngineView, Progress, ServedModel
 from server.worker import wire
-from server.worker.channel import Channel
-from server.worker.child import ENGINE, Child, said
+from server.worker.fork_server import AHEAD, ENGINE, Forked, ForkServer, ForkServerGone
 from server.worker.host import TurnOutput
+from server.worker.worker import Worker, beat_seconds
 
 logger = logging.getLogger(__name__)
 
-MOST_BEAT_SECONDS = 1.0  # the engine sends a message at least this often
-_BEATS_PER_HANG = 4
+_FULL = wire.LoadReport(order=0, num_running=0, num_waiting=0, free_pages=0, spare_pages=0, spec_gain=1.0)
 
 Around = Callable[[EngineView, EngineConfig, str], ServedModel]
 
@@ -36,11 +35,13 @@ Around = Callable[[EngineView, EngineConfig, str], ServedModel]
 class EngineProgram:
     """What the engine's process runs (Python source; its last argument is a socket), and the loader for this process.
 
-    `around` loads what this process needs: tokenizer, grammar compiler and chat template.
+    `ahead` are modules that the fork server imports. `around` loads what this process needs: tokenizer, grammar
+    compiler and chat template.
     """
 
     source: str = ENGINE
     around: Around = ServedModel.around
+    ahead: tuple[str, ...] = AHEAD
 
 
 @dataclass(slots=True)
@@ -60,100 +61,128 @@ class RemoteEngine:
 
     def __init__(
         self, config: EngineConfig, program: EngineProgram, hang_seconds: float, log_format: LogFormat = "text",
-        child: Child | None = None,
+        forks: ForkServer | None = None, *, standby: bool = False,
     ) -> None:  # fmt: skip
-        """`child` already runs `program`; without it, `start` starts the process."""
+        """`forks` runs already and forks `program`; without it, `start` starts a fork server.
+
+        With `standby` a second engine is loaded, and takes over when the first is lost.
+        """
         self.config = config
         self._program, self._hang_seconds, self._log_format = program, hang_seconds, log_format
         self._limit = wire.most_bytes(config)
-        self._child = child
-        self._channel: Channel | None = None
+        self._forks, self._has_standby = forks, standby
+        self._worker: Worker | None = None
+        self._standby: asyncio.Task[tuple[Worker, wire.Ready]] | None = None
         self._order = self._ticket = 0
-        self._wake = asyncio.Event()
         self._live: dict[int, _RemoteRequest] = {}
         self._tickets: dict[str, int] = {}
-        self._outputs: deque[wire.StepReport] = deque()
-        self._loss: Exception | None = None
 
     # ---------------------------------------------------------------------------------- start and end of the process
 
     async def start(self, progress: Progress) -> ServedModel:
         """Start the process, wait until it is ready, and load the tokenizer and the like in this process."""
-        await self._spawn(progress)
+        self._use(*await self._loaded(progress, is_successor=False))
         return await asyncio.to_thread(self._program.around, self, self.config, self._facts.device)
 
     async def restart(self) -> None:
-        """Start another process in place of the lost one."""
-        await self.close()
-        await self._spawn(lambda stage: logger.info("%s", stage))
+        """Put another process in place of the lost one: the standby if it is loaded, else a new one."""
+        started = time.monotonic()
+        if self._worker is not None:
+            await self._worker.close()
+            self._worker = None
+        self._use(*(await self._from_standby() or await self._loaded(_log, is_successor=True)))
+        logger.info("another engine is ready after %.2f s", time.monotonic() - started)
 
     async def close(self) -> None:
-        """Kill the process and wait until it is gone."""
-        if self._channel is not None:
-            self._channel.close()
-        if self._child is not None:
-            process = self._child.process
-            process.kill()
-            status = await asyncio.to_thread(process.wait)
-            logger.info("the engine's process %d has ended: %s", process.pid, said(status))
-        self._child = self._channel = None
+        """Kill the processes and wait until they are gone."""
+        if self._standby is not None:
+            self._standby.cancel()
+            await asyncio.gather(self._standby, return_exceptions=True)
+            await self._discard(self._standby)
+        if self._worker is not None:
+            await self._worker.close()
+        if self._forks is not None:
+            await asyncio.to_thread(self._forks.close)
+        self._worker = self._standby = self._forks = None
 
-    async def _spawn(self, progress: Progress) -> None:
-        self._live, self._tickets, self._outputs, self._loss, self._progress = {}, {}, deque(), None, progress
-        self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
-        self._ready.add_done_callback(
-            lambda ready: ready.cancelled() or ready.exception()
-        )  # the waiting task may be gone
-        child = self._child = self._child or Child.start(self._program.source)
-        beat = min(MOST_BEAT_SECONDS, self._hang_seconds / _BEATS_PER_HANG)
-        make = lambda: Channel(self._limit, self._take, self._lose)  # noqa: E731
-        _, self._channel = await asyncio.get_running_loop().create_unix_connection(make, sock=child.socket)
-        self._send(wire.Start(self.config.model_dump_json(), self._log_format, beat))
-        self._facts = facts = await self._ready
+    def _use(self, worker: Worker, facts: wire.Ready) -> None:
+        """Let requests go to this worker from now on; it has none."""
+        self._live, self._tickets = {}, {}
+        self._worker, self._facts = worker, facts
         limits = Limits(facts.vocab_size, facts.max_model_len, facts.eos_token_ids)
-        self._load, self._intake = facts.load, Intake(self.config, limits, facts.proposer_names)
-        self._channel.watch(self._hang_seconds)
+        self._intake = Intake(self.config, limits, facts.proposer_names)
+        if self._has_standby:
+            self._standby = asyncio.ensure_future(self._loaded(_log, is_successor=True))
 
-    def _lose(self, error: Exception) -> None:
-        """Record that the engine is lost, kill its process, and wake the waiting turn."""
-        if self._loss is None:
-            self._loss = error
-            if not self._ready.done():
-                self._ready.set_exception(error)
-            if self._child is not None:
-                self._child.process.kill()
-            self._wake.set()
+    async def _loaded(self, progress: Progress, *, is_successor: bool) -> tuple[Worker, wire.Ready]:
+        """Fork a process and load its engine."""
+        worker = Worker(await self._forked(), self._limit, progress)
+        try:
+            beat = beat_seconds(self._hang_seconds)
+            await worker.connect(wire.Start(self.config.model_dump_json(), self._log_format, beat, is_successor))
+            return worker, await worker.ready(self._hang_seconds)
+        except BaseException:
+            await asyncio.shield(worker.close())
+            raise
+
+    async def _forked(self) -> Forked:
+        """Fork a process; if the fork server has ended, start another one."""
+        program = self._program
+        for _ in range(2):
+            if self._forks is None:
+                self._forks = ForkServer.start(program.source, program.ahead)
+            forking = asyncio.ensure_future(asyncio.to_thread(self._forks.fork))
+            try:
+                return await asyncio.shield(forking)
+            except asyncio.CancelledError:
+                forking.add_done_callback(_drop)
+                raise
+            except ForkServerGone:
+                logger.warning("the fork server has ended; another one imports everything again")
+                await asyncio.to_thread(self._forks.close)
+                self._forks = None
+        raise EngineCrashed("the fork server ends as soon as it has begun")
+
+    async def _from_standby(self) -> tuple[Worker, wire.Ready] | None:
+        """The loaded standby; None if there is none, or if it was lost or is not loaded yet."""
+        standby, self._standby = self._standby, None
+        if standby is None:
+            return None
+        if standby.done() and not standby.cancelled() and standby.exception() is None:
+            worker, facts = standby.result()
+            if worker.loss is None:
+                return worker, facts
+        standby.cancel()
+        await asyncio.gather(standby, return_exceptions=True)
+        await self._discard(standby)
+        return None
+
+    async def _discard(self, standby: asyncio.Task[tuple[Worker, wire.Ready]]) -> None:
+        if not standby.cancelled() and standby.exception() is None:
+            await standby.result()[0].close()
 
     # -------------------------------------------------------------------------------------------- messages from it
 
-    def _take(self, message: wire.ToFrontEnd) -> None:
-        match message:
-            case wire.StepReport():
-                self._outputs.append(message)
-                self._load = message.load
-                self._wake.set()
-            case wire.Progress():
-                self._progress(message.stage)
-            case wire.Ready():
-                self._ready.set_result(message)
-            case wire.Refused():
-                self._loss = ModelError(message.problem)
-                self._ready.set_exception(self._loss)
-
     async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
         """Return the oldest unread output; None if only `wake` was set, so that the driver can send orders."""
-        self._wake = wake
-        if not self._outputs and self._loss is None:
+        worker = self._current
+        worker.wake = wake.set
+        if not worker.outputs and worker.loss is None:
             await wake.wait()
             wake.clear()
-        if self._outputs:
-            self._send(wire.Taken())
-            output = self._outputs.popleft()
+        if worker.outputs:
+            worker.send(wire.Taken())
+            output = worker.outputs.popleft()
             read = [(event, self._reader(event)) for event in output.events]
             return TurnOutput(tuple(event.named(name) for event, name in read if name is not None), output.stats)
-        if self._loss is not None:
-            raise self._loss
+        if worker.loss is not None:
+            raise worker.loss
         return None
+
+    @property
+    def _current(self) -> Worker:
+        assert self._worker is not None, "not started, or between two engines"
+        return self._worker
 
     def _reader(self, event: wire.Event) -> str | None:
         """Return the id of the event's request; None if its reader is gone."""
@@ -172,7 +201,7 @@ class RemoteEngine:
         """See Host. Raises wire.Unsayable for a request that does not fit into a message."""
         self._ticket += 1
         # A compiled structure cannot be sent. The request also contains its source.
-        self._send(wire.Add(self._next_order(), self._ticket, replace(request, grammar=None)))
+        self._current.send(wire.Add(self._next_order(), self._ticket, replace(request, grammar=None)))
         pages = -(-request.num_tokens // self._facts.page_size)
         self._live[self._ticket] = _RemoteRequest(request.request_id, self._order, len(request.unfinished), pages)
         self._tickets[request.request_id] = self._ticket
@@ -181,13 +210,13 @@ class RemoteEngine:
         """See Host."""
         ticket = self._tickets.get(request_id)
         if ticket is not None:
-            self._send(wire.Finish(self._next_order(), ticket, reason, index, keep))
+            self._current.send(wire.Finish(self._next_order(), ticket, reason, index, keep))
 
     def drop(self, request_id: str, reason: FinishReason) -> None:
         """See Host."""
         ticket = self._tickets.get(request_id)
         if ticket is not None:
-            self._send(wire.Drop(self._next_order(), ticket, reason))
+            self._current.send(wire.Drop(self._next_order(), ticket, reason))
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
@@ -197,16 +226,17 @@ class RemoteEngine:
         self._order += 1
         return self._order
 
-    def _send(self, message: wire.ToEngine) -> None:
-        assert self._channel is not None, "not started"
-        self._channel.send(wire.framed(message, self._limit))
-
     # ------------------------------------------------------------------------------------------ state of the engine
 
     @property
     def engine(self) -> EngineView:
         """This object, which has the last known state of the engine."""
         return self
+
+    @property
+    def _load(self) -> wire.LoadReport:
+        """The last report; between two engines one of a full engine."""
+        return _FULL if self._worker is None else self._worker.load
 
     @property
     def has_work(self) -> bool:
@@ -289,3 +319,13 @@ class RemoteEngine:
     def spec_gain(self) -> float:
         """The last reported value."""
         return self._load.spec_gain
+
+
+def _log(stage: str) -> None:
+    logger.info("%s", stage)
+
+
+def _drop(forking: asyncio.Future[Forked]) -> None:
+    """Close the socket of a process that nobody waits for any more: the process ends when it finds it closed."""
+    if not forking.cancelled() and forking.exception() is None:
+        forking.result().socket.close()

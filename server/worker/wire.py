@@ -43,11 +43,13 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
         config: an `EngineConfig` as JSON.
         log_format: format of the log.
         beat_seconds: most seconds between two messages from the engine once it is ready and no step runs.
+        is_successor: an engine with this configuration ran here before, so nothing is practised or measured at load.
     """
 
     config: str
     log_format: LogFormat
     beat_seconds: float
+    is_successor: bool = False
 
 
 class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):

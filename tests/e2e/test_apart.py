@@ -82,7 +82,7 @@ async def killed_under_load(server, connection, http):
     over_http = asyncio.ensure_future(cut_over_http(http))
     engine = server.app.driver.model.engine
     await until(lambda: engine.num_running == 13, 30)
-    os.kill(server.app.host._child.process.pid, signal.SIGKILL)
+    os.kill(server.app.host._worker.process.pid, signal.SIGKILL)
     for error in await asyncio.gather(*running, return_exceptions=True):
         assert isinstance(error, client.UnavailableError), error
     assert "the engine failed" in await over_http

@@ -43,7 +43,7 @@ class AccidentProne(FakeEngine):
         return super().step()
 
 
-def load(config, progress):
+def load(config, progress, *, is_successor=False):
     """Like `ServedModel.load`."""
     progress("loading a fake")
     engine = AccidentProne(batch=min(config.max_batch_size, 8))

@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.errors import ModelError
+from loadtest.experiments.outages import engine_of
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from server.lifecycle import State
@@ -39,10 +40,10 @@ def around(engine, config, device):
 @asynccontextmanager
 async def apart(**config):
     """A server whose fake engine is in another process, which does not outlive it."""
-    async with serving(program=EngineProgram(fake_child.PROGRAM, around), engine_process=True, **config) as server:
+    async with serving(program=EngineProgram(fake_child.PROGRAM, around, ()), engine_process=True, **config) as server:
         server.host = server.app.host
         yield server
-    assert server.host._child is None
+    assert server.host._worker is None
 
 
 def open_files() -> int:
@@ -191,7 +192,7 @@ async def test_alone_it_takes_two_crashes():
 
 async def test_while_it_is_away_callers_hear_of_it_over_both_doors():
     async with apart() as server:
-        victim = server.host._child.process
+        victim = server.host._worker.process
         call = server.inference.GenerateStream(slow(stopping=SOME))
         await begun([call])
         os.kill(victim.pid, signal.SIGKILL)
@@ -217,7 +218,7 @@ async def test_it_dies_when_idle_again_and_again_and_leaves_no_descriptor():
     async with apart() as server:
         for times in (1, 2, 3):
             assert await answers(server)
-            os.kill(server.host._child.process.pid, signal.SIGKILL)
+            os.kill(server.host._worker.process.pid, signal.SIGKILL)
             await restarted(server, times)
             await until(lambda: open_files() <= (files or open_files()))  # noqa: B023  # awaited before files moves on
             files = open_files()
@@ -226,7 +227,7 @@ async def test_it_dies_when_idle_again_and_again_and_leaves_no_descriptor():
 
 async def test_a_stopped_process_is_silent_and_so_hung():
     async with apart(hang_seconds=0.5) as server:
-        os.kill(server.host._child.process.pid, signal.SIGSTOP)
+        os.kill(server.host._worker.process.pid, signal.SIGSTOP)
         await restarted(server)
         assert await answers(server)
 
@@ -243,7 +244,7 @@ async def test_silence_that_is_none_kills_nobody():
 async def test_too_many_crashes_end_the_server_with_an_exit_code():
     async with apart(max_engine_crashes=1) as server:
         for times in (1, 2):
-            os.kill(server.host._child.process.pid, signal.SIGKILL)
+            os.kill(server.host._worker.process.pid, signal.SIGKILL)
             if times == 1:
                 await restarted(server)
         async with asyncio.timeout(30):
@@ -253,7 +254,7 @@ async def test_too_many_crashes_end_the_server_with_an_exit_code():
 
 async def test_a_model_that_cannot_be_served_is_no_crash(monkeypatch, caplog):
     source = f"{fake_child.PROGRAM.partition(';')[0]}; import tests.server.worker.test_engine_process as t; t.refuse()"
-    async with serving(program=EngineProgram(source, around), engine_process=True, ready=False) as server:
+    async with serving(program=EngineProgram(source, around, ()), engine_process=True, ready=False) as server:
         assert await server.running == 1
         assert metric(server, "engine_restarts_total") == 0
     assert "no such model" in caplog.text
@@ -263,20 +264,21 @@ def refuse() -> None:
     """The program of a process that cannot load."""
     from server.worker import engine_process
 
-    def load(_config, _progress):
+    def load(_config, _progress, *, is_successor=False):
         raise ModelError("no such model")
 
     engine_process.main(load)
 
 
 async def test_a_stop_while_it_loads_leaves_no_process():
-    source = "import sys, time; time.sleep(1000)"
-    async with serving(program=EngineProgram(source, around), engine_process=True, ready=False) as server:
-        await until(lambda: server.app.host._child is not None)
-        process = server.app.host._child.process
+    source = "import time; time.sleep(1000)"
+    async with serving(program=EngineProgram(source, around, ()), engine_process=True, ready=False) as server:
+        await until(lambda: engine_of(os.getpid()) not in (None, server.app.host._forks._child.process.pid))
+        engine, forks = engine_of(os.getpid()), server.app.host._forks
         server.app.stop()
         assert await server.running == 0
-        assert process.returncode == -signal.SIGKILL
+        assert forks._child.process.returncode == -signal.SIGKILL
+        await until(lambda: not Path(f"/proc/{engine}").exists())
 
 
 @pytest.mark.parametrize("second_signal", [True, False])
@@ -304,7 +306,7 @@ async def test_a_crash_while_draining_ends_no_stream(second_signal):
         await begun([call])
         server.app.stop()
         await until(lambda: server.app.lifecycle.state is State.DRAINING)
-        os.kill(server.host._child.process.pid, signal.SIGKILL)
+        os.kill(server.host._worker.process.pid, signal.SIGKILL)
         if second_signal:
             await until(lambda: metric(server, "engine_up") == 0 or metric(server, "engine_restarts_total"))
             server.app.stop()
@@ -318,7 +320,7 @@ async def test_a_crash_while_draining_ends_no_stream(second_signal):
 async def test_signals_to_everybody_leave_the_engine_to_the_doors():
     async with apart() as server:
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(server.host._child.process.pid, number)
+            os.kill(server.host._worker.process.pid, number)
         assert await answers(server)
 
 

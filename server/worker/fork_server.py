@@ -1,0 +1,167 @@
+"""The fork server: a process that has imported what an engine needs, and forks the engines' processes.
+
+To import torch and transformers takes seconds and 290 MB. Forked processes share both with the fork server, so another
+engine costs a fork. The fork server runs on one thread, computes nothing and loads no model. It is a child of the
+front-end process and ends with it; the engines are its children and end with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Self
+
+from server.worker.child import Child, die_with_parent
+
+# What the engines' processes run, and what the fork server imports before it forks the first one.
+ENGINE = "from server.worker.engine_process import main; main()"
+AHEAD = ("server.worker.engine_process", "engine.startup.warm", "engine.text.guided")
+_FORK, _END = b"fork", b"end "  # `end` is followed by the number of the process
+_NUMBER_BYTES = 8
+
+
+class ForkServerGone(ConnectionError):
+    """Expected: the fork server has ended, and with it every process that it has forked."""
+
+
+@dataclass(slots=True)
+class Forked:
+    """A forked process, and the front-end process's end of the sockets to it."""
+
+    server: ForkServer
+    pid: int
+    socket: socket.socket
+    returncode: int | None = None  # as in subprocess; None until `wait`
+
+    def kill(self) -> None:
+        """Kill the process if it has not been waited for; until then nobody else can have its number."""
+        if self.returncode is None and self.server.is_alive:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Kill the process and wait for its end; return its exit status, or minus the number of its signal."""
+        if self.returncode is None:
+            try:
+                self.returncode = self.server.end(self.pid)
+            except ForkServerGone:
+                self.returncode = -signal.SIGKILL
+        return self.returncode
+
+
+class ForkServer:
+    """The front-end process's side. Its methods block; any thread may call them."""
+
+    def __init__(self, child: Child, source: str) -> None:
+        self._child, self._source = child, source
+        self._lock = threading.Lock()
+
+    @classmethod
+    def start(cls, source: str = ENGINE, ahead: Sequence[str] = AHEAD) -> Self:
+        """Start the process, which imports the modules `ahead`; forked processes run the Python code `source`."""
+        program = f"from server.worker.fork_server import main; main({tuple(ahead)!r}, {source!r})"
+        # `torch.cuda.is_available` may not initialise CUDA in a process that forks.
+        return cls(Child.start(program, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}), source)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def source(self) -> str:
+        """The code of the forked processes."""
+        return self._source
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self._child.process.poll() is None
+
+    def fork(self) -> Forked:
+        """Fork a process, whose last argument is the number of its socket. Raises ForkServerGone."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                pid = self._ask(_FORK, theirs.fileno())
+        except BaseException:
+            ours.close()
+            raise
+        return Forked(self, pid, ours)
+
+    def end(self, pid: int) -> int:
+        """Kill a forked process, wait for its end and return its status. Raises ForkServerGone."""
+        return self._ask(_END + pid.to_bytes(_NUMBER_BYTES, "big"))
+
+    def close(self) -> None:
+        """Kill the process, and with it all that it has forked."""
+        with self._child:
+            pass
+
+    def _ask(self, order: bytes, *descriptors: int) -> int:
+        """Send an order and return the number that answers it."""
+        with self._lock:
+            try:
+                socket.send_fds(self._child.socket, [order], descriptors)
+                answer = self._child.socket.recv(_NUMBER_BYTES)
+            except OSError as error:
+                raise ForkServerGone("the fork server has ended") from error
+        if len(answer) < _NUMBER_BYTES:
+            raise ForkServerGone("the fork server has ended")
+        return int.from_bytes(answer, "big", signed=True)
+
+
+# ----------------------------------------------------------------------------------------- in the fork server's process
+
+
+def main(ahead: Sequence[str], source: str) -> None:
+    """Run the fork server; the last argument of the process is the number of its socket. Never returns."""
+    orders = socket.socket(fileno=int(sys.argv[1]))
+    # Terminals and service managers send these signals to the whole process group. The front-end process handles them.
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    die_with_parent()
+    for module in ahead:
+        import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection would write to every object, and so copy every shared page
+    while True:
+        order, descriptors, _, _ = socket.recv_fds(orders, len(_END) + _NUMBER_BYTES, 1)
+        if not order:
+            os._exit(0)
+        number = _fork(orders, descriptors[0], source) if order == _FORK else _end(order)
+        orders.sendall(number.to_bytes(_NUMBER_BYTES, "big", signed=True))
+
+
+def _fork(orders: socket.socket, descriptor: int, source: str) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            orders.close()
+            die_with_parent(parent)
+            sys.argv = ["-c", str(descriptor)]
+            exec(compile(source, "<engine>", "exec"), {"__name__": "__main__"})  # noqa: S102  # our own program
+            code = 0
+        except BaseException:  # noqa: BLE001  # nothing may run on as a second fork server
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(descriptor)
+    return pid
+
+
+def _end(order: bytes) -> int:
+    pid = int.from_bytes(order.removeprefix(_END), "big")
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

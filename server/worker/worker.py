@@ -1,0 +1,94 @@
+"""One engine's process and the channel to it, from its fork to its end. Knows no request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from engine.errors import ModelError
+from server.model import Progress
+from server.worker import wire
+from server.worker.channel import Channel
+from server.worker.child import said
+from server.worker.fork_server import Forked
+
+logger = logging.getLogger(__name__)
+
+MOST_BEAT_SECONDS = 1.0  # the engine sends a message at least this often
+_BEATS_PER_HANG = 4
+
+
+def beat_seconds(hang_seconds: float) -> float:
+    """Return the longest time between two messages of an engine that is given up after `hang_seconds` of silence."""
+    return min(MOST_BEAT_SECONDS, hang_seconds / _BEATS_PER_HANG)
+
+
+class Worker:
+    """A process with an engine. It is killed if it is silent for too long, or sends bytes that are no valid message."""
+
+    def __init__(self, process: Forked, limit: int, progress: Progress) -> None:
+        self.process, self._limit, self._progress = process, limit, progress
+        self.outputs: deque[wire.StepReport] = deque()  # unread
+        self.loss: Exception | None = None
+        self.wake: Callable[[], None] = lambda: None  # called when an output or the loss has arrived
+        self._channel: Channel | None = None
+        self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # who waits may be gone
+
+    async def connect(self, start: wire.Start) -> None:
+        """Open the channel and send the first message."""
+        make = lambda: Channel(self._limit, self._take, self._lose)  # noqa: E731
+        loop = asyncio.get_running_loop()
+        _, self._channel = await loop.create_unix_connection(make, sock=self.process.socket)
+        self.send(start)
+
+    async def ready(self, hang_seconds: float) -> wire.Ready:
+        """Wait until the engine is loaded, and watch it from then on.
+
+        Raises:
+            ModelError: the models cannot be served.
+            EngineCrashed: the process ended.
+        """
+        facts = await self._ready
+        self.load = facts.load  # the newest report
+        assert self._channel is not None, "something has come from it"
+        self._channel.watch(hang_seconds)
+        return facts
+
+    def send(self, message: wire.ToEngine) -> None:
+        """Send a message. Raises wire.Unsayable if it is too large or cannot be encoded."""
+        assert self._channel is not None, "not connected"
+        self._channel.send(wire.framed(message, self._limit))
+
+    async def close(self) -> None:
+        """Kill the process and wait until it is gone."""
+        if self._channel is None:
+            self.process.socket.close()
+        else:
+            self._channel.close()
+        status = await asyncio.to_thread(self.process.wait)
+        logger.info("the engine's process %d has ended: %s", self.process.pid, said(status))
+
+    def _take(self, message: wire.ToFrontEnd) -> None:
+        match message:
+            case wire.StepReport():
+                self.outputs.append(message)
+                self.load = message.load
+                self.wake()
+            case wire.Progress():
+                self._progress(message.stage)
+            case wire.Ready():
+                self._ready.set_result(message)
+            case wire.Refused():
+                self._lose(ModelError(message.problem))
+
+    def _lose(self, error: Exception) -> None:
+        """Record that the engine is lost, and kill its process."""
+        if self.loss is None:
+            self.loss = error
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            self.process.kill()
+            self.wake()
