@@ -23,6 +23,7 @@ from pilotfish.v1 import control_pb2, control_pb2_grpc, generation_pb2, generati
 from server.admission.admission import Admission
 from server.admission.grammars import GrammarPool
 from server.admission.security import Callers, Quotas
+from server.admission.slow_work import SlowWork
 from server.config import ServerConfig
 from server.driver import Driver
 from server.errors import Unavailable
@@ -74,12 +75,12 @@ class App:
         self._on_ready = on_ready
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         self.host = self._make_host(load, program or EngineProgram(), forks)
-        self._grammars = GrammarPool()
+        self._grammars, self._slow = GrammarPool(), SlowWork()
         self._callers = Callers.load(config.token_file)
         quotas = Quotas(config.max_requests_per_token, config.requests_per_second, time.monotonic)
         if tracing is None:
             tracing = OpenTelemetry.configured(model_name(config.target)) if config.tracing else NoTracing()
-        self._admission = Admission(self._require_driver, self.metrics, self._grammars, quotas, tracing)
+        self._admission = Admission(self._require_driver, self.metrics, self._grammars, self._slow, quotas, tracing)
         self._stop, self._cut = asyncio.Event(), asyncio.Event()
 
     def _make_host(self, load: Load | None, program: EngineProgram, forks: ForkServer | None) -> Host:
@@ -146,7 +147,7 @@ class App:
         return HttpServer(app, config)
 
     async def _open_grpc(self) -> None:
-        config, self._grpc = self.config, make_server(self.config, self._callers)
+        config, self._grpc = self.config, make_server(self.config, self._callers, self._slow)
         health = Health(SERVICES)
         self.lifecycle.listen(health.follow)
         self.lifecycle.listen(self._follow)
@@ -154,7 +155,7 @@ class App:
         add_health(health, self._grpc)
         inference = InferenceService(self._admission, self._callers, self.metrics, config.stall_seconds)
         generation_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._grpc)
-        control = ControlService(self._require_driver, self.lifecycle, config, self._callers)
+        control = ControlService(self._require_driver, self.lifecycle, config, self._callers, self._slow)
         control_pb2_grpc.add_ControlServiceServicer_to_server(control, self._grpc)
         if config.reflection:
             reflection.enable_server_reflection((*SERVICES, reflection.SERVICE_NAME), self._grpc)
@@ -223,6 +224,7 @@ class App:
         self._http.stop()
         self._lag.cancel()
         self._grammars.close()
+        self._slow.close()
         await self.host.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from engine.errors import Violation
@@ -40,7 +40,7 @@ def _number_violations(sampling: SamplingParams) -> Iterator[Violation]:
         "temperature": (0.0, 100.0, False),
         "top_p": (0.0, 1.0, True),
         "min_p": (0.0, 1.0, False),
-        "repetition_penalty": (0.0, 10.0, True),
+        "repetition_penalty": (0.01, 10.0, False),  # a smaller one makes logits infinite
         "presence_penalty": (-2.0, 2.0, False),
         "frequency_penalty": (-2.0, 2.0, False),
     }
@@ -117,8 +117,10 @@ def _set_violations(field: str, tokens: tuple[int, ...], vocab_size: int) -> Ite
     yield from _unknown(field, tokens, vocab_size)
 
 
-def _unknown(field: str, tokens: Iterable[int], vocab_size: int, *, by_id: bool = False) -> Iterator[Violation]:
+def _unknown(field: str, tokens: Collection[int], vocab_size: int, *, by_id: bool = False) -> Iterator[Violation]:
     """Report only the first id that the model does not know, because with a wrong tokenizer there are many."""
+    if not tokens or 0 <= min(tokens) <= max(tokens) < vocab_size:
+        return
     for i, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
             yield Violation(f"{field}[{token if by_id else i}]", f"is {token}; expected 0 to {vocab_size - 1}")

@@ -10,10 +10,12 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from tokenizers.models import BPE
 
-from engine.errors import ModelError
+from engine.errors import InvalidRequest, ModelError
 
 TOKENIZER_FILE = "tokenizer.json"
+_SHORT = 2000  # characters: a longer text takes more than a millisecond
 
 
 class Codec:
@@ -24,6 +26,7 @@ class Codec:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.tokenizer = tokenizer
+        self._longest = _longest_token(tokenizer)
 
     @classmethod
     def load(cls, source: str | Path, revision: str | None = None) -> Codec | None:
@@ -38,11 +41,42 @@ class Codec:
 
     def encode(self, text: str, *, bare: bool = False) -> tuple[int, ...]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds, or without them if `bare`."""
-        return tuple(self.tokenizer.encode(text, add_special_tokens=not bare).ids)
+        if len(text) <= _SHORT:
+            return tuple(self.tokenizer.encode(text, add_special_tokens=not bare).ids)
+        # A batch of one, because only batches are encoded without the interpreter's lock.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=not bare)
+        return tuple(encoding.ids)
+
+    def require_room(self, field: str, text: str, most: int) -> None:
+        """Refuse a text that is certainly longer than `most` tokens, without encoding it.
+
+        Raises:
+            InvalidRequest: `field` is too long.
+        """
+        if self._longest is None or len(text) <= most:
+            return
+        size, limit = len(text.encode(errors="surrogatepass")), most * self._longest
+        if size > limit:
+            problem = f"has {size} bytes, which are more than {most} tokens; the limit is {limit} bytes"
+            raise InvalidRequest.of(field, problem)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of all of these tokens; bytes that are not UTF-8 become U+FFFD."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        (text,) = self.tokenizer.decode_batch([list(ids)], skip_special_tokens=True)
+        return text
+
+
+def _longest_token(tokenizer: Tokenizer) -> int | None:
+    """Most bytes of text that one token stands for; None where that is not known.
+
+    It is known of byte-pair encodings over bytes: each byte of a text is part of one token, and tokens are spelt
+    with at least one byte for each. Where a normalizer may drop characters, or unknown ones are joined, it is not.
+    """
+    model = tokenizer.model
+    is_of_bytes = isinstance(model, BPE) and (model.byte_fallback or "ByteLevel" in repr(tokenizer.pre_tokenizer))
+    if tokenizer.normalizer is not None or not is_of_bytes:
+        return None
+    return max((len(token.encode()) for token in tokenizer.get_vocab()), default=None)
 
 
 def find_file(source: str | Path, name: str, revision: str | None = None) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from server.admission import answers, convert
 from server.admission.grammars import GrammarPool
 from server.admission.resume import require_fit, resume_info
 from server.admission.security import ANYBODY, Caller, Quotas
+from server.admission.slow_work import MAX_BYTES_ON_LOOP, SlowWork, request_bytes
 from server.admission.status import refusal
 from server.driver import Driver
 from server.errors import QueueFull
@@ -22,8 +22,6 @@ from server.streams.stream import OutputStream
 from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import Trace, Tracing
 
-# A longer prompt is encoded on another thread, so that other streams do not wait for it.
-MAX_TEXT_ON_LOOP = 2000  # characters
 RETRY_SECONDS = 1.0  # the requests that are being encoded will finish soon
 
 
@@ -90,10 +88,11 @@ class Admission:
         driver: Callable[[], Driver],
         metrics: Metrics,
         grammars: GrammarPool,
+        slow: SlowWork,
         quotas: Quotas,
         tracing: Tracing,
     ) -> None:
-        self._driver, self._metrics, self._grammars = driver, metrics, grammars
+        self._driver, self._metrics, self._grammars, self._slow = driver, metrics, grammars, slow
         self._quotas, self._tracing = quotas, tracing
         self._num_arriving = 0
 
@@ -143,7 +142,7 @@ class Admission:
             raise QueueFull(problem, bound="arrivals", retry_seconds=RETRY_SECONDS)
         self._num_arriving += 1
         try:
-            return await self._compiled(await _wanted(message, known, driver.model), driver.model, remaining)
+            return await self._compiled(await self._wanted(message, known, driver.model), driver.model, remaining)
         finally:
             self._num_arriving -= 1
 
@@ -155,8 +154,15 @@ class Admission:
             return wanted
         assert model.compile_grammar is not None, "refused before this"
         grammar = await self._grammars.compile(model.compile_grammar, guided, remaining())
-        await asyncio.to_thread(require_fit, wanted.stream.received, grammar)
+        await self._slow.run(request_bytes.get(), require_fit, wanted.stream.received, grammar)
         return replace(wanted, request=replace(wanted.request, grammar=grammar))
+
+    async def _wanted(
+        self, message: pb.GenerateRequest, known: Sequence[Violation], model: ServedModel
+    ) -> convert.Wanted:
+        """Convert the message. A chat template may be slow for a small message, too."""
+        size = max(request_bytes.get(), MAX_BYTES_ON_LOOP + 1 if message.HasField("messages") else 0)
+        return await self._slow.run(size, convert.wanted, message, model, known)
 
 
 def _of_caller(wanted: convert.Wanted, caller: Caller) -> convert.Wanted:
@@ -164,10 +170,3 @@ def _of_caller(wanted: convert.Wanted, caller: Caller) -> convert.Wanted:
     request = wanted.request
     mine = replace(request, request_id=caller.key(request.request_id), cache_salt=caller.salt(request.cache_salt))
     return replace(wanted, request=mine)
-
-
-async def _wanted(message: pb.GenerateRequest, known: Sequence[Violation], model: ServedModel) -> convert.Wanted:
-    """Convert the message, on another thread if its prompt is long or needs a chat template, which may be slow."""
-    if len(message.prompt) > MAX_TEXT_ON_LOOP or message.HasField("messages"):
-        return await asyncio.to_thread(convert.wanted, message, model, known)
-    return convert.wanted(message, model, known)

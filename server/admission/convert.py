@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
+from typing import TypeVar
 
+from engine.config import Bounds
 from engine.errors import InvalidRequest, Unsupported, Violation, shown
 from engine.params import MAX_SEED, Guided, SamplingParams, SpeculationParams
 from engine.types import Request
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.resume import emitted_outputs, received_outputs
 from server.admission.settings import MODES, VERIFICATIONS
-from server.chat import Message
+from server.chat import MAX_MESSAGES, Message
 from server.errors import NotFound
 from server.model import ServedModel
 from server.streams.stream import SendOptions
+
+Values = TypeVar("Values", bound=Sized)
 
 MAX_PRIORITY = 100
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -63,7 +67,7 @@ def wanted(message: pb.GenerateRequest, model: ServedModel, known: Iterable[Viol
     request = Request(
         request_id=message.request_id if message.HasField("request_id") else secrets.token_hex(12),
         token_ids=_prompt(message, model, found),
-        sampling=_sampling(message),
+        sampling=_sampling(message, model, found),
         speculation=_speculation(message.speculation),
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
         emitted=emitted_outputs(received),
@@ -144,25 +148,49 @@ def _prompt(message: pb.GenerateRequest, model: ServedModel, found: list[Violati
     With a placeholder the rest of the request is checked, and then it is refused. Violations of the chat template are
     added to `found`.
     """
-    nothing = (0,)
+    nothing, engine = (0,), model.engine
+    most = min(engine.max_model_len - 1, engine.config.max_prompt_tokens or engine.max_model_len)
     if message.HasField("token_ids"):
-        return tuple(message.token_ids.ids)
+        ids = message.token_ids.ids
+        return nothing if len(ids) > most and not _bounded(ids, "prompt", "tokens", most, found) else tuple(ids)
     if model.codec is None or not message.WhichOneof("input"):
         return nothing
-    if not message.HasField("messages"):
-        return model.codec.encode(message.prompt)
-    if model.chat is None:
-        return nothing
     try:
-        text = model.chat.render([Message(turn.role, turn.content) for turn in message.messages.messages])
+        if not message.HasField("messages"):
+            model.codec.require_room("prompt", message.prompt, most)
+            return model.codec.encode(message.prompt)
+        if model.chat is None:
+            return nothing
+        turns = message.messages.messages
+        if len(turns) > MAX_MESSAGES:  # before they are copied
+            raise InvalidRequest.of("messages", f"has {len(turns)} messages; expected 1 to {MAX_MESSAGES}")
+        text = model.chat.render([Message(turn.role, turn.content) for turn in turns])
+        model.codec.require_room("messages", text, most)
+        return model.codec.encode(text, bare=True)  # the template's text already contains the special tokens
     except InvalidRequest as invalid:
         found += invalid.violations
         return nothing
-    return model.codec.encode(text, bare=True)  # the template's text already contains the special tokens
 
 
-def _sampling(message: pb.GenerateRequest) -> SamplingParams:
+def _bounded(values: Values, field: str, noun: str, most: int, found: list[Violation]) -> Values | tuple[()]:
+    """Return a repeated field or a map; nothing, and one more violation, if it has more entries than `most`.
+
+    A message can have millions of entries. They are counted before any of them is copied or looked at.
+    """
+    if len(values) <= most:
+        return values
+    found.append(Violation(field, f"has {len(values)} {noun}; the limit is {most}"))
+    return ()
+
+
+def _sampling(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> SamplingParams:
     sampling, stopping, output = message.sampling, message.stopping, message.output
+    bounds, vocab = model.engine.config, model.engine.vocab_size
+    allowed = _bounded(sampling.allowed_token_ids.ids, "sampling.allowed_token_ids", "ids", vocab, found)
+    has_allowed = sampling.HasField("allowed_token_ids") and len(allowed) == len(sampling.allowed_token_ids.ids)
+    banned = _bounded(sampling.banned_token_ids, "sampling.banned_token_ids", "ids", vocab, found)
+    bias = _bounded(sampling.logit_bias, "sampling.logit_bias", "tokens", bounds.max_logit_bias, found)
+    stop_ids = _bounded(stopping.stop_token_ids, "stopping.stop_token_ids", "ids", bounds.max_stops, found)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
@@ -171,23 +199,23 @@ def _sampling(message: pb.GenerateRequest) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        allowed_token_ids=tuple(sampling.allowed_token_ids.ids) if sampling.HasField("allowed_token_ids") else None,
-        banned_token_ids=tuple(sampling.banned_token_ids),
-        guided=_guided(message.guided) if message.HasField("guided") else None,
+        logit_bias=dict(bias),
+        allowed_token_ids=tuple(allowed) if has_allowed else None,
+        banned_token_ids=tuple(banned),
+        guided=_guided(message.guided, bounds, found) if message.HasField("guided") else None,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbelow(MAX_SEED + 1),
         n=sampling.n if sampling.HasField("n") else 1,
         max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
         min_tokens=stopping.min_tokens,
-        stop=tuple(stopping.stop),
-        stop_token_ids=tuple(stopping.stop_token_ids),
+        stop=tuple(_bounded(stopping.stop, "stopping.stop", "strings", bounds.max_stops, found)),
+        stop_token_ids=tuple(stop_ids),
         ignore_eos=stopping.ignore_eos,
         logprobs=output.top_logprobs if output.logprobs else None,
         prompt_logprobs=output.top_logprobs if output.prompt_logprobs else None,
     )
 
 
-def _guided(asked: pb.GuidedDecoding) -> Guided:
+def _guided(asked: pb.GuidedDecoding, bounds: Bounds, found: list[Violation]) -> Guided | None:
     match asked.WhichOneof("constraint"):
         case "json_schema":
             return Guided(json_schema=asked.json_schema)
@@ -196,6 +224,10 @@ def _guided(asked: pb.GuidedDecoding) -> Guided:
         case "grammar":
             return Guided(grammar=asked.grammar)
         case "choice":
+            if len(asked.choice.choices) > bounds.max_choices:
+                problem = f"has {len(asked.choice.choices)} texts; expected 1 to {bounds.max_choices}"
+                found.append(Violation("guided.choice", problem))
+                return None
             return Guided(choice=tuple(asked.choice.choices))
     return Guided()  # the engine reports what is missing
 

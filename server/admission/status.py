@@ -32,6 +32,10 @@ MAX_VIOLATIONS = 2400  # bytes of all fields and descriptions
 MAX_VIOLATION = 300  # bytes of one field or description
 
 
+# When to try again, by the reason of UNAVAILABLE. No hint while a server drains: another one may be tried at once.
+RESTART_SECONDS = {"STARTING": 1.0, "ENGINE_DEAD": 0.5, "ENGINE_HUNG": 0.5}
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """An error as it is sent to the caller. `metric` is the reason in the metric of refused requests."""
@@ -65,7 +69,7 @@ def refusal(error: PilotfishError) -> Refusal:
             return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, metric, details, error.retry_seconds)
         case Unavailable():
             info = details_pb.ErrorInfo(reason=error.reason, domain=DOMAIN)
-            return Refusal(grpc.StatusCode.UNAVAILABLE, "unavailable", (info,))
+            return Refusal(grpc.StatusCode.UNAVAILABLE, "unavailable", (info,), RESTART_SECONDS.get(error.reason))
     return _PLAIN.get(type(error), Refusal(grpc.StatusCode.INTERNAL, "internal"))
 
 

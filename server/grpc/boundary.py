@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from engine.errors import InvalidRequest, PilotfishError
+from server.admission.slow_work import SlowWork, request_bytes
 from server.admission.status import MAX_MESSAGE, Refusal, clipped, refusal, trailers
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,8 @@ Parse = Callable[[bytes], Any]
 class Boundary(grpc.aio.ServerInterceptor):
     """Wraps every unary-request method whose name starts with `prefix`."""
 
-    def __init__(self, prefix: str = "/pilotfish.") -> None:
-        self._prefix = prefix
+    def __init__(self, slow: SlowWork, prefix: str = "/pilotfish.") -> None:
+        self._slow, self._prefix = slow, prefix
 
     async def intercept_service(
         self,
@@ -40,15 +41,16 @@ class Boundary(grpc.aio.ServerInterceptor):
         parse, serialize = handler.request_deserializer, handler.response_serializer
         assert parse is not None, "a method without a request type"
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(_wrap(handler.unary_stream, parse), None, serialize)
+            return grpc.unary_stream_rpc_method_handler(_wrap(handler.unary_stream, parse, self._slow), None, serialize)
         assert handler.unary_unary is not None, "our methods take one message"
-        return grpc.unary_unary_rpc_method_handler(_wrap(handler.unary_unary, parse), None, serialize)
+        return grpc.unary_unary_rpc_method_handler(_wrap(handler.unary_unary, parse, self._slow), None, serialize)
 
 
-def _wrap(method: Any, parse: Parse) -> Any:
+def _wrap(method: Any, parse: Parse, slow: SlowWork) -> Any:
     async def wrapped(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            return await method(_parse(parse, data), context)
+            request_bytes.set(len(data))
+            return await method(await slow.run(len(data), _parse, parse, data), context)
         except PilotfishError as error:
             await refuse(refusal(error), str(error), context)
         except Exception:

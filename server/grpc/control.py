@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -17,6 +16,7 @@ from pilotfish.v1 import control_pb2 as pb
 from pilotfish.v1 import control_pb2_grpc
 from server.admission import answers, convert
 from server.admission.security import Callers
+from server.admission.slow_work import SlowWork, request_bytes
 from server.config import ServerConfig
 from server.driver import Driver
 from server.errors import Forbidden, NotFound
@@ -44,9 +44,11 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         lifecycle: Lifecycle,
         config: ServerConfig,
         callers: Callers,
+        slow: SlowWork,
         clock: Clock = time.monotonic,
     ) -> None:
         self._driver, self._lifecycle, self._config, self._callers = driver, lifecycle, config, callers
+        self._slow = slow
         self._clock, self._started = clock, clock()
 
     async def GetServerInfo(  # noqa: N802
@@ -99,22 +101,27 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         return pb.AbortResponse(aborted_requests=len(streams))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
-        """Convert a text to token ids."""
-        codec = _require_codec(self._model(request))
-        return pb.TokenizeResponse(token_ids=await asyncio.to_thread(codec.encode, request.text))
+        """Convert a text to token ids. The text may be as long as a prompt."""
+        model = self._model(request)
+        codec, most = _require_codec(model), model.engine.max_model_len
+        codec.require_room("text", request.text, most)
+        tokens = await self._slow.run(request_bytes.get(), codec.encode, request.text)
+        return pb.TokenizeResponse(token_ids=tokens)
 
     async def Detokenize(  # noqa: N802
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
-        """Convert token ids to text."""
+        """Convert token ids to text: as many as the context has."""
         model = self._model(request)
         codec = _require_codec(model)
-        limit = model.engine.vocab_size
+        limit, most = model.engine.vocab_size, model.engine.max_model_len
+        if len(request.token_ids) > most:
+            raise InvalidRequest.of("token_ids", f"has {len(request.token_ids)} ids; the limit is {most}")
         unknown = next((i for i, token in enumerate(request.token_ids) if token >= limit), None)
         if unknown is not None:
             problem = f"is {request.token_ids[unknown]}; expected 0 to {limit - 1}"
             raise InvalidRequest.of(f"token_ids[{unknown}]", problem)
-        return pb.DetokenizeResponse(text=await asyncio.to_thread(codec.decode, request.token_ids))
+        return pb.DetokenizeResponse(text=await self._slow.run(request_bytes.get(), codec.decode, request.token_ids))
 
     def _model(self, request: pb.GetModelInfoRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> ServedModel:
         model = self._driver().model

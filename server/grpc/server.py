@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc
 
 from server.admission.security import Callers
+from server.admission.slow_work import SlowWork
 from server.config import ServerConfig
 from server.grpc.boundary import Boundary
 from server.grpc.guard import Guard
@@ -15,9 +16,9 @@ PING_TIMEOUT_SECONDS = 10  # for the answer to a ping
 MIN_PING_SECONDS = 10  # a client that pings more often is disconnected
 
 
-def make_server(config: ServerConfig, callers: Callers) -> grpc.aio.Server:
+def make_server(config: ServerConfig, callers: Callers, slow: SlowWork) -> grpc.aio.Server:
     """Create a server without services that does not listen yet."""
-    return grpc.aio.server(interceptors=[Guard(callers), Boundary()], options=_options(config))
+    return grpc.aio.server(interceptors=[Guard(callers), Boundary(slow)], options=_options(config))
 
 
 def listen(server: grpc.aio.Server, config: ServerConfig) -> int:
