@@ -14,6 +14,7 @@ from client import convert, errors
 from client.connection import Connection, Retry, Tls
 from client.options import GenerateOptions, Prompt, build_request
 from client.results import Completion, Event, Load, ModelInfo, ServerInfo
+from client.resume import Patience, ResumableStream
 from pilotfish.v1 import control_pb2
 from pilotfish.v1.control_pb2_grpc import ControlServiceStub
 from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
@@ -25,8 +26,9 @@ AnswerT = TypeVar("AnswerT")
 class AsyncClient:
     """A connection to one or more servers, for use inside one event loop.
 
-    Every method raises `RequestFailedError` or one of its subclasses if the call fails. A `deadline` is in seconds; the
-    server stops working on a call whose deadline has passed.
+    A request survives the death, the drain and the restart of its server, as far as `retry` allows. Every method raises
+    `RequestFailedError` or one of its subclasses if the call fails. A `deadline` is in seconds; the server stops
+    working on a call whose deadline has passed.
 
     Args:
         address, token, tls, retry: As in `Connection`; several addresses are called in turn.
@@ -47,7 +49,7 @@ class AsyncClient:
         self._inference = InferenceServiceStub(self._channel)
         self._control = ControlServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
-        self._control_deadline = control_deadline
+        self._control_deadline, self._retry, self._closed = control_deadline, retry, asyncio.Event()
 
     async def __aenter__(self) -> Self:
         return self
@@ -57,33 +59,45 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Cancel the active calls and disconnect."""
+        self._closed.set()
         await self._channel.close()
 
     async def generate(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """Continue `prompt` (text, token ids or a conversation) and return the complete result."""
-        request = build_request(prompt, options)
-        return convert.completion(
-            await _answer(self._inference.Generate(request, timeout=deadline, metadata=self._metadata))
-        )
+        request, patience = build_request(prompt, options), Patience(self._retry, deadline)
+        while True:
+            call = self._inference.Generate(request, timeout=patience.timeout, metadata=self._metadata)
+            try:
+                return convert.completion(await _answer(call))
+            except errors.RequestFailedError as failure:
+                pause = patience.pause_before_resending(failure)
+            await self._wait(pause)
 
     async def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Event, None]:
         """Continue `prompt` and yield tokens as they are accepted. The last event of each output is `Finished`.
 
-        Closing the iterator (`aclose`, or `contextlib.aclosing` around it) cancels the request.
+        If the server is lost, another one continues the stream: the caller sees a pause, and the same events. Closing
+        the iterator (`aclose`, or `contextlib.aclosing` around it) cancels the request.
         """
-        request = build_request(prompt, options)
-        call = self._inference.GenerateStream(request, timeout=deadline, metadata=self._metadata)
-        try:
-            async for message in call:
-                yield convert.event(message)
-        except aio.AioRpcError as failure:
-            raise errors.from_grpc(failure) from None
-        finally:
-            call.cancel()  # has no effect on a call that has ended
+        stream = ResumableStream(build_request(prompt, options), Patience(self._retry, deadline))
+        while True:
+            request, timeout = stream.next_request(), stream.timeout
+            call = self._inference.GenerateStream(request, timeout=timeout, metadata=self._metadata)
+            try:
+                async for message in call:
+                    yield stream.take(message)
+                return
+            except (aio.AioRpcError, errors.RequestFailedError) as failure:
+                pause = stream.pause_after(errors.from_grpc(failure))
+            finally:
+                call.cancel()  # has no effect on a call that has ended
+            if pause is None:
+                return
+            await self._wait(pause)
 
     async def server_info(self) -> ServerInfo:
         """Return the server's description and its state."""
@@ -133,6 +147,15 @@ class AsyncClient:
     async def _ask(self, method: grpc.aio.UnaryUnaryMultiCallable[RequestT, AnswerT], request: RequestT) -> AnswerT:
         """A call that generates nothing."""
         return await _answer(method(request, timeout=self._control_deadline, metadata=self._metadata))
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait before the next attempt. Raises CancelledError if the client is closed."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._closed.wait()
+        except TimeoutError:
+            return
+        raise errors.closed()
 
     async def _serves(self) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""How to connect to servers: addresses, balancing, retries, TLS and a token. This module only sets gRPC options."""
+"""How to connect to servers: addresses, balancing, retries, TLS and a token. This module makes no calls."""
 
 from __future__ import annotations
 
@@ -24,15 +24,22 @@ _RETRIED = [{"service": "pilotfish.v1.InferenceService"}, {"service": "pilotfish
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """The retries that gRPC performs, only for calls without any response data yet: no output is generated twice.
+    """How often a request is sent again. Nothing is delivered twice.
 
-    If the server gives a retry delay, gRPC waits that long. Otherwise the pauses grow from `first_pause` to
+    If the server gives a retry delay, the next attempt waits that long. Otherwise the pauses grow from `first_pause` to
     `longest_pause` (seconds).
+
+    Args:
+        attempts: How often gRPC sends a call that has brought nothing yet.
+        resume_attempts: How often a stream that was interrupted is continued without receiving anything; everything
+            that it receives starts the count again. It also holds for a request that has received nothing, while
+            servers answer that they are starting or shutting down. The default lasts for half a minute or more.
     """
 
     attempts: int = 4
     first_pause: float = 0.2
     longest_pause: float = 5.0
+    resume_attempts: int = 12
 
     def policy(self) -> dict[str, Any]:
         """Return the retry policy in the form of a gRPC service config."""
@@ -93,9 +100,10 @@ class Connection:
     def options(self) -> list[tuple[str, Any]]:
         """Return the options of the channel."""
         config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
-        if self.retry is not None:
+        grpc_retries = self.retry is not None and self.retry.attempts > 1
+        if self.retry is not None and grpc_retries:
             config["methodConfig"] = [{"name": _RETRIED, "retryPolicy": self.retry.policy()}]
-        service = [("grpc.service_config", json.dumps(config)), ("grpc.enable_retries", int(self.retry is not None))]
+        service = [("grpc.service_config", json.dumps(config)), ("grpc.enable_retries", int(grpc_retries))]
         return [*_RECONNECT, *_KEEPALIVE, *service]
 
     def channel(self) -> grpc.Channel:

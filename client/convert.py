@@ -79,6 +79,7 @@ def finished(message: generation_pb2.Finished) -> results.Finished:
         timing=_timing(message.timing),
         seed=message.seed,
         speculation=_speculation(message.speculation),
+        interruptions=message.interruptions,
     )
 
 

@@ -25,6 +25,7 @@ class RequestFailedError(Exception):
     """Base of all errors of this package. `code` is the gRPC status, `message` is the text from the server.
 
     `retry_seconds` is the delay after which the server asks the caller to retry, or None if the server gave none.
+    `reason` is the server's constant for programs, such as DRAINING, or None if the server gave none.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class RequestFailedError(Exception):
         message: str,
         violations: tuple[FieldViolation, ...] = (),
         retry_seconds: float | None = None,
+        reason: str | None = None,
     ) -> None:
-        self.code, self.message, self.violations, self.retry_seconds = code, message, violations, retry_seconds
+        self.code, self.message, self.violations = code, message, violations
+        self.retry_seconds, self.reason = retry_seconds, reason
         super().__init__(f"{code.name}: {message}")
 
 
@@ -103,6 +106,11 @@ _BY_CODE: dict[grpc.StatusCode, type[RequestFailedError]] = {
 }
 
 
+def closed() -> CancelledError:
+    """Return the error of a request whose client is closed while the request waits for its next attempt."""
+    return CancelledError(grpc.StatusCode.CANCELLED, "the client is closed")
+
+
 class _Failure(Protocol):
     """The common part of gRPC's two exceptions: the one of blocking calls and the one of asyncio calls."""
 
@@ -111,11 +119,13 @@ class _Failure(Protocol):
     def trailing_metadata(self) -> object: ...
 
 
-def from_grpc(failure: _Failure) -> RequestFailedError:
-    """Return the error of this package that corresponds to `failure`."""
+def from_grpc(failure: _Failure | RequestFailedError) -> RequestFailedError:
+    """Return the error of this package that corresponds to `failure`, which may already be one."""
+    if isinstance(failure, RequestFailedError):
+        return failure
     code, details = failure.code(), list(_details(failure))
     kind = _BY_CODE.get(code, RequestFailedError)
-    return kind(code, failure.details() or "", _violations(details), _retry_seconds(details))
+    return kind(code, failure.details() or "", _violations(details), _retry_seconds(details), _reason(details))
 
 
 def _details(failure: _Failure) -> Iterator[any_pb2.Any]:
@@ -137,3 +147,8 @@ def _violations(details: list[any_pb2.Any]) -> tuple[FieldViolation, ...]:
 def _retry_seconds(details: list[any_pb2.Any]) -> float | None:
     retry = error_details_pb2.RetryInfo()
     return next((retry.retry_delay.ToMilliseconds() / 1000 for detail in details if detail.Unpack(retry)), None)
+
+
+def _reason(details: list[any_pb2.Any]) -> str | None:
+    info = error_details_pb2.ErrorInfo()
+    return next((info.reason for detail in details if detail.Unpack(info)), None)

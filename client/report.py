@@ -23,6 +23,8 @@ def statistics(finished: Finished) -> Table:
         table.add_row("gain", f"{stats.gain_ratio:.2f} times plain decoding, estimated")
     drafting = f"{speculation.mode}, {speculation.proposer}, K={speculation.num_draft_tokens}"
     table.add_row("speculation", f"{drafting}, {speculation.verification}")
+    if finished.interruptions:
+        table.add_row("interrupted", f"{finished.interruptions} times; the figures are of what followed")
     table.add_row("finished by", _reason(finished))
     table.add_row("seed", str(finished.seed))
     return table

@@ -106,7 +106,11 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The end of an output: `finish_reason` is stop, length, cancelled, deadline or aborted."""
+    """The end of an output: `finish_reason` is stop, length, cancelled, deadline or aborted.
+
+    `interruptions` counts how often the output was interrupted and continued, by the same server or by another one.
+    After that the statistics and `cached_prompt_tokens` count only what followed the last interruption.
+    """
 
     index: int
     finish_reason: str
@@ -117,6 +121,7 @@ class Finished:
     timing: Timing
     seed: int
     speculation: Speculation
+    interruptions: int
 
     @property
     def tokens_per_second(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Generator, Sequence
 from typing import Self, TypeVar, Unpack
@@ -13,6 +14,7 @@ from client import convert, errors
 from client.connection import Connection, Retry, Tls
 from client.options import GenerateOptions, Prompt, build_request
 from client.results import Completion, Event, Load, ModelInfo, ServerInfo
+from client.resume import Patience, ResumableStream
 from pilotfish.v1 import control_pb2
 from pilotfish.v1.control_pb2_grpc import ControlServiceStub
 from pilotfish.v1.generation_pb2_grpc import InferenceServiceStub
@@ -24,8 +26,9 @@ AnswerT = TypeVar("AnswerT")
 class Client:
     """A connection to one or more servers.
 
-    Every method raises `RequestFailedError` or one of its subclasses if the call fails. A `deadline` is in seconds; the
-    server stops working on a call whose deadline has passed.
+    A request survives the death, the drain and the restart of its server, as far as `retry` allows. Every method raises
+    `RequestFailedError` or one of its subclasses if the call fails. A `deadline` is in seconds; the server stops
+    working on a call whose deadline has passed.
 
     Args:
         address, token, tls, retry: As in `Connection`; several addresses are called in turn.
@@ -46,7 +49,7 @@ class Client:
         self._inference = InferenceServiceStub(self._channel)
         self._control = ControlServiceStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
-        self._control_deadline = control_deadline
+        self._control_deadline, self._retry, self._closed = control_deadline, retry, threading.Event()
 
     def __enter__(self) -> Self:
         return self
@@ -56,31 +59,44 @@ class Client:
 
     def close(self) -> None:
         """Cancel the active calls and disconnect."""
+        self._closed.set()
         self._channel.close()
 
     def generate(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Completion:
         """Continue `prompt` (text, token ids or a conversation) and return the complete result."""
-        request = build_request(prompt, options)
-        return convert.completion(_answer(self._inference.Generate, request, deadline, self._metadata))
+        request, patience = build_request(prompt, options), Patience(self._retry, deadline)
+        while True:
+            try:
+                return convert.completion(_answer(self._inference.Generate, request, patience.timeout, self._metadata))
+            except errors.RequestFailedError as failure:
+                pause = patience.pause_before_resending(failure)
+            self._wait(pause)
 
     def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[Event, None, None]:
         """Continue `prompt` and yield tokens as they are accepted. The last event of each output is `Finished`.
 
-        Closing the iterator (`close`, or `contextlib.closing` around it) cancels the request.
+        If the server is lost, another one continues the stream: the caller sees a pause, and the same events. Closing
+        the iterator (`close`, or `contextlib.closing` around it) cancels the request.
         """
-        request = build_request(prompt, options)
-        call = self._inference.GenerateStream(request, timeout=deadline, metadata=self._metadata)
-        try:
-            for message in call:
-                yield convert.event(message)
-        except grpc.RpcError as failure:
-            raise errors.from_grpc(failure) from None
-        finally:
-            call.cancel()  # has no effect on a call that has ended
+        stream = ResumableStream(build_request(prompt, options), Patience(self._retry, deadline))
+        while True:
+            request, timeout = stream.next_request(), stream.timeout
+            call = self._inference.GenerateStream(request, timeout=timeout, metadata=self._metadata)
+            try:
+                for message in call:
+                    yield stream.take(message)
+                return
+            except (grpc.RpcError, errors.RequestFailedError) as failure:
+                pause = stream.pause_after(errors.from_grpc(failure))
+            finally:
+                call.cancel()  # has no effect on a call that has ended
+            if pause is None:
+                return
+            self._wait(pause)
 
     def server_info(self) -> ServerInfo:
         """Return the server's description and its state."""
@@ -131,6 +147,11 @@ class Client:
     def _ask(self, method: grpc.UnaryUnaryMultiCallable[RequestT, AnswerT], request: RequestT) -> AnswerT:
         """Make a call that generates nothing."""
         return _answer(method, request, self._control_deadline, self._metadata)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait before the next attempt. Raises CancelledError if the client is closed."""
+        if self._closed.wait(seconds):
+            raise errors.closed()
 
     def _serves(self) -> bool:
         try:

@@ -143,7 +143,7 @@ class App:
         config = self.config
         exposition = Exposition(self.metrics.registry, model_name(config.target) if config.vllm_metrics else None)
         app = gateway(self.lifecycle, lambda: self.driver, exposition, config, self._callers)
-        add_generation(app, self._admission, self._require_driver, config.stall_seconds)
+        add_generation(app, self._admission, self._require_driver, self._slow, config.stall_seconds)
         return HttpServer(app, config)
 
     async def _open_grpc(self) -> None:

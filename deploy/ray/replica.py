@@ -15,10 +15,11 @@ from prometheus_client import CollectorRegistry
 
 from deploy.ray.edge import REMAINING
 from deploy.ray.envelope import Envelope
-from engine.errors import PilotfishError, Unsupported
+from engine.errors import InvalidRequest, PilotfishError, Unsupported
 from server.admission.admission import Admission, Call, Origin
 from server.admission.grammars import GrammarPool
 from server.admission.security import Callers, Quotas
+from server.admission.slow_work import SlowWork, request_bytes
 from server.config import ServerConfig
 from server.driver import Driver
 from server.grpc.control import ControlService
@@ -57,9 +58,9 @@ class Replica:
         driver = Driver(
             model, self._host, queue, metrics, self._lifecycle, supervisor, ageing_seconds=config.ageing_seconds
         )
-        quotas = Quotas(None, None, time.monotonic)
-        self._admission = Admission(lambda: driver, metrics, GrammarPool(), quotas, NoTracing())
-        self._control = ControlService(lambda: driver, self._lifecycle, config, callers)
+        quotas, slow = Quotas(None, None, time.monotonic), SlowWork()
+        self._admission = Admission(lambda: driver, metrics, GrammarPool(), slow, quotas, NoTracing())
+        self._control = ControlService(lambda: driver, self._lifecycle, config, callers, slow)
         return driver
 
     async def check_health(self) -> None:
@@ -71,6 +72,9 @@ class Replica:
 
     async def Generate(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
         """Return the complete answer."""
+        if request.HasField("resume"):
+            return Envelope.refused(InvalidRequest.of("resume", "continues a stream; send it to GenerateStream"))
+        request_bytes.set(request.ByteSize())
         try:
             call = await self._admission.admit(request, _origin(grpc_context))
         except PilotfishError as error:
@@ -82,6 +86,7 @@ class Replica:
 
     async def GenerateStream(self, request: Any, grpc_context: Any) -> AsyncGenerator[Envelope, None]:  # noqa: N802
         """Yield messages as they are produced."""
+        request_bytes.set(request.ByteSize())
         try:
             call = await self._admission.admit(request, _origin(grpc_context))
         except PilotfishError as error:
@@ -113,9 +118,11 @@ class Replica:
         return Envelope.refused(Unsupported("Abort needs one server; with many replicas, cancel the call itself"))
 
     async def Tokenize(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
+        request_bytes.set(request.ByteSize())
         return await _enveloped(self._control.Tokenize(request, grpc_context))
 
     async def Detokenize(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
+        request_bytes.set(request.ByteSize())
         return await _enveloped(self._control.Detokenize(request, grpc_context))
 
 

@@ -171,7 +171,7 @@ async def replica_deaths(
         while asyncio.get_running_loop().time() < end:
             await asyncio.sleep(every * random.uniform(0.8, 1.2))
             server = servers[found.kills // 2 % 2]
-            await asyncio.to_thread(server.kill if found.kills % 2 else server.stop)
+            await asyncio.to_thread(server.stop if found.kills % 2 else server.kill)
             found.kills += 1
             await asyncio.to_thread(server.start)
         ended.set()

@@ -76,9 +76,6 @@ def violations(errors: Sequence[Any]) -> tuple[Violation, ...]:
     return tuple(Violation(_path(error), _problem(error)) for error in errors)
 
 
-UNREADABLE = HttpError(
-    400, "invalid_request_error", "invalid", "body is no JSON that can be read: too deep, or a number too long", "body"
-)
 INTERNAL = HttpError(500, "server_error", "internal", "internal error")
 
 
@@ -88,8 +85,6 @@ def _joined(found: Sequence[tuple[str, str]]) -> str:
 
 def _path(error: Any) -> str:
     """("body", "messages", 0, "role") -> "messages[0].role", without pydantic's names for the types of a union."""
-    if error["type"] == "json_invalid":  # then `loc` contains a position in the text, not a field
-        return "body"
     parts = [part for part in error["loc"][1:] if isinstance(part, int) or not _OF_A_UNION.fullmatch(part)]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return path.removeprefix(".") or "body"
@@ -104,6 +99,4 @@ def _problem(error: Any) -> str:
             return f"is {value}; this field is not served"
         case "value_error":
             return str(error["ctx"]["error"])
-        case "json_invalid":
-            return f"is no JSON: {error['ctx']['error']}"
     return f"is {value}; {error['msg'][:1].lower()}{error['msg'][1:]}"

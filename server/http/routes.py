@@ -5,30 +5,29 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from engine.errors import InvalidRequest, PilotfishError
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Admission, Origin
 from server.admission.resume import EventIds
+from server.admission.slow_work import SlowWork, request_bytes
 from server.driver import Driver
 from server.http import native_answers
+from server.http.bodies import WrongBody, read_body
 from server.http.calls import CallerGone, EventStream, admit, answer, unless_gone
-from server.http.errors import INTERNAL, UNREADABLE, HttpError, http_error, violations
+from server.http.errors import INTERNAL, HttpError, http_error
 from server.http.openai_answers import AnswerFormat, ChatAnswers, TextAnswers
-from server.http.requests import asked, continued, rest
+from server.http.requests import ParsedBody, continued
 from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields, OpenAiBody
 
-_BODIES: dict[str, type[GenerationFields]] = {
-    "/generate": GenerateBody,
-    "/v1/completions": CompletionBody,
-    "/v1/chat/completions": ChatBody,
-}
+BodyT = TypeVar("BodyT", bound=GenerationFields)
 
 
 class Answers(Protocol):
@@ -43,43 +42,48 @@ class Answers(Protocol):
         ...
 
 
-def add_generation(app: FastAPI, admission: Admission, driver: Callable[[], Driver], stall_seconds: float) -> None:
+def add_generation(
+    app: FastAPI, admission: Admission, driver: Callable[[], Driver], slow: SlowWork, stall_seconds: float
+) -> None:
     """Add the routes, and handlers that return errors in OpenAI's format; `driver` raises until the model is loaded."""
-    router, door = APIRouter(), _Routes(admission, driver, stall_seconds)
+    router, routes = APIRouter(), _Routes(admission, driver, slow, stall_seconds)
 
-    @router.post("/generate", response_model=None)
-    async def generate(body: GenerateBody, request: Request) -> Response:
+    @router.post("/generate", response_model=None, openapi_extra=_schema(GenerateBody))
+    async def generate(request: Request) -> Response:
         """Continue one prompt: return the text and its speed, or stream the tokens."""
-        return await door.respond(body, native_answers, request)
+        return await routes.respond(GenerateBody, lambda _: native_answers, request)
 
-    @router.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionBody, request: Request) -> Response:
+    @router.post("/v1/completions", response_model=None, openapi_extra=_schema(CompletionBody))
+    async def completions(request: Request) -> Response:
         """Continue a prompt, in the format of OpenAI's completions."""
-        return await door.respond(body, door.shape(TextAnswers, body), request)
+        return await routes.respond(CompletionBody, partial(routes.shape, TextAnswers), request)
 
-    @router.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
+    @router.post("/v1/chat/completions", response_model=None, openapi_extra=_schema(ChatBody))
+    async def chat_completions(request: Request) -> Response:
         """Continue a conversation, in the format of OpenAI's chat completions."""
-        return await door.respond(body, door.shape(ChatAnswers, body), request)
+        return await routes.respond(ChatBody, partial(routes.shape, ChatAnswers), request)
 
     app.include_router(router)
-    _add_errors(app, door)
+    _add_errors(app)
 
 
 class _Routes:
     """The common part of all routes."""
 
-    def __init__(self, admission: Admission, driver: Callable[[], Driver], stall_seconds: float) -> None:
-        self._admission, self._driver, self._stall_seconds = admission, driver, stall_seconds
+    def __init__(
+        self, admission: Admission, driver: Callable[[], Driver], slow: SlowWork, stall_seconds: float
+    ) -> None:
+        self._admission, self._driver, self._slow, self._stall_seconds = admission, driver, slow, stall_seconds
 
     def shape(self, kind: type[AnswerFormat], body: OpenAiBody) -> AnswerFormat:
         """Create the format of OpenAI's answers to `body`."""
         model = self._driver().model
         return kind(model.name, model.codec, include_usage=body.stream_options.include_usage)
 
-    async def respond(self, body: GenerationFields, answers: Answers, request: Request) -> Response:
+    async def respond(self, kind: type[BodyT], answers_to: Callable[[BodyT], Answers], request: Request) -> Response:
         """Return one answer or a stream of events. If the request is refused, raise before anything is sent."""
-        read, origin = asked(body), _origin(request, body.timeout)
+        body, read = await self._read(kind, request)
+        answers, origin = answers_to(body), _origin(request, body.timeout)
         after = request.headers.get("last-event-id")
         if after is not None:
             if not body.stream:
@@ -91,18 +95,24 @@ class _Routes:
         call = await unless_gone(admit(self._admission, read, origin), request.receive)
         return EventStream(call, answers.events, origin, self._stall_seconds, EventIds(read.resume), body.event_ids)
 
-    async def refuse(self, error: RequestValidationError, request: Request) -> PilotfishError:
-        """Return the error for a body with wrong types; it also lists violations in the other fields."""
-        wrong = violations(error.errors())
-        faulty = {str(part) for found in error.errors() for part in found["loc"][1:2]}
-        read = rest(_BODIES[request.scope["path"]], error.body, faulty)
-        if read is None:
-            return InvalidRequest(wrong)
+    async def _read(self, kind: type[BodyT], request: Request) -> tuple[BodyT, ParsedBody]:
+        """Read the body. Raises the error that the request gets if fields of it are invalid."""
+        data = await request.body()
+        request_bytes.set(len(data))
+        about = request.headers.get("content-type", "")
         try:
-            await self._admission.admit(read.message, _origin(request, read.timeout), (*wrong, *read.wrong))
-        except PilotfishError as refusal:
-            return refusal
+            return await self._slow.run(len(data), read_body, kind, data, about)
+        except WrongBody as error:
+            wrong, read = error.wrong, error.read
+        if read is None:
+            raise InvalidRequest(wrong)
+        await self._admission.admit(read.message, _origin(request, read.timeout), (*wrong, *read.wrong))
         raise AssertionError("a request with known violations was admitted")
+
+
+def _schema(kind: type[GenerationFields]) -> dict[str, Any]:
+    """Describe a body for `/openapi.json`; the parts that it refers to stand beside it."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
 def _origin(request: Request, timeout: float | None) -> Origin:
@@ -110,23 +120,18 @@ def _origin(request: Request, timeout: float | None) -> Origin:
     return Origin(request.scope["caller"], lambda: ends - time.monotonic(), dict(request.headers))
 
 
-def _add_errors(app: FastAPI, door: _Routes) -> None:
+def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(PilotfishError)
     async def refused(_: Request, error: PilotfishError) -> JSONResponse:
         return http_error(error).response()
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return http_error(await door.refuse(error, request)).response()
-
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, error: HTTPException) -> JSONResponse:
-        if error.status_code == 400:  # the framework uses 400 for JSON that Python cannot parse
-            return UNREADABLE.response()
         return HttpError(error.status_code, "invalid_request_error", "http", str(error.detail)).response()
 
     @app.exception_handler(CallerGone)
-    async def gone(_: Request, __: CallerGone) -> Response:
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, __: Exception) -> Response:
         return Response(status_code=499)  # the caller has disconnected
 
     @app.exception_handler(Exception)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from engine.errors import Violation
+from server.chat import MAX_MESSAGES
 
 
 def _is_text(value: str) -> str:
@@ -32,6 +33,26 @@ Real = Annotated[float, Field(strict=True)]
 Seconds = Annotated[float, Field(gt=0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Text = Annotated[str, AfterValidator(_is_text)]
+
+# Lists and objects are counted before their entries are looked at, and the first bad entry of a list ends its check.
+MAX_FIELDS = 100  # of an object with known fields
+MAX_TEXTS = 1024  # stop strings; what the server allows is less
+MAX_CHOICES = 65_536
+MAX_BIASES = 16_384
+MAX_IDS = 1 << 20
+
+
+def _at_most(most: int) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > most:
+            raise ValueError(f"has {len(value)} entries; the limit is {most}")
+        return value
+
+    return BeforeValidator(check)
+
+
+Ids = Annotated[list[UInt32], Field(fail_fast=True), _at_most(MAX_IDS)]
+Texts = Annotated[list[Text], Field(fail_fast=True), _at_most(MAX_TEXTS)]
 
 # Fields about the caller, not about the output: they are accepted and have no effect.
 IGNORED = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
@@ -57,6 +78,8 @@ class Body(BaseModel):
     def _drop_what_asks_for_nothing(cls, found: Any) -> Any:
         if not isinstance(found, dict):
             return found
+        if len(found) > MAX_FIELDS:
+            raise ValueError(f"has {len(found)} fields; the limit is {MAX_FIELDS}")
         fields = cls.model_fields
         return {
             name: value
@@ -124,18 +147,18 @@ class GenerationFields(Body):
     repetition_penalty: Real | None = None
     presence_penalty: Real | None = None
     frequency_penalty: Real | None = None
-    logit_bias: dict[TokenKey, Real] | None = None
-    allowed_token_ids: list[UInt32] | None = None
-    banned_token_ids: list[UInt32] | None = None
+    logit_bias: Annotated[dict[TokenKey, Real], _at_most(MAX_BIASES)] | None = None
+    allowed_token_ids: Ids | None = None
+    banned_token_ids: Ids | None = None
     seed: UInt64 | None = None
     min_tokens: UInt32 | None = None
-    stop: Annotated[list[Text], BeforeValidator(_one_or_many)] | None = None
-    stop_token_ids: list[UInt32] | None = None
+    stop: Annotated[Texts, BeforeValidator(_one_or_many)] | None = None
+    stop_token_ids: Ids | None = None
     ignore_eos: Flag | None = None
     guided_json: Text | dict[str, Any] | None = None
     guided_regex: Text | None = None
     guided_grammar: Text | None = None
-    guided_choice: list[Text] | None = None
+    guided_choice: Annotated[list[Text], Field(fail_fast=True), _at_most(MAX_CHOICES)] | None = None
     cache_salt: Text | None = None
     speculation: SpeculationFields | None = None
     priority: Int32 | None = None
@@ -180,7 +203,7 @@ class OpenAiBody(GenerationFields):
 class CompletionBody(OpenAiBody):
     """Body of `POST /v1/completions`."""
 
-    prompt: Annotated[Text | list[UInt32], BeforeValidator(_one_prompt)]
+    prompt: Annotated[Text | Ids, BeforeValidator(_one_prompt)]
     logprobs: UInt32 | None = None  # number of likeliest tokens beside each; 0: only the token's own
 
 
@@ -195,7 +218,7 @@ class ChatTurn(Body):
     """A message of a conversation."""
 
     role: Text
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True), _at_most(MAX_TEXTS)]
 
     @property
     def text(self) -> str:
@@ -208,7 +231,7 @@ class ChatBody(OpenAiBody):
 
     no_input = ("messages", [])
 
-    messages: list[ChatTurn]
+    messages: Annotated[list[ChatTurn], Field(fail_fast=True), _at_most(MAX_MESSAGES)]
     max_completion_tokens: UInt32 | None = None
     logprobs: Flag | None = None
     top_logprobs: UInt32 | None = None

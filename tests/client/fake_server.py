@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -79,6 +80,7 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
     hold: bool = False  # stream one delta, then wait for the call's end
     answer: generation_pb2.GenerateResponse = field(default_factory=lambda: ANSWER)
     events: list[generation_pb2.GenerateStreamResponse] = field(default_factory=lambda: list(EVENTS))
+    finished: generation_pb2.Finished = field(default_factory=lambda: copy.deepcopy(FINISHED))
     requests: list[object] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
@@ -99,7 +101,7 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
             if self.hold:
                 self.call_ended.wait(30)
                 return
-        yield generation_pb2.GenerateStreamResponse(finished=FINISHED)
+        yield generation_pb2.GenerateStreamResponse(finished=self.finished)
 
     def GetServerInfo(self, request, context):
         self._admit(request, context)
@@ -134,12 +136,12 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
         self.deadlines.append(context.time_remaining())
         self.metadata.append(dict(context.invocation_metadata()))
         if self.refusals:
-            context.abort_with_status(_hinted(self.refusals.pop(0)))
+            context.abort_with_status(hinted(self.refusals.pop(0)))
         if self.status is not None:
             context.abort_with_status(rpc_status.to_status(self.status))
 
 
-def _hinted(status: status_pb2.Status) -> grpc.Status:
+def hinted(status: status_pb2.Status) -> grpc.Status:
     """With the hint in the form that gRPC's own retries obey, as a server of ours sends it, too."""
     plain, retry = rpc_status.to_status(status), error_details_pb2.RetryInfo()
     pauses = [

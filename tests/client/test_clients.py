@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import socket
 from contextlib import aclosing, closing
@@ -16,52 +15,14 @@ from grpc_health.v1 import health_pb2
 import client
 from pilotfish.v1 import generation_pb2 as pb
 from tests.client import fake_server
+from tests.client.blocking import blocking
 from tests.client.fake_server import FINISHED, invalid
-
-
-class Blocking:
-    """The async client, one call at a time: lets one test speak to both."""
-
-    def __init__(self, address: str) -> None:
-        self._runner = asyncio.Runner()
-        self._client = self._runner.run(self._connect(address))
-
-    async def _connect(self, address):
-        return client.AsyncClient(address)
-
-    def __getattr__(self, name):
-        method = getattr(self._client, name)
-
-        def call(*args, **kwargs):
-            result = method(*args, **kwargs)
-            return self._runner.run(result) if inspect.iscoroutine(result) else self._iterate(result)
-
-        return call
-
-    def _iterate(self, events):
-        async def following():
-            return await anext(events, None)
-
-        try:
-            while (event := self._runner.run(following())) is not None:
-                yield event
-        finally:
-            self._runner.run(events.aclose())
-
-    def finish(self):
-        self._runner.run(self._client.close())
-        self._runner.close()
 
 
 @pytest.fixture(params=["sync", "async"])
 def connected(request, fake):
-    if request.param == "sync":
-        with client.Client(fake.address) as connection:
-            yield connection
-    else:
-        connection = Blocking(fake.address)
+    with blocking(request.param, fake.address) as connection:
         yield connection
-        connection.finish()
 
 
 def test_what_is_left_out_is_not_sent(connected, fake):

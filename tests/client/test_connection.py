@@ -78,6 +78,13 @@ def test_retries_have_an_end_and_the_error_says_when_to_come_again(fake):
     assert len(fake.requests) == 3
 
 
+def test_a_single_attempt_is_one(fake):
+    fake.refusals = [fake_server.full(0.01)] * 9
+    with client.Client(fake.address, retry=Retry(attempts=1)) as connection, pytest.raises(client.QueueFullError):
+        connection.generate("x")
+    assert len(fake.requests) == 1
+
+
 def test_retry_none_tries_once(fake):
     fake.refusals = [fake_server.full(0.01)]
     with client.Client(fake.address, retry=None) as connection:

@@ -41,6 +41,14 @@ def test_text_to_stdout_figures_to_stderr(fake, capsys):
         assert figure in err
 
 
+def test_an_interruption_is_told(fake, capsys):
+    generate(fake, "x")
+    assert "interrupted" not in capsys.readouterr().err
+    fake.finished.interruptions = 2
+    generate(fake, "x")
+    assert "2 times" in capsys.readouterr().err
+
+
 def test_options_reach_the_server(fake):
     generate(
         fake, "x", "--temperature", "0.5", "--stop", "a", "--stop", "b", "--speculation", "fixed", "--max-tokens", "3"

@@ -94,6 +94,12 @@ def replicas():
     return found
 
 
+def _both_serve():
+    """Whether there are two replicas, and Ray sends calls to both."""
+    states = serve.status().applications["pilotfish"].deployments["Replica"].replica_states
+    return len(replicas()) == 2 and states == {"RUNNING": 2}
+
+
 def _ours(pid):
     """Whether a process is among our descendants: another Ray may run on this machine."""
     while pid > 1:
@@ -199,6 +205,7 @@ async def test_a_killed_replica_costs_its_own_streams_and_nobody_elses(two):
             ends[number] = (tokens, error)
 
     async with AsyncClient(two, retry=None) as client:
+        await until(_both_serve, 90)
         victim, survivor = replicas()
         reading = [asyncio.create_task(read(client, n, prompt)) for n, prompt in enumerate(PROMPTS * 2)]
         await until(lambda: len(started) == len(reading), 60)
@@ -214,6 +221,43 @@ async def test_a_killed_replica_costs_its_own_streams_and_nobody_elses(two):
         assert all(len(completion.token_ids) == 32 for completion in fresh)
         assert survivor in replicas()
         await until(lambda: len(replicas()) == 2, 90)  # Ray puts another in its place
+
+
+async def _continued(client, prompt, started):
+    """The tokens of one stream and its end, whatever becomes of its replica."""
+    tokens = []
+    async for event in client.stream(prompt, **LONG):
+        if isinstance(event, Delta):
+            tokens += event.token_ids
+            started.add(asyncio.current_task())
+    return tokens, event
+
+
+async def test_streams_of_a_killed_replica_go_on_with_the_other(two):
+    async with AsyncClient(two) as client:
+        wanted = [(await client.generate(prompt, **LONG)).token_ids for prompt in PROMPTS] * 2
+        await until(_both_serve, 90)
+        victim, survivor = replicas()
+        started = set()
+        reading = [asyncio.create_task(_continued(client, prompt, started)) for prompt in PROMPTS * 2]
+        await until(lambda: len(started) == len(reading), 60)
+        os.kill(victim, signal.SIGKILL)
+        ends = await asyncio.gather(*reading)
+    assert [tuple(tokens) for tokens, _ in ends] == wanted
+    assert {end.interruptions for _, end in ends} == {0, 1}, "both had streams"
+    assert survivor in replicas()
+
+
+async def test_a_resume_that_is_no_stream_is_a_mistake(two):
+    async with grpc.aio.insecure_channel(two) as channel:
+        stub = generation_pb2_grpc.InferenceServiceStub(channel)
+        request = generation_pb2.GenerateRequest(prompt="x", resume=generation_pb2.Resume(fingerprint="f"))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.Generate(request)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.GenerateStream(request).read()
+        assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def _patient(address, prompt):

@@ -1,0 +1,307 @@
+"""Streams of both clients whose server dies, drains or restarts, over a real wire."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from contextlib import ExitStack, aclosing, closing
+
+import grpc
+import pytest
+
+import client
+from client import Retry, convert
+from tests.client import fake_server
+from tests.client.blocking import blocking
+from tests.client.fake_replica import SCRIPT, Fate, continued, refusal, replica, unavailable
+
+QUICK = Retry(attempts=1, first_pause=0.01, longest_pause=0.02)  # gRPC itself tries once, so that tests can count
+EVENTS = [convert.event(message) for message in SCRIPT]
+TWO = {"n": 2, "deadline": 30.0}
+
+
+@pytest.fixture(params=["sync", "async"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def fake():
+    with replica() as one:
+        yield one
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def events_after(*interruptions):
+    """The undisturbed events, but for what the ends say: interrupted before so many messages, each time."""
+    return [
+        convert.event(continued(message, sum(i <= place for i in interruptions))) if message.HasField("finished") else e
+        for place, (message, e) in enumerate(zip(SCRIPT, EVENTS, strict=True))
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------- interruptions
+
+
+@pytest.mark.parametrize(
+    "status", [unavailable(), unavailable("DRAINING"), fake_server.closing()], ids=["lost", "bye", "cut"]
+)
+def test_a_stream_survives_its_server_wherever_it_is_cut(kind, fake, status):
+    with blocking(kind, fake.address, retry=QUICK) as connection:
+        for messages in range(1, len(SCRIPT) + 1):
+            fake.requests.clear()
+            fake.fates = [Fate(messages, status)]
+            assert list(connection.stream("x", **TWO)) == events_after(messages)
+            assert len(fake.requests) == (2 if messages < len(SCRIPT) else 1), "nothing was left to ask for"
+
+
+def test_a_stream_survives_any_number_of_servers(kind, fake):
+    """More than the budget has attempts: each brings something."""
+    fake.fates = [Fate(1) for _ in SCRIPT]
+    with blocking(
+        kind, fake.address, retry=Retry(first_pause=0.01, longest_pause=0.01, resume_attempts=2)
+    ) as connection:
+        events = list(connection.stream("x", **TWO))
+    assert events == events_after(*range(1, len(SCRIPT)))
+    assert [r.resume.interruptions for r in fake.requests] == [0, *range(len(SCRIPT) - 1)]
+
+
+def test_servers_that_are_lost_before_they_send_anything_change_nothing(kind, fake):
+    fake.fates = [Fate(3), Fate(0), Fate(0), Fate(2), Fate(0)]
+    with blocking(kind, fake.address, retry=QUICK) as connection:
+        assert list(connection.stream("x", **TWO)) == events_after(3, 5)
+    assert len(fake.requests) == 6
+
+
+def test_other_servers_continue_what_a_dead_one_began(kind):
+    """One of the two that are left has another model."""
+    ports = [free_port(), free_port()]
+    with ExitStack() as life, ExitStack() as others:
+        one = life.enter_context(replica(always=Fate(2, None)))
+        addresses = [one.address, *(f"127.0.0.1:{port}" for port in ports)]
+        with blocking(kind, addresses) as connection:
+            streams = [connection.stream("x", **TWO) for _ in range(3)]
+            begun = [[next(events), next(events)] for events in streams]
+            others.enter_context(replica(ports[0], fingerprint="other"))
+            third = others.enter_context(replica(ports[1]))
+            life.close()
+            for first, events in zip(begun, streams, strict=True):
+                assert [*first, *events] == events_after(2)
+    assert len(third.requests) == 3
+
+
+def test_a_server_that_restarts_at_its_address_continues_its_own_stream(kind):
+    with ExitStack() as life:
+        one = life.enter_context(replica(always=Fate(3, None)))
+        with blocking(kind, one.address) as connection:
+            events = connection.stream("x", **TWO)
+            first = [next(events) for _ in range(3)]
+            life.close()
+            port = int(one.address.rpartition(":")[2])
+            starting = threading.Timer(1.0, lambda: life.enter_context(replica(port)))
+            starting.start()
+            assert [*first, *events] == events_after(3)
+            starting.join()
+
+
+def test_the_first_call_has_no_resume_and_the_second_has_what_arrived(kind, fake):
+    fake.fates = [Fate(3)]
+    with blocking(kind, fake.address, retry=QUICK) as connection:
+        list(connection.stream("x", request_id="me", **TWO))
+    first, second = fake.requests
+    assert not first.HasField("resume")
+    assert (second.request_id, second.prompt) == ("me", "x")
+    assert [list(output.token_ids) for output in second.resume.outputs] == [[10, 11, 12], [20]]
+
+
+# ------------------------------------------------------------------------------------------------------- who refuses
+
+
+def test_a_server_with_another_model_refuses_and_another_one_continues(kind, fake):
+    fake.fates = [Fate(2), *(Fate(0, refusal(grpc.StatusCode[code])) for code in ("FAILED_PRECONDITION", "NOT_FOUND"))]
+    with blocking(kind, fake.address, retry=QUICK) as connection:
+        assert list(connection.stream("x", **TWO)) == events_after(2)
+    assert len(fake.requests) == 4
+
+
+def test_a_request_that_is_still_live_elsewhere_is_continued_once_it_is_not(kind, fake):
+    fake.fates = [Fate(2), *(Fate(0, refusal(grpc.StatusCode.ALREADY_EXISTS)) for _ in range(3))]
+    with blocking(kind, fake.address, retry=QUICK) as connection:
+        assert list(connection.stream("x", request_id="me", **TWO)) == events_after(2)
+    assert len(fake.requests) == 5
+
+
+def test_a_server_too_old_to_continue_begins_anew_and_nobody_hears_of_it(kind, fake):
+    fake.fates = [Fate(2), Fate(5, None, is_old=True), Fate(8, is_old=True)]
+    with blocking(kind, fake.address, retry=QUICK) as connection:
+        assert list(connection.stream("x", **TWO)) == events_after(2)
+    assert len(fake.requests) == 4
+
+
+def test_a_stream_of_a_server_too_old_ends_with_it(kind, fake):
+    fake.fates = [Fate(2, is_old=True)]
+    with blocking(kind, fake.address, retry=QUICK) as connection, pytest.raises(client.UnavailableError):
+        list(connection.stream("x", **TWO))
+    assert len(fake.requests) == 1
+
+
+def test_a_full_server_is_asked_again_when_it_said(kind, fake):
+    fake.fates = [Fate(2), Fate(0, fake_server.full(0.5))]
+    with blocking(kind, fake.address, retry=QUICK) as connection:
+        began = time.monotonic()
+        assert list(connection.stream("x", **TWO)) == events_after(2)
+    assert time.monotonic() - began >= 0.5
+    assert len(fake.requests) == 3
+
+
+@pytest.mark.parametrize("code", ["INTERNAL", "ABORTED", "INVALID_ARGUMENT"])
+def test_a_fault_of_the_request_is_not_tried_elsewhere(kind, fake, code):
+    fake.fates = [Fate(2, refusal(grpc.StatusCode[code]))]
+    with blocking(kind, fake.address, retry=QUICK) as connection, pytest.raises(client.RequestFailedError) as error:
+        list(connection.stream("x", **TWO))
+    assert error.value.code.name == code
+    assert len(fake.requests) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------- the end
+
+
+def test_the_budget_ends_and_the_error_is_the_last_one(kind, fake):
+    fake.fates, fake.always = [Fate(2)], Fate(0)
+    retry = Retry(attempts=1, first_pause=0.01, longest_pause=0.02, resume_attempts=4)
+    with blocking(kind, fake.address, retry=retry) as connection:
+        events = connection.stream("x", **TWO)
+        assert [next(events), next(events)] == EVENTS[:2]
+        with pytest.raises(client.UnavailableError, match="gone"):
+            next(events)
+    assert len(fake.requests) == 5
+
+
+def test_a_deadline_holds_for_all_calls_together(kind, fake):
+    fake.fates, fake.always = [Fate(2)], Fate(0)
+    retry = Retry(attempts=1, first_pause=0.05, longest_pause=0.1, resume_attempts=1000)
+    with blocking(kind, fake.address, retry=retry) as connection:
+        began = time.monotonic()
+        with pytest.raises(client.DeadlineExceededError):
+            list(connection.stream("x", n=2, deadline=1.0))
+    assert 0.5 < time.monotonic() - began < 3.0
+    assert fake.deadlines == sorted(fake.deadlines, reverse=True)
+    assert fake.deadlines[0] == pytest.approx(1.0, abs=0.3)
+
+
+def test_a_pause_beyond_the_deadline_is_not_waited_for(kind, fake):
+    fake.fates = [Fate(2), Fate(0, fake_server.full(600.0))]
+    with blocking(kind, fake.address, retry=QUICK) as connection:
+        began = time.monotonic()
+        with pytest.raises(client.DeadlineExceededError):
+            list(connection.stream("x", n=2, deadline=60.0))
+    assert time.monotonic() - began < 30.0
+
+
+def test_retry_none_sends_each_call_once(kind, fake):
+    fake.fates = [Fate(2), Fate(0, unavailable("DRAINING"))]
+    with blocking(kind, fake.address, retry=None) as connection:
+        events = connection.stream("x", **TWO)
+        assert [next(events), next(events)] == EVENTS[:2]
+        with pytest.raises(client.UnavailableError):
+            next(events)
+        with pytest.raises(client.UnavailableError, match="gone") as error:
+            connection.generate("x")
+        assert error.value.reason == "DRAINING"
+    assert len(fake.requests) == 2
+
+
+# ------------------------------------------------------------------------------------------ nothing has arrived yet
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_drains_is_asked_again_until_its_successor_is_there(kind, fake, stream):
+    fake.fates = [Fate(0, unavailable("DRAINING"))] * 5 + [Fate(0)] * 3 + [Fate(0, unavailable("STARTING"))] * 2
+    with blocking(kind, fake.address, retry=QUICK) as connection:
+        assert list(connection.stream("x", **TWO)) == EVENTS if stream else connection.generate("x")
+    assert len(fake.requests) == 11
+    assert not any(request.HasField("resume") for request in fake.requests)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_address_without_a_server_is_reported_soon(kind, stream):
+    with blocking(kind, "127.0.0.1:1") as connection:
+        began = time.monotonic()
+        with pytest.raises(client.UnavailableError):
+            list(connection.stream("x")) if stream else connection.generate("x")
+    assert time.monotonic() - began < 5.0
+
+
+# -------------------------------------------------------------------------------------------------- who stops asking
+
+
+def pausing(fake):
+    """Let the next stream break after two messages, and no server continue it."""
+    fake.fates, fake.always = [Fate(2)], Fate(0, fake_server.full(600.0))
+
+
+def test_closing_the_client_ends_a_pause(fake):
+    pausing(fake)
+    connection = client.Client(fake.address, retry=QUICK)
+    events = connection.stream("x")
+    assert [next(events), next(events)] == EVENTS[:2]
+    threading.Timer(0.3, connection.close).start()
+    began = time.monotonic()
+    with pytest.raises(client.CancelledError):
+        next(events)
+    assert time.monotonic() - began < 10.0
+
+
+async def test_closing_the_async_client_ends_a_pause(fake):
+    pausing(fake)
+    connection = client.AsyncClient(fake.address, retry=QUICK)
+    events = connection.stream("x")
+    assert [await anext(events), await anext(events)] == EVENTS[:2]
+    following = asyncio.create_task(anext(events))
+    await asyncio.sleep(0.3)
+    await connection.close()
+    with pytest.raises(client.CancelledError):
+        async with asyncio.timeout(10.0):
+            await following
+
+
+async def test_cancelling_the_task_ends_a_pause(fake):
+    pausing(fake)
+    async with client.AsyncClient(fake.address, retry=QUICK) as connection:
+
+        async def read():
+            async with aclosing(connection.stream("x")) as events:
+                return [event async for event in events]
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(10.0):
+                await task
+    assert len(fake.requests) == 2
+
+
+def test_closing_the_iterator_cancels_the_call_that_continues_it(fake):
+    fake.fates = [Fate(2), Fate(1, None)]
+    with client.Client(fake.address, retry=QUICK) as connection:
+        with closing(connection.stream("x", **TWO)) as events:
+            assert [next(events) for _ in range(3)] == EVENTS[:3]
+            assert not fake.ended[1].is_set()
+        assert fake.ended[1].wait(5)
+
+
+async def test_closing_the_async_iterator_cancels_the_call_that_continues_it(fake):
+    fake.fates = [Fate(2), Fate(1, None)]
+    async with client.AsyncClient(fake.address, retry=QUICK) as connection:
+        async with aclosing(connection.stream("x", **TWO)) as events:
+            assert [await anext(events) for _ in range(3)] == EVENTS[:3]
+            assert not fake.ended[1].is_set()
+        assert await asyncio.to_thread(fake.ended[1].wait, 5)
