@@ -24,7 +24,7 @@ from server.admission.admission import Admission
 from server.admission.grammars import GrammarPool
 from server.admission.security import Callers, Quotas
 from server.admission.slow_work import SlowWork
-from server.config import ServerConfig
+from server.config import LOOPBACK, ServerConfig
 from server.driver import Driver
 from server.errors import Unavailable
 from server.grpc.control import ControlService
@@ -51,7 +51,6 @@ SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     control_pb2.DESCRIPTOR.services_by_name["ControlService"].full_name,
 )
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LAST_MESSAGES_SECONDS = 2.0  # time to send what is already written when the last stream has ended
 
 

@@ -23,6 +23,7 @@ from engine.config import EngineConfig
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 LogFormat = Literal["auto", "json", "text"]
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # All proposers of the embedded target. Together they load in less than a second.
 _EMBEDDED = {
     "draft": str(embedded_draft()),

@@ -14,9 +14,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from server.admission.security import Callers
-from server.config import ServerConfig
+from server.config import LOOPBACK, ServerConfig
 from server.driver import Driver
-from server.http.guard import HttpGuard
+from server.http.guard import HostGuard, HttpGuard
 from server.http.limits import HttpProtocol, RequestLimits
 from server.http.playground import add_playground
 from server.lifecycle import Lifecycle, State
@@ -34,8 +34,11 @@ def gateway(
     callers: Callers,
 ) -> FastAPI:
     """Create the application with the routes that do not generate; `driver` returns None until the model is loaded."""
-    app, started = FastAPI(title="Pilotfish", version=version()), time.monotonic()
+    # Without the pages of documentation, which load scripts of others.
+    app, started = FastAPI(title="Pilotfish", version=version(), docs_url=None, redoc_url=None), time.monotonic()
     app.add_middleware(HttpGuard, callers=callers)
+    if config.host in LOOPBACK and not callers.are_known:
+        app.add_middleware(HostGuard, host=config.host)
     app.add_middleware(  # added last, so it runs first
         RequestLimits,
         max_head=config.max_header_bytes,

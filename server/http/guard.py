@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.errors import shown
 from server.admission.security import Callers
 from server.errors import Unauthenticated
 from server.http import playground
-from server.http.errors import http_error
+from server.http.errors import HttpError, http_error
 
 OPEN_PATHS = frozenset({"/health"}) | playground.PATHS
+
+
+class HostGuard:
+    """Middleware for a server on loopback without tokens: it refuses requests that name another host.
+
+    A web page can let its own name lead to 127.0.0.1 (DNS rebinding). The browser then takes this server for the page's
+    own site: the page could read every answer. The header Host still has the page's name.
+    """
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self._app, self._names = app, {"localhost", host}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 403 if the header Host is there and names neither this machine nor the configured address."""
+        given = dict(_headers(scope)).get("host") if scope["type"] == "http" else None
+        if given is None or self._is_ours(str(given)):
+            await self._app(scope, receive, send)
+            return
+        problem = f"the header Host is {shown(given)}; expected localhost or a loopback address, or set token_file"
+        await HttpError(403, "permission_error", "forbidden", problem).response()(scope, receive, send)
+
+    def _is_ours(self, given: str) -> bool:
+        """Compare the name without its port: "[::1]:8000" -> "::1"."""
+        name = given.partition("]")[0].removeprefix("[") if given.startswith("[") else given.partition(":")[0]
+        try:
+            return name.lower() in self._names or ip_address(name).is_loopback
+        except ValueError:
+            return False
 
 
 class HttpGuard:

@@ -12,6 +12,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.http.errors import HttpError
 
+ANSWER_SECONDS = 1.0  # for the answer 408, before the connection is closed
+
 
 class RequestLimits:
     """Refuses a head or body that is too large or arrives too slowly, before all of it is in memory.
@@ -55,7 +57,11 @@ class _Counted:
 
 
 class HttpProtocol(H11Protocol):
-    """uvicorn's protocol with a limit on the time in which the head of a request arrives; uvicorn itself has none."""
+    """uvicorn's protocol with a limit on the time in which the head of a request arrives, and then its body.
+
+    uvicorn itself has none. `RequestLimits` answers a late body with 408; this closes the connection a little later,
+    also where the body is not read, because the answer does not depend on it.
+    """
 
     head_seconds = 30.0
 
@@ -63,10 +69,11 @@ class HttpProtocol(H11Protocol):
         """Start the timer for the first head."""
         super().connection_made(transport)
         self._timer: asyncio.TimerHandle | None = None
+        self._awaited: object = None  # what the timer is for: the state of the other side
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Parse, then start the timer if a head is expected, or cancel it if the head is complete."""
+        """Parse, then start a timer if a head or the rest of a body is expected, or cancel it if neither is."""
         super().data_received(data)
         self._watch()
 
@@ -76,10 +83,16 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
+        state = self.conn.their_state
+        if state is not self._awaited:
             self._cancel()
-        elif self._timer is None:
-            self._timer = self.loop.call_later(self.head_seconds, self.transport.close)
+        seconds = {h11.IDLE: self.head_seconds, h11.SEND_BODY: self.head_seconds + ANSWER_SECONDS}.get(state)
+        if self._timer is None and seconds is not None:
+            self._awaited, self._timer = state, self.loop.call_later(seconds, self._close)
+
+    def _close(self) -> None:
+        """Close the connection, whatever its answer is doing: an answer to a body that is late is an error."""
+        self.transport.close()
 
     def _cancel(self) -> None:
         if self._timer is not None:

@@ -411,7 +411,7 @@ async def test_a_reader_that_stalls_is_cut_and_its_pages_are_freed():
         engine.max_model_len = 10**6
         body = json.dumps({"prompt": "a", "max_tokens": 900_000, "stream": True, "logprobs": 5}).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         )
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
