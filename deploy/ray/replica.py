@@ -19,7 +19,7 @@ from engine.errors import InvalidRequest, PilotfishError, Unsupported
 from server.admission.admission import Admission, Call, Origin
 from server.admission.grammars import GrammarPool
 from server.admission.security import Callers, Quotas
-from server.admission.slow_work import SlowWork, request_bytes
+from server.admission.slow_work import SlowWork
 from server.config import ServerConfig
 from server.driver import Driver
 from server.grpc.control import ControlService
@@ -41,7 +41,7 @@ class Replica:
     """A deployment of Ray Serve. Ray sends each call of the protocol to the method with the same name."""
 
     async def __init__(self, options: Mapping[str, Any]) -> None:  # type: ignore[misc]  # Ray awaits it
-        self._config, self._lifecycle = configured(options), Lifecycle()
+        self._config, self._lifecycle, self._slow = configured(options), Lifecycle(), SlowWork()
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
         # Ray's replica already has its own process, which Ray restarts. So the engine runs in it, on a thread.
         self._host = LocalHost(ServedModel.load, self._config.engine(), self._compute, self._config.hang_seconds)
@@ -58,9 +58,9 @@ class Replica:
         driver = Driver(
             model, self._host, queue, metrics, self._lifecycle, supervisor, ageing_seconds=config.ageing_seconds
         )
-        quotas, slow = Quotas(None, None, time.monotonic), SlowWork()
-        self._admission = Admission(lambda: driver, metrics, GrammarPool(), slow, quotas, NoTracing())
-        self._control = ControlService(lambda: driver, self._lifecycle, config, callers, slow)
+        quotas = Quotas(None, None, time.monotonic)
+        self._admission = Admission(lambda: driver, metrics, GrammarPool(), self._slow, quotas, NoTracing())
+        self._control = ControlService(lambda: driver, self._lifecycle, config, callers, self._slow)
         return driver
 
     async def check_health(self) -> None:
@@ -74,9 +74,9 @@ class Replica:
         """Return the complete answer."""
         if request.HasField("resume"):
             return Envelope.refused(InvalidRequest.of("resume", "continues a stream; send it to GenerateStream"))
-        request_bytes.set(request.ByteSize())
         try:
-            call = await self._admission.admit(request, _origin(grpc_context))
+            async with self._slow.turn(request.ByteSize()):
+                call = await self._admission.admit(request, _origin(grpc_context))
         except PilotfishError as error:
             return Envelope.refused(error)
         try:
@@ -86,9 +86,9 @@ class Replica:
 
     async def GenerateStream(self, request: Any, grpc_context: Any) -> AsyncGenerator[Envelope, None]:  # noqa: N802
         """Yield messages as they are produced."""
-        request_bytes.set(request.ByteSize())
         try:
-            call = await self._admission.admit(request, _origin(grpc_context))
+            async with self._slow.turn(request.ByteSize()):
+                call = await self._admission.admit(request, _origin(grpc_context))
         except PilotfishError as error:
             yield Envelope.refused(error)
             return
@@ -118,12 +118,12 @@ class Replica:
         return Envelope.refused(Unsupported("Abort needs one server; with many replicas, cancel the call itself"))
 
     async def Tokenize(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
-        request_bytes.set(request.ByteSize())
-        return await _enveloped(self._control.Tokenize(request, grpc_context))
+        async with self._slow.turn(request.ByteSize()):
+            return await _enveloped(self._control.Tokenize(request, grpc_context))
 
     async def Detokenize(self, request: Any, grpc_context: Any) -> Envelope:  # noqa: N802
-        request_bytes.set(request.ByteSize())
-        return await _enveloped(self._control.Detokenize(request, grpc_context))
+        async with self._slow.turn(request.ByteSize()):
+            return await _enveloped(self._control.Detokenize(request, grpc_context))
 
 
 def configured(options: Mapping[str, Any]) -> ServerConfig:

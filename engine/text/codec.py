@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
 from engine.errors import InvalidRequest, ModelError
 
 TOKENIZER_FILE = "tokenizer.json"
-_SHORT = 2000  # characters: a longer text takes more than a millisecond
+_SHORT = 2000  # characters or tokens: converting more takes longer than a millisecond
 
 
 class Codec:
@@ -53,7 +55,7 @@ class Codec:
         Raises:
             InvalidRequest: `field` is too long.
         """
-        if self._longest is None or len(text) <= most:
+        if self._longest is None or 4 * len(text) <= most * self._longest:  # a character has at most 4 bytes
             return
         size, limit = len(text.encode(errors="surrogatepass")), most * self._longest
         if size > limit:
@@ -62,21 +64,57 @@ class Codec:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of all of these tokens; bytes that are not UTF-8 become U+FFFD."""
-        (text,) = self.tokenizer.decode_batch([list(ids)], skip_special_tokens=True)
+        tokens = list(ids)
+        if len(tokens) <= _SHORT:
+            return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        (text,) = self.tokenizer.decode_batch([tokens], skip_special_tokens=True)
         return text
 
 
 def _longest_token(tokenizer: Tokenizer) -> int | None:
     """Most bytes of text that one token stands for; None where that is not known.
 
-    It is known of byte-pair encodings over bytes: each byte of a text is part of one token, and tokens are spelt
-    with at least one byte for each. Where a normalizer may drop characters, or unknown ones are joined, it is not.
+    It is known of byte-pair encodings that have a token for every byte: each byte of a text is part of one token, and
+    tokens are spelt with at least one character or byte for each. What is done before must not shorten the text.
     """
-    model = tokenizer.model
-    is_of_bytes = isinstance(model, BPE) and (model.byte_fallback or "ByteLevel" in repr(tokenizer.pre_tokenizer))
-    if tokenizer.normalizer is not None or not is_of_bytes:
+    model, vocabulary = tokenizer.model, tokenizer.get_vocab(with_added_tokens=False)
+    added = tokenizer.get_added_tokens_decoder().values()
+    try:
+        steps = [*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)]
+    except Exception:  # noqa: BLE001  # a part that is written in Python; the library raises bare Exception
         return None
-    return max((len(token.encode()) for token in tokenizer.get_vocab()), default=None)
+    is_of_bytes = any(step["type"] == "ByteLevel" for step in steps)
+    every = pre_tokenizers.ByteLevel.alphabet() if is_of_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
+    is_complete = isinstance(model, BPE) and (is_of_bytes or model.byte_fallback) and vocabulary.keys() >= set(every)
+    # A token that takes the white space around it has no longest text.
+    if not is_complete or not all(map(_keeps_length, steps)) or any(token.lstrip or token.rstrip for token in added):
+        return None
+    normal = (lambda text: text) if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str
+    spelt = max(map(len, vocabulary)) if is_of_bytes else max(len(token.encode()) for token in vocabulary)
+    return max([spelt, *(len(normal(token.content).encode()) for token in added)])
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, in the words of tokenizer.json."""
+    waiting, found = [] if part is None else [json.loads(part.__getstate__())], []
+    while waiting:
+        step = waiting.pop()
+        inner = step.get("normalizers", step.get("pretokenizers"))
+        waiting += inner or []
+        found += [step] if inner is None else []
+    return found
+
+
+def _keeps_length(step: Mapping[str, Any]) -> bool:
+    """Whether what the step returns has at least as many bytes as what it was given."""
+    match step:
+        case {"type": "ByteLevel" | "Digits" | "Metaspace" | "Prepend"}:
+            return True
+        case {"type": "Split" | "Punctuation", "behavior": behavior}:
+            return bool(behavior != "Removed")
+        case {"type": "Replace", "pattern": {"String": before}, "content": after}:
+            return len(after.encode()) >= len(before.encode())
+    return False
 
 
 def find_file(source: str | Path, name: str, revision: str | None = None) -> Path | None:

@@ -13,7 +13,7 @@ from server.admission import answers, convert
 from server.admission.grammars import GrammarPool
 from server.admission.resume import require_fit, resume_info
 from server.admission.security import ANYBODY, Caller, Quotas
-from server.admission.slow_work import MAX_BYTES_ON_LOOP, SlowWork, request_bytes
+from server.admission.slow_work import SlowWork, release_turn
 from server.admission.status import refusal
 from server.driver import Driver
 from server.errors import QueueFull
@@ -154,15 +154,17 @@ class Admission:
             return wanted
         assert model.compile_grammar is not None, "refused before this"
         grammar = await self._grammars.compile(model.compile_grammar, guided, remaining())
-        await self._slow.run(request_bytes.get(), require_fit, wanted.stream.received, grammar)
+        await self._slow.run(require_fit, wanted.stream.received, grammar, is_slow=bool(wanted.stream.received))
         return replace(wanted, request=replace(wanted.request, grammar=grammar))
 
     async def _wanted(
         self, message: pb.GenerateRequest, known: Sequence[Violation], model: ServedModel
     ) -> convert.Wanted:
         """Convert the message. A chat template may be slow for a small message, too."""
-        size = max(request_bytes.get(), MAX_BYTES_ON_LOOP + 1 if message.HasField("messages") else 0)
-        return await self._slow.run(size, convert.wanted, message, model, known)
+        try:
+            return await self._slow.run(convert.wanted, message, model, known, is_slow=message.HasField("messages"))
+        finally:
+            release_turn()
 
 
 def _of_caller(wanted: convert.Wanted, caller: Caller) -> convert.Wanted:

@@ -21,11 +21,13 @@ from server.admission.settings import MODES, VERIFICATIONS
 from server.chat import MAX_MESSAGES, Message
 from server.errors import NotFound
 from server.model import ServedModel
+from server.streams.output import ReceivedOutput
 from server.streams.stream import SendOptions
 
 Values = TypeVar("Values", bound=Sized)
 
 MAX_PRIORITY = 100
+MAX_INTERRUPTIONS = 1_000_000  # that are counted
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -63,7 +65,7 @@ def wanted(message: pb.GenerateRequest, model: ServedModel, known: Iterable[Viol
     """
     require_model(message.model if message.HasField("model") else None, model)
     found = [*known, *_violations(message, model, needs_input=not known)]
-    received = received_outputs(message, model, found)
+    received = _received(message, model, found)
     request = Request(
         request_id=message.request_id if message.HasField("request_id") else secrets.token_hex(12),
         token_ids=_prompt(message, model, found),
@@ -92,7 +94,7 @@ def wanted(message: pb.GenerateRequest, model: ServedModel, known: Iterable[Viol
             interval=output.stream_interval if output.HasField("stream_interval") else 1,
             digests=output.digests,
             received=received,
-            interruptions=message.resume.interruptions + 1 if received else 0,
+            interruptions=min(message.resume.interruptions, MAX_INTERRUPTIONS) + 1 if received else 0,
         ),
         priority=message.priority,
     )
@@ -181,6 +183,21 @@ def _bounded(values: Values, field: str, noun: str, most: int, found: list[Viola
         return values
     found.append(Violation(field, f"has {len(values)} {noun}; the limit is {most}"))
     return ()
+
+
+def _received(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[ReceivedOutput, ...]:
+    """Convert `resume`; nothing if an output has too many tokens, or if `n` is too large, which the engine reports."""
+    most, max_n = model.engine.max_model_len, model.engine.config.max_n
+    if message.sampling.n > max_n:
+        return ()
+    lengths = [len(output.token_ids) for output in message.resume.outputs[:max_n]]
+    excess = [
+        Violation(f"resume.outputs[{i}].token_ids", f"has {length} tokens; the limit is {most}")
+        for i, length in enumerate(lengths)
+        if length > most
+    ]
+    found += excess
+    return () if excess else received_outputs(message, model, found)
 
 
 def _sampling(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> SamplingParams:

@@ -30,8 +30,6 @@ DOMAIN = "pilotfish"
 MAX_MESSAGE = 800  # bytes of UTF-8; percent-encoding can triple them
 MAX_VIOLATIONS = 2400  # bytes of all fields and descriptions
 MAX_VIOLATION = 300  # bytes of one field or description
-
-
 # When to try again, by the reason of UNAVAILABLE. No hint while a server drains: another one may be tried at once.
 RESTART_SECONDS = {"STARTING": 1.0, "ENGINE_DEAD": 0.5, "ENGINE_HUNG": 0.5}
 
@@ -65,11 +63,14 @@ def refusal(error: PilotfishError) -> Refusal:
             return Refusal(grpc.StatusCode.INVALID_ARGUMENT, "invalid", (_bad_request(error),))
         case QueueFull():
             metric = "quota" if isinstance(error, QuotaExceeded) else "queue_full"
-            details = _retry(error), _quota(error)
-            return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, metric, details, error.retry_seconds)
+            why = _retry(error.retry_seconds), _quota(error)
+            return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, metric, why, error.retry_seconds)
         case Unavailable():
-            info = details_pb.ErrorInfo(reason=error.reason, domain=DOMAIN)
-            return Refusal(grpc.StatusCode.UNAVAILABLE, "unavailable", (info,), RESTART_SECONDS.get(error.reason))
+            details: list[Message] = [details_pb.ErrorInfo(reason=error.reason, domain=DOMAIN)]
+            seconds = RESTART_SECONDS.get(error.reason)
+            if seconds is not None:
+                details.append(_retry(seconds))
+            return Refusal(grpc.StatusCode.UNAVAILABLE, "unavailable", tuple(details), seconds)
     return _PLAIN.get(type(error), Refusal(grpc.StatusCode.INTERNAL, "internal"))
 
 
@@ -112,9 +113,9 @@ def _bad_request(error: InvalidRequest) -> details_pb.BadRequest:
     )
 
 
-def _retry(error: QueueFull) -> details_pb.RetryInfo:
+def _retry(seconds: float) -> details_pb.RetryInfo:
     delay = Duration()
-    delay.FromMilliseconds(round(error.retry_seconds * 1000))
+    delay.FromMilliseconds(round(seconds * 1000))
     return details_pb.RetryInfo(retry_delay=delay)
 
 

@@ -15,8 +15,9 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from engine.errors import InvalidRequest, PilotfishError
-from server.admission.slow_work import SlowWork, request_bytes
+from server.admission.slow_work import MAX_MIDDLE_BYTES, SlowWork
 from server.admission.status import MAX_MESSAGE, Refusal, clipped, refusal, trailers
+from server.grpc.fields import require_few
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,8 @@ class Boundary(grpc.aio.ServerInterceptor):
 def _wrap(method: Any, parse: Parse, slow: SlowWork) -> Any:
     async def wrapped(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            request_bytes.set(len(data))
-            return await method(await slow.run(len(data), _parse, parse, data), context)
+            async with slow.turn(len(data)):
+                return await method(await slow.run(_parse, parse, data), context)
         except PilotfishError as error:
             await refuse(refusal(error), str(error), context)
         except Exception:
@@ -70,6 +71,8 @@ async def refuse(refused: Refusal, message: str, context: grpc.aio.ServicerConte
 
 
 def _parse(parse: Parse, data: bytes) -> Any:
+    if len(data) > MAX_MIDDLE_BYTES:
+        require_few(data, parse.__self__.DESCRIPTOR)  # type: ignore[attr-defined]  # it is a method of the message's class
     try:
         return parse(data)
     except (DecodeError, UnicodeDecodeError) as error:

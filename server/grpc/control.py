@@ -16,7 +16,7 @@ from pilotfish.v1 import control_pb2 as pb
 from pilotfish.v1 import control_pb2_grpc
 from server.admission import answers, convert
 from server.admission.security import Callers
-from server.admission.slow_work import SlowWork, request_bytes
+from server.admission.slow_work import SlowWork
 from server.config import ServerConfig
 from server.driver import Driver
 from server.errors import Forbidden, NotFound
@@ -105,7 +105,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         model = self._model(request)
         codec, most = _require_codec(model), model.engine.max_model_len
         codec.require_room("text", request.text, most)
-        tokens = await self._slow.run(request_bytes.get(), codec.encode, request.text)
+        tokens = await self._slow.run(codec.encode, request.text)
         return pb.TokenizeResponse(token_ids=tokens)
 
     async def Detokenize(  # noqa: N802
@@ -121,7 +121,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         if unknown is not None:
             problem = f"is {request.token_ids[unknown]}; expected 0 to {limit - 1}"
             raise InvalidRequest.of(f"token_ids[{unknown}]", problem)
-        return pb.DetokenizeResponse(text=await self._slow.run(request_bytes.get(), codec.decode, request.token_ids))
+        return pb.DetokenizeResponse(text=await self._slow.run(codec.decode, request.token_ids))
 
     def _model(self, request: pb.GetModelInfoRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> ServedModel:
         model = self._driver().model

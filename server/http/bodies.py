@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from email.message import Message
+from itertools import islice
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -16,6 +18,9 @@ from server.http.types import GenerationFields
 
 BodyT = TypeVar("BodyT", bound=GenerationFields)
 
+# A body of text has few values, one of token ids many. Each takes up to a hundred bytes when it is made.
+MIN_VALUES, BYTES_PER_VALUE = 200_000, 16
+_PIECES = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[,\[{]', re.DOTALL)  # strings, and what precedes other values
 MAX_ERRORS = 100  # that are looked at; an answer has room for fewer
 
 
@@ -41,9 +46,19 @@ def read_body(kind: type[BodyT], data: bytes, content_type: str) -> tuple[BodyT,
         errors: list[Any] = [
             {**about, "loc": ("body", *about["loc"])} for about in error.errors(include_url=False)[:MAX_ERRORS]
         ]
+        if any(about["loc"] == ("body",) for about in errors):
+            raise WrongBody(violations(errors), None) from None
         faulty: Iterable[str] = {str(part) for about in errors for part in about["loc"][1:2]}
         raise WrongBody(violations(errors), rest(kind, found, faulty)) from None
     return body, asked(body)
+
+
+def _count(text: str) -> None:
+    """Refuse a text with more values than memory is worth, before any of them is made. Strings count as one value."""
+    most = max(MIN_VALUES, len(text) // BYTES_PER_VALUE)
+    found = sum(1 for _ in islice(_PIECES.finditer(text), most + 1))
+    if found > most:
+        raise InvalidRequest.of("body", f"has more than {most} values; the limit for {len(text)} characters")
 
 
 def _json(data: bytes, content_type: str) -> Any:
@@ -54,7 +69,9 @@ def _json(data: bytes, content_type: str) -> Any:
     if described.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
         raise InvalidRequest.of("body", f"is of type {shown(content_type)}; expected application/json")
     try:
-        return json.loads(data.decode())
+        text = data.decode()
+        _count(text)
+        return json.loads(text)
     except UnicodeDecodeError as error:
         problem = f"is no UTF-8: the byte {error.object[error.start]:#04x} at {error.start}"
         raise InvalidRequest.of("body", problem) from None

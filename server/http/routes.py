@@ -17,7 +17,7 @@ from engine.errors import InvalidRequest, PilotfishError
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Admission, Origin
 from server.admission.resume import EventIds
-from server.admission.slow_work import SlowWork, request_bytes
+from server.admission.slow_work import SlowWork
 from server.driver import Driver
 from server.http import native_answers
 from server.http.bodies import WrongBody, read_body
@@ -82,7 +82,14 @@ class _Routes:
 
     async def respond(self, kind: type[BodyT], answers_to: Callable[[BodyT], Answers], request: Request) -> Response:
         """Return one answer or a stream of events. If the request is refused, raise before anything is sent."""
-        body, read = await self._read(kind, request)
+        data = await request.body()
+        async with self._slow.turn(len(data)):
+            return await self._respond(await self._read(kind, data, request), answers_to, request)
+
+    async def _respond(
+        self, parsed: tuple[BodyT, ParsedBody], answers_to: Callable[[BodyT], Answers], request: Request
+    ) -> Response:
+        body, read = parsed
         answers, origin = answers_to(body), _origin(request, body.timeout)
         after = request.headers.get("last-event-id")
         if after is not None:
@@ -95,13 +102,11 @@ class _Routes:
         call = await unless_gone(admit(self._admission, read, origin), request.receive)
         return EventStream(call, answers.events, origin, self._stall_seconds, EventIds(read.resume), body.event_ids)
 
-    async def _read(self, kind: type[BodyT], request: Request) -> tuple[BodyT, ParsedBody]:
+    async def _read(self, kind: type[BodyT], data: bytes, request: Request) -> tuple[BodyT, ParsedBody]:
         """Read the body. Raises the error that the request gets if fields of it are invalid."""
-        data = await request.body()
-        request_bytes.set(len(data))
         about = request.headers.get("content-type", "")
         try:
-            return await self._slow.run(len(data), read_body, kind, data, about)
+            return await self._slow.run(read_body, kind, data, about)
         except WrongBody as error:
             wrong, read = error.wrong, error.read
         if read is None:

@@ -1,0 +1,377 @@
+"""Hostile gRPC calls: other callers do not wait for them, and each gets an answer or hears what is wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import tracemalloc
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from engine.errors import InvalidRequest
+from engine.text.codec import Codec
+from loadtest.experiments.hostile import CALLS
+from pilotfish.v1 import control_pb2 as control
+from pilotfish.v1 import generation_pb2 as pb
+from server.admission import convert
+from server.admission.status import refusal, trailers
+from server.errors import Unavailable
+from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
+from tests.server.fake_engine import FakeEngine, served
+from tests.serving import serving, serving_embedded
+
+GENERATE = "/pilotfish.v1.InferenceService/Generate"
+LIMIT = 4096 - 1  # tokens of a prompt of the fake engine
+MOST_PAUSE = 1.0  # seconds; what this machine needs is in `docs/benchmarks/`, and much less
+
+
+@asynccontextmanager
+async def pauses():
+    """The longest time for which the event loop did nothing else, in seconds."""
+    seen = SimpleNamespace(longest=0.0)
+
+    async def tick():
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            seen.longest, last = max(seen.longest, now - last), now
+
+    task = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    yield seen
+    await asyncio.sleep(0.002)
+    task.cancel()
+
+
+async def ended_with(server, data, path=GENERATE, **options):
+    """The status code of a call with these bytes, and the violations or the details of its error."""
+    method = server.channel.unary_unary(path)
+    try:
+        await method(data, timeout=60, **options)
+    except grpc.aio.AioRpcError as error:
+        return error.code().name, violations(error) or [error.details()]
+    return "OK", []
+
+
+def violations(error):
+    status = status_pb2.Status.FromString(dict(error.trailing_metadata()).get("grpc-status-details-bin", b""))
+    found = error_details_pb2.BadRequest()
+    told = bool(status.details) and status.details[0].Unpack(found)
+    return [f"{v.field} {v.description}" for v in found.field_violations] if told else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("gRPC")])
+async def test_the_largest_calls_neither_stall_the_loop_nor_end_as_faults_of_the_server(name):
+    call = CALLS[name]
+    data = call.make()
+    async with serving(options=[("grpc.max_send_message_length", len(data))]) as server:
+        method = server.channel.unary_unary(call.path)
+        async with pauses() as seen:
+            ends = await asyncio.gather(*(method(data, timeout=60) for _ in range(3)), return_exceptions=True)
+    codes = {"OK" if isinstance(end, bytes) else end.code().name for end in ends}
+    assert codes <= {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED"}
+    assert seen.longest < MOST_PAUSE
+
+
+# ------------------------------------------------------------------------------------------------ texts and tokens
+
+
+class NeverEncodes(Codec):
+    """A tokenizer that is not asked."""
+
+    def encode(self, text, *, bare=False):
+        raise AssertionError("encoded")
+
+    def decode(self, ids):
+        raise AssertionError("decoded")
+
+
+async def test_a_text_that_cannot_fit_is_refused_by_its_bytes_before_it_is_encoded():
+    text, most = "€" * 20_000, LIMIT * len("<|end|>")
+    said = f"has 60000 bytes, which are more than {LIMIT} tokens; the limit is {most} bytes"
+    async with serving(codec=NeverEncodes(CODEC.tokenizer)) as server:
+        code, told = await ended_with(server, pb.GenerateRequest(prompt=text).SerializeToString())
+        assert (code, told) == ("INVALID_ARGUMENT", [f"prompt {said}"])
+        asked = control.TokenizeRequest(text=text).SerializeToString()
+        code, told = await ended_with(server, asked, "/pilotfish.v1.ControlService/Tokenize")
+        assert code == "INVALID_ARGUMENT"
+        assert told[0].startswith("text has 60000 bytes")
+
+
+async def test_detokenize_takes_as_many_ids_as_the_context_has():
+    async with serving(codec=NeverEncodes(CODEC.tokenizer)) as server:
+        asked = control.DetokenizeRequest(token_ids=[1] * 5000).SerializeToString()
+        ended = await ended_with(server, asked, "/pilotfish.v1.ControlService/Detokenize")
+        assert ended == ("INVALID_ARGUMENT", ["token_ids has 5000 ids; the limit is 4096"])
+
+
+async def test_detokenize_names_the_first_id_that_the_model_does_not_know(server):
+    asked = control.DetokenizeRequest(token_ids=[1] * 4000 + [VOCAB_SIZE, 10**6]).SerializeToString()
+    ended = await ended_with(server, asked, "/pilotfish.v1.ControlService/Detokenize")
+    assert ended == (
+        "INVALID_ARGUMENT",
+        [f"token_ids[4000] is {VOCAB_SIZE}; expected 0 to {VOCAB_SIZE - 1}"],
+    )
+
+
+async def test_others_go_on_while_a_long_text_is_encoded():
+    """Encoding takes more than a second here, which is twice as long as the loop may pause."""
+    engine = FakeEngine()
+    engine.max_model_len = 1 << 22
+    text = "xq" * 1_000_000
+    async with serving(engine, options=[("grpc.max_send_message_length", 4 << 20)]) as server:
+        asked = control.TokenizeRequest(text=text).SerializeToString()
+        began = time.perf_counter()
+        async with pauses() as seen:
+            code, _ = await ended_with(server, asked, "/pilotfish.v1.ControlService/Tokenize")
+        took = time.perf_counter() - began
+    assert code in ("OK", "RESOURCE_EXHAUSTED")  # our own client may refuse the answer's size
+    assert seen.longest < took / 2
+
+
+# ----------------------------------------------------------------------------------------------------------- lists
+
+MILLION = 1_000_000
+EXCESSIVE = {  # field: a request with too many entries, and what is said of them
+    "prompt": (
+        {"token_ids": pb.TokenIds(ids=[1] * MILLION)},
+        f"prompt has {MILLION} tokens; the limit is {LIMIT}",
+    ),
+    "stop": (
+        {"stopping": pb.StoppingParams(stop=["x"] * MILLION)},
+        f"stopping.stop has {MILLION} strings; the limit is 16",
+    ),
+    "stop_token_ids": (
+        {"stopping": pb.StoppingParams(stop_token_ids=[1] * MILLION)},
+        f"stopping.stop_token_ids has {MILLION} ids; the limit is 16",
+    ),
+    "logit_bias": (
+        {"sampling": pb.SamplingParams(logit_bias=dict.fromkeys(range(MILLION), 1.0))},
+        f"sampling.logit_bias has {MILLION} tokens; the limit is 1024",
+    ),
+    "allowed_token_ids": (
+        {"sampling": pb.SamplingParams(allowed_token_ids=pb.TokenIds(ids=[1] * MILLION))},
+        f"sampling.allowed_token_ids has {MILLION} ids; the limit is {VOCAB_SIZE}",
+    ),
+    "banned_token_ids": (
+        {"sampling": pb.SamplingParams(banned_token_ids=[1] * MILLION)},
+        f"sampling.banned_token_ids has {MILLION} ids; the limit is {VOCAB_SIZE}",
+    ),
+    "choice": (
+        {"guided": pb.GuidedDecoding(choice=pb.Choice(choices=["x"] * MILLION))},
+        f"guided.choice has {MILLION} texts; expected 1 to 4096",
+    ),
+    "messages": (
+        {"messages": pb.ChatMessages(messages=[pb.ChatMessage(role="user")] * MILLION)},
+        f"messages has {MILLION} messages; expected 1 to 4096",
+    ),
+    "resume.outputs": (
+        {"resume": pb.Resume(fingerprint="fa4e", outputs=[pb.ReceivedOutput()] * MILLION)},
+        f"resume.outputs has {MILLION} outputs; sampling.n is 1",
+    ),
+    "resume.outputs.token_ids": (
+        {"resume": pb.Resume(fingerprint="fa4e", outputs=[pb.ReceivedOutput(token_ids=[1] * MILLION)])},
+        f"resume.outputs[0].token_ids has {MILLION} tokens; the limit is 4096",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXCESSIVE)
+def test_entries_beyond_a_limit_are_counted_and_not_copied(name):
+    fields, said = EXCESSIVE[name]
+    message = pb.GenerateRequest(**{"sampling": pb.SamplingParams(seed=1)} | fields)
+    if message.WhichOneof("input") is None:
+        message.prompt = "ab"
+    model = served(FakeEngine(), compile_grammar=lambda _: None, chat=SimpleNamespace(render=lambda _: "ab"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest) as refused:
+            convert.wanted(message, model)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert said in map(str, refused.value.violations)
+    assert peak < MILLION  # a list of them takes eight bytes for each
+
+
+async def test_a_huge_n_with_resume_is_refused_and_not_counted_up_to(server):
+    """Before there was a limit, a tuple of four billion entries was begun."""
+    sampling = pb.SamplingParams(seed=1, n=2**32 - 1)
+    asked = pb.GenerateRequest(prompt="ab", sampling=sampling, resume=pb.Resume(fingerprint="fa4e"))
+    ended = await ended_with(server, asked.SerializeToString(), f"{GENERATE}Stream")
+    assert ended == ("INVALID_ARGUMENT", [f"sampling.n is {2**32 - 1}; expected 1 to 64"])
+
+
+async def test_a_stream_that_was_interrupted_four_billion_times_goes_on(server):
+    resume = pb.Resume(fingerprint="fa4e", interruptions=2**32 - 1, outputs=[pb.ReceivedOutput(token_ids=[5])])
+    asked = pb.GenerateRequest(prompt="ab", sampling=pb.SamplingParams(seed=1), resume=resume)
+    messages = [message async for message in server.inference.GenerateStream(asked)]
+    assert messages[-1].finished.interruptions == convert.MAX_INTERRUPTIONS + 1
+
+
+# --------------------------------------------------------------------------------------------------------- numbers
+
+LARGEST, LEAST = 1.7976931348623157e308, 5e-324  # of a double
+INFINITE = float("inf")
+REALS = {  # field: values that are served, and values that are not
+    "temperature": ([LEAST, 1e-300, 1e-46, 1e-40, 1e-38, 100.0, -0.0], [-LEAST, 100.1]),
+    "top_p": ([LEAST, 1e-300, 1e-40, 1 - 2**-53], [0.0, -LEAST, 1.1]),
+    "min_p": ([LEAST, 1e-300, 1 - 2**-53, 1.0], [-LEAST, 1.1]),
+    "repetition_penalty": ([0.01, 10.0], [0.0, LEAST, 1e-300, 1e-40, 1e-38, 0.0099, 10.1]),
+    "presence_penalty": ([-2.0, 2.0, LEAST], [-2.1, 2.1]),
+    "frequency_penalty": ([-2.0, 2.0, LEAST], [-2.1, 2.1]),
+}
+EVER = [LARGEST, -LARGEST, INFINITE, -INFINITE, float("nan")]  # served nowhere
+WHOLE = [  # the largest numbers of their types
+    ({"sampling": pb.SamplingParams(top_k=2**32 - 1, temperature=1.0, seed=2**64 - 1)}, True),
+    ({"sampling": pb.SamplingParams(seed=2**63, temperature=1.0, n=3)}, True),
+    ({"sampling": pb.SamplingParams(n=2**32 - 1)}, False),
+    ({"stopping": pb.StoppingParams(max_tokens=2**32 - 1)}, False),
+    ({"stopping": pb.StoppingParams(min_tokens=2**32 - 1)}, False),
+    ({"output": pb.OutputOptions(stream_interval=2**32 - 1)}, True),
+    ({"output": pb.OutputOptions(logprobs=True, top_logprobs=2**32 - 1)}, False),
+    ({"speculation": pb.SpeculationOptions(num_draft_tokens=2**32 - 1)}, False),
+    ({"priority": 2**31 - 1}, False),
+    ({"priority": -(2**31)}, False),
+    ({"token_ids": pb.TokenIds(ids=[2**32 - 1])}, False),
+    ({"sampling": pb.SamplingParams(logit_bias={2**32 - 1: 1.0})}, False),
+]
+SPECULATIONS = [
+    pb.SpeculationOptions(mode=pb.SPECULATION_MODE_OFF),
+    *(
+        pb.SpeculationOptions(
+            mode=pb.SPECULATION_MODE_FIXED, num_draft_tokens=8, proposer=proposer, verification=verification
+        )
+        for proposer in ("model", "ngram")
+        for verification in (pb.VERIFICATION_COUPLED, pb.VERIFICATION_REJECTION)
+    ),
+]
+
+
+def cases():
+    """Requests with extreme numbers, and whether they are served."""
+    for field, (served_values, refused) in REALS.items():
+        for value in [*served_values, *refused, *EVER]:
+            for others in ({}, {"temperature": 1.0}, {"temperature": 1e-40, "logit_bias": {5: 100.0, 6: -100.0}}):
+                sampling = pb.SamplingParams(**{"seed": 2**64 - 1} | others | {field: value})
+                yield {"sampling": sampling}, value in served_values
+    for bias in (100.0, -100.0, LEAST, 100.1, *EVER):
+        yield {"sampling": pb.SamplingParams(logit_bias={5: bias})}, abs(bias) <= 100
+    yield from WHOLE
+
+
+async def answer(server, fields, speculation):
+    """The tokens of an answer; None for INVALID_ARGUMENT."""
+    fields = {"stopping": pb.StoppingParams(max_tokens=12, ignore_eos=True), "speculation": speculation} | fields
+    message = pb.GenerateRequest(**fields)
+    if message.WhichOneof("input") is None:
+        message.prompt = "def f(x):\n    return x x x"
+    try:
+        found = await server.inference.Generate(message)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            return None
+        raise AssertionError(f"{error.code().name}: {error.details()} of {fields}") from None
+    return [tuple(output.token_ids) for output in found.outputs]
+
+
+@pytest.mark.slow
+async def test_every_extreme_number_gets_its_answer_or_is_refused_as_invalid():
+    async with serving_embedded() as server:
+        for fields, is_served in cases():
+            answers = [await answer(server, fields, speculation) for speculation in SPECULATIONS]
+            assert all((found is not None) == is_served for found in answers), f"{fields}: {answers}"
+            plain, coupled = answers[0], answers[1::2]
+            assert all(found == plain for found in coupled), f"{fields}: drafts changed the answer"
+
+
+async def test_the_error_of_a_number_names_the_least_value(server):
+    asked = pb.GenerateRequest(prompt="ab", sampling=pb.SamplingParams(repetition_penalty=1e-40))
+    ended = await ended_with(server, asked.SerializeToString())
+    assert ended == ("INVALID_ARGUMENT", ["sampling.repetition_penalty is 1e-40; expected 0.01 to 10"])
+
+
+# ------------------------------------------------------------------------------------------------------- odd bytes
+
+
+def test_only_a_server_that_comes_back_names_a_time_to_try_again():
+    def told(reason):
+        refused = refusal(Unavailable(reason, "not now"))
+        pairs = dict(trailers(refused, "not now"))
+        status, retry = status_pb2.Status.FromString(pairs["grpc-status-details-bin"]), error_details_pb2.RetryInfo()
+        found = [detail for detail in status.details if detail.Unpack(retry)]
+        return pairs.get("grpc-retry-pushback-ms"), retry.retry_delay.ToMilliseconds() if found else None
+
+    assert told("STARTING") == ("1000", 1000)
+    assert told("ENGINE_DEAD") == told("ENGINE_HUNG") == ("500", 500)
+    assert told("DRAINING") == (None, None)  # another server may be tried at once
+
+
+async def test_a_call_of_a_server_that_loads_is_told_when_to_try_again():
+    async with serving(ready=False, load=lambda _config, _progress: time.sleep(2)) as server:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await server.inference.Generate(pb.GenerateRequest(prompt="ab"))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(refused.value.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
+
+
+def nested(depth):
+    """An unknown field of messages in messages, or groups in groups, and the prompt after it."""
+    return b"\x7b" * depth + b"\x7c" * depth + b"\x1a\x01a"
+
+
+ODD = {  # bytes, and how they end
+    "text that is no UTF-8": (b"\x1a\x02\xff\xfe", "INVALID_ARGUMENT"),
+    "a role that is no UTF-8": (b"\x2a\x05\x0a\x03\x0a\x01\xff", "INVALID_ARGUMENT"),
+    "a key of a map that is no number": (b"\x1a\x01a\x32\x04\x52\x02\x0a\x00", "OK"),  # to protobuf an unknown field
+    "half a message": (b"\x1a\x7f", "INVALID_ARGUMENT"),
+    "a number without an end": (b"\xff" * 20, "INVALID_ARGUMENT"),
+    "groups in groups": (nested(50), "OK"),
+    "too many groups in groups": (nested(100_000), "INVALID_ARGUMENT"),
+    "a group without an end": (b"\x7b" * 100_000, "INVALID_ARGUMENT"),
+    "an end without a group": (b"\x7c", "INVALID_ARGUMENT"),
+    "an unknown field": (b"\x1a\x01a" + b"\x7a\x80\x80\x40" + bytes(1 << 20), "OK"),
+    "nothing": (b"", "INVALID_ARGUMENT"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+async def test_odd_bytes_are_no_fault_of_the_server(server, name):
+    data, expected = ODD[name]
+    code, _ = await ended_with(server, data)
+    assert code == expected
+
+
+async def test_groups_before_a_list_do_not_hide_its_length(server):
+    """Two bytes of an unknown group, then 600,000 empty turns, which would take a hundred megabytes."""
+    turns = b"\x0a\x00" * 600_000
+    size = len(turns)
+    data = b"\x7b\x7c" + b"\x2a" + bytes([size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + turns
+    async with pauses() as seen:
+        code, told = await ended_with(server, data)
+    assert code == "INVALID_ARGUMENT"
+    assert "messages" in told[0]
+    assert seen.longest < MOST_PAUSE
+
+
+async def test_metadata_of_the_greatest_size_is_taken_and_more_is_refused():
+    async with serving(max_header_bytes=16 << 10) as server:
+        asked = pb.GenerateRequest(prompt="ab").SerializeToString()
+        many = tuple((f"key-{i}", "x") for i in range(300))
+        assert (await ended_with(server, asked, metadata=many))[0] == "OK"
+        code, _ = await ended_with(server, asked, metadata=(("long", "x" * (20 << 10)),))
+        assert code == "RESOURCE_EXHAUSTED"
+        assert (await ended_with(server, asked))[0] == "OK"
+
+
+async def test_many_tiny_calls_leave_the_loop_to_others(server):
+    method = server.channel.unary_unary("/pilotfish.v1.ControlService/GetLoad")
+    async with pauses() as seen:
+        await asyncio.gather(*(method(b"") for _ in range(800)))
+    assert seen.longest < MOST_PAUSE
