@@ -349,7 +349,11 @@ class Engine:
         self.round_control.begin()
 
     def recall(self) -> bool:
-        """Load what an earlier process learned about this pair on this machine; False if there is nothing."""
+        """Load what an earlier process learned about this pair on this machine; False if there is nothing.
+
+        What this one learns is saved from now on, as with `keep_learned`.
+        """
+        self._keeps_at = self._clock() + _KEEP_EVERY
         return learned.recall(self.config, self._controls)
 
     def keep_learned(self) -> None:

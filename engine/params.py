@@ -53,7 +53,7 @@ class SamplingParams:
         top_k: keep this many likeliest tokens; 0 keeps all.
         min_p: drop tokens less likely than this fraction of the likeliest one; in [0, 1].
         repetition_penalty: divides the logit of each token of prompt or output if it is positive, else multiplies it;
-            above 0, up to 10 (Keskar et al. 2019, section 4.1).
+            0.01 to 10 (Keskar et al. 2019, section 4.1).
         presence_penalty: subtracted from the logit of each token that the output contains; -2 to 2.
         frequency_penalty: subtracted as many times as the output contains the token; -2 to 2.
         logit_bias: added to the logits of these tokens; -100 to 100.

@@ -57,7 +57,10 @@ class Forked:
 
 
 class ForkServer:
-    """The front-end process's side. Its methods block; any thread may call them."""
+    """The front-end process's side. Its methods block; any thread may call them.
+
+    The thread that starts it has to live as long as this process: the kernel takes its end for that of the parent.
+    """
 
     def __init__(self, child: Child, source: str) -> None:
         self._child, self._source = child, source

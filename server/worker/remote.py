@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engine.config import EngineConfig
 from engine.params import SpeculationSettings
@@ -112,7 +113,7 @@ class RemoteEngine:
         limits = Limits(facts.vocab_size, facts.max_model_len, facts.eos_token_ids)
         self._intake = Intake(self.config, limits, facts.proposer_names)
         if self._has_standby:
-            self._standby = asyncio.ensure_future(self._loaded(_log, is_successor=True))
+            self._standby = asyncio.ensure_future(self._load_standby())
 
     async def _loaded(self, progress: Progress, *, is_successor: bool) -> tuple[Worker, wire.Ready]:
         """Fork a process and load its engine."""
@@ -143,18 +144,35 @@ class RemoteEngine:
                 self._forks = None
         raise EngineCrashed("the fork server ends as soon as it has begun")
 
+    async def _load_standby(self) -> tuple[Worker, wire.Ready]:
+        """Load another engine beside the one that serves. If its process ends, it is replaced."""
+        worker, facts = await self._loaded(_log, is_successor=True)
+        worker.wake = partial(self._replace_standby, worker)
+        return worker, facts
+
+    def _replace_standby(self, lost: Worker) -> None:
+        logger.warning("the standby was lost: %s", lost.loss)
+
+        async def replace() -> tuple[Worker, wire.Ready]:
+            await lost.close()
+            return await self._load_standby()
+
+        self._standby = asyncio.ensure_future(replace())
+
     async def _from_standby(self) -> tuple[Worker, wire.Ready] | None:
-        """The loaded standby; None if there is none, or if it was lost or is not loaded yet."""
+        """The standby, as soon as it is loaded; None if there is none, or if it was lost as well."""
         standby, self._standby = self._standby, None
         if standby is None:
             return None
-        if standby.done() and not standby.cancelled() and standby.exception() is None:
-            worker, facts = standby.result()
-            if worker.loss is None:
-                return worker, facts
-        standby.cancel()
-        await asyncio.gather(standby, return_exceptions=True)
-        await self._discard(standby)
+        try:
+            worker, facts = await standby
+        except Exception:
+            logger.exception("the standby could not be loaded")
+            return None
+        worker.wake = lambda: None
+        if worker.loss is None:
+            return worker, facts
+        await worker.close()
         return None
 
     async def _discard(self, standby: asyncio.Task[tuple[Worker, wire.Ready]]) -> None:

@@ -179,7 +179,9 @@ async def raw(server, data):
         writer.close()
 
 
-@pytest.mark.parametrize("data", [b"", b"POST /generate HTTP/1.1\r\nHost: localhost\r\n", b"GET /health HTTP/1.1\r\nX: "])
+@pytest.mark.parametrize(
+    "data", [b"", b"POST /generate HTTP/1.1\r\nHost: localhost\r\n", b"GET /health HTTP/1.1\r\nX: "]
+)
 async def test_a_head_that_does_not_come_is_not_waited_for(data):
     async with talking(body_seconds=0.2) as server:
         assert await raw(server, data) == b""
@@ -187,7 +189,9 @@ async def test_a_head_that_does_not_come_is_not_waited_for(data):
 
 async def test_a_body_that_does_not_come_is_not_waited_for():
     async with talking(body_seconds=0.2) as server:
-        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        head = (
+            b"POST /generate HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        )
         answer = await raw(server, head)
         assert answer.startswith(b"HTTP/1.1 408")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"].startswith(

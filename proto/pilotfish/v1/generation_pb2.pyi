@@ -557,8 +557,8 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Drop tokens less likely than this fraction of the likeliest. 0 to 1. Default: 0, none."""
     repetition_penalty: _builtins.float
-    """Divides the logit of each token of prompt or output so far if it is positive, else multiplies it. Above 0, up
-    to 10. Default: 1, off.
+    """Divides the logit of each token of prompt or output so far if it is positive, else multiplies it. 0.01 to 10.
+    Default: 1, off.
     """
     presence_penalty: _builtins.float
     """Subtracted from the logit of each token generated so far. -2 to 2. Default: 0, off."""
