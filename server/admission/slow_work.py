@@ -26,14 +26,14 @@ TRIM_SECONDS = 0.5  # after the turn of a large input what was made of it is fre
 
 
 @dataclass(slots=True)
-class Turn:
+class InputTurn:
     """The size of the input that a task serves, and whether the task has the turn of the large ones."""
 
     size: int = 0
     release: Callable[[], None] = lambda: None  # lets the next large input have its turn; later calls have no effect
 
 
-_turn: ContextVar[Turn] = ContextVar("turn")
+_turn: ContextVar[InputTurn] = ContextVar("turn")
 
 
 class SlowWork:
@@ -45,9 +45,9 @@ class SlowWork:
         self._lock = asyncio.Lock()
 
     @asynccontextmanager
-    async def turn(self, size: int) -> AsyncIterator[Turn]:
+    async def turn(self, size: int) -> AsyncIterator[InputTurn]:
         """Within it `run` works on an input of `size` bytes; if it is large, until the turn is released."""
-        turn = Turn(size)
+        turn = InputTurn(size)
         if size > MAX_MIDDLE_BYTES:
             await self._lock.acquire()
             turn.release = self._releasing()
@@ -79,7 +79,7 @@ class SlowWork:
 
         `is_slow`: it is slow for a small input, too.
         """
-        size = _turn.get(Turn()).size
+        size = _turn.get(InputTurn()).size
         if size <= MAX_BYTES_ON_LOOP and not is_slow:
             return work(*args)
         thread = self._middle if size <= MAX_MIDDLE_BYTES else self._large
@@ -93,7 +93,7 @@ class SlowWork:
 
 def release_turn() -> None:
     """Release the turn of this task's input: it is converted, and the memory of its parts is about to be free."""
-    _turn.get(Turn()).release()
+    _turn.get(InputTurn()).release()
 
 
 def _trim() -> None:

@@ -154,7 +154,7 @@ APART = "from tests.e2e.test_faults import faulty_engine; faulty_engine()"
 def faulty_engine() -> None:
     """The program of an engine's process with all its faults."""
 
-    def load(config, progress):
+    def load(config, progress, *, is_successor=False):
         model = ServedModel.load(config, progress)
         for fault in IN_ENGINE:
             fault(model.engine, pytest.MonkeyPatch())

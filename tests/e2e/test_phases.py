@@ -269,7 +269,7 @@ class StopByFile:
 def held_engine() -> None:
     """The program of an engine's process that can be held in every phase."""
 
-    def load(config, progress):
+    def load(config, progress, *, is_successor=False):
         model = ServedModel.load(config, progress)
         for hold in HOLDS:
             stop = StopByFile(hold.__name__)

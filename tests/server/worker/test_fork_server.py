@@ -1,0 +1,145 @@
+"""The fork server: what it forks shares what it has imported, ends with it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from server.worker.fork_server import Forked, ForkServer, ForkServerGone
+from server.worker.remote import EngineProgram
+from tests.server.test_life import metric
+from tests.server.worker import fake_child
+from tests.server.worker.test_engine_process import SOME, answers, around, begun, rest, restarted, slow
+from tests.serving import serving, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+
+# Says who its parent is and whether a module was there before the fork, then waits for its end.
+ECHO = """
+import os, socket, sys
+sock = socket.socket(fileno=int(sys.argv[1]))
+sock.sendall(f"{os.getppid()} {'wave' in sys.modules}".encode())
+sock.recv(1)
+"""
+
+
+def state(pid: int) -> str:
+    """One letter as in ps; empty if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def said(forked: Forked) -> list[str]:
+    return forked.socket.recv(100).decode().split()
+
+
+def test_a_forked_process_has_what_was_imported_and_its_status_is_told():
+    with ForkServer.start(ECHO, ("wave",)) as forks:
+        one, other = forks.fork(), forks.fork()
+        with one.socket, other.socket:
+            assert [said(one), said(other)] == [[str(forks._child.process.pid), "True"]] * 2
+            assert one.wait() == -signal.SIGKILL
+            assert (one.wait(), state(one.pid)) == (-signal.SIGKILL, "")
+            other.socket.sendall(b"x")
+            assert other.wait() in (0, -signal.SIGKILL)  # it was about to end by itself
+
+
+def test_a_process_that_ends_by_itself_keeps_its_number_until_it_is_waited_for():
+    with ForkServer.start("raise SystemExit", ()) as forks:
+        forked = forks.fork()
+        with forked.socket:
+            assert forked.socket.recv(1) == b""
+            for _ in range(1000):
+                if state(forked.pid) == "Z":
+                    break
+                os.sched_yield()
+            forked.kill()
+            assert forked.wait() == 1  # an exception, printed
+
+
+def test_what_is_forked_ends_with_the_fork_server():
+    forks = ForkServer.start(ECHO, ())
+    forked = forks.fork()
+    with forked.socket:
+        said(forked)
+        forks._child.process.kill()
+        assert forked.socket.recv(1) == b""
+        with pytest.raises(ForkServerGone):
+            forks.fork()
+        assert forked.wait() == -signal.SIGKILL
+        forked.kill()  # of nobody
+    forks.close()
+    assert not forks.is_alive
+
+
+def test_signals_to_the_whole_group_end_neither():
+    with ForkServer.start(ECHO, ()) as forks:
+        forked = forks.fork()
+        with forked.socket:
+            said(forked)
+            for pid in (forks._child.process.pid, forked.pid):
+                os.kill(pid, signal.SIGINT)
+                os.kill(pid, signal.SIGTERM)
+            other = forks.fork()
+            with other.socket:
+                assert other.wait() == -signal.SIGKILL
+
+
+def served_apart(**config):
+    return serving(program=EngineProgram(fake_child.PROGRAM, around, ()), engine_process=True, **config)
+
+
+async def test_without_its_fork_server_a_server_starts_another_one():
+    async with served_apart() as server:
+        call = server.inference.GenerateStream(slow(stopping=SOME))
+        await begun([call])
+        os.kill(server.app.host._forks._child.process.pid, signal.SIGKILL)
+        (end,) = await rest(call)
+        assert (end.usage.completion_tokens, end.interruptions) == (150, 1)
+        await restarted(server)
+        assert await answers(server)
+
+
+async def standby_of(server):
+    await until(lambda: server.app.host._standby is not None and server.app.host._standby.done())
+    worker, _ = server.app.host._standby.result()
+    return worker
+
+
+async def test_a_standby_takes_over_and_gets_a_successor():
+    async with served_apart(standby=True) as server:
+        for times in (1, 2):
+            standby = await standby_of(server)
+            call = server.inference.GenerateStream(slow(stopping=SOME))
+            await begun([call])
+            os.kill(server.app.host._worker.process.pid, signal.SIGKILL)
+            (end,) = await rest(call)
+            assert (end.usage.completion_tokens, end.interruptions) == (150, 1)
+            assert server.app.host._worker is standby
+            await restarted(server, times)
+        assert await answers(server)
+
+
+async def test_a_standby_that_is_lost_is_replaced_and_nobody_notices():
+    async with served_apart(standby=True) as server:
+        lost = await standby_of(server)
+        os.kill(lost.process.pid, signal.SIGKILL)
+        await until(lambda: lost.loss is not None)
+        assert await standby_of(server) is not lost
+        await until(lambda: state(lost.process.pid) == "")
+        assert await answers(server)
+        assert metric(server, "engine_restarts_total") == 0
+
+
+async def test_the_engine_is_lost_while_its_standby_loads():
+    async with served_apart(standby=True) as server:
+        for times in (1, 2, 3):
+            os.kill(server.app.host._worker.process.pid, signal.SIGKILL)
+            await restarted(server, times)
+        assert await answers(server)
