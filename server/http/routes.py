@@ -48,17 +48,17 @@ def add_generation(
     """Add the routes, and handlers that return errors in OpenAI's format; `driver` raises until the model is loaded."""
     router, routes = APIRouter(), _Routes(admission, driver, slow, stall_seconds)
 
-    @router.post("/generate", response_model=None, openapi_extra=_schema(GenerateBody))
+    @router.post("/generate", response_model=None, openapi_extra=_schema("/generate", GenerateBody))
     async def generate(request: Request) -> Response:
         """Continue one prompt: return the text and its speed, or stream the tokens."""
         return await routes.respond(GenerateBody, lambda _: native_answers, request)
 
-    @router.post("/v1/completions", response_model=None, openapi_extra=_schema(CompletionBody))
+    @router.post("/v1/completions", response_model=None, openapi_extra=_schema("/v1/completions", CompletionBody))
     async def completions(request: Request) -> Response:
         """Continue a prompt, in the format of OpenAI's completions."""
         return await routes.respond(CompletionBody, partial(routes.shape, TextAnswers), request)
 
-    @router.post("/v1/chat/completions", response_model=None, openapi_extra=_schema(ChatBody))
+    @router.post("/v1/chat/completions", response_model=None, openapi_extra=_schema("/v1/chat/completions", ChatBody))
     async def chat_completions(request: Request) -> Response:
         """Continue a conversation, in the format of OpenAI's chat completions."""
         return await routes.respond(ChatBody, partial(routes.shape, ChatAnswers), request)
@@ -115,9 +115,11 @@ class _Routes:
         raise AssertionError("a request with known violations was admitted")
 
 
-def _schema(kind: type[GenerationFields]) -> dict[str, Any]:
-    """Describe a body for `/openapi.json`; the parts that it refers to stand beside it."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+def _schema(path: str, kind: type[GenerationFields]) -> dict[str, Any]:
+    """Describe the body of a route for `/openapi.json`, with references to the parts that stand beside it."""
+    here = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"
+    schema = kind.model_json_schema(ref_template=here + "/$defs/{model}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _origin(request: Request, timeout: float | None) -> Origin:

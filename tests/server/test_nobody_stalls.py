@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
 import time
 
@@ -154,7 +155,12 @@ async def test_no_page_loads_scripts_of_others():
     async with serving() as server, http_client(server) as http:
         assert [(await http.get(path)).status_code for path in ("/docs", "/redoc")] == [404, 404]
         described = (await http.get("/openapi.json")).json()
-        assert "requestBody" in described["paths"]["/generate"]["post"]
+        bodies_of = [described["paths"][path]["post"]["requestBody"] for path in ("/generate", "/v1/chat/completions")]
+        for reference in set(re.findall(r'"\$ref": "([^"]+)"', json.dumps(bodies_of))):
+            part = described
+            for step in reference.removeprefix("#/").split("/"):
+                part = part[step.replace("~1", "/")]
+            assert part["type"] in ("object", "string"), reference
 
 
 @pytest.mark.parametrize("path", ["/generate", "/nothing", "/health"])
