@@ -23,7 +23,7 @@ def violations(request: Request, bounds: Bounds, vocab_size: int, max_model_len:
     yield from _count_violations(sampling, bounds)
     yield from _stop_violations(sampling, bounds)
     yield from _prompt_violations(request, bounds, max_model_len)
-    yield from _unknown("token_ids", request.token_ids, vocab_size)
+    yield from unknown_ids("token_ids", request.token_ids, vocab_size)
     yield from _token_violations(sampling, bounds, vocab_size)
     yield from _logprob_violations(request, bounds, max_model_len)
     if sampling.guided is not None:
@@ -95,9 +95,9 @@ def _prompt_violations(request: Request, bounds: Bounds, max_model_len: int) -> 
 
 
 def _token_violations(sampling: SamplingParams, bounds: Bounds, vocab_size: int) -> Iterator[Violation]:
-    yield from _unknown("stopping.stop_token_ids", sampling.stop_token_ids, vocab_size)
+    yield from unknown_ids("stopping.stop_token_ids", sampling.stop_token_ids, vocab_size)
     yield from _set_violations("sampling.banned_token_ids", sampling.banned_token_ids, vocab_size)
-    yield from _unknown("sampling.logit_bias", sampling.logit_bias, vocab_size, by_id=True)
+    yield from unknown_ids("sampling.logit_bias", sampling.logit_bias, vocab_size, by_id=True)
     num_biased, most = len(sampling.logit_bias), bounds.max_logit_bias
     if num_biased > most:
         yield Violation("sampling.logit_bias", f"has {num_biased} tokens; the limit is {most}")
@@ -114,10 +114,10 @@ def _token_violations(sampling: SamplingParams, bounds: Bounds, vocab_size: int)
 def _set_violations(field: str, tokens: tuple[int, ...], vocab_size: int) -> Iterator[Violation]:
     if len(tokens) > vocab_size:
         yield Violation(field, f"has {len(tokens)} ids; the model knows {vocab_size}")
-    yield from _unknown(field, tokens, vocab_size)
+    yield from unknown_ids(field, tokens, vocab_size)
 
 
-def _unknown(field: str, tokens: Collection[int], vocab_size: int, *, by_id: bool = False) -> Iterator[Violation]:
+def unknown_ids(field: str, tokens: Collection[int], vocab_size: int, *, by_id: bool = False) -> Iterator[Violation]:
     """Report only the first id that the model does not know, because with a wrong tokenizer there are many."""
     if not tokens or 0 <= min(tokens) <= max(tokens) < vocab_size:
         return

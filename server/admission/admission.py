@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from engine.errors import PilotfishError, Violation
 from engine.types import FinishReason
@@ -160,9 +161,16 @@ class Admission:
     async def _wanted(
         self, message: pb.GenerateRequest, known: Sequence[Violation], model: ServedModel
     ) -> convert.Wanted:
-        """Convert the message. A chat template may be slow for a small message, too."""
+        """Convert the message. Nobody's turn waits for the encoding of its text."""
+        found, encoded = list(known), None
+        is_chat = message.HasField("messages")  # a template may be slow for a small conversation, too
         try:
-            return await self._slow.run(convert.wanted, message, model, known, is_slow=message.HasField("messages"))
+            text = await self._slow.run(convert.text_of, message, model, found, is_slow=is_chat)
+            if text is not None and model.codec is not None:
+                release_turn()
+                # The template's text already contains the special tokens.
+                encoded = await self._slow.encode(text, partial(model.codec.encode, bare=is_chat))
+            return await self._slow.run(convert.wanted, message, model, encoded, found)
         finally:
             release_turn()
 

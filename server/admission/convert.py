@@ -18,7 +18,7 @@ from engine.types import Request
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.resume import emitted_outputs, received_outputs
 from server.admission.settings import MODES, VERIFICATIONS
-from server.chat import MAX_MESSAGES, Message
+from server.chat import MAX_MESSAGES, ChatTemplate, Message
 from server.errors import NotFound
 from server.model import ServedModel
 from server.streams.output import ReceivedOutput
@@ -48,27 +48,65 @@ def require_model(name: str | None, model: ServedModel) -> None:
         raise NotFound(f"model is {shown(name)}; this server has {model.name!r}")
 
 
-def wanted(message: pb.GenerateRequest, model: ServedModel, known: Iterable[Violation] = ()) -> Wanted:
-    """Check and convert a request. This encodes its text, which is slow for a long text, but compiles no structure.
+def text_of(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> str | None:
+    """Return the text that has to be encoded: the prompt, or the conversation as the chat template writes it.
+
+    None if there is none, or if it cannot be used; violations of its length and of the template are added to `found`.
+
+    Raises:
+        NotFound: the message names another model.
+    """
+    require_model(message.model if message.HasField("model") else None, model)
+    field = message.WhichOneof("input")
+    if model.codec is None or field not in ("prompt", "messages") or (field == "messages" and model.chat is None):
+        return None
+    try:
+        text = message.prompt if field == "prompt" or model.chat is None else _rendered(message.messages, model.chat)
+        model.codec.require_room(field, text, _most_prompt_tokens(model))
+    except InvalidRequest as invalid:
+        found += invalid.violations
+        return None
+    return text
+
+
+def _rendered(conversation: pb.ChatMessages, chat: ChatTemplate) -> str:
+    turns = conversation.messages
+    if len(turns) > MAX_MESSAGES:  # before they are copied
+        raise InvalidRequest.of("messages", f"has {len(turns)} messages; expected 1 to {MAX_MESSAGES}")
+    return chat.render([Message(turn.role, turn.content) for turn in turns])
+
+
+def _most_prompt_tokens(model: ServedModel) -> int:
+    engine = model.engine
+    return min(engine.max_model_len - 1, engine.config.max_prompt_tokens or engine.max_model_len)
+
+
+def wanted(
+    message: pb.GenerateRequest,
+    model: ServedModel,
+    encoded: tuple[int, ...] | None = None,
+    known: Iterable[Violation] = (),
+) -> Wanted:
+    """Check and convert a request. This encodes no text and compiles no structure.
 
     Args:
         message: the request.
         model: the served model.
+        encoded: the tokens of `text_of` the message, if it has a text.
         known: violations that are already known; the error lists them too. If there are any, the message may lack an
             input.
 
     Raises:
-        NotFound: the message names another model.
         InvalidRequest: the request is invalid; the error lists all violations.
         Unsupported: this server or model lacks something that the request needs; the error lists all of it.
         ResumeRefused: the request continues a stream of another model.
     """
-    require_model(message.model if message.HasField("model") else None, model)
-    found = [*known, *_violations(message, model, needs_input=not known)]
+    found = list(known)
+    found += _violations(message, model, needs_input=not found)
     received = _received(message, model, found)
     request = Request(
         request_id=message.request_id if message.HasField("request_id") else secrets.token_hex(12),
-        token_ids=_prompt(message, model, found),
+        token_ids=_prompt(message, model, found) if encoded is None else encoded,
         sampling=_sampling(message, model, found),
         speculation=_speculation(message.speculation),
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
@@ -145,33 +183,14 @@ def _as_in_the_protocol(violation: Violation) -> Violation:
 
 
 def _prompt(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[int, ...]:
-    """Return the prompt's tokens, or a placeholder if the prompt is invalid.
+    """Return the tokens that the caller sent, or a placeholder if there are none or too many.
 
-    With a placeholder the rest of the request is checked, and then it is refused. Violations of the chat template are
-    added to `found`.
+    With a placeholder the rest of the request is checked, and then it is refused.
     """
-    nothing, engine = (0,), model.engine
-    most = min(engine.max_model_len - 1, engine.config.max_prompt_tokens or engine.max_model_len)
-    if message.HasField("token_ids"):
-        ids = message.token_ids.ids
-        return nothing if len(ids) > most and not _bounded(ids, "prompt", "tokens", most, found) else tuple(ids)
-    if model.codec is None or not message.WhichOneof("input"):
+    nothing, ids, most = (0,), message.token_ids.ids, _most_prompt_tokens(model)
+    if not message.HasField("token_ids"):
         return nothing
-    try:
-        if not message.HasField("messages"):
-            model.codec.require_room("prompt", message.prompt, most)
-            return model.codec.encode(message.prompt)
-        if model.chat is None:
-            return nothing
-        turns = message.messages.messages
-        if len(turns) > MAX_MESSAGES:  # before they are copied
-            raise InvalidRequest.of("messages", f"has {len(turns)} messages; expected 1 to {MAX_MESSAGES}")
-        text = model.chat.render([Message(turn.role, turn.content) for turn in turns])
-        model.codec.require_room("messages", text, most)
-        return model.codec.encode(text, bare=True)  # the template's text already contains the special tokens
-    except InvalidRequest as invalid:
-        found += invalid.violations
-        return nothing
+    return nothing if len(ids) > most and not _bounded(ids, "prompt", "tokens", most, found) else tuple(ids)
 
 
 def _bounded(values: Values, field: str, noun: str, most: int, found: list[Violation]) -> Values | tuple[()]:

@@ -1,15 +1,19 @@
 """Work on inputs by their size: small ones on the event loop, others on threads beside it, large ones one by one.
 
-Parsing and checking hold the lock of the interpreter. Each thread does one piece at a time, so the event loop waits for
-a few pieces at most, however many callers send large inputs at once. A large input has its turn from its first parsing
-until it is converted, because what is parsed of four megabytes can take a hundred.
+Parsing and checking hold the lock of the interpreter. One thread does one piece of such work at a time, the smallest
+first, and begins a piece only after the event loop has seen the end of the one before. So the loop waits for one piece
+at most, however many callers send large inputs at once. A large input has its turn from its first parsing until all its
+entries are counted or its text is known, because what is parsed of four megabytes can take a hundred.
+
+Encoding holds no lock, but it can take seconds, so it has threads of its own, on which no parsing waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
+import heapq
+import itertools
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -21,8 +25,8 @@ Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
 MAX_BYTES_ON_LOOP = 2 << 10  # work on so many bytes takes less than a millisecond
-MAX_MIDDLE_BYTES = 256 << 10  # and on so many some tens of milliseconds
-TRIM_SECONDS = 0.5  # after the turn of a large input what was made of it is free
+MAX_MIDDLE_BYTES = 256 << 10  # and on so many some tens of milliseconds; to encode them a quarter of a second
+TRIM_SECONDS = 0.5  # after it, what was made of a large input is free
 
 
 @dataclass(slots=True)
@@ -37,12 +41,12 @@ _turn: ContextVar[InputTurn] = ContextVar("turn")
 
 
 class SlowWork:
-    """Two threads, for middle and for large inputs, and the turn of the large ones."""
+    """A thread for work that holds the lock, two for the encoding of middle and of long texts, and the turn."""
 
     def __init__(self) -> None:
-        self._middle = ThreadPoolExecutor(max_workers=1, thread_name_prefix="middle-inputs")
-        self._large = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-inputs")
+        self._locking, self._middle, self._long = _Lane("slow-work"), _Lane("encode"), _Lane("encode-long")
         self._lock = asyncio.Lock()
+        self._is_trim_due = False
 
     @asynccontextmanager
     async def turn(self, size: int) -> AsyncIterator[InputTurn]:
@@ -66,13 +70,19 @@ class SlowWork:
             if is_held:
                 is_held = False
                 self._lock.release()
-                asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim)
+                self._trim_later()
 
         return release
 
+    def _trim_later(self) -> None:
+        if not self._is_trim_due:
+            self._is_trim_due = True
+            asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim)
+
     def _trim(self) -> None:
+        self._is_trim_due = False
         with suppress(RuntimeError):  # the server has stopped meanwhile
-            self._middle.submit(_trim)
+            self._long.thread.submit(_trim)
 
     async def run(self, work: Callable[[*Args], T], /, *args: *Args, is_slow: bool = False) -> T:
         """Return `work(*args)`, which is done where an input of this size belongs.
@@ -82,13 +92,62 @@ class SlowWork:
         size = _turn.get(InputTurn()).size
         if size <= MAX_BYTES_ON_LOOP and not is_slow:
             return work(*args)
-        thread = self._middle if size <= MAX_MIDDLE_BYTES else self._large
-        return await asyncio.get_running_loop().run_in_executor(thread, work, *args)
+        return await self._locking.run(size, work, *args)
+
+    async def encode(self, text: str, work: Callable[[str], T]) -> T:
+        """Return `work(text)`, which encodes a text and holds no lock while it does."""
+        if len(text) <= MAX_BYTES_ON_LOOP:
+            return work(text)
+        if len(text) <= MAX_MIDDLE_BYTES:
+            return await self._middle.run(len(text), work, text)
+        try:
+            return await self._long.run(len(text), work, text)
+        finally:
+            self._trim_later()  # a tokenizer needs two hundred bytes for each byte of a text
 
     def close(self) -> None:
         """Start no further work."""
-        for thread in (self._middle, self._large):
-            thread.shutdown(wait=False, cancel_futures=True)
+        for lane in (self._locking, self._middle, self._long):
+            lane.thread.shutdown(wait=False, cancel_futures=True)
+
+
+class _Lane:
+    """One thread; of the pieces of work that wait for it, the smallest is next."""
+
+    def __init__(self, name: str) -> None:
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap of size, age, and what to wait for
+        self._numbers = itertools.count()
+        self._is_busy = False
+
+    async def run(self, size: int, work: Callable[[*Args], T], /, *args: *Args) -> T:
+        await self._wait(size)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.thread, work, *args)
+        finally:
+            self._next()
+
+    async def _wait(self, size: int) -> None:
+        if not self._is_busy:
+            self._is_busy = True
+            return
+        place = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (size, next(self._numbers), place))
+        try:
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled():  # this piece was the next
+                self._next()
+            raise
+
+    def _next(self) -> None:
+        """Let the next piece begin whose caller has not gone."""
+        while self._waiting:
+            _, _, place = heapq.heappop(self._waiting)
+            if not place.done():
+                place.set_result(None)
+                return
+        self._is_busy = False
 
 
 def release_turn() -> None:
@@ -97,8 +156,7 @@ def release_turn() -> None:
 
 
 def _trim() -> None:
-    """Free what only cycles hold, such as exceptions, and give freed memory back to the system, where C can do that."""
-    gc.collect()
+    """Give freed memory back to the system, where the C library can. This holds no lock."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

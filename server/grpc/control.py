@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
 
 from engine.errors import InvalidRequest, Unsupported, shown
+from engine.request.validation import unknown_ids
 from engine.stats import Clock
 from engine.text.codec import Codec
 from engine.types import FinishReason
@@ -16,7 +18,7 @@ from pilotfish.v1 import control_pb2 as pb
 from pilotfish.v1 import control_pb2_grpc
 from server.admission import answers, convert
 from server.admission.security import Callers
-from server.admission.slow_work import SlowWork
+from server.admission.slow_work import SlowWork, release_turn
 from server.config import ServerConfig
 from server.driver import Driver
 from server.errors import Forbidden, NotFound
@@ -105,8 +107,8 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         model = self._model(request)
         codec, most = _require_codec(model), model.engine.max_model_len
         codec.require_room("text", request.text, most)
-        tokens = await self._slow.run(codec.encode, request.text)
-        return pb.TokenizeResponse(token_ids=tokens)
+        release_turn()
+        return await self._slow.encode(request.text, partial(_tokenized, codec))
 
     async def Detokenize(  # noqa: N802
         self, request: pb.DetokenizeRequest, context: Context
@@ -114,14 +116,10 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         """Convert token ids to text: as many as the context has."""
         model = self._model(request)
         codec = _require_codec(model)
-        limit, most = model.engine.vocab_size, model.engine.max_model_len
+        most = model.engine.max_model_len
         if len(request.token_ids) > most:
             raise InvalidRequest.of("token_ids", f"has {len(request.token_ids)} ids; the limit is {most}")
-        unknown = next((i for i, token in enumerate(request.token_ids) if token >= limit), None)
-        if unknown is not None:
-            problem = f"is {request.token_ids[unknown]}; expected 0 to {limit - 1}"
-            raise InvalidRequest.of(f"token_ids[{unknown}]", problem)
-        return pb.DetokenizeResponse(text=await self._slow.run(codec.decode, request.token_ids))
+        return await self._slow.run(_detokenized, codec, request.token_ids, model.engine.vocab_size)
 
     def _model(self, request: pb.GetModelInfoRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> ServedModel:
         model = self._driver().model
@@ -133,3 +131,13 @@ def _require_codec(model: ServedModel) -> Codec:
     if model.codec is None:
         raise Unsupported(f"{model.name} has no tokenizer: it takes and gives token ids alone")
     return model.codec
+
+
+def _tokenized(codec: Codec, text: str) -> pb.TokenizeResponse:
+    return pb.TokenizeResponse(token_ids=codec.encode(text))
+
+
+def _detokenized(codec: Codec, token_ids: Sequence[int], vocab_size: int) -> pb.DetokenizeResponse:
+    if unknown := list(unknown_ids("token_ids", token_ids, vocab_size)):
+        raise InvalidRequest(unknown)
+    return pb.DetokenizeResponse(text=codec.decode(token_ids))

@@ -27,24 +27,28 @@ def require_few(data: bytes, descriptor: Descriptor) -> None:
         InvalidRequest: names the field.
     """
     counts: Counter[str] = Counter()
-    waiting = [(0, len(data), descriptor, "")]
+    position, end, message, path = 0, len(data), descriptor, ""
+    outer: list[tuple[int, Descriptor, str]] = []  # the messages around this one; no lists that the collector goes over
     try:
-        while waiting:
-            position, end, message, path = waiting.pop()
-            while position < end:
-                tag, position = _varint(data, position)
-                field = message.fields_by_number.get(tag >> 3)
-                name = f"{path}{'unknown' if field is None else field.name}"
-                counts[name] += 1
-                if counts[name] > MAX_ENTRIES:
-                    raise InvalidRequest.of(name, f"has more than {MAX_ENTRIES} entries")
-                size, position = _size(data, position, tag & 7)
-                inner = None if field is None else field.message_type
-                if inner is not None and tag & 7 == _BYTES:
-                    waiting.append((position, position + size, inner, f"{name}."))
-                elif field is not None and size > MAX_NUMBERS and field.type not in _TEXTS:
-                    _require_few_numbers(name, data[position : position + size])
-                position += size
+        while position < end or outer:
+            if position >= end:
+                end, message, path = outer.pop()
+                continue
+            tag, position = _varint(data, position)
+            field = message.fields_by_number.get(tag >> 3)
+            name = f"{path}{'unknown' if field is None else field.name}"
+            counts[name] += 1
+            if counts[name] > MAX_ENTRIES:
+                raise InvalidRequest.of(name, f"has more than {MAX_ENTRIES} entries")
+            size, position = _size(data, position, tag & 7)
+            inner = None if field is None else field.message_type
+            if inner is not None and tag & 7 == _BYTES:
+                outer.append((end, message, path))
+                end, message, path = position + size, inner, f"{name}."
+                continue
+            if field is not None and size > MAX_NUMBERS and field.type not in _TEXTS:
+                _require_few_numbers(name, data[position : position + size])
+            position += size
     except (IndexError, ValueError):  # the parser says what is wrong with it
         return
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 import tracemalloc
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import grpc
@@ -21,31 +20,13 @@ from server.admission import convert
 from server.admission.status import refusal, trailers
 from server.errors import Unavailable
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
+from tests.pauses import own_time, pauses
 from tests.server.fake_engine import FakeEngine, served
 from tests.serving import serving, serving_embedded
 
 GENERATE = "/pilotfish.v1.InferenceService/Generate"
 LIMIT = 4096 - 1  # tokens of a prompt of the fake engine
-MOST_PAUSE = 1.0  # seconds; what this machine needs is in `docs/benchmarks/`, and much less
-
-
-@asynccontextmanager
-async def pauses():
-    """The longest time for which the event loop did nothing else, in seconds."""
-    seen = SimpleNamespace(longest=0.0)
-
-    async def tick():
-        last = time.perf_counter()
-        while True:
-            await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            seen.longest, last = max(seen.longest, now - last), now
-
-    task = asyncio.create_task(tick())
-    await asyncio.sleep(0)
-    yield seen
-    await asyncio.sleep(0.002)
-    task.cancel()
+MOST_PAUSE = 1.0  # seconds; a tenth of it is usual
 
 
 async def ended_with(server, data, path=GENERATE, **options):
@@ -121,16 +102,16 @@ async def test_detokenize_names_the_first_id_that_the_model_does_not_know(server
 
 
 async def test_others_go_on_while_a_long_text_is_encoded():
-    """Encoding takes more than a second here, which is twice as long as the loop may pause."""
+    """Encoding takes about a second, and before it ran without the lock the loop paused for all of it."""
     engine = FakeEngine()
     engine.max_model_len = 1 << 22
     text = "xq" * 1_000_000
     async with serving(engine, options=[("grpc.max_send_message_length", 4 << 20)]) as server:
         asked = control.TokenizeRequest(text=text).SerializeToString()
-        began = time.perf_counter()
+        began = own_time()
         async with pauses() as seen:
             code, _ = await ended_with(server, asked, "/pilotfish.v1.ControlService/Tokenize")
-        took = time.perf_counter() - began
+        took = own_time() - began
     assert code in ("OK", "RESOURCE_EXHAUSTED")  # our own client may refuse the answer's size
     assert seen.longest < took / 2
 
@@ -191,8 +172,10 @@ def test_entries_beyond_a_limit_are_counted_and_not_copied(name):
     model = served(FakeEngine(), compile_grammar=lambda _: None, chat=SimpleNamespace(render=lambda _: "ab"))
     tracemalloc.start()
     try:
+        found = []
+        convert.text_of(message, model, found)
         with pytest.raises(InvalidRequest) as refused:
-            convert.wanted(message, model)
+            convert.wanted(message, model, None, found)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -7,10 +7,11 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from engine.errors import ModelError
+from engine.errors import InvalidRequest, ModelError
 from engine.text.codec import Codec, Decoder, OutputText, StopMatcher
+from tests.pauses import while_counting
 
 END = "<|end|>"
 
@@ -192,6 +193,101 @@ def test_padding_and_truncation_of_a_checkpoint_are_turned_off(tmp_path) -> None
     codec = Codec.load(str(tmp_path))
     assert codec is not None
     assert len(codec.encode("xyz")) == 3
+
+
+# ------------------------------------------------------------------------------------------------------ long texts
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("length", [1, 1999, 2000, 2001, 20_000])
+def test_texts_of_every_length_get_the_tokens_of_plain_encoding_and_their_text_back(length: int, bare: bool) -> None:
+    codec = byte_level()
+    codec.tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A {END}", special_tokens=[(END, codec.tokenizer.token_to_id(END))]
+    )
+    text = ("ab€ a" * length)[:length]
+    tokens = codec.encode(text, bare=bare)
+    assert tokens == tuple(codec.tokenizer.encode(text, add_special_tokens=not bare).ids)
+    assert (len(codec.encode(text)) - len(codec.encode(text, bare=True))) == 2
+    assert codec.decode(tokens) == text
+
+
+def test_a_long_text_is_encoded_and_decoded_without_the_interpreters_lock() -> None:
+    text = "ab€ x" * 100_000
+    took, longest = while_counting(lambda: CODEC.decode(CODEC.encode(text)))
+    assert longest < took / 2
+
+
+def spaces() -> Codec:
+    """Byte fallback as Llama 2 has it: spaces are written as another character, and one more comes first."""
+    codec = byte_fallback()
+    longer = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    codec.tokenizer.normalizer = normalizers.Sequence(longer)
+    return Codec(codec.tokenizer)
+
+
+def changed(**parts: object) -> Codec:
+    """A byte-level tokenizer with other parts."""
+    tokenizer = byte_level().tokenizer
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    return Codec(tokenizer)
+
+
+def with_token(**sides: bool) -> Codec:
+    tokenizer = byte_level().tokenizer
+    tokenizer.add_special_tokens([AddedToken("<|turn|>", special=True, **sides)])
+    return Codec(tokenizer)
+
+
+def bytes_of(codec: Codec, size: int, most: int) -> str | None:
+    """What is wrong with a text of so many bytes where `most` tokens are allowed."""
+    try:
+        codec.require_room("prompt", "x" * size, most)
+    except InvalidRequest as invalid:
+        return str(invalid)
+    return None
+
+
+def test_a_text_of_more_bytes_than_the_tokens_can_stand_for_is_refused() -> None:
+    longest = len(END)
+    assert bytes_of(CODEC, 3 * longest, 3) is None
+    said = f"prompt has {3 * longest + 1} bytes, which are more than 3 tokens; the limit is {3 * longest} bytes"
+    assert bytes_of(CODEC, 3 * longest + 1, 3) == said
+
+
+@pytest.mark.parametrize(
+    "codec", [CODEC, byte_fallback(), spaces(), with_token()], ids=["level", "fallback", "▁", "turn"]
+)
+@given(text=st.text(st.one_of(st.sampled_from("ab €▁"), st.characters(exclude_categories=["Cs"])), max_size=40))
+def test_no_text_is_refused_by_its_bytes_that_fits(codec: Codec, text: str) -> None:
+    codec.require_room("prompt", text, len(codec.encode(text, bare=True)))
+
+
+ENDLESS = {  # tokenizers of which one token can stand for a text of any length
+    "characters are deleted": changed(normalizer=normalizers.Strip()),
+    "characters are joined": changed(normalizer=normalizers.NFC()),
+    "a longer text is replaced": changed(normalizer=normalizers.Replace("   ", " ")),
+    "an expression is replaced": changed(normalizer=normalizers.Replace(Regex(" +"), " ")),
+    "white space is dropped": changed(
+        pre_tokenizer=pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    ),
+    "words are split at white space": changed(pre_tokenizer=pre_tokenizers.Whitespace()),
+    "a token takes the white space before it": with_token(lstrip=True),
+    "a token takes the white space after it": with_token(rstrip=True),
+    "unknown characters are dropped": Codec(Tokenizer(models.BPE(vocab={"x": 0}, merges=[]))),
+    "unknown characters are joined": Codec(
+        Tokenizer(models.BPE(vocab={"x": 0, "?": 1}, merges=[], unk_token="?", fuse_unk=True, byte_fallback=True))
+    ),
+    "words are tokens": Codec(Tokenizer(models.WordLevel(vocab={"x": 0, "?": 1}, unk_token="?"))),
+}
+
+
+@pytest.mark.parametrize("why", ENDLESS)
+def test_bytes_say_nothing_where(why: str) -> None:
+    assert bytes_of(ENDLESS[why], 1_000_000, 1) is None
 
 
 def test_no_tokenizer_is_none_and_a_broken_one_an_error(tmp_path) -> None:
