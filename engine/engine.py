@@ -228,7 +228,8 @@ class Engine:
         outputs = self._intake.open(request)
         for sequence in outputs:
             sequence.on_device = self._rounds.takes(sequence)
-            advance_grammar(sequence, sequence.tokens[sequence.prompt_len :])
+            if sequence.num_emitted:
+                advance_grammar(sequence, sequence.tokens[sequence.prompt_len :])
         self._live[request.request_id] = {sequence.index: sequence for sequence in outputs}
         self._scheduler.add(*outputs)
         over = ((sequence, self._end_if_over(sequence, None)) for sequence in outputs if sequence.num_emitted)

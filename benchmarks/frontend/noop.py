@@ -10,7 +10,7 @@ from typing import Any, cast
 from engine.config import EngineConfig
 from engine.engine import Engine, StepOutput
 from engine.errors import InvalidRequest
-from engine.params import SpeculationSettings
+from engine.params import SpeculationMode, SpeculationSettings, Verification
 from engine.request.validation import violations
 from engine.stats import Forward, StepStats
 from engine.text.codec import Codec
@@ -71,9 +71,16 @@ class NoopEngine:
         if found:
             raise InvalidRequest(found)
 
-    def add(self, request: Request) -> None:
-        """Add a request that was checked."""
+    def add(self, request: Request) -> tuple[TokenEvent, ...]:
+        """Add a request that was checked; none is continued here."""
         self._live[request.request_id] = _NoopOutput(request)
+        return ()
+
+    def speculation_of(self, request: Request) -> SpeculationSettings:
+        """Return some settings, for the first message of a stream."""
+        return SpeculationSettings(
+            mode=SpeculationMode.AUTO, num_draft_tokens=0, proposer="none", verification=Verification.COUPLED
+        )
 
     def finish(self, request_id: str, reason: FinishReason, **_: Any) -> tuple[TokenEvent, ...]:
         """End a request before it is complete."""

@@ -122,7 +122,7 @@ async def test_errors_are_shown_as_the_server_says_them():
         await page.get_by_label("Most tokens").fill("3000")
         await page.get_by_role("button", name="Run").click()
         await expect(page.locator("#drafted .draft").nth(2)).to_be_visible()
-        engine.fault = RuntimeError("secret")
+        engine.is_broken, engine.fault = True, RuntimeError("secret")
         await expect(page.get_by_role("alert")).to_contain_text("the engine failed")
         assert "secret" not in await page.content()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from server.worker.fork_server import Forked, ForkServer, ForkServerGone
 from server.worker.remote import EngineProgram
 from tests.server.test_life import metric
 from tests.server.worker import fake_child
-from tests.server.worker.test_engine_process import SOME, answers, around, begun, rest, restarted, slow
+from tests.server.worker.test_engine_process import SOME, answers, around, begun, rest, restarted, slow, state_of
 from tests.serving import serving, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -27,14 +26,6 @@ sock.recv(1)
 """
 
 
-def state(pid: int) -> str:
-    """One letter as in ps; empty if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return ""
-
-
 def said(forked: Forked) -> list[str]:
     return forked.socket.recv(100).decode().split()
 
@@ -45,7 +36,7 @@ def test_a_forked_process_has_what_was_imported_and_its_status_is_told():
         with one.socket, other.socket:
             assert [said(one), said(other)] == [[str(forks._child.process.pid), "True"]] * 2
             assert one.wait() == -signal.SIGKILL
-            assert (one.wait(), state(one.pid)) == (-signal.SIGKILL, "")
+            assert (one.wait(), state_of(one.pid)) == (-signal.SIGKILL, "")
             other.socket.sendall(b"x")
             assert other.wait() in (0, -signal.SIGKILL)  # it was about to end by itself
 
@@ -56,7 +47,7 @@ def test_a_process_that_ends_by_itself_keeps_its_number_until_it_is_waited_for()
         with forked.socket:
             assert forked.socket.recv(1) == b""
             for _ in range(1000):
-                if state(forked.pid) == "Z":
+                if state_of(forked.pid) == "Z":
                     break
                 os.sched_yield()
             forked.kill()
@@ -132,7 +123,7 @@ async def test_a_standby_that_is_lost_is_replaced_and_nobody_notices():
         os.kill(lost.process.pid, signal.SIGKILL)
         await until(lambda: lost.loss is not None)
         assert await standby_of(server) is not lost
-        await until(lambda: state(lost.process.pid) == "")
+        await until(lambda: state_of(lost.process.pid) == "")
         assert await answers(server)
         assert metric(server, "engine_restarts_total") == 0
 
