@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import heapq
 import itertools
 from collections.abc import AsyncIterator, Callable
@@ -156,7 +157,13 @@ def release_turn() -> None:
 
 
 def _trim() -> None:
-    """Give freed memory back to the system, where the C library can. This holds no lock."""
+    """Give freed memory back to the system, where the C library can. This holds no lock.
+
+    What only cycles hold, such as exceptions with the messages that they refused, is freed before, where loaded objects
+    are excluded from collections: else a collection would take a second.
+    """
+    if gc.get_freeze_count():
+        gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
