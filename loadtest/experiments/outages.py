@@ -16,13 +16,13 @@ ENGINE_SECONDS, SERVER_SECONDS = 15.0, 30.0  # from one failure to the next
 
 
 def engine_of(server: int) -> int | None:
-    """Return the process of a server's engine, its youngest descendant; None while there is none."""
+    """Return the process of a server's engine, the youngest child of its fork server; None while there is none."""
     parents = dict(_processes())
     family, found = {server}, None
     for pid in sorted(parents):  # a child has a higher number than its parent, but after an overflow of numbers
         if parents[pid] in family:
             family.add(pid)
-            found = pid
+            found = found if parents[pid] == server else pid
     return found
 
 
