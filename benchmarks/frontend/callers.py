@@ -62,7 +62,9 @@ def over_sse(path: str) -> Call:
 
     async def call(server: Server, streams: int, tokens: int) -> int:
         body = json.dumps({"prompt": PROMPT, limit: tokens, "ignore_eos": True, "stream": True}).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
         request = f"{head}\r\n\r\n".encode() + body
         connect = asyncio.get_running_loop().create_connection
         opened = (connect(lambda: _Reader(request), "127.0.0.1", server.http_port) for _ in range(streams))

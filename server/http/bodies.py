@@ -18,9 +18,9 @@ from server.http.types import GenerationFields
 
 BodyT = TypeVar("BodyT", bound=GenerationFields)
 
-# A body of text has few values, one of token ids many. Each takes up to a hundred bytes when it is made.
-MIN_VALUES, BYTES_PER_VALUE = 200_000, 16
-_PIECES = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[,\[{]', re.DOTALL)  # strings, and what precedes other values
+MAX_PARTS = 200_000  # strings, lists and objects: each takes up to two hundred bytes when it is made
+_PARTS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]', re.DOTALL)
+MAX_DIGITS = 1000  # of a whole number: to read one takes a time that grows with the square, and none served has more
 MAX_ERRORS = 100  # that are looked at; an answer has room for fewer
 
 
@@ -42,25 +42,41 @@ def read_body(kind: type[BodyT], data: bytes, content_type: str) -> tuple[BodyT,
     found = _json(data, content_type)
     try:
         body = kind.model_validate(found)
+        return body, asked(body)
     except ValidationError as error:
-        errors: list[Any] = [
-            {**about, "loc": ("body", *about["loc"])} for about in error.errors(include_url=False)[:MAX_ERRORS]
-        ]
-        if any(about["loc"] == ("body",) for about in errors):
-            raise WrongBody(violations(errors), None) from None
-        faulty: Iterable[str] = {str(part) for about in errors for part in about["loc"][1:2]}
-        raise WrongBody(violations(errors), rest(kind, found, faulty)) from None
-    return body, asked(body)
+        wrong = _wrong(kind, found, error)
+    del found  # it can have a hundred megabytes, and the traceback would keep it
+    raise wrong
 
 
-def _count(text: str) -> None:
-    """Refuse a text with more values than memory is worth, before any of them is made. Strings count as one value."""
-    most = max(MIN_VALUES, len(text) // BYTES_PER_VALUE)
-    if text.count('"') // 2 + text.count(",") + text.count("[") + text.count("{") <= most:
+def _wrong(kind: type[BodyT], found: Any, error: ValidationError) -> WrongBody:
+    errors: list[Any] = [
+        {**about, "loc": ("body", *about["loc"])} for about in error.errors(include_url=False)[:MAX_ERRORS]
+    ]
+    if any(about["loc"] == ("body",) for about in errors):
+        return WrongBody(violations(errors), None)
+    faulty: Iterable[str] = {str(part) for about in errors for part in about["loc"][1:2]}
+    return WrongBody(violations(errors), rest(kind, found, faulty))
+
+
+def _require_few_parts(text: str) -> None:
+    """Refuse a text of more parts than memory is worth, before any of them is made."""
+    if text.count('"') // 2 + text.count("[") + text.count("{") <= MAX_PARTS:
         return  # the usual case, which takes less time
-    found = sum(1 for _ in islice(_PIECES.finditer(text), most + 1))
-    if found > most:
-        raise InvalidRequest.of("body", f"has more than {most} values; the limit for {len(text)} characters")
+    found = sum(1 for _ in islice(_PARTS.finditer(text), MAX_PARTS + 1))
+    if found > MAX_PARTS:
+        raise InvalidRequest.of("body", f"has more than {MAX_PARTS} strings, lists and objects, which is the limit")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise InvalidRequest.of("body", f"is no JSON that can be read: a number is too long, of {len(digits)} digits")
+    return int(digits)
+
+
+def _real(digits: str) -> float:
+    """Convert as Python would, but between two numbers other threads can run."""
+    return float(digits)
 
 
 def _json(data: bytes, content_type: str) -> Any:
@@ -71,9 +87,9 @@ def _json(data: bytes, content_type: str) -> Any:
     if described.get_content_maintype() != "application" or not (subtype == "json" or subtype.endswith("+json")):
         raise InvalidRequest.of("body", f"is of type {shown(content_type)}; expected application/json")
     try:
-        text = data.decode()
-        _count(text)
-        return json.loads(text)
+        text = data.decode("utf-8-sig")
+        _require_few_parts(text)
+        return json.loads(text, parse_int=_whole, parse_float=_real)
     except UnicodeDecodeError as error:
         problem = f"is no UTF-8: the byte {error.object[error.start]:#04x} at {error.start}"
         raise InvalidRequest.of("body", problem) from None
@@ -81,5 +97,3 @@ def _json(data: bytes, content_type: str) -> Any:
         raise InvalidRequest.of("body", f"is no JSON: {error.msg} at {error.pos}") from None
     except RecursionError:
         raise InvalidRequest.of("body", "is no JSON that can be read: it is too deep") from None
-    except ValueError:  # Python limits the digits of a number
-        raise InvalidRequest.of("body", "is no JSON that can be read: a number is too long") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import grpc
 from fastapi.responses import JSONResponse
 
 from engine.errors import InvalidRequest, PilotfishError, Violation, shown
-from server.admission.status import clipped, refusal, told
+from server.admission.status import MAX_VIOLATION, clipped, refusal, told
 
 _STATUSES = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
@@ -85,18 +85,45 @@ def _joined(found: Sequence[tuple[str, str]]) -> str:
 
 def _path(error: Any) -> str:
     """("body", "messages", 0, "role") -> "messages[0].role", without pydantic's names for the types of a union."""
-    parts = [part for part in error["loc"][1:] if isinstance(part, int) or not _OF_A_UNION.fullmatch(part)]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    first, *others = error["loc"][1:] or ("body",)
+    parts = [first, *(part for part in others if isinstance(part, int) or not _OF_A_UNION.fullmatch(part))]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{clipped(part, MAX_VIOLATION)}" for part in parts)
     return path.removeprefix(".") or "body"
 
 
 def _problem(error: Any) -> str:
-    value = shown(error.get("input"))
     match error["type"]:
         case "missing":
             return "is missing"
         case "extra_forbidden":
-            return f"is {value}; this field is not served"
+            return f"is {_shown(error['input'])}; this field is not served"
         case "value_error":
             return str(error["ctx"]["error"])
-    return f"is {value}; {error['msg'][:1].lower()}{error['msg'][1:]}"
+        case "string_unicode":  # the key of an object
+            return f"has {_shown(error['input'])}, which is no text"
+    return f"is {_shown(error['input'])}; {error['msg'][:1].lower()}{error['msg'][1:]}"
+
+
+def _shown(value: Any, most: int = 80) -> str:
+    """`shown`; but of a list or an object, which can have millions of entries, only what is told is written."""
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > most:
+            return f"{text[: most - 1]}…"
+    return text
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """Yield what joins to the `repr` of a value of JSON; of long texts the middle is left out."""
+    if not isinstance(value, list | dict):
+        yield shown(value)
+        return
+    yield "[" if isinstance(value, list) else "{"
+    for i, entry in enumerate(value):
+        yield ", " if i else ""
+        yield from _pieces(entry)
+        if isinstance(value, dict):
+            yield ": "
+            yield from _pieces(value[entry])
+    yield "]" if isinstance(value, list) else "}"

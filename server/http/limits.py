@@ -6,13 +6,16 @@ import asyncio
 from typing import Any
 
 import h11
+import uvicorn
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.http.errors import HttpError
 
-ANSWER_SECONDS = 1.0  # for the answer 408, before the connection is closed
+ANSWER_SECONDS = 1.0  # for an answer to a body that has not arrived, before the connection is closed
+# Chunks of a body, besides one per so many bytes: each chunk takes the event loop as long as some kilobytes.
+MAX_CHUNKS, MIN_CHUNK = 1024, 512
 
 
 class RequestLimits:
@@ -25,13 +28,18 @@ class RequestLimits:
         self._app, self._max_head, self._max_body, self._seconds = app, max_head, max_body, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check the size of the head, and count the bytes of the body that the routes receive."""
-        head = sum(len(name) + len(value) for name, value in scope.get("headers", ())) + len(scope.get("raw_path", b""))
+        """Check the size of the head, and count the bytes of the body that the routes receive.
+
+        Cookies are dropped. We have no use for them, and FastAPI parses them in a time that grows with the square.
+        """
+        headers = scope.get("headers", ())
+        head = sum(len(name) + len(value) for name, value in headers) + len(scope.get("raw_path", b""))
         if head > self._max_head:
             problem = f"the headers have {head} bytes; the limit is {self._max_head}"
             await HttpError(431, "invalid_request_error", "http", problem).response()(scope, receive, send)
             return
-        await self._app(scope, _Counted(receive, self._max_body, self._seconds), send)
+        kept = [(name, value) for name, value in headers if name != b"cookie"]
+        await self._app({**scope, "headers": kept}, _Counted(receive, self._max_body, self._seconds), send)
 
 
 class _Counted:
@@ -56,6 +64,25 @@ class _Counted:
         return message
 
 
+class _Connection(h11.Connection):
+    """h11's side of a connection; it refuses a body of very many small chunks."""
+
+    problem = ""  # why a request was refused
+    _num_chunks = _num_bytes = 0
+
+    def next_event(self) -> type[h11.NEED_DATA | h11.PAUSED] | h11.Event:
+        """Return what h11 parsed, and count it."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks, self._num_bytes = self._num_chunks + event.chunk_start, self._num_bytes + len(event.data)
+            if self._num_chunks > MAX_CHUNKS + self._num_bytes // MIN_CHUNK:
+                self.problem = f"the body has {self._num_chunks} chunks for {self._num_bytes} bytes"
+                raise h11.RemoteProtocolError(self.problem)
+        return event
+
+
 class HttpProtocol(H11Protocol):
     """uvicorn's protocol with a limit on the time in which the head of a request arrives, and then its body.
 
@@ -65,11 +92,16 @@ class HttpProtocol(H11Protocol):
 
     head_seconds = 30.0
 
+    def __init__(self, config: uvicorn.Config, *args: Any, **named: Any) -> None:
+        super().__init__(config, *args, **named)
+        assert config.h11_max_incomplete_event_size is not None, "HttpServer sets it"
+        self.conn: _Connection = _Connection(h11.SERVER, config.h11_max_incomplete_event_size)
+        self._timer: asyncio.TimerHandle | None = None
+        self._awaited: float | None = None  # seconds of the timer
+
     def connection_made(self, transport: Any) -> None:
         """Start the timer for the first head."""
         super().connection_made(transport)
-        self._timer: asyncio.TimerHandle | None = None
-        self._awaited: object = None  # what the timer is for: the state of the other side
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -77,24 +109,40 @@ class HttpProtocol(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def on_response_complete(self) -> None:
+        """Expect the next request. If the body has not arrived yet, it has a little time left."""
+        super().on_response_complete()
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Say what is wrong with the request, unless it is answered already; then close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(self.conn.problem or msg)
+        else:
+            self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timer."""
         self._cancel()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        state = self.conn.their_state
-        if state is not self._awaited:
+        seconds = self._seconds()
+        if seconds != self._awaited:
             self._cancel()
-        seconds = {h11.IDLE: self.head_seconds, h11.SEND_BODY: self.head_seconds + ANSWER_SECONDS}.get(state)
-        if self._timer is None and seconds is not None:
-            self._awaited, self._timer = state, self.loop.call_later(seconds, self._close)
+            if seconds is not None:
+                self._awaited, self._timer = seconds, self.loop.call_later(seconds, self.transport.close)
 
-    def _close(self) -> None:
-        """Close the connection, whatever its answer is doing: an answer to a body that is late is an error."""
-        self.transport.close()
+    def _seconds(self) -> float | None:
+        """Return the time for what the other side has to send: a head, a body, or the rest of one that is answered."""
+        state = self.conn.their_state
+        if state is h11.IDLE:
+            return self.head_seconds
+        if state is not h11.SEND_BODY:
+            return None
+        return ANSWER_SECONDS if self.conn.our_state is h11.DONE else self.head_seconds + ANSWER_SECONDS
 
     def _cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._awaited = self._timer = None

@@ -48,17 +48,17 @@ def add_generation(
     """Add the routes, and handlers that return errors in OpenAI's format; `driver` raises until the model is loaded."""
     router, routes = APIRouter(), _Routes(admission, driver, slow, stall_seconds)
 
-    @router.post("/generate", response_model=None, openapi_extra=_schema("/generate", GenerateBody))
+    @router.post("/generate", response_model=None, openapi_extra=_schema(GenerateBody, "/generate"))
     async def generate(request: Request) -> Response:
         """Continue one prompt: return the text and its speed, or stream the tokens."""
         return await routes.respond(GenerateBody, lambda _: native_answers, request)
 
-    @router.post("/v1/completions", response_model=None, openapi_extra=_schema("/v1/completions", CompletionBody))
+    @router.post("/v1/completions", response_model=None, openapi_extra=_schema(CompletionBody, "/v1/completions"))
     async def completions(request: Request) -> Response:
         """Continue a prompt, in the format of OpenAI's completions."""
         return await routes.respond(CompletionBody, partial(routes.shape, TextAnswers), request)
 
-    @router.post("/v1/chat/completions", response_model=None, openapi_extra=_schema("/v1/chat/completions", ChatBody))
+    @router.post("/v1/chat/completions", response_model=None, openapi_extra=_schema(ChatBody, "/v1/chat/completions"))
     async def chat_completions(request: Request) -> Response:
         """Continue a conversation, in the format of OpenAI's chat completions."""
         return await routes.respond(ChatBody, partial(routes.shape, ChatAnswers), request)
@@ -115,10 +115,11 @@ class _Routes:
         raise AssertionError("a request with known violations was admitted")
 
 
-def _schema(path: str, kind: type[GenerationFields]) -> dict[str, Any]:
-    """Describe the body of a route for `/openapi.json`, with references to the parts that stand beside it."""
-    here = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"
-    schema = kind.model_json_schema(ref_template=here + "/$defs/{model}")
+def _schema(kind: type[GenerationFields], path: str) -> dict[str, Any]:
+    """Describe the body of a path for `/openapi.json`; the parts that it refers to stand beside it."""
+    route = path.replace("/", "~1")
+    parts = f"#/paths/{route}/post/requestBody/content/application~1json/schema/$defs/{{model}}"
+    schema = kind.model_json_schema(ref_template=parts)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 

@@ -40,6 +40,8 @@ MAX_TEXTS = 1024  # stop strings; what the server allows is less
 MAX_CHOICES = 65_536
 MAX_BIASES = 16_384
 MAX_IDS = 1 << 20
+MAX_SCHEMA = 1 << 20  # characters and values; what the server allows is less
+MAX_DEPTH = 128  # of a schema
 
 
 def _at_most(most: int) -> BeforeValidator:
@@ -51,6 +53,29 @@ def _at_most(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _is_schema(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a schema that is too large or too deep for any server, or contains half of a surrogate pair."""
+    level, left = list[Any]([value]), MAX_SCHEMA
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                inner += part.keys()
+                inner += part.values()
+            elif isinstance(part, list):
+                inner += part
+            elif isinstance(part, str):
+                left -= len(_is_text(part))
+        left -= len(inner)
+        if left < 0:
+            raise ValueError(f"is larger than {MAX_SCHEMA} characters and values, which is the limit")
+        if not inner:
+            return value
+        level = inner
+    raise ValueError(f"is deeper than {MAX_DEPTH} levels, which is the limit")
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(_is_schema)]
 Ids = Annotated[list[UInt32], Field(fail_fast=True), _at_most(MAX_IDS)]
 Texts = Annotated[list[Text], Field(fail_fast=True), _at_most(MAX_TEXTS)]
 
@@ -107,7 +132,7 @@ class JsonSchema(Body):
     name: Text | None = None
     description: Text | None = None
     strict: Flag | None = None  # no effect: the schema is always enforced strictly
-    schema_: dict[str, Any] = Field(default_factory=lambda: {"type": "object"}, alias="schema")
+    schema_: Schema = Field(default_factory=lambda: {"type": "object"}, alias="schema")
 
 
 class ResponseFormat(Body):
@@ -155,7 +180,7 @@ class GenerationFields(Body):
     stop: Annotated[Texts, BeforeValidator(_one_or_many)] | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: Flag | None = None
-    guided_json: Text | dict[str, Any] | None = None
+    guided_json: Text | Schema | None = None
     guided_regex: Text | None = None
     guided_grammar: Text | None = None
     guided_choice: Annotated[list[Text], Field(fail_fast=True), _at_most(MAX_CHOICES)] | None = None

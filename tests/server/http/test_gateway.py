@@ -410,8 +410,8 @@ async def test_a_reader_that_stalls_is_cut_and_its_pages_are_freed():
     async with talking(engine, stall_seconds=0.3, max_total_logprobs=10**7) as server:
         engine.max_model_len = 10**6
         body = json.dumps({"prompt": "a", "max_tokens": 900_000, "stream": True, "logprobs": 5}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(body)}"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+        head += "\r\nContent-Type: application/json"
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.setblocking(False)

@@ -1,0 +1,291 @@
+"""Hostile bodies: what is wrong with them is told at a price that does not depend on what is in them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import tracemalloc
+from itertools import count
+
+import pytest
+
+from engine.errors import InvalidRequest
+from loadtest.experiments.hostile import CALLS, SIZE
+from server.chat import MAX_MESSAGES
+from server.http import routes
+from server.http.bodies import MAX_DIGITS, MAX_PARTS, WrongBody, read_body
+from server.http.errors import violations
+from server.http.types import (
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_DEPTH,
+    MAX_FIELDS,
+    MAX_IDS,
+    MAX_SCHEMA,
+    MAX_TEXTS,
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+)
+from tests.pauses import pauses
+from tests.server.http.test_gateway import talking
+from tests.serving import http_client, serving
+
+pytestmark = pytest.mark.slow
+
+MOST_PAUSE = 4.0  # seconds, on a machine that does other things too; it was 45
+JSON = {"content-type": "application/json"}
+KINDS = {"/generate": GenerateBody, "/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+
+
+def told(path, data, content_type="application/json"):
+    """What is wrong with a body, as texts; none if nothing is."""
+    try:
+        read_body(KINDS[path], data if isinstance(data, bytes) else json.dumps(data).encode(), content_type)
+    except WrongBody as wrong:
+        return [str(violation) for violation in wrong.wrong]
+    except InvalidRequest as invalid:
+        return [str(violation) for violation in invalid.violations]
+    return []
+
+
+def deep(levels):
+    return {"a": deep(levels - 1)} if levels else 1
+
+
+def turn(**fields):
+    return {"role": "user", "content": "a"} | fields
+
+
+PROMPT = {"prompt": "a"}
+KEYS = {f"k{i}": 1 for i in range(MAX_FIELDS + 1)}
+SCHEMA = f"is larger than {MAX_SCHEMA} characters and values, which is the limit"
+DEEP = f"is deeper than {MAX_DEPTH} levels, which is the limit"
+# Every list and object of a body with one entry too many, all of them bad where that is possible; and what is told.
+TOO_MANY = [
+    ("/generate", PROMPT | KEYS, f"body has {MAX_FIELDS + 2} fields; the limit is {MAX_FIELDS}"),
+    ("/generate", PROMPT | {"stop": [5] * (MAX_TEXTS + 1)}, f"stop has {MAX_TEXTS + 1} entries; the limit"),
+    ("/generate", PROMPT | {"guided_choice": [5] * (MAX_CHOICES + 1)}, f"guided_choice has {MAX_CHOICES + 1} entries"),
+    (
+        "/generate",
+        PROMPT | {"logit_bias": dict.fromkeys(range(-1, MAX_BIASES), "b")},
+        f"logit_bias has {MAX_BIASES + 1}",
+    ),
+    (
+        "/generate",
+        PROMPT | {"speculation": KEYS},
+        f"speculation has {MAX_FIELDS + 1} fields; the limit is {MAX_FIELDS}",
+    ),
+    ("/generate", PROMPT | {"guided_json": {"a": [0] * MAX_SCHEMA}}, f"guided_json {SCHEMA}"),
+    ("/generate", PROMPT | {"guided_json": {"a": "é" * MAX_SCHEMA}}, f"guided_json {SCHEMA}"),
+    ("/generate", PROMPT | {"guided_json": {"é" * MAX_SCHEMA: 1}}, f"guided_json {SCHEMA}"),
+    ("/generate", PROMPT | {"guided_json": deep(MAX_DEPTH)}, f"guided_json {DEEP}"),
+    ("/v1/completions", {"prompt": [-1] * (MAX_IDS + 1)}, f"prompt has {MAX_IDS + 1} entries; the limit is {MAX_IDS}"),
+    *(
+        ("/v1/completions", PROMPT | {name: [-1] * (MAX_IDS + 1)}, f"{name} has {MAX_IDS + 1} entries; the limit")
+        for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids")
+    ),
+    (
+        "/v1/completions",
+        PROMPT | {"response_format": {"type": "json_schema", "json_schema": {"schema": deep(MAX_DEPTH)}}},
+        f"response_format.json_schema.schema {DEEP}",
+    ),
+    ("/v1/chat/completions", {"messages": [{}] * (MAX_MESSAGES + 1)}, f"messages has {MAX_MESSAGES + 1} entries"),
+    ("/v1/chat/completions", {"messages": [KEYS]}, f"messages[0] has {MAX_FIELDS + 1} fields; the limit"),
+    (
+        "/v1/chat/completions",
+        {"messages": [turn(content=[{}] * (MAX_TEXTS + 1))]},
+        f"messages[0].content has {MAX_TEXTS + 1} entries; the limit is {MAX_TEXTS}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "said"), TOO_MANY, ids=[f"{i}" for i in range(len(TOO_MANY))])
+def test_lists_and_objects_are_counted_before_their_entries_are_looked_at(path, body, said):
+    found = told(path, body)
+    assert any(text.startswith(said) for text in found), found
+    assert all("input should be a valid string" in text for text in found if not text.startswith(said))
+    assert len(found) <= 2  # the field is not the other type of its union either
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", PROMPT | {"stop": ["x"] * MAX_TEXTS, "logit_bias": dict.fromkeys(range(MAX_BIASES), 1)}),
+        ("/generate", PROMPT | {"guided_json": deep(MAX_DEPTH - 1)}),
+        ("/v1/completions", {"prompt": [1] * MAX_IDS}),
+        ("/v1/chat/completions", {"messages": [turn()] * MAX_MESSAGES}),
+        ("/v1/chat/completions", {"messages": [turn(content=[{"type": "text", "text": "a"}] * MAX_TEXTS)]}),
+    ],
+    ids=["texts", "depth", "ids", "messages", "parts"],
+)
+def test_as_many_as_the_limit_are_read(path, body):
+    assert told(path, body) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/generate", PROMPT | {"stop": ["x", *[5] * 500]}, ["stop[1] is 5; input should be a valid string"]),
+        ("/generate", PROMPT | {"stop_token_ids": [-1] * 500}, ["stop_token_ids[0] is -1;"]),
+        ("/v1/chat/completions", {"messages": [{}] * 500}, ["messages[0].role", "messages[0].content"]),
+    ],
+    ids=["stop", "ids", "messages"],
+)
+def test_the_first_bad_entry_of_a_list_ends_its_check(path, body, said):
+    found = told(path, body)
+    assert len(found) == len(said)
+    assert all(text.startswith(start) for text, start in zip(found, said, strict=True))
+
+
+def test_no_more_than_a_hundred_errors_are_looked_at():
+    assert len(told("/generate", PROMPT | {"logit_bias": {f"a{i}": "b" for i in range(900)}})) == 100
+
+
+@pytest.mark.parametrize("element", ["{}", "[]", '""', '{"":0}', "[" * 500 + "]" * 500])
+def test_a_body_of_too_many_parts_is_refused_before_they_are_made(element):
+    data = ('{"prompt":[' + ",".join([element] * (SIZE // (len(element) + 1))) + "]}").encode()
+    tracemalloc.start()
+    try:
+        found = told("/v1/completions", data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == [f"body has more than {MAX_PARTS} strings, lists and objects, which is the limit"]
+    assert peak < 3 * SIZE
+
+
+def test_what_is_within_a_text_is_no_part():
+    assert told("/generate", {"prompt": '[{"\\' * MAX_PARTS}) == []
+
+
+def test_of_a_huge_value_only_what_is_told_is_written():
+    taken = count()
+
+    class Lazy(list):
+        def __iter__(self):
+            for _ in range(10**9):
+                yield next(taken)
+
+    for value in (Lazy(), [[Lazy()]], {"a": Lazy()}, ["a" * 10**6] * 3):
+        [violation] = violations([{"type": "extra_forbidden", "loc": ("body", "x"), "input": value}])
+        assert len(violation.problem) < 120
+    assert next(taken) < 200
+    [violation] = violations([{"type": "int_type", "loc": ("body", "k" * 10**6), "input": 1, "msg": "No"}])
+    assert len(violation.field) <= 300
+
+
+# ------------------------------------------------------------------------------------- bytes that are no JSON of ours
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b'{"prompt":"\xff"}', "body is no UTF-8: the byte 0xff at 11"),
+        (b"[" * 5000, "body is no JSON that can be read: it is too deep"),
+        (b'{"seed":' + b"9" * (MAX_DIGITS + 1) + b"}", "body is no JSON that can be read: a number is too long"),
+        (b'{"seed":' + b"9" * SIZE + b"}", "body is no JSON that can be read: a number is too long"),
+        (b'{"prompt":', "body is no JSON: Expecting value at 10"),
+        (b"", "body is no JSON: Expecting value at 0"),
+        (b'{"prompt":"' + b'\\"' * (SIZE // 2), "body is no JSON: Unterminated string"),
+    ],
+    ids=["no UTF-8", "too deep", "long number", "longest number", "no JSON", "nothing", "no end"],
+)
+def test_each_kind_of_unreadable_body_is_told_by_its_name(data, said):
+    [found] = told("/generate", data)
+    assert found.startswith(said)
+
+
+def test_a_mark_of_the_byte_order_is_no_mistake():
+    assert told("/generate", b'\xef\xbb\xbf{"prompt":"a"}') == []
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "nonsense", "(" * 9000])
+def test_what_a_page_can_send_to_another_site_without_asking_is_refused(kind):
+    [found] = told("/generate", PROMPT, kind)
+    assert "expected application/json" in found
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", rb'{"prompt":"a","\ud800":1}'),
+        ("/generate", rb'{"prompt":"a","logit_bias":{"\ud800":1}}'),
+        ("/generate", rb'{"prompt":"a","guided_json":{"\ud800":1}}'),
+        ("/generate", rb'{"prompt":"a","guided_json":{"a":[{"b":{"\ud800":1}}]}}'),
+        ("/generate", rb'{"prompt":"a","guided_json":{"a":["\ud800"]}}'),
+        ("/generate", rb'{"prompt":"a","speculation":{"\ud800":1}}'),
+        ("/v1/completions", rb'{"prompt":"a","response_format":{"type":"text","\ud800":1}}'),
+        (
+            "/v1/completions",
+            rb'{"prompt":"a","response_format":{"type":"json_schema","json_schema":{"schema":{"\ud800":1}}}}',
+        ),
+        ("/v1/chat/completions", rb'{"messages":[{"role":"user","content":"a","\ud800":1}]}'),
+        ("/v1/chat/completions", rb'{"messages":[{"role":"a","content":[{"type":"text","text":"a","\ud800":1}]}]}'),
+    ],
+    ids=range(10),
+)
+async def test_half_a_surrogate_pair_in_a_key_is_a_mistake_that_is_named(path, body):
+    async with talking() as server:
+        answer = await server.http.post(path, content=body, headers=JSON)
+        assert answer.status_code == 400
+        assert r"'\ud800'" in answer.json()["error"]["message"]
+
+
+def test_a_field_may_be_named_like_a_type():
+    assert told("/generate", PROMPT | {"str": 1}) == ["str is 1; this field is not served"]
+
+
+# ---------------------------------------------------------------------------------------------------- beside the loop
+
+
+async def test_large_bodies_are_read_beside_the_loop_one_at_a_time_and_small_ones_on_it():
+    seen, open_now, most = [], [], []
+
+    def watched(kind, data, about):
+        open_now.append(data)
+        most.append(len(open_now))
+        seen.append((len(data) > 2048, threading.current_thread() is threading.main_thread()))
+        try:
+            return read_body(kind, data, about)
+        finally:
+            open_now.remove(data)
+
+    async with talking() as server:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(routes, "read_body", watched)
+            for size in (10, 100_000, 1_000_000):
+                asked = [server.http.post("/generate", json={"prompt": "a" * size, "stop": 5}) for _ in range(4)]
+                assert {answer.status_code for answer in await asyncio.gather(*asked)} == {400}
+    assert set(seen) == {(False, True), (True, False)}
+    assert max(most) == 1
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.is_http])
+async def test_the_largest_bodies_neither_stall_the_loop_nor_end_as_faults_of_the_server(name):
+    call = CALLS[name]
+    data = call.make()
+    async with serving() as server, http_client(server) as http:
+        async with pauses() as seen:
+            asked = [http.post(call.path, content=data, headers=JSON) for _ in range(3)]
+            answers = await asyncio.gather(*asked)
+        assert {answer.status_code for answer in answers} <= {200, 400}
+        assert all(len(answer.json()["error"]["message"]) <= 4000 for answer in answers if answer.status_code == 400)
+    assert seen.longest < MOST_PAUSE
+
+
+async def test_the_description_of_the_routes_refers_to_what_is_there():
+    async with serving() as server, http_client(server) as http:
+        document = (await http.get("/openapi.json")).json()
+        assert (await http.get("/docs")).status_code == (await http.get("/redoc")).status_code == 404
+    bodies = [document["paths"][path]["post"]["requestBody"] for path in KINDS]
+    schemas = [body["content"]["application/json"]["schema"] for body in bodies]
+    assert all("stop" in schema["properties"] for schema in schemas)
+    found = [text.split('"')[0] for text in json.dumps(document).split('"$ref": "#/')[1:]]
+    assert found
+    for reference in found:
+        place = document
+        for part in reference.split("/"):
+            place = place[part.replace("~1", "/")]
+        assert place["type"] == "object"
