@@ -128,6 +128,7 @@ chaos: install ## Faulty callers and faults while engines and a replica are kill
 survive: install ## Streams of every option while engines die, and while replicas do; calls of the largest size
 	$(BIN)/python -m loadtest survive --out build/loadtest/survive $(ARGS)
 	$(BIN)/python -m loadtest replicas --out build/loadtest/replicas
+	$(BIN)/python -m loadtest restart --out build/loadtest/restart
 	$(BIN)/python -m loadtest largest --out build/loadtest/largest
 
 simulate: install ## Predict a server under load from what its steps cost, and check that against one

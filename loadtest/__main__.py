@@ -6,6 +6,7 @@ python -m loadtest chaos       cancels, killed clients, stalled readers, deadlin
                                two replicas are killed, for five minutes
 python -m loadtest survive     32 streams of every option while the engine is killed at ten random moments, --runs times
 python -m loadtest replicas    32 streams while one of two replicas is killed or rolled every 30 s, for five minutes
+python -m loadtest restart     the pause that a reader sees when the engine dies
 python -m loadtest largest     calls of the largest size, of more than fifty kinds, ten of a kind at once
 python -m loadtest locust      Locust's users, for a minute, none of whom may fail; needs the extra loadtest
 
@@ -30,6 +31,7 @@ from loadtest.experiments.chaos import OPTIONS, PROGRAM, chaos, chaos_lines
 from loadtest.experiments.curve import SHARES, curve
 from loadtest.experiments.largest import largest
 from loadtest.experiments.overload import full_rate, overload
+from loadtest.experiments.restart import restarts
 from loadtest.phases import LoadTarget, Phase
 from loadtest.process import SCREEN, ServerProcess
 from loadtest.swarm import processes
@@ -67,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=2, help="locust: processes that hold them [%(default)s]")
     parser.add_argument("--scenario", default="steady", help="locust: steady, ramp, spike, or a workload [%(default)s]")
     parser.add_argument("--runs", type=int, default=10, help="survive: runs [%(default)s]")
-    parser.add_argument("--deaths", type=int, default=10, help="survive: deaths of the engine in a run [%(default)s]")
+    parser.add_argument(
+        "--deaths", type=int, default=10, help="survive, restart: deaths of the engine in a run [%(default)s]"
+    )
     parser.add_argument("--every", type=float, default=30.0, help="replicas: seconds between two deaths [%(default)s]")
     parser.add_argument("--kinds", nargs="+", default=[], help="largest: these kinds; default all")
     parser.add_argument("--untimed", action="store_true", help="judge nothing that depends on the machine's speed")
@@ -79,7 +83,7 @@ def _server(options: argparse.Namespace) -> ServerProcess:
     log = options.out / "server.log"
     if options.experiment == "chaos":
         return ServerProcess(*OPTIONS, *options.serve, log=log, program=PROGRAM)
-    if options.experiment in ("survive", "replicas", "largest"):
+    if options.experiment in ("survive", "replicas", "restart", "largest"):
         return ServerProcess(*survival.OPTIONS, *options.serve, log=log)
     if options.experiment in AT_A_SCREEN:
         return ServerProcess(*SCREEN, *options.serve, log=log)
@@ -151,6 +155,12 @@ def _replicas(server: ServerProcess, options: argparse.Namespace, told: dict[str
     return found.lines(), list(survival.told(found))
 
 
+def _restart(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
+    found = asyncio.run(restarts(server, options.deaths, Random(0), _tell))
+    (options.out / "results.json").write_text(json.dumps({**told, **asdict(found)}, indent=1) + "\n", "utf-8")
+    return found.lines(), list(found.problems(timed=not options.untimed))
+
+
 def _largest(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
     found = asyncio.run(largest(server, options.kinds, _tell))
     (options.out / "results.json").write_text(json.dumps({**told, **asdict(found)}, indent=1) + "\n", "utf-8")
@@ -187,6 +197,7 @@ EXPERIMENTS = {
     "chaos": _chaos,
     "survive": _survive,
     "replicas": _replicas,
+    "restart": _restart,
     "largest": _largest,
     "locust": _locust,
 }

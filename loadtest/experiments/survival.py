@@ -136,11 +136,17 @@ async def undisturbed(address: Sequence[str], http_address: str, tell: Callable[
 
 
 async def engine_deaths(server: ServerProcess, alone: Mapping[Job, Any], kills: int, random: Random) -> Survival:
-    """Run all streams at once, again and again, until the engine was killed so often, at random moments."""
+    """Run all streams at once, again and again, until the engine was killed so often, at random moments.
+
+    Every second death is 0.3 to 2.5 s after the one before, when the engine may still load; the others come so long
+    after it is ready.
+    """
     found, goes_on = Survival(), asyncio.Event()
 
     async def kill() -> None:
         while found.kills < kills:
+            if found.kills % 2:
+                await _ready(http)
             await asyncio.sleep(random.uniform(0.3, 2.5))
             pid = engine_of(server.pid)
             with contextlib.suppress(ProcessLookupError):
@@ -158,6 +164,15 @@ async def engine_deaths(server: ServerProcess, alone: Mapping[Job, Any], kills: 
         for job in JOBS:
             tasks.create_task(_repeat(client, http, job, alone[job], found, goes_on))
     return found
+
+
+async def _ready(http: httpx.AsyncClient) -> None:
+    """Wait for the server's engine; a server that is not ready within a minute is an error."""
+    for _ in range(1200):
+        if (await http.get("/health")).status_code == httpx.codes.OK:
+            return
+        await asyncio.sleep(0.05)
+    raise TimeoutError("the server was not ready within 60 s")
 
 
 async def replica_deaths(

@@ -23,6 +23,11 @@ def test_every_stream_is_as_undisturbed_when_a_replica_is_rolled_or_killed(tmp_p
     assert main(["replicas", *options]) == 0, capsys.readouterr().err
 
 
+def test_a_stream_pauses_and_goes_on_when_its_engine_dies(tmp_path, capsys):
+    assert main(["restart", "--deaths", "2", "--untimed", "--out", str(tmp_path)]) == 0, capsys.readouterr().err
+    assert len(json.loads((tmp_path / "results.json").read_text("utf-8"))["seconds"]) == 2
+
+
 def test_hostile_calls_are_as_large_as_the_limit_lets_through():
     assert len(CALLS) > 60
     for name, call in CALLS.items():
