@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from engine.errors import DuplicateRequest, PilotfishError, shown
 from engine.stats import Clock
 from engine.types import FinishReason, Request, TokenEvent
-from server.errors import Aborted, DeadlinePassed, EngineHung, RequestFailed, ResumeRefused, Unavailable
+from server.errors import Aborted, DeadlinePassed, EngineHung, EngineKilled, RequestFailed, ResumeRefused, Unavailable
 from server.estimates import Estimates
 from server.lifecycle import Lifecycle
 from server.model import ServedModel
@@ -150,7 +150,7 @@ class Driver:
         running = [s for s in self.live() if s.timeline.started is not None and s not in self._recovery]
         logger.error("the engine failed with %d requests, which go on with its successor", len(running), exc_info=error)
         await self._supervisor.lost()
-        guilty = self._recovery.crashed(running)
+        guilty = self._recovery.crashed(running, was_killed=isinstance(error, EngineKilled))
         for stream in running:
             stream.interrupt()
         self._metrics.requests.interruptions.inc(len(running))
@@ -162,7 +162,7 @@ class Driver:
         return False
 
     def _convict(self, stream: OutputStream) -> None:
-        """End a request that brought the engine down alone, twice in a row, and describe it in the log."""
+        """End a request that brought the engine down alone again and again, and describe it in the log."""
         request, crashes = stream.request, self._recovery.num_crashes(stream)
         emitted = [output.num_tokens for output in stream.outputs]
         about = f"{len(request.token_ids)} prompt tokens, {emitted} emitted, {shown(request.sampling, 1000)}"

@@ -57,7 +57,11 @@ class EngineHung(PilotfishError):
 
 
 class EngineCrashed(PilotfishError):
-    """Unexpected: the engine's process ended, or sent bytes that are not a valid message."""
+    """Unexpected: the engine's process ended."""
+
+
+class EngineKilled(EngineCrashed):
+    """Unexpected: the engine's process was ended by a SIGKILL that this server did not send."""
 
 
 class EngineGone(PilotfishError):

@@ -1,8 +1,8 @@
 """Which requests a restarted engine is fed again, and in what company: crashes are put down to requests.
 
 A request that was in the engine at two crashes in a row is tried alone. If it brings the engine down alone, twice in a
-row, it is guilty. A request that has got further than where the engine failed is cleared: its next crash counts as a
-first one.
+row, it is guilty; a SIGKILL counts half, because a request can cause one only by using up the memory. A request that
+has got further than where the engine failed is cleared: its next crash counts as a first one.
 Knows no engine and no time.
 """
 
@@ -15,6 +15,7 @@ from engine.params import MAX_NUM_DRAFT
 from server.streams.stream import OutputStream
 
 SUSPECT, GUILTY = 2, 2  # crashes in a row: in company, after which a request is tried alone; and alone
+_KILLED = 0.5  # how much of a crash a SIGKILL is
 # Every output of a cleared request has so many more tokens than at the crash: what the failed step could have made.
 CLEARING_TOKENS = MAX_NUM_DRAFT + 1
 
@@ -25,7 +26,7 @@ class _Record:
 
     tokens: tuple[int, ...] = ()  # of each output at the last one
     crashes: int = 0
-    alone: int = 0  # without company
+    alone: float = 0.0  # without company, weighed
 
 
 class Recovery:
@@ -45,8 +46,11 @@ class Recovery:
         """Whether one request runs alone, so that no other may be fed."""
         return self._tried is not None
 
-    def crashed(self, running: Sequence[OutputStream]) -> OutputStream | None:
-        """Record a crash with these requests in the engine. All wait now, but the guilty one, which is returned."""
+    def crashed(self, running: Sequence[OutputStream], *, was_killed: bool = False) -> OutputStream | None:
+        """Record a crash with these requests in the engine. All wait now, but the guilty one, which is returned.
+
+        `was_killed`: by a SIGKILL that this server did not send.
+        """
         self._tried = None
         again = {stream.request_id: stream for stream in running}
         self._waiting = again | {name: stream for name, stream in self._waiting.items() if name not in again}
@@ -56,8 +60,8 @@ class Recovery:
                 record = self._records[stream.request_id] = _Record()
             record.tokens = _tokens(stream)
             record.crashes += 1
-            record.alone = record.alone + 1 if len(running) == 1 else 0
-            if record.alone == GUILTY:
+            record.alone = record.alone + (_KILLED if was_killed else 1.0) if len(running) == 1 else 0.0
+            if record.alone >= GUILTY:
                 del self._waiting[stream.request_id]
                 return stream
         return None

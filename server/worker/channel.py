@@ -37,7 +37,7 @@ class Channel(asyncio.Protocol):
                 self._take(wire.read_to_front_end(payload))
         except wire.WireError as error:
             logger.error("the engine's process is not understood: %s", error)  # noqa: TRY400  # a traceback is of no use
-            self._lose(EngineCrashed(str(error)))
+            self._lose(error)
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -304,8 +304,9 @@ def main(load: LoadEngine = ServedModel.load) -> None:
     The fork server has set how this process handles signals, and that it ends with its parent.
     """
     code = 1
+    link = Link(socket.socket(fileno=int(sys.argv[1])), _RECEIVE_BYTES)  # stays open: when it closes, the status is set
     try:
-        serve(Link(socket.socket(fileno=int(sys.argv[1])), _RECEIVE_BYTES), load)
+        serve(link, load)
     except FrontEndGone:
         code = 0
     except wire.WireError as error:
@@ -313,7 +314,7 @@ def main(load: LoadEngine = ServedModel.load) -> None:
     except Exception:
         logger.exception("the engine failed")
     finally:
-        logging.shutdown()  # before the socket closes, because this process may be killed then
+        logging.shutdown()
         os._exit(code)  # does not wait for threads that still compile a structure
 
 

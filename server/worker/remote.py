@@ -194,7 +194,7 @@ class RemoteEngine:
             read = [(event, self._reader(event)) for event in output.events]
             return TurnOutput(tuple(event.named(name) for event, name in read if name is not None), output.stats)
         if worker.loss is not None:
-            raise worker.loss
+            raise await worker.cause()
         return None
 
     @property

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections import deque
 from collections.abc import Callable
 
 from engine.errors import ModelError
+from server.errors import EngineCrashed, EngineKilled
 from server.model import Progress
 from server.worker import wire
 from server.worker.channel import Channel
@@ -50,6 +52,7 @@ class Worker:
         Raises:
             ModelError: the models cannot be served.
             EngineCrashed: the process ended.
+            WireError: it sent bytes that are not a valid message.
         """
         facts = await self._ready
         self.load = facts.load  # the newest report
@@ -61,6 +64,14 @@ class Worker:
         """Send a message. Raises wire.Unsayable if it is too large or cannot be encoded."""
         assert self._channel is not None, "not connected"
         self._channel.send(wire.framed(message, self._limit))
+
+    async def cause(self) -> Exception:
+        """Wait until the lost process is gone; return why it was lost."""
+        assert self.loss is not None, "not lost"
+        status = await asyncio.to_thread(self.process.wait)
+        if isinstance(self.loss, EngineCrashed) and status == -signal.SIGKILL:
+            return EngineKilled("the engine's process was killed (SIGKILL)")
+        return self.loss
 
     async def close(self) -> None:
         """Kill the process and wait until it is gone."""

@@ -181,11 +181,14 @@ async def test_who_brings_it_down_ends_and_the_others_go_on_with_the_next(accide
         watch.cancel()
 
 
-async def test_alone_it_takes_two_crashes():
+@pytest.mark.parametrize(
+    ("accident", "crashes"), [(fake_child.EXIT, 2), (fake_child.SEGFAULT, 2), (fake_child.KILL, 4)]
+)
+async def test_alone_it_takes_two_crashes_or_four_kills(accident, crashes):
     async with apart() as server:
-        bad = request(**prompt(fake_child.KILL), stopping=LONG)
+        bad = request(**prompt(accident), stopping=LONG)
         assert await code_of(collect(server.inference.GenerateStream(bad))) == grpc.StatusCode.INTERNAL
-        assert metric(server, "interrupted_requests_total") == 2
+        assert metric(server, "interrupted_requests_total") == crashes
         await until(lambda: server.app.lifecycle.state is State.READY)
         assert await answers(server)
 
@@ -273,7 +276,7 @@ def refuse() -> None:
 async def test_a_stop_while_it_loads_leaves_no_process():
     source = "import time; time.sleep(1000)"
     async with serving(program=EngineProgram(source, around, ()), engine_process=True, ready=False) as server:
-        await until(lambda: engine_of(os.getpid()) not in (None, server.app.host._forks._child.process.pid))
+        await until(lambda: engine_of(os.getpid()) is not None)
         engine, forks = engine_of(os.getpid()), server.app.host._forks
         server.app.stop()
         assert await server.running == 0
