@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -16,24 +17,30 @@ ENGINE_SECONDS, SERVER_SECONDS = 15.0, 30.0  # from one failure to the next
 
 
 def engine_of(server: int) -> int | None:
-    """Return the process of a server's engine, the youngest child of its fork server; None while there is none."""
-    parents = dict(_processes())
-    family, found = {server}, None
-    for pid in sorted(parents):  # a child has a higher number than its parent, but after an overflow of numbers
-        if parents[pid] in family:
-            family.add(pid)
-            found = found if parents[pid] == server else pid
-    return found
+    """Return the process of a server's engine: the oldest child of its fork server. The others are standbys."""
+    processes = _processes()
+    children = (p for p in processes.values() if p.parent in processes and processes[p.parent].parent == server)
+    engine = min(children, key=lambda process: process.started, default=None)
+    return None if engine is None else engine.pid
 
 
-def _processes() -> list[tuple[int, int]]:
-    """Return (process, parent) of each process on this machine."""
-    found = []
+@dataclass(frozen=True, slots=True)
+class _Process:
+    pid: int
+    parent: int
+    started: int  # in ticks of the kernel's clock
+
+
+def _processes() -> dict[int, _Process]:
+    """Return each process on this machine that has not ended, by its number."""
+    found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):  # it has ended meanwhile
+                # After the name, which may have spaces: proc(5), fields 3 (state), 4 (parent) and 22 (start).
                 about = (folder / "stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
-                found.append((int(folder.name), int(about[1])))
+                if about[0] != "Z":
+                    found[int(folder.name)] = _Process(int(folder.name), int(about[1]), int(about[19]))
     return found
 
 
