@@ -180,9 +180,10 @@ async def _storm(
             tasks.create_task(_behave(scene, both, found, alone, Random(random.random())))
         for deed in MISCHIEF:
             tasks.create_task(scene.repeat(deed, Random(random.random())))
-        for one, name in ((server, OWN_ENGINE), (replica, OTHER_ENGINE)):
-            tasks.create_task(kill_engines(scene, one, name, Random(random.random())))
-        tasks.create_task(lose_replicas(scene, replica, Random(random.random())))
+        replica_runs = asyncio.Lock()
+        for one, runs, name in ((server, asyncio.Lock(), OWN_ENGINE), (replica, replica_runs, OTHER_ENGINE)):
+            tasks.create_task(kill_engines(scene, one, runs, name, Random(random.random())))
+        tasks.create_task(lose_replicas(scene, replica, replica_runs, Random(random.random())))
     return found
 
 

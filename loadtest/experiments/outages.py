@@ -44,24 +44,28 @@ def _processes() -> dict[int, _Process]:
     return found
 
 
-async def kill_engines(scene: ChaosContext, server: ServerProcess, name: str, random: Random) -> None:
-    """Kill the engine of a server about every `ENGINE_SECONDS`; count it under `name`."""
+async def kill_engines(
+    scene: ChaosContext, server: ServerProcess, runs: asyncio.Lock, name: str, random: Random
+) -> None:
+    """Kill the engine of a server about every `ENGINE_SECONDS` while it `runs`; count it under `name`."""
     while scene.goes_on:
         await asyncio.sleep(ENGINE_SECONDS * random.uniform(0.5, 1.5))
-        pid = engine_of(server.pid)
-        if pid is not None and scene.goes_on:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                scene.count(name)
+        async with runs:  # a server whose first engine dies before it is loaded ends
+            pid = engine_of(server.pid)
+            if pid is not None and scene.goes_on:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    scene.count(name)
 
 
-async def lose_replicas(scene: ChaosContext, replica: ServerProcess, random: Random) -> None:
-    """End the replica every `SERVER_SECONDS`, killed and rolled by turns, and start it again."""
+async def lose_replicas(scene: ChaosContext, replica: ServerProcess, runs: asyncio.Lock, random: Random) -> None:
+    """End the replica every `SERVER_SECONDS`, killed and rolled by turns, and start it again; hold `runs` meanwhile."""
     rolls = False
     while scene.goes_on:
         await asyncio.sleep(SERVER_SECONDS * random.uniform(0.8, 1.2))
         if scene.goes_on:
-            await asyncio.to_thread(replica.stop if rolls else replica.kill)
-            scene.count(f"replica ended: {'SIGTERM, drained' if rolls else 'SIGKILL'}")
-            await asyncio.to_thread(replica.start)
+            async with runs:
+                await asyncio.to_thread(replica.stop if rolls else replica.kill)
+                scene.count(f"replica ended: {'SIGTERM, drained' if rolls else 'SIGKILL'}")
+                await asyncio.to_thread(replica.start)
             rolls = not rolls
