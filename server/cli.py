@@ -167,13 +167,15 @@ def _run(config: ServerConfig, forks: ForkServer | None) -> int:
 
     from server.app import App
     from server.telemetry import logs
-    from server.worker.garbage import freeze_loaded
+    from server.worker.garbage import freeze_loaded, map_large_blocks
 
     def be_ready(app: App) -> None:
         freeze_loaded()
         _show_banner(app)
 
     logs.configure(config.log_format)
+    if forks is not None:
+        map_large_blocks()
     try:
         app = App(config, on_ready=be_ready, forks=forks)
     except (ValueError, OSError) as error:  # for example an invalid token file

@@ -24,7 +24,7 @@ from benchmarks.frontend.noop import NAME, served
 from benchmarks.frontend.parts import Parts
 from server.app import App
 from server.config import ServerConfig
-from server.worker.garbage import freeze_loaded
+from server.worker.garbage import freeze_loaded, map_large_blocks
 
 MAX_STREAMS = 1024
 TEXT = getsource(textwrap)  # the text that is streamed repeatedly
@@ -88,6 +88,7 @@ def main(settings: dict[str, float]) -> None:
         options | {"target": NAME, "max_queue_requests": MAX_STREAMS, "max_queue_tokens": 1 << 31, "drain_seconds": 0}
     )
     load = lambda engine, _: served(engine, TEXT, settings)  # noqa: E731
+    map_large_blocks()
     app = App(config, load=load, on_ready=_be_ready)
     uvloop.run(_run(app, parts))
 

@@ -107,10 +107,11 @@ def chaos_lines(found: Chaos) -> list[str]:
     """Return the results as Markdown lines."""
     notes = found.notes
     verdict = (
-        f"{notes.right} streams of callers who behaved had the tokens that they have alone, {len(notes.wrong)} had "
-        f"others, {notes.refused} were told to come again. The right ones were interrupted {notes.interruptions} times."
+        f"{notes.right} streams of well-behaved callers had the same tokens as alone, {len(notes.wrong)} had other "
+        f"tokens, {notes.refused} were refused with a time to retry. The first were interrupted {notes.interruptions} "
+        "times."
     )
-    head = ["", "| what was done, and how it ended | times |", "|---|---|"]
+    head = ["", "| action, and how it ended | times |", "|---|---|"]
     deeds = [f"| {deed} | {times} |" for deed, times in sorted(notes.deeds.items())]
     held = ["", "| the idle server held | before | after |", "|---|---|---|"]
     rows = [f"| {name} | {found.before.census[name]} | {found.after.census[name]} |" for name in _COUNTED]

@@ -1,9 +1,13 @@
-"""Exclusion of loaded objects from Python's garbage collection."""
+"""What processes set about their memory: collections leave out loaded objects, and large blocks go back when freed."""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
+
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_LARGE = 128 << 10  # bytes
 
 
 def freeze_loaded() -> None:
@@ -15,3 +19,15 @@ def freeze_loaded() -> None:
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # so that libraries can clean up their objects at exit
+
+
+def map_large_blocks() -> None:
+    """Let freed blocks of 128 KiB and more go back to the system at once, where the C library is glibc.
+
+    Else the first freed block of 4 MiB lets glibc take such blocks from its heaps, which their gaps keep large: after
+    the largest calls of all kinds a server had 80 to 190 MiB more than before, now 45. Not for processes that compute:
+    each block has to be mapped again.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import subprocess
 import sys
@@ -59,6 +60,26 @@ async def test_errors_and_cancellation_pass_and_leave_no_timer():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc 2.33")
+@pytest.mark.parametrize("call", ["pass", "map_large_blocks()"])
+def test_large_blocks_are_mapped_also_after_the_first_is_freed(call):
+    code = f"""
+import ctypes
+from server.worker.garbage import map_large_blocks
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks a b c d".split()]
+count = ctypes.CDLL(None).mallinfo2
+count.restype = Info
+{call}
+bytearray(8 << 20)
+before = count().hblks
+kept = bytearray(4 << 20)
+print(count().hblks - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == (call != "pass")
 
 
 def test_what_was_loaded_is_left_out_of_collections_until_the_end():
