@@ -6,7 +6,7 @@ from rich.console import Console
 from examples.demo import running_server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def address():
     """A real server on the embedded pair, as `pilotfish serve` starts it."""
     with running_server(Console(stderr=True)) as where:

@@ -16,7 +16,6 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.errors import ModelError
-from loadtest.experiments.outages import engine_of
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from server.lifecycle import State
@@ -273,11 +272,12 @@ def refuse() -> None:
     engine_process.main(load)
 
 
-async def test_a_stop_while_it_loads_leaves_no_process():
-    source = "import time; time.sleep(1000)"
+async def test_a_stop_while_it_loads_leaves_no_process(tmp_path):
+    number = tmp_path / "number"
+    source = f"import os, pathlib, time; pathlib.Path({str(number)!r}).write_text(str(os.getpid())); time.sleep(1000)"
     async with serving(program=EngineProgram(source, around, ()), engine_process=True, ready=False) as server:
-        await until(lambda: engine_of(os.getpid()) is not None)
-        engine, forks = engine_of(os.getpid()), server.app.host._forks
+        await until(lambda: number.exists() and number.read_text())
+        engine, forks = int(number.read_text()), server.app.host._forks
         server.app.stop()
         assert await server.running == 0
         assert forks._child.process.returncode == -signal.SIGKILL
