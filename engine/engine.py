@@ -67,6 +67,7 @@ class Engine:
         self.dtype = dtype  # of the target's activations and K/V
         self.control, self.round_control = scheduler.control, scheduler.round_control
         self._keeps_at: float | None = None  # when what was learned is saved again; None: never
+        self._has_learned = False  # since it was saved: an idle engine must not overwrite what another one learned
         self._live: dict[str, dict[int, Sequence]] = {}  # by request_id and output index
 
     # ------------------------------------------------------------------------------------------------ the step
@@ -231,6 +232,7 @@ class Engine:
             if sequence.num_emitted:
                 advance_grammar(sequence, sequence.tokens[sequence.prompt_len :])
         self._live[request.request_id] = {sequence.index: sequence for sequence in outputs}
+        self._has_learned = True
         self._scheduler.add(*outputs)
         over = ((sequence, self._end_if_over(sequence, None)) for sequence in outputs if sequence.num_emitted)
         return tuple(
@@ -323,7 +325,7 @@ class Engine:
         """Called now and then while the engine is idle: record missing rounds, and save what was learned."""
         assert not self._live, "rest is for an idle engine"
         self._rounds.rest()
-        if self._keeps_at is not None and self._clock() >= self._keeps_at:
+        if self._has_learned and self._keeps_at is not None and self._clock() >= self._keeps_at:
             self.keep_learned()
 
     @contextmanager
@@ -350,16 +352,14 @@ class Engine:
         self.round_control.begin()
 
     def recall(self) -> bool:
-        """Load what an earlier process learned about this pair on this machine; False if there is nothing.
-
-        What this one learns is saved from now on, as with `keep_learned`.
-        """
+        """Load what an earlier process learned about this pair here; save from now on. False if there is nothing."""
         self._keeps_at = self._clock() + _KEEP_EVERY
         return learned.recall(self.config, self._controls)
 
     def keep_learned(self) -> None:
         """Save what control has learned for later processes, now and from now on every minute that ends idle."""
         learned.keep(self.config, self._controls)
+        self._has_learned = False
         self._keeps_at = self._clock() + _KEEP_EVERY
 
     @property

@@ -14,7 +14,12 @@ from engine.control.controller import Control, FixedK, levelled
 from engine.control.prefill_budget import PrefillBudget
 from engine.control.speedup import Speedup
 from engine.kv.pages import PagePool
+from engine.params import MAX_NUM_DRAFT
 from engine.types import Sequence
+
+# Of a step, for the masks of structures. A mask takes 10 us, but one of a hostile structure up to 0.1 s: its outputs
+# then take turns, and have no drafts.
+MASK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +191,14 @@ class Scheduler:
         return sum(self.target_pool.pages_for(s.max_len) > len(s.target.page_table) for s in self.running)
 
     def plan(self) -> StepPlan:
-        """Every running sequence feeds its newest token; prompts share the budget that is left, drafts get the rest.
+        """Running sequences feed their newest token; prompts share the budget that is left, drafts get the rest.
 
         Prompts go before drafts: a prompt token always counts, a draft only with its probability of acceptance.
         """
         before = len(self.waiting)
         self._renew_outgrown()
         both = [Work.feeding(s, 1) for s in self._with_pages() if s.todo == 1]
-        steady = [work for work in both if not work.sequence.on_device]
+        steady = _in_turn([work for work in both if not work.sequence.on_device])
         budget = self._max_batch_tokens - len(steady)
         fitting = self.prefill.tokens(len(both), alone=len(self.running) == 1)
         chunks = list(self._chunks(int(min(budget, fitting))))
@@ -240,7 +245,8 @@ class Scheduler:
     def _with_drafts(self, steady: list[Work], budget: int, prompt_rows: int) -> Iterator[Work]:
         """Add as many drafts as control chooses within the budget and free pages hold; drafts preempt no sequence."""
         sequences = [work.sequence for work in steady]
-        chosen = self.control.choose(sequences, [self._most_drafts(s) for s in sequences], budget, prompt_rows)
+        limits = [min(self._most_drafts(s), most) for s, most in zip(sequences, _most_masked(sequences), strict=True)]
+        chosen = self.control.choose(sequences, limits, budget, prompt_rows)
         return self._with_room(steady, chosen)
 
     def _for_round(self, works: list[Work]) -> Iterator[Work]:
@@ -264,6 +270,8 @@ class Scheduler:
 
         And none beyond a change of rotary table: all rows of one verification use the same table.
         """
+        if sequence.fault is not None:  # of drafts: the same ones would fail again
+            return 0
         length = len(sequence.tokens)
         before_border = min(cursor.room_before_border(length) for cursor in (sequence.target, sequence.draft))
         return max(0, min(sequence.speculation.num_draft_tokens, sequence.max_len - length - 1, before_border))
@@ -295,6 +303,34 @@ class Scheduler:
         self.target_pool.check_invariants(s.target for s in everyone)
         if self.draft_pool is not None:
             self.draft_pool.check_invariants(s.draft for s in everyone)
+
+
+def _in_turn(works: list[Work]) -> list[Work]:
+    """The works whose masks fit into the step; the others come first in a later one.
+
+    Example: four outputs whose masks take 20 ms each. Two of them fit into 50 ms, so each has every second step.
+    """
+    if sum(work.sequence.mask_seconds for work in works) <= MASK_SECONDS:
+        return works
+    left, late = MASK_SECONDS, set()
+    for work in sorted(works, key=lambda work: -work.sequence.num_missed):
+        sequence = work.sequence
+        if left < MASK_SECONDS and sequence.mask_seconds > max(0.0, left):
+            sequence.num_missed += 1
+            late.add(id(sequence))
+        else:
+            sequence.num_missed = 0
+            left -= sequence.mask_seconds
+    return [work for work in works if id(work.sequence) not in late]
+
+
+def _most_masked(sequences: list[Sequence]) -> Iterator[int]:
+    """Drafts of each sequence whose masks fit into the step, in equal shares of the time that is left for them."""
+    costly = [sequence.mask_seconds for sequence in sequences if sequence.mask_seconds]
+    spare = max(0.0, MASK_SECONDS - sum(costly))
+    for sequence in sequences:
+        seconds = sequence.mask_seconds
+        yield int(spare / len(costly) / seconds) if seconds else MAX_NUM_DRAFT
 
 
 def _reach(sequence: Sequence, num_draft: int) -> int:

@@ -203,7 +203,9 @@ class Sequence:
     draft: KVCursor = field(default_factory=KVCursor)
     stats: DraftStats = field(default_factory=DraftStats)
     grammar: GrammarState | None = None
-    fault: str | None = None  # why this output cannot go on
+    fault: str | None = None  # why this output cannot go on, or why drafts of it cannot be verified
+    mask_seconds: float = 0.0  # what one mask of its structure took in the last step, in time of the processor
+    num_missed: int = 0  # steps in a row without it, because masks of others took their time
     num_cached: int = 0  # prompt tokens whose K/V came from the prefix cache
     on_device: bool = False  # it decodes in rounds on the device (`engine/device_loop`), not in plain steps
     in_flight: int = 0  # most tokens beyond `tokens` that rounds may have made whose results the host has not read

@@ -64,22 +64,23 @@ def rehearsals(engine: Engine) -> Iterator[Rehearsal]:
 
 
 def load(
-    config: EngineConfig, progress: Progress = untold, *, calibrates: bool = True, practises: bool = True
+    config: EngineConfig, progress: Progress = untold, *, calibrates: bool = True, is_successor: bool = False
 ) -> Engine:
     """Build an engine and make it ready; with `calibrates`, calibrate it for `warm_up_seconds`.
 
-    Without `practises` it only gets what an earlier engine learned, and on CUDA what its passes need to be compiled.
+    A successor calibrates nothing: it takes what an earlier engine of this server learned. On CUDA it compiles its
+    passes all the same.
 
     Raises:
         ModelError: for the reasons given at `build_engine`.
     """
     engine = build_engine(config, progress)
     is_compiled = pick_device(config.device).type == "cuda"
-    seconds = config.warm_up_seconds if calibrates and practises else 0.0
-    if practises or is_compiled:
-        uses_saved = config.warm_up_seconds > 0
+    uses_saved = config.warm_up_seconds > 0
+    if is_compiled or not is_successor:
+        seconds = config.warm_up_seconds if calibrates and not is_successor else 0.0
         make_ready(engine, seconds, progress, is_compiled=is_compiled, uses_saved_calibration=uses_saved)
-    else:
+    elif uses_saved:
         engine.recall()
     return engine
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 
 import pytest
@@ -297,6 +298,22 @@ def test_warm_up_leaves_nothing() -> None:
     engine.warm_up()
     engine.check_invariants()
     assert not engine.has_work
+
+
+def test_an_engine_that_served_nobody_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A standby, which is always idle, must not overwrite what the engine beside it has learned."""
+    saved: list[object] = []
+    monkeypatch.setattr("engine.engine.learned.keep", lambda *_: saved.append(1))
+    monkeypatch.setattr("engine.engine.learned.recall", lambda *_: True)
+    engine = engine_with()
+    engine._clock = itertools.count(step=1000).__next__
+    engine.recall()
+    engine.rest()
+    assert not saved
+    fakes.run(engine, [request()])
+    engine.rest()
+    engine.rest()
+    assert len(saved) == 1
 
 
 def live_sequences() -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv.pages import PagePool
 from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
-from engine.scheduler import Scheduler
+from engine.scheduler import MASK_SECONDS, Scheduler
 from engine.types import Request, Sequence
 
 
@@ -123,3 +125,50 @@ def test_a_draft_beyond_the_end_is_never_planned() -> None:
     schedule = scheduler()
     schedule.add(sequence("s", 1, max_len=6, num_draft=8))
     assert [step(schedule)["s"][1] for _ in range(5)] == [4, 3, 2, 1, 0]
+
+
+def test_outputs_whose_masks_take_long_take_turns_and_hold_up_nobody_else() -> None:
+    schedule = scheduler(size=16)
+    costly, cheap = [sequence(f"c{i}", 1, max_len=40, num_draft=4) for i in range(5)], sequence("a", 1, max_len=40)
+    for one in (*costly, cheap):
+        schedule.add(one)
+    step(schedule)
+    turns: Counter[str] = Counter()
+    for _ in range(10):
+        for one in costly:
+            one.mask_seconds = 0.02
+        plan = schedule.plan()
+        turns.update(work.sequence.request_id for work in plan.works)
+        assert sum(work.sequence.mask_seconds * (1 + work.num_draft) for work in plan.works) <= MASK_SECONDS
+        assert cheap in plan.sequences
+        for work in plan.works:
+            work.sequence.target.advance(work.span.stop)
+            work.sequence.tokens.append(1)
+        schedule.check_invariants()
+    assert turns.pop("a") == 10
+    assert sum(turns.values()) == 20
+    assert {3, 4, 5} >= set(turns.values())
+
+
+def test_a_mask_that_alone_takes_too_long_has_its_turn() -> None:
+    schedule = scheduler()
+    both = [sequence(name, 1, num_draft=4, max_len=40) for name in "ab"]
+    for one in both:
+        schedule.add(one)
+    step(schedule)
+    for one in both:
+        one.mask_seconds = 9.0
+    seen = [schedule.plan().works for _ in range(4)]
+    assert [[work.sequence.request_id for work in works] for works in seen] == [["a"], ["b"], ["a"], ["b"]]
+    assert {work.num_draft for works in seen for work in works} == {0}
+
+
+def test_usual_masks_cost_no_drafts_and_a_fault_in_drafts_costs_all() -> None:
+    schedule = scheduler(tokens=64)
+    usual, faulty = sequence("u", 1, max_len=40, num_draft=4), sequence("f", 1, max_len=40, num_draft=4)
+    for one in (usual, faulty):
+        schedule.add(one)
+    step(schedule)
+    usual.mask_seconds = faulty.mask_seconds = 1e-5
+    faulty.fault = "its limits were met"
+    assert schedule.plan().num_draft_each == [4, 0]
