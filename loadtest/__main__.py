@@ -24,6 +24,7 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from loadtest import plots, report
 from loadtest.experiments import survival
@@ -94,6 +95,10 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _save(options: argparse.Namespace, told: dict[str, str], **results: Any) -> None:
+    (options.out / "results.json").write_text(json.dumps({**told, **results}, indent=1) + "\n", "utf-8")
+
+
 def _write(options: argparse.Namespace, told: dict[str, str], phases: Sequence[Phase], site: LoadTarget) -> list[str]:
     report.write(options.out, told, phases, site.samples)
     return report.table(phases)
@@ -130,7 +135,7 @@ def _chaos(server: ServerProcess, options: argparse.Namespace, told: dict[str, s
     with ServerProcess(*OPTIONS, *options.serve, log=log, program=PROGRAM) as replica:
         found = asyncio.run(chaos(server, replica, seconds / 5, seconds, _tell))
     lines = chaos_lines(found)
-    (options.out / "results.json").write_text(json.dumps({**told, **asdict(found)}, indent=1) + "\n", "utf-8")
+    _save(options, told, **asdict(found))
     return lines, list(found.problems(timed=not options.untimed))
 
 
@@ -141,8 +146,8 @@ def _survive(server: ServerProcess, options: argparse.Namespace, told: dict[str,
         found = asyncio.run(survival.engine_deaths(server, alone, options.deaths, Random(run)))
         _tell(f"run {run}: {found.lines()[0]}")
         lines += found.lines()
-        problems += list(survival.told(found))
-    (options.out / "results.json").write_text(json.dumps({**told, "runs": lines}, indent=1) + "\n", "utf-8")
+        problems += list(found.problems())
+    _save(options, told, runs=lines)
     return lines, problems
 
 
@@ -151,20 +156,20 @@ def _replicas(server: ServerProcess, options: argparse.Namespace, told: dict[str
         both = (server, replica)
         alone = asyncio.run(survival.undisturbed([one.address for one in both], server.http_address, _tell))
         found = asyncio.run(survival.replica_deaths(both, alone, options.seconds or 300.0, options.every, Random(0)))
-    (options.out / "results.json").write_text(json.dumps({**told, **asdict(found)}, indent=1) + "\n", "utf-8")
-    return found.lines(), list(survival.told(found))
+    _save(options, told, **asdict(found))
+    return found.lines(), list(found.problems())
 
 
 def _restart(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
     found = asyncio.run(restarts(server, options.deaths, Random(0), _tell))
-    (options.out / "results.json").write_text(json.dumps({**told, **asdict(found)}, indent=1) + "\n", "utf-8")
+    _save(options, told, **asdict(found))
     return found.lines(), list(found.problems(timed=not options.untimed))
 
 
 def _largest(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
     found = asyncio.run(largest(server, options.kinds, _tell))
-    (options.out / "results.json").write_text(json.dumps({**told, **asdict(found)}, indent=1) + "\n", "utf-8")
-    return found.lines(), list(found.problems())
+    _save(options, told, **asdict(found))
+    return found.lines(), list(found.problems(timed=not options.untimed))
 
 
 def _locust(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
@@ -175,7 +180,7 @@ def _locust(server: ServerProcess, options: argparse.Namespace, told: dict[str, 
         wanted = replace(wanted, users=processes.bearable(places, rate), coming=processes.coming(places, rate))
     _tell(f"{wanted.users} users for {wanted.seconds:g} s, {wanted.scenario}")
     rows = wanted.run(server, options.out)
-    (options.out / "results.json").write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n", "utf-8")
+    _save(options, told, rows=rows)
     failed = processes.failures(rows)
     return processes.lines(rows), [f"{failed} calls failed"] if failed else []
 

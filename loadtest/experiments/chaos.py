@@ -108,8 +108,8 @@ def chaos_lines(found: Chaos) -> list[str]:
     notes = found.notes
     verdict = (
         f"{notes.right} streams of well-behaved callers had the same tokens as alone, {len(notes.wrong)} had other "
-        f"tokens, {notes.refused} were refused with a time to retry. The first were interrupted {notes.interruptions} "
-        "times."
+        f"tokens, {notes.refused} were refused with a time to retry. Those with the same tokens were interrupted "
+        f"{notes.interruptions} times."
     )
     head = ["", "| action, and how it ended | times |", "|---|---|"]
     deeds = [f"| {deed} | {times} |" for deed, times in sorted(notes.deeds.items())]
@@ -181,10 +181,10 @@ async def _storm(
             tasks.create_task(_behave(scene, both, found, alone, Random(random.random())))
         for deed in MISCHIEF:
             tasks.create_task(scene.repeat(deed, Random(random.random())))
-        replica_runs = asyncio.Lock()
-        for one, runs, name in ((server, asyncio.Lock(), OWN_ENGINE), (replica, replica_runs, OTHER_ENGINE)):
-            tasks.create_task(kill_engines(scene, one, runs, name, Random(random.random())))
-        tasks.create_task(lose_replicas(scene, replica, replica_runs, Random(random.random())))
+        replica_starts = asyncio.Lock()
+        for one, starts, name in ((server, asyncio.Lock(), OWN_ENGINE), (replica, replica_starts, OTHER_ENGINE)):
+            tasks.create_task(kill_engines(scene, one, starts, name, Random(random.random())))
+        tasks.create_task(lose_replicas(scene, replica, replica_starts, Random(random.random())))
     return found
 
 

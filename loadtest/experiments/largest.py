@@ -55,10 +55,10 @@ class Largest:
         ]
         return head + rows
 
-    def problems(self) -> Iterator[str]:
-        """Yield each violated expectation."""
+    def problems(self, *, timed: bool) -> Iterator[str]:
+        """Yield each violated expectation; `timed` includes the pauses."""
         for kind in self.kinds:
-            if kind.pause > self.quiet + MOST_PAUSE:
+            if timed and kind.pause > self.quiet + MOST_PAUSE:
                 yield f"{kind.name}: a stream stood still for {kind.pause:.2f} s; {self.quiet:.2f} s without such calls"
             if kind.growth > MOST_GROWTH:
                 yield f"{kind.name}: memory grew by {kind.growth >> 20} MiB"

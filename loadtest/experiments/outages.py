@@ -45,12 +45,15 @@ def _processes() -> dict[int, _Process]:
 
 
 async def kill_engines(
-    scene: ChaosContext, server: ServerProcess, runs: asyncio.Lock, name: str, random: Random
+    scene: ChaosContext, server: ServerProcess, starts: asyncio.Lock, name: str, random: Random
 ) -> None:
-    """Kill the engine of a server about every `ENGINE_SECONDS` while it `runs`; count it under `name`."""
+    """Kill the engine of a server about every `ENGINE_SECONDS`, and count it under `name`.
+
+    `starts` is held by whoever ends the server and starts it again.
+    """
     while scene.goes_on:
         await asyncio.sleep(ENGINE_SECONDS * random.uniform(0.5, 1.5))
-        async with runs:  # a server whose first engine dies before it is loaded ends
+        async with starts:  # a server whose first engine dies before it is loaded ends
             pid = engine_of(server.pid)
             if pid is not None and scene.goes_on:
                 with contextlib.suppress(ProcessLookupError):
@@ -58,13 +61,13 @@ async def kill_engines(
                     scene.count(name)
 
 
-async def lose_replicas(scene: ChaosContext, replica: ServerProcess, runs: asyncio.Lock, random: Random) -> None:
-    """End the replica every `SERVER_SECONDS`, killed and rolled by turns, and start it again; hold `runs` meanwhile."""
+async def lose_replicas(scene: ChaosContext, replica: ServerProcess, starts: asyncio.Lock, random: Random) -> None:
+    """Kill and roll the replica by turns, every `SERVER_SECONDS`, and start it again; hold `starts` meanwhile."""
     rolls = False
     while scene.goes_on:
         await asyncio.sleep(SERVER_SECONDS * random.uniform(0.8, 1.2))
         if scene.goes_on:
-            async with runs:
+            async with starts:
                 await asyncio.to_thread(replica.stop if rolls else replica.kill)
                 scene.count(f"replica ended: {'SIGTERM, drained' if rolls else 'SIGKILL'}")
                 await asyncio.to_thread(replica.start)

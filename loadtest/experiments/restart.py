@@ -21,7 +21,7 @@ _PROMPT = (1, 5, 9, 12)  # token ids: a checkpoint may have no tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """Seconds from the last event before each death of the engine to the next one."""
+    """The longest pause of each stream after its engine was killed."""
 
     seconds: Sequence[float]
 

@@ -70,19 +70,27 @@ JOBS = range(len(CALLS) + len(BODIES))
 
 @dataclass(slots=True)
 class Survival:
-    """What the streams were like."""
+    """How many streams were as undisturbed, and what was wrong with the others."""
 
     right: int = 0
     interruptions: int = 0  # of those that tell
     kills: int = 0
-    problems: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """Return the results as Markdown lines."""
         counts = (
-            f"{self.right} streams as undisturbed, {len(self.problems)} not; {self.kills} processes killed or rolled"
+            f"{self.right} streams as undisturbed, {len(self.differences)} not; {self.kills} processes killed or rolled"
         )
         return [f"{counts}; {self.interruptions} interruptions of the streams over gRPC."]
+
+    def problems(self) -> Iterator[str]:
+        """Yield each violated expectation."""
+        yield from (difference[:2000] for difference in self.differences)
+        if not self.right:
+            yield "no stream ended"
+        if not self.interruptions:
+            yield "no stream was interrupted"
 
 
 async def result_of(client: AsyncClient, http: httpx.AsyncClient, job: Job) -> tuple[Any, int]:
@@ -125,11 +133,11 @@ async def _over_http(http: httpx.AsyncClient, path: str, body: Mapping[str, Any]
     return outputs
 
 
-async def undisturbed(address: Sequence[str], http_address: str, tell: Callable[[str], None]) -> dict[Job, Any]:
+async def undisturbed(addresses: Sequence[str], http_address: str, tell: Callable[[str], None]) -> dict[Job, Any]:
     """Return the result of each stream alone."""
     tell(f"{len(JOBS)} streams one by one")
     async with (
-        AsyncClient(address) as client,
+        AsyncClient(addresses) as client,
         httpx.AsyncClient(base_url=f"http://{http_address}", timeout=300) as http,
     ):
         return {job: (await result_of(client, http, job))[0] for job in JOBS}
@@ -204,7 +212,7 @@ async def replica_deaths(
 
 
 async def _repeat(
-    client: AsyncClient, http: httpx.AsyncClient, job: Job, law: Any, found: Survival, ended: asyncio.Event
+    client: AsyncClient, http: httpx.AsyncClient, job: Job, alone: Any, found: Survival, ended: asyncio.Event
 ) -> None:
     while not ended.is_set():
         try:
@@ -213,23 +221,14 @@ async def _repeat(
             await asyncio.sleep(error.retry_seconds or 1.0)
         except httpx.HTTPStatusError as error:
             if error.response.status_code != 503:  # a new request while the engine is restarted
-                found.problems.append(f"stream {job}: {error}")
+                found.differences.append(f"stream {job}: {error}")
             await asyncio.sleep(0.2)
         except (RequestFailedError, RuntimeError, httpx.HTTPError) as error:
-            found.problems.append(f"stream {job} was lost: {error!r}")
+            found.differences.append(f"stream {job} was lost: {error!r}")
             await asyncio.sleep(0.2)
         else:
-            if result == law:
+            if result == alone:
                 found.right += 1
             else:
-                found.problems.append(f"stream {job} is {result}; undisturbed {law}")
+                found.differences.append(f"stream {job} is {result}; undisturbed {alone}")
             found.interruptions += interruptions
-
-
-def told(found: Survival) -> Iterator[str]:
-    """Yield each violated expectation."""
-    yield from (problem[:2000] for problem in found.problems)
-    if not found.right:
-        yield "no stream ended"
-    if not found.interruptions:
-        yield "no stream was interrupted"
