@@ -108,7 +108,8 @@ class Speculation:
 class Finished:
     """The end of an output: `finish_reason` is stop, length, cancelled, deadline or aborted.
 
-    `interruptions` counts how often the output was interrupted and continued, by the same server or by another one.
+    `interruptions` counts how often the output was interrupted and continued: by this client on another connection,
+    or by failures of the engine of the server that ended it.
     After that the statistics and `cached_prompt_tokens` count only what followed the last interruption.
     """
 

@@ -20,10 +20,16 @@ from pilotfish.v1 import generation_pb2 as pb
 # gRPC reports CANCELLED for calls that reach a server during its shutdown. Calls that their own caller cancels do not
 # come here.
 _INTERRUPTED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
-# Refusals by one server, at one moment: it has another model; or it has not noticed yet that the connection of the
-# earlier call was lost, and still works on the request with this id.
+# Refusals by one server, at one moment: it has another model, other limits or other proposers than the server that took
+# the request; or it has not noticed yet that the earlier call lost its connection, and still works on the request.
 _REFUSED_HERE = frozenset(
-    {grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ALREADY_EXISTS}
+    {
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.ALREADY_EXISTS,
+    }
 )
 _MAX_DOUBLINGS = 30
 

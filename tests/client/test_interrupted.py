@@ -187,13 +187,10 @@ def test_the_budget_ends_and_the_error_is_the_last_one(kind, fake):
 def test_a_deadline_holds_for_all_calls_together(kind, fake):
     fake.fates, fake.always = [Fate(2)], Fate(0)
     retry = Retry(attempts=1, first_pause=0.05, longest_pause=0.1, resume_attempts=1000)
-    with blocking(kind, fake.address, retry=retry) as connection:
-        began = time.monotonic()
-        with pytest.raises(client.DeadlineExceededError):
-            list(connection.stream("x", n=2, deadline=1.0))
-    assert 0.5 < time.monotonic() - began < 3.0
-    assert fake.deadlines == sorted(fake.deadlines, reverse=True)
-    assert fake.deadlines[0] == pytest.approx(1.0, abs=0.3)
+    with blocking(kind, fake.address, retry=retry) as connection, pytest.raises(client.DeadlineExceededError):
+        list(connection.stream("x", n=2, deadline=1.0))
+    assert len(fake.deadlines) > 2
+    assert fake.deadlines[-1] < fake.deadlines[0] / 2  # each call has what is left, as far as servers can measure it
 
 
 def test_a_pause_beyond_the_deadline_is_not_waited_for(kind, fake):

@@ -222,7 +222,10 @@ def test_a_stream_that_failed_ends(code):
         begun().pause_after(failed(code, retry_seconds=0.1))
 
 
-@pytest.mark.parametrize("code", ["UNAVAILABLE", "CANCELLED", "FAILED_PRECONDITION", "NOT_FOUND", "ALREADY_EXISTS"])
+PASSING = ("UNAVAILABLE", "CANCELLED", "FAILED_PRECONDITION", "NOT_FOUND", "ALREADY_EXISTS")
+
+
+@pytest.mark.parametrize("code", [*PASSING, "INVALID_ARGUMENT", "UNIMPLEMENTED"])
 def test_who_cannot_continue_it_now_is_asked_again(code):
     stream = begun()
     stream.next_request()
@@ -237,7 +240,7 @@ def test_a_full_queue_is_waited_for_as_told_and_a_request_too_large_is_not():
         stream.pause_after(failed("RESOURCE_EXHAUSTED"))
 
 
-@pytest.mark.parametrize("code", ["INVALID_ARGUMENT", "INTERNAL", "DEADLINE_EXCEEDED", "UNAUTHENTICATED"])
+@pytest.mark.parametrize("code", ["INTERNAL", "DEADLINE_EXCEEDED", "UNAUTHENTICATED", "PERMISSION_DENIED"])
 def test_what_no_other_server_would_answer_otherwise_is_final(code):
     stream = begun()
     stream.next_request()
