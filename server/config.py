@@ -71,7 +71,7 @@ class ServerConfig(BaseSettings, EngineConfig):
         120.0, gt=0, description="How long one step of the engine may take before it is given up, in seconds."
     )
     engine_process: bool = Field(
-        True, description="Run the engine in a process of its own, apart from the doors; else on a thread."
+        True, description="Run the engine in a process of its own, apart from the front ends; else on a thread."
     )
     standby: bool = Field(
         False,

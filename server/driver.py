@@ -21,7 +21,7 @@ from server.lifecycle import Lifecycle
 from server.model import ServedModel
 from server.queue import AdmissionQueue, Outlook
 from server.recovery import Recovery
-from server.streams.stream import DEFAULTS, OutputStream, SendOptions
+from server.streams.stream import SEND_DEFAULTS, OutputStream, SendOptions
 from server.telemetry.metrics import Metrics
 from server.worker.host import Host, TurnOutput
 from server.worker.supervisor import Supervisor
@@ -33,12 +33,18 @@ logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Ending:
-    """How to end a running request: its reader gets `error` if there is one, else the engine's terminal event."""
+    """How to end a running request: its reader gets `error` if there is one, else the engine's terminal events."""
 
     reason: FinishReason
     error: PilotfishError | None
+    is_told: bool = False  # to the engine that has the request
+
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody reads the terminal events."""
+        return self.error is None and self.reason is FinishReason.ABORTED
 
 
 class Driver:
@@ -82,12 +88,14 @@ class Driver:
                     return
 
     def _apply_endings(self) -> None:
-        endings, self._endings = self._endings, {}
-        for request_id, ending in endings.items():
+        for request_id, ending in list(self._endings.items()):
             stream = self._live[request_id]
+            if ending.is_told:
+                continue  # its terminal events are on their way, or lost with the engine
             if ending.error is None:
                 if self._recovery.take(stream):
                     self._feed(stream)  # for its terminal events: it is finished before a step
+                ending.is_told = True
                 self.host.finish(request_id, ending.reason)
             else:
                 self.host.drop(request_id, ending.reason)
@@ -124,7 +132,7 @@ class Driver:
             self._fail(stream, "the engine refused the request", error)
             return
         for output in stream.outputs:
-            if output.is_stopped and not output.has_ended:  # which the lost engine was told, or another server
+            if output.is_stopped and not output.has_ended:  # an earlier engine was told to end it; this one was not
                 self.host.finish(stream.request_id, FinishReason.STOP, output.index, output.num_tokens)
 
     async def _step(self) -> TurnOutput | None:
@@ -141,16 +149,17 @@ class Driver:
         if output.stats is not None:
             self._metrics.steps.observe(output.stats)
             self.estimates.observe(output.stats)
-            self._supervisor.works()
+            self._supervisor.record_step()
         self._left = None
         self._report_load()
 
     async def _recover(self, error: Exception) -> bool:
         """Restart the engine after a failure; whether it runs again. Its requests are then fed to it once more."""
         running = [s for s in self.live() if s.timeline.started is not None and s not in self._recovery]
-        logger.error("the engine failed with %d requests, which go on with its successor", len(running), exc_info=error)
+        logger.error("the engine failed with %d requests", len(running), exc_info=error)
         await self._supervisor.lost()
         guilty = self._recovery.crashed(running, was_killed=isinstance(error, EngineKilled))
+        self._end_unfed()
         for stream in running:
             stream.interrupt()
         self._metrics.requests.interruptions.inc(len(running))
@@ -161,6 +170,18 @@ class Driver:
         self._end_all(error)
         return False
 
+    def _end_unfed(self) -> None:
+        """End requests that were to end with the lost engine; only an end that is read needs another engine."""
+        for request_id, ending in list(self._endings.items()):
+            stream = self._live[request_id]
+            ending.is_told = False
+            if not ending.is_read and self._recovery.take(stream):
+                self._end_without_engine(stream, ending)
+
+    def _end_without_engine(self, stream: OutputStream, ending: _Ending) -> None:
+        stream.fail(ending.error or Aborted("the request was ended while no engine had it"))
+        self._forget(stream, ending.reason)
+
     def _convict(self, stream: OutputStream) -> None:
         """End a request that brought the engine down alone again and again, and describe it in the log."""
         request, crashes = stream.request, self._recovery.num_crashes(stream)
@@ -168,7 +189,7 @@ class Driver:
         about = f"{len(request.token_ids)} prompt tokens, {emitted} emitted, {shown(request.sampling, 1000)}"
         problem = "request %s brought the engine down %d times, at last alone, and ends: %s, %s"
         logger.error(problem, stream.request_id, crashes, about, request.speculation)
-        self._supervisor.explained(crashes)
+        self._supervisor.discount(crashes)
         stream.fail(RequestFailed("the engine failed each time that it served this request"))
         self._forget(stream, FinishReason.ERROR)
 
@@ -179,10 +200,12 @@ class Driver:
         self._lifecycle.require_ready()
         self.queue.require_room(outlook=self._outlook())
 
-    def submit(
-        self, request: Request, options: SendOptions = DEFAULTS, *, priority: int = 0, remaining: float = math.inf
-    ) -> OutputStream:
-        """Queue a checked request whose caller waits for `remaining` seconds; its outputs arrive in the stream.
+    def open(self, request: Request, options: SendOptions = SEND_DEFAULTS, remaining: float = math.inf) -> OutputStream:
+        """Return the stream of a checked request, to be submitted; its caller waits for `remaining` seconds."""
+        return OutputStream(request, self.model.codec, self._clock, options, self._clock() + remaining)
+
+    def submit(self, stream: OutputStream, priority: int = 0) -> None:
+        """Queue the request of this stream, in which its outputs arrive.
 
         Raises:
             Unavailable: the server starts, drains or failed.
@@ -191,19 +214,18 @@ class Driver:
             DeadlinePassed: its deadline has passed, or will pass before it can be served.
         """
         self.require_open()
+        request = stream.request
         if request.request_id in self._live:
             own = request.request_id.rpartition("/")[2]  # without the caller's name
             raise DuplicateRequest(f"request_id {own!r} is live")
         now, work = self._clock(), self.estimates.work(request, self._most_tokens(request))
-        due = min(now + PATIENCE_SECONDS - priority * self._ageing_seconds, now + remaining - work)
-        self._require_time(remaining, due, work)
-        stream = OutputStream(request, self.model.codec, self._clock, options, now + remaining)
+        due = min(now + PATIENCE_SECONDS - priority * self._ageing_seconds, stream.deadline - work)
+        self._require_time(stream.deadline - now, due, work)
         self.queue.push(request, request.sampling.n * self._most_tokens(request), due, self._outlook())
         self._live[request.request_id] = stream
         self._idle.clear()
         self._wake.set()
         self._report_load()
-        return stream
 
     def find(self, request_id: str) -> OutputStream | None:
         """The live request of this id."""
@@ -220,13 +242,12 @@ class Driver:
         """
         if stream.ended:
             return
-        is_read = error is None and reason is FinishReason.ABORTED  # then its reader gets what there is, and its end
-        if self.queue.remove(stream.request_id) or (not is_read and self._recovery.take(stream)):
-            stream.fail(error or Aborted("the request was ended while no engine had it"))
-            self._forget(stream, reason)
+        ending = _Ending(reason, error)
+        if self.queue.remove(stream.request_id) or (not ending.is_read and self._recovery.take(stream)):
+            self._end_without_engine(stream, ending)
             self._report_load()
         else:
-            self._endings.setdefault(stream.request_id, _Ending(reason, error))
+            self._endings.setdefault(stream.request_id, ending)
             self._wake.set()
 
     async def wait_idle(self) -> None:

@@ -98,7 +98,7 @@ class Estimates:
 
     def work(self, request: Request, max_len: int) -> float:
         """Return the seconds from the start of `request` to the last token that it gets for certain."""
-        reading = len(request.token_ids) / self._prompt_rate if self._prompt_rate else 0.0
+        reading = request.num_tokens / self._prompt_rate if self._prompt_rate else 0.0
         return reading + (least_tokens(request, max_len) - 1) * (self._per_token or 0.0)
 
     def outlook(self, waiting: int, left: Sequence[float]) -> Outlook:
@@ -118,15 +118,14 @@ class Estimates:
 
 
 def least_tokens(request: Request, max_len: int) -> int:
-    """Return the number of tokens that an output has for certain.
+    """Return the number of tokens that an output still gets for certain, at least 1.
 
-    That is the full length only if nothing but `max_len` can end the output; else it is `min_tokens`, at least 1.
+    Until its end it has the full length only if nothing but `max_len` can end it; else it has `min_tokens`.
     """
     sampling = request.sampling
     may_end = not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids or sampling.guided
-    if may_end:
-        return max(1, sampling.min_tokens)
-    return max_len - len(request.token_ids)
+    most = sampling.min_tokens if may_end else max_len - len(request.token_ids)
+    return max(1, most - min((len(output.token_ids) for output in request.emitted if not output.has_ended), default=0))
 
 
 def _mean(old: float | None, new: float) -> float:

@@ -1,4 +1,4 @@
-"""The fingerprint of a served model: equal where the same request gets the same tokens. Loads no weights."""
+"""The fingerprint of a served model, which names the target's files and number types. Loads no weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from engine.config import EngineConfig
 from engine.text.codec import find_file
 
 VERSION = 1  # to be increased when sampling gives other tokens for the same logits, seed and position
-_WHOLE = ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja")
+_WHOLE = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
 _SAMPLE = 4096  # bytes that are read of each part of a file with weights
 _PART, _MOST_PARTS = 1 << 20, 2048  # bytes of a part at least; parts of a file at most
 

@@ -20,7 +20,7 @@ class State(StrEnum):
 
 _PROBLEMS = {
     State.STARTING: ("STARTING", "the model is still loading"),
-    State.RECOVERING: ("ENGINE_DEAD", "the engine failed and is being restarted"),
+    State.RECOVERING: ("ENGINE_RESTARTING", "the engine failed and is being restarted"),
     State.DRAINING: ("DRAINING", "the server is shutting down"),
     State.FAILED: ("ENGINE_DEAD", "the engine failed"),
 }

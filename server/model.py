@@ -85,7 +85,7 @@ class ServedModel:
         from engine.startup.build import pick_device
         from engine.startup.warm import load
 
-        engine = load(config, progress, practises=not is_successor)
+        engine = load(config, progress, is_successor=is_successor)
         return cls.around(engine, config, str(pick_device(config.device)))
 
     @classmethod

@@ -89,7 +89,7 @@ class Recovery:
         return acquitted, fed
 
     def take(self, stream: OutputStream) -> bool:
-        """Stop waiting with a request that the caller feeds or ends itself; return whether it waited."""
+        """Remove a request from those that wait, because the caller feeds or ends it; return whether it waited."""
         return self._waiting.pop(stream.request_id, None) is not None
 
     def forget(self, stream: OutputStream) -> None:

@@ -57,7 +57,7 @@ class Call:
 
     async def messages(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Yield messages with the tokens of each round; rounds are merged while the reader is busy."""
-        first, unfinished = True, self.stream.num_unfinished
+        first, unfinished = True, self.stream.num_ends
         while unfinished:
             for chunk in await self.stream.read():
                 unfinished -= chunk.end is not None
@@ -124,11 +124,19 @@ class Admission:
         driver = self._driver()
         driver.require_open()  # before any work is done for the request
         wanted = _of_caller(await self._understood(message, known, driver, origin.remaining), origin.caller)
-        stream = driver.submit(wanted.request, wanted.stream, priority=wanted.priority, remaining=origin.remaining())
-        if wanted.stream.received:
+        stream = driver.open(wanted.request, wanted.sending, origin.remaining())
+        if wanted.sending.received:
+            await self._replay(stream)
             self._metrics.requests.resumes.inc()
+        driver.submit(stream, wanted.priority)
         stream.trace(trace.trace_id)
         return Call(driver, wanted, stream, self._metrics, leave, trace)
+
+    async def _replay(self, stream: OutputStream) -> None:
+        """Take what the caller has received. It can be a long text, so others have their turns between its parts."""
+        is_over, parts = object(), stream.replay()
+        while await self._slow.run(next, parts, is_over, is_slow=True) is not is_over:
+            pass
 
     async def _understood(
         self,
@@ -155,7 +163,7 @@ class Admission:
             return wanted
         assert model.compile_grammar is not None, "refused before this"
         grammar = await self._grammars.compile(model.compile_grammar, guided, remaining())
-        await self._slow.run(require_fit, wanted.stream.received, grammar, is_slow=bool(wanted.stream.received))
+        await self._slow.run(require_fit, wanted.sending.received, grammar, is_slow=bool(wanted.sending.received))
         return replace(wanted, request=replace(wanted.request, grammar=grammar))
 
     async def _wanted(

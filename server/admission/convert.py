@@ -13,21 +13,19 @@ from typing import TypeVar
 
 from engine.config import Bounds
 from engine.errors import InvalidRequest, Unsupported, Violation, shown
-from engine.params import MAX_SEED, Guided, SamplingParams, SpeculationParams
+from engine.params import MAX_SEED, Guided, SamplingParams, SpeculationParams, Verification
 from engine.types import Request
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.resume import emitted_outputs, received_outputs
+from server.admission.resume import MAX_INTERRUPTIONS, emitted_outputs, received_outputs
 from server.admission.settings import MODES, VERIFICATIONS
 from server.chat import MAX_MESSAGES, ChatTemplate, Message
 from server.errors import NotFound
 from server.model import ServedModel
-from server.streams.output import ReceivedOutput
 from server.streams.stream import SendOptions
 
 Values = TypeVar("Values", bound=Sized)
 
 MAX_PRIORITY = 100
-MAX_INTERRUPTIONS = 1_000_000  # that are counted
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -38,7 +36,7 @@ class Wanted:
     request: Request
     request_id: str  # the id that the caller uses
     token_ids: bool
-    stream: SendOptions
+    sending: SendOptions
     priority: int  # higher goes first
 
 
@@ -103,12 +101,12 @@ def wanted(
     """
     found = list(known)
     found += _violations(message, model, needs_input=not found)
-    received = _received(message, model, found)
+    received = received_outputs(message, model, found)
     request = Request(
         request_id=message.request_id if message.HasField("request_id") else secrets.token_hex(12),
         token_ids=_prompt(message, model, found) if encoded is None else encoded,
         sampling=_sampling(message, model, found),
-        speculation=_speculation(message.speculation),
+        speculation=_speculation(message, model),
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
         emitted=emitted_outputs(received),
     )
@@ -128,11 +126,11 @@ def wanted(
         request,
         request_id=request.request_id,
         token_ids=output.token_ids if output.HasField("token_ids") else True,
-        stream=SendOptions(
+        sending=SendOptions(
             interval=output.stream_interval if output.HasField("stream_interval") else 1,
             digests=output.digests,
             received=received,
-            interruptions=min(message.resume.interruptions, MAX_INTERRUPTIONS) + 1 if received else 0,
+            interruptions=min(message.resume.interruptions + 1, MAX_INTERRUPTIONS) if received else 0,
         ),
         priority=message.priority,
     )
@@ -204,21 +202,6 @@ def _bounded(values: Values, field: str, noun: str, most: int, found: list[Viola
     return ()
 
 
-def _received(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[ReceivedOutput, ...]:
-    """Convert `resume`; nothing if an output has too many tokens, or if `n` is too large, which the engine reports."""
-    most, max_n = model.engine.max_model_len, model.engine.config.max_n
-    if message.sampling.n > max_n:
-        return ()
-    lengths = [len(output.token_ids) for output in message.resume.outputs[:max_n]]
-    excess = [
-        Violation(f"resume.outputs[{i}].token_ids", f"has {length} tokens; the limit is {most}")
-        for i, length in enumerate(lengths)
-        if length > most
-    ]
-    found += excess
-    return () if excess else received_outputs(message, model, found)
-
-
 def _sampling(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> SamplingParams:
     sampling, stopping, output = message.sampling, message.stopping, message.output
     bounds, vocab = model.engine.config, model.engine.vocab_size
@@ -268,10 +251,14 @@ def _guided(asked: pb.GuidedDecoding, bounds: Bounds, found: list[Violation]) ->
     return Guided()  # the engine reports what is missing
 
 
-def _speculation(asked: pb.SpeculationOptions) -> SpeculationParams:
+def _speculation(message: pb.GenerateRequest, model: ServedModel) -> SpeculationParams:
+    """Convert the settings. A continued request may name a proposer of another server, on which no token depends."""
+    asked, verification = message.speculation, VERIFICATIONS.get(message.speculation.verification)
+    is_of_another = message.HasField("resume") and asked.proposer not in model.engine.proposer_names
+    has_proposer = asked.HasField("proposer") and not (is_of_another and verification is Verification.COUPLED)
     return SpeculationParams(
         mode=MODES.get(asked.mode),
         num_draft_tokens=asked.num_draft_tokens if asked.HasField("num_draft_tokens") else None,
-        proposer=asked.proposer if asked.HasField("proposer") else None,
-        verification=VERIFICATIONS.get(asked.verification),
+        proposer=asked.proposer if has_proposer else None,
+        verification=verification,
     )

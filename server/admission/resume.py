@@ -18,6 +18,7 @@ from server.errors import ResumeRefused
 from server.model import ServedModel
 from server.streams.output import NOTHING_RECEIVED, ReceivedOutput
 
+MAX_INTERRUPTIONS = 999_999  # that are counted
 _EVENT_ID = re.compile(
     r"(?P<fingerprint>[0-9a-f]{1,64})-(?P<seed>\d{1,20})-(?P<times>\d{1,6})-(?P<outputs>[0-9a-f:+!,]*)"
 )
@@ -48,11 +49,14 @@ def received_outputs(
     if not message.HasField("resume"):
         return ()
     asked, n = message.resume, message.sampling.n if message.sampling.HasField("n") else 1
+    most, max_n = model.engine.max_model_len, model.engine.config.max_n
     if asked.fingerprint != model.fingerprint:
         theirs = f"resume.fingerprint is {shown(asked.fingerprint)}"
         raise ResumeRefused(f"{theirs}; the one of {model.name} here is {model.fingerprint!r}")
     if not message.sampling.HasField("seed"):
         found.append(Violation("sampling.seed", "is missing; resume needs the seed with which the stream began"))
+    if n > max_n:  # the engine refuses it
+        return ()
     if len(asked.outputs) > n:
         found.append(Violation("resume.outputs", f"has {len(asked.outputs)} outputs; sampling.n is {n}"))
         return ()
@@ -60,10 +64,12 @@ def received_outputs(
     ends |= frozenset() if message.stopping.ignore_eos else model.engine.eos_token_ids
     outputs: dict[int, ReceivedOutput] = {}
     for i, output in enumerate(asked.outputs):
-        found += _violations(f"resume.outputs[{i}]", output, n, outputs)
-        outputs[output.index] = _received(output, ends, model.engine.max_model_len)
-    if len(outputs) == n and all(output.has_ended for output in outputs.values()):
-        found.append(Violation("resume.outputs", f"has {n} outputs, which are all finished: nothing is left to send"))
+        field, num_tokens = f"resume.outputs[{i}]", len(output.token_ids)
+        if num_tokens > most:
+            found.append(Violation(f"{field}.token_ids", f"has {num_tokens} tokens; the limit is {most}"))
+            return ()
+        found += _violations(field, output, n, outputs)
+        outputs[output.index] = _received(output, ends, most)
     return tuple(outputs.get(index, NOTHING_RECEIVED) for index in range(n))
 
 
@@ -79,12 +85,13 @@ def _violations(field: str, output: pb.ReceivedOutput, n: int, others: dict[int,
 
 
 def _received(output: pb.ReceivedOutput, ends: set[int], most: int) -> ReceivedOutput:
-    """Convert one output; of more tokens than the context has, one too many is kept, which is then refused."""
-    tokens = tuple(output.token_ids[: most + 1])
+    """Convert one output. `ends`: the tokens that end it by their ids. `most`: tokens that the context has."""
+    tokens = tuple(output.token_ids)
     return ReceivedOutput(
         token_ids=tokens,
         ended_by_id=bool(tokens) and tokens[-1] in ends,
-        num_tokens=min(output.num_tokens, most),
+        # With a digest, sent tokens are compared with it as computed ones are.
+        num_tokens=min(output.num_tokens or (len(tokens) if output.digest else 0), most),
         digest=output.digest,
         tail=output.tail,
         has_ended=output.finished,
@@ -118,7 +125,7 @@ class EventIds:
 
     def __init__(self, resume: pb.Resume | None = None) -> None:
         before = pb.Resume() if resume is None else resume
-        self._times = before.interruptions + (resume is not None)
+        self._times = min(before.interruptions + (resume is not None), MAX_INTERRUPTIONS)
         self._outputs = {output.index: pb.ReceivedOutput() for output in before.outputs}
         for output in before.outputs:
             self._outputs[output.index].CopyFrom(output)
@@ -152,11 +159,12 @@ def _entry(output: pb.ReceivedOutput | None) -> str:
     return f"{output.num_tokens:x}{digest}{'+' * output.tail}{'!' * output.finished}"
 
 
-def of_event_id(event_id: str) -> tuple[int, pb.Resume]:
+def parse_event_id(event_id: str) -> tuple[int, pb.Resume]:
     """Return the seed and the resumption that an event's id names. Raises InvalidRequest if it is no such id."""
     whole = _EVENT_ID.fullmatch(event_id)
     parts = [] if whole is None else [_OUTPUT.fullmatch(part) for part in whole["outputs"].split(",")]
-    if whole is None or None in parts or int(whole["seed"]) > MAX_SEED:
+    has_digests = all(part is None or (int(part["count"], 16) > 0) == (part["digest"] is not None) for part in parts)
+    if whole is None or None in parts or int(whole["seed"]) > MAX_SEED or not has_digests:
         raise InvalidRequest.of("Last-Event-ID", f"is {shown(event_id)}; expected the id of an event of this server")
     outputs = [
         pb.ReceivedOutput(

@@ -3,7 +3,7 @@
 Parsing and checking hold the lock of the interpreter. One thread does one piece of such work at a time, the smallest
 first, and begins a piece only after the event loop has seen the end of the one before. So the loop waits for one piece
 at most, however many callers send large inputs at once. A large input has its turn from its first parsing until all its
-entries are counted or its text is known, because what is parsed of four megabytes can take a hundred.
+entries are counted or its text is known, because what is parsed of four megabytes can take a hundred megabytes.
 
 Encoding holds no lock, but it can take seconds, so it has threads of its own, on which no parsing waits.
 """
@@ -32,7 +32,7 @@ TRIM_SECONDS = 0.5  # after it, what was made of a large input is free
 
 @dataclass(slots=True)
 class InputTurn:
-    """The size of the input that a task serves, and whether the task has the turn of the large ones."""
+    """The size of the input that a task serves, and how its turn ends if it is a large one."""
 
     size: int = 0
     release: Callable[[], None] = lambda: None  # lets the next large input have its turn; later calls have no effect
@@ -46,7 +46,7 @@ class SlowWork:
 
     def __init__(self) -> None:
         self._locking, self._middle, self._long = _Lane("slow-work"), _Lane("encode"), _Lane("encode-long")
-        self._lock = asyncio.Lock()
+        self._large_turn = asyncio.Lock()
         self._is_trim_due = False
 
     @asynccontextmanager
@@ -54,7 +54,7 @@ class SlowWork:
         """Within it `run` works on an input of `size` bytes; if it is large, until the turn is released."""
         turn = InputTurn(size)
         if size > MAX_MIDDLE_BYTES:
-            await self._lock.acquire()
+            await self._large_turn.acquire()
             turn.release = self._releasing()
         token = _turn.set(turn)
         try:
@@ -70,7 +70,7 @@ class SlowWork:
             nonlocal is_held
             if is_held:
                 is_held = False
-                self._lock.release()
+                self._large_turn.release()
                 self._trim_later()
 
         return release
@@ -83,7 +83,7 @@ class SlowWork:
     def _trim(self) -> None:
         self._is_trim_due = False
         with suppress(RuntimeError):  # the server has stopped meanwhile
-            self._long.thread.submit(_trim)
+            self._long.thread.submit(_give_memory_back)
 
     async def run(self, work: Callable[[*Args], T], /, *args: *Args, is_slow: bool = False) -> T:
         """Return `work(*args)`, which is done where an input of this size belongs.
@@ -152,12 +152,12 @@ class _Lane:
 
 
 def release_turn() -> None:
-    """Release the turn of this task's input: it is converted, and the memory of its parts is about to be free."""
+    """Release the turn of this task's input: its entries are counted, or its text is known."""
     _turn.get(InputTurn()).release()
 
 
-def _trim() -> None:
-    """Give freed memory back to the system, where the C library can. This holds no lock.
+def _give_memory_back() -> None:
+    """Give freed memory back to the system, where the C library can, which holds no lock of the interpreter.
 
     What only cycles hold, such as exceptions with the messages that they refused, is freed before, where loaded objects
     are excluded from collections: else a collection would take a second.

@@ -30,8 +30,9 @@ DOMAIN = "pilotfish"
 MAX_MESSAGE = 800  # bytes of UTF-8; percent-encoding can triple them
 MAX_VIOLATIONS = 2400  # bytes of all fields and descriptions
 MAX_VIOLATION = 300  # bytes of one field or description
-# When to try again, by the reason of UNAVAILABLE. No hint while a server drains: another one may be tried at once.
-RESTART_SECONDS = {"STARTING": 1.0, "ENGINE_DEAD": 0.5, "ENGINE_HUNG": 0.5}
+# When to try again, by the reason of UNAVAILABLE. There is no hint from a server that drains or has failed: another one
+# may be tried at once.
+RESTART_SECONDS = {"STARTING": 1.0, "ENGINE_RESTARTING": 0.5}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,20 +15,23 @@ from engine.errors import InvalidRequest
 MAX_ENTRIES = 65_536  # of one field; a list of numbers is one entry, because it is packed
 MAX_NUMBERS = 1 << 20  # of such a list
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+_VARINT, _BYTES = 0, 2  # wire types
+_GROUP = (3, 4)  # the start and the end of one
+_FIXED = {1: 8, 5: 4}  # bytes of a number, by its wire type
 
 
 def require_few(data: bytes, descriptor: Descriptor) -> None:
     """Refuse a message with more than `MAX_ENTRIES` of one field, or more than `MAX_NUMBERS` in one list, at any depth.
 
-    Bytes that are no message pass.
+    Bytes that are no message pass: the parser says what is wrong with them.
 
     Raises:
-        InvalidRequest: names the field.
+        InvalidRequest: names the field. It is also raised for a group (wire types 3 and 4), because no message of ours
+            has one, and its end is known only after what is in it.
     """
     counts: Counter[str] = Counter()
     position, end, message, path = 0, len(data), descriptor, ""
-    outer: list[tuple[int, Descriptor, str]] = []  # the messages around this one; no lists that the collector goes over
+    outer: list[tuple[int, Descriptor, str]] = []  # the messages around this one, innermost last
     try:
         while position < end or outer:
             if position >= end:
@@ -40,6 +43,8 @@ def require_few(data: bytes, descriptor: Descriptor) -> None:
             counts[name] += 1
             if counts[name] > MAX_ENTRIES:
                 raise InvalidRequest.of(name, f"has more than {MAX_ENTRIES} entries")
+            if tag & 7 in _GROUP:
+                raise InvalidRequest.of(name, "is a group, which no message of this server has")
             size, position = _size(data, position, tag & 7)
             inner = None if field is None else field.message_type
             if inner is not None and tag & 7 == _BYTES:
@@ -49,7 +54,7 @@ def require_few(data: bytes, descriptor: Descriptor) -> None:
             if field is not None and size > MAX_NUMBERS and field.type not in _TEXTS:
                 _require_few_numbers(name, data[position : position + size])
             position += size
-    except (IndexError, ValueError):  # the parser says what is wrong with it
+    except (IndexError, KeyError, ValueError):
         return
 
 
@@ -66,11 +71,7 @@ def _size(data: bytes, position: int, wire_type: int) -> tuple[int, int]:
         return 0, _varint(data, position)[1]
     if wire_type == _BYTES:
         return _varint(data, position)
-    return {_FIXED64: 8, _FIXED32: 4}.get(wire_type) or _no_message(), position
-
-
-def _no_message() -> int:
-    raise ValueError("no wire type that is in use")
+    return _FIXED[wire_type], position
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import ssl
@@ -65,6 +66,7 @@ def gateway(
     async def metrics(request: Request) -> Response:
         """Return all metrics in Prometheus text format, or in OpenMetrics if the Accept header requests it."""
         page, content_type = exposition.page(request.headers.get("accept", ""))
+        asyncio.get_running_loop().call_soon(exposition.renew)  # whoever asks in the same turn gets the same page
         return Response(page, media_type=content_type)
 
     @app.get("/v1/models")

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.errors import InvalidRequest, Violation
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.resume import of_event_id
+from server.admission.resume import parse_event_id
 from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields, OpenAiBody
 
 OPENAI_TEMPERATURE = 1.0  # OpenAI's default; the default of `/generate` and gRPC is 0
@@ -55,7 +55,7 @@ def continued(read: ParsedBody, event_id: str) -> ParsedBody:
     Outputs that were finished are computed again, too, because the usage at the end includes them.
     """
     try:
-        seed, resume = of_event_id(event_id)
+        seed, resume = parse_event_id(event_id)
     except InvalidRequest as invalid:
         return replace(read, wrong=(*read.wrong, *invalid.violations))
     message = pb.GenerateRequest()

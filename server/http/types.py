@@ -36,7 +36,7 @@ Text = Annotated[str, AfterValidator(_is_text)]
 
 # Lists and objects are counted before their entries are looked at, and the first bad entry of a list ends its check.
 MAX_FIELDS = 100  # of an object with known fields
-MAX_TEXTS = 1024  # stop strings; what the server allows is less
+MAX_TEXTS = 1024  # text parts of a message; stop strings, of which the server allows fewer
 MAX_CHOICES = 65_536
 MAX_BIASES = 16_384
 MAX_IDS = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
@@ -56,6 +56,7 @@ class ReceivedOutput:
 
 
 NOTHING_RECEIVED = ReceivedOutput()
+_REPLAYED = 256  # tokens of a part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,16 +127,25 @@ class OutputBuffer:
         self._num_unread = 0  # tokens
         self._text_length = 0  # characters that the reader has, or can read
         self._stop_string: str | None = None
-        self._replay(received)
 
-    def _replay(self, received: ReceivedOutput) -> None:
-        """Take the tokens that the reader has. Their text was sent, as far as it is certain."""
-        kept = len(received.token_ids)
-        if self._text is not None:
-            piece = self._text.push(received.token_ids[: kept - received.ended_by_id])
-            self._stop_string, self._text_length = piece.stop, len(piece.text)
-            kept = kept if piece.stop is None else len(piece.texts)
-        self._count(received.token_ids[:kept])
+    def replay(self) -> Iterator[None]:
+        """Take the tokens that the reader has, in parts. Their text was sent, as far as it is certain.
+
+        Raises ResumeRefused if their digest is another one.
+        """
+        tokens = self._received.token_ids
+        with_text = len(tokens) - self._received.ended_by_id
+        for start in range(0, with_text, _REPLAYED):
+            part = tokens[start : min(start + _REPLAYED, with_text)]
+            if self._text is not None:
+                piece = self._text.push(part)
+                self._stop_string, self._text_length = piece.stop, self._text_length + len(piece.text)
+                part = part[: len(piece.texts)]
+            self._count(part)
+            if self.is_stopped:
+                return
+            yield
+        self._count(tokens[with_text:])
 
     @property
     def num_tokens(self) -> int:
@@ -179,7 +189,8 @@ class OutputBuffer:
         stop = is_late or self._keep(event)
         if event.finished is None:
             return stop and not is_late
-        if self.num_tokens < self._received.num_tokens:
+        is_own_end = event.finished.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if is_own_end and self.num_tokens < self._received.num_tokens:
             raise ResumeRefused(f"output {self.index} ends after {self.num_tokens} tokens here; more were received")
         # The engine ended the output, but its text has a stop string earlier: plain decoding would have ended there.
         self.close(self._stopped(event.finished) if stop else event.finished)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from engine.errors import PilotfishError
@@ -34,14 +35,17 @@ class SendOptions:
     interruptions: int = 0
 
 
-DEFAULTS = SendOptions()
+SEND_DEFAULTS = SendOptions()
 
 
 class OutputStream:
-    """The outputs of one live request. Each output ends once, with a `Chunk` that has `end`, or an error ends all."""
+    """The outputs of one live request. Each output ends once, with a `Chunk` that has `end`, or an error ends all.
+
+    If it continues an interrupted stream, `replay` comes before everything else.
+    """
 
     def __init__(
-        self, request: Request, codec: Codec | None, clock: Clock, options: SendOptions = DEFAULTS,
+        self, request: Request, codec: Codec | None, clock: Clock, options: SendOptions = SEND_DEFAULTS,
         deadline: float = math.inf,
     ) -> None:  # fmt: skip
         self.request, self.deadline = request, deadline  # in seconds of the clock
@@ -56,6 +60,7 @@ class OutputStream:
         )  # fmt: skip
         for output in self.outputs:
             output.interruptions = options.interruptions
+        self.num_ends = sum(not output.has_ended for output in self.outputs)  # that the reader gets
         self._clock = clock
         self._error: PilotfishError | None = None
         self._readable = asyncio.Event()
@@ -75,16 +80,16 @@ class OutputStream:
         """Whether the driver will write nothing more."""
         return self._error is not None or all(output.has_ended for output in self.outputs)
 
-    @property
-    def num_unfinished(self) -> int:
-        """Outputs whose end has not been written."""
-        return sum(not output.has_ended for output in self.outputs)
-
     def continued(self) -> Request:
         """Return the request as an engine has to get it now: with what its outputs have emitted so far."""
         emitted = tuple(output.emitted for output in self.outputs)
         is_new = not any(output.token_ids or output.has_ended for output in emitted)
         return self.request if is_new else replace(self.request, emitted=emitted)
+
+    def replay(self) -> Iterator[None]:
+        """Take what the reader has received, in parts that take some milliseconds each; see `OutputBuffer.replay`."""
+        for output in self.outputs:
+            yield from output.replay()
 
     def trace(self, trace_id: str | None) -> None:
         """Set the trace of the request. Call it before the request starts."""

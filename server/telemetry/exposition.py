@@ -5,7 +5,7 @@ Prometheus requests the OpenMetrics format. Its histograms contain exemplars: th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry
@@ -46,6 +46,7 @@ class Exposition(Collector):
 
     def __init__(self, registry: CollectorRegistry, vllm_model: str | None = None) -> None:
         self._registry = registry
+        self._pages: dict[str, bytes] = {}  # by content type
         self._vllm_labels = None if vllm_model is None else {"model_name": vllm_model, "engine": "0"}
 
     def collect(self) -> Iterator[Metric]:
@@ -58,8 +59,21 @@ class Exposition(Collector):
 
     def page(self, accept: str) -> tuple[bytes, str]:
         """Return the page and its content type, in the format that the Accept header requests."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self), content_type
+        encode, content_type = _encoder(accept)
+        if content_type not in self._pages:
+            self._pages[content_type] = encode(self)
+        return self._pages[content_type], content_type
+
+    def renew(self) -> None:
+        """Make the next page anew: those that are asked for until then are the same."""
+        self._pages.clear()
+
+
+def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):  # parameters that it cannot read, such as version=x
+        return choose_encoder("")
 
 
 def _renamed(family: Metric, name: str, labels: Mapping[str, str]) -> Metric:

@@ -143,7 +143,7 @@ class RequestMetrics:
         self.disconnects = _counter(registry, "client_disconnects", "Requests whose caller went away before the end.")
         self.stalls = _counter(registry, "stream_stalls", "Streams cut because their reader took no message.")
         self.interruptions = _counter(
-            registry, "interrupted_requests", "Requests that a failed engine had, and that went on with its successor."
+            registry, "interrupted_requests", "Requests that the engine had when it failed, each time."
         )
         self.resumes = _counter(
             registry, "resumed_requests", "Requests that continue a stream which was interrupted elsewhere."

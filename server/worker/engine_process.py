@@ -15,12 +15,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.params import SpeculationSettings
 from engine.stats import StepStats
 from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Request, TokenEvent
 from server.model import CompileGrammar, Progress, ServedModel
@@ -94,6 +93,15 @@ class Link:
         return data
 
 
+@dataclass(slots=True)
+class _Compiling:
+    """A request whose structure is being compiled, and the orders that its outputs get when it is added."""
+
+    request: Request
+    future: Future[Grammar]
+    finishes: list[wire.Finish] = field(default_factory=list)
+
+
 class EngineServer:
     """Executes orders of the front ends on the engine, and reports the results."""
 
@@ -106,7 +114,7 @@ class EngineServer:
         self._names: dict[int, str] = {}  # id of each live request, by ticket
         self._left: dict[int, int] = {}  # outputs of each live request that have not ended, by ticket
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
-        self._compiling: dict[int, tuple[Request, Future[Grammar]]] = {}
+        self._compiling: dict[int, _Compiling] = {}
         self._events: list[wire.Event] = []  # not sent yet
 
     def run(self) -> NoReturn:
@@ -159,19 +167,21 @@ class EngineServer:
             return
         future = self._threads.submit(self._compile, request.sampling.guided)
         future.add_done_callback(lambda _: self._link.wake())
-        self._compiling[ticket] = (request, future)
+        self._compiling[ticket] = _Compiling(request, future)
 
     def _add_compiled(self) -> None:
-        for ticket, (request, future) in list(self._compiling.items()):
-            if future.done():
+        for ticket, compiling in list(self._compiling.items()):
+            if compiling.future.done():
                 del self._compiling[ticket]
                 try:
-                    grammar = future.result()
+                    grammar = compiling.future.result()
                 except Exception as error:
-                    logger.exception("request %s: its structure did not compile again", request.request_id)
-                    self._refuse(ticket, request, str(error))
+                    logger.exception("request %s: its structure did not compile again", compiling.request.request_id)
+                    self._refuse(ticket, compiling.request, str(error))
                 else:
-                    self._add(ticket, replace(request, grammar=grammar))
+                    self._add(ticket, replace(compiling.request, grammar=grammar))
+                    for order in compiling.finishes:
+                        self._finish(order)
 
     def _add(self, ticket: int, request: Request) -> None:
         try:
@@ -186,8 +196,7 @@ class EngineServer:
 
     def _finish(self, order: wire.Finish) -> None:
         if order.ticket in self._compiling:
-            request, _ = self._compiling.pop(order.ticket)
-            self._never_ran(order.ticket, request, order.reason, None)
+            self._compiling[order.ticket].finishes.append(order)
         elif order.ticket in self._names:
             name = self._names[order.ticket]
             self._note(self._engine.finish(name, order.reason, index=order.index, keep=order.keep))
@@ -212,19 +221,13 @@ class EngineServer:
                     del self._tickets[event.request_id], self._names[ticket], self._left[ticket]
 
     def _refuse(self, ticket: int, request: Request, problem: str) -> None:
-        self._never_ran(ticket, request, FinishReason.ERROR, problem)
-
-    def _never_ran(self, ticket: int, request: Request, reason: FinishReason, problem: str | None) -> None:
         """Store the terminal events of a request that was never added to the engine."""
-        config = self._engine.config
         finished = FinishedOutput(
-            reason=reason,
+            reason=FinishReason.ERROR,
             prompt_tokens=len(request.token_ids),
             completion_tokens=0,
             seed=request.sampling.seed or 0,
-            speculation=SpeculationSettings(
-                mode=config.speculation, num_draft_tokens=0, proposer="none", verification=config.verification
-            ),
+            speculation=self._engine.speculation_of(request),
             stats=DraftStats(),
             error=problem,
         )
@@ -291,7 +294,7 @@ def serve(link: Link, load: LoadEngine) -> None:
 
 
 class LoadEngine(Protocol):
-    """Loads the model in this process; of a successor nothing is practised or measured."""
+    """Loads the model in this process; a successor calibrates nothing."""
 
     def __call__(self, config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> ServedModel:
         """Load the model. Raises ModelError if it cannot be served."""

@@ -7,6 +7,7 @@ front-end process and ends with it; the engines are its children and end with it
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -19,11 +20,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Self
 
+from server.errors import EngineCrashed
 from server.worker.child import Child, die_with_parent
 
 # What the engines' processes run, and what the fork server imports before it forks the first one.
 ENGINE = "from server.worker.engine_process import main; main()"
 AHEAD = ("server.worker.engine_process", "engine.startup.warm", "engine.text.guided")
+ANSWER_SECONDS = 10.0  # a fork takes some milliseconds, on a busy machine some more
 _FORK, _END = b"fork", b"end "  # `end` is followed by the number of the process
 _NUMBER_BYTES = 8
 
@@ -62,8 +65,8 @@ class ForkServer:
     The thread that starts it has to live as long as this process: the kernel takes its end for that of the parent.
     """
 
-    def __init__(self, child: Child, source: str) -> None:
-        self._child, self._source = child, source
+    def __init__(self, child: Child) -> None:
+        self._child = child
         self._lock = threading.Lock()
 
     @classmethod
@@ -71,7 +74,7 @@ class ForkServer:
         """Start the process, which imports the modules `ahead`; forked processes run the Python code `source`."""
         program = f"from server.worker.fork_server import main; main({tuple(ahead)!r}, {source!r})"
         # `torch.cuda.is_available` may not initialise CUDA in a process that forks.
-        return cls(Child.start(program, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}), source)
+        return cls(Child.start(program, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}))
 
     def __enter__(self) -> Self:
         return self
@@ -80,17 +83,17 @@ class ForkServer:
         self.close()
 
     @property
-    def source(self) -> str:
-        """The code of the forked processes."""
-        return self._source
-
-    @property
     def is_alive(self) -> bool:
         """Whether the process has not ended."""
         return self._child.process.poll() is None
 
     def fork(self) -> Forked:
-        """Fork a process, whose last argument is the number of its socket. Raises ForkServerGone."""
+        """Fork a process, whose last argument is the number of its socket.
+
+        Raises:
+            ForkServerGone: the fork server has ended.
+            EngineCrashed: the system has no room for another process.
+        """
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -98,6 +101,9 @@ class ForkServer:
         except BaseException:
             ours.close()
             raise
+        if pid < 0:
+            ours.close()
+            raise EngineCrashed(f"no process could be forked: {os.strerror(-pid)}")
         return Forked(self, pid, ours)
 
     def end(self, pid: int) -> int:
@@ -116,7 +122,9 @@ class ForkServer:
                 socket.send_fds(self._child.socket, [order], descriptors)
                 answer = self._child.socket.recv(_NUMBER_BYTES)
             except OSError as error:
-                raise ForkServerGone("the fork server has ended") from error
+                self._child.process.kill()  # if it hangs
+                raise ForkServerGone("the fork server has ended, or does not answer") from error
+            self._child.socket.settimeout(ANSWER_SECONDS)  # from the second answer on: it has imported everything
         if len(answer) < _NUMBER_BYTES:
             raise ForkServerGone("the fork server has ended")
         return int.from_bytes(answer, "big", signed=True)
@@ -136,17 +144,23 @@ def main(ahead: Sequence[str], source: str) -> None:
         import_module(module)
     gc.collect()
     gc.freeze()  # a collection would write to every object, and so copy every shared page
+    running: set[int] = set()  # processes that were forked and not ended: nobody else can have their numbers
     while True:
         order, descriptors, _, _ = socket.recv_fds(orders, len(_END) + _NUMBER_BYTES, 1)
         if not order:
             os._exit(0)
-        number = _fork(orders, descriptors[0], source) if order == _FORK else _end(order)
+        number = _fork(orders, descriptors[0], source, running) if order == _FORK else _end(order, running)
         orders.sendall(number.to_bytes(_NUMBER_BYTES, "big", signed=True))
 
 
-def _fork(orders: socket.socket, descriptor: int, source: str) -> int:
+def _fork(orders: socket.socket, descriptor: int, source: str, running: set[int]) -> int:
+    """Return the number of a new process, or minus the number of the error that the system gave."""
     parent = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # the engines that run go on
+        os.close(descriptor)
+        return -(error.errno or errno.EAGAIN)
     if pid == 0:
         code = 1
         try:
@@ -161,10 +175,15 @@ def _fork(orders: socket.socket, descriptor: int, source: str) -> int:
             sys.stderr.flush()
             os._exit(code)
     os.close(descriptor)
+    running.add(pid)
     return pid
 
 
-def _end(order: bytes) -> int:
+def _end(order: bytes, running: set[int]) -> int:
+    """Return the status of a process, which is killed; -SIGKILL for one that was ended before."""
     pid = int.from_bytes(order.removeprefix(_END), "big")
+    if pid not in running:
+        return -signal.SIGKILL
+    running.remove(pid)
     os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

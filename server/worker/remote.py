@@ -1,7 +1,7 @@
 """The front-end process's view of an engine in its own process. Orders are sent at once; the engine never waits.
 
-The engine's process is a child of this one, connected by a pair of sockets that no other process can open. It is killed
-if it sends nothing for too long, or bytes that are not a valid message. It ends when this process ends.
+The engine's process is a child of the fork server, connected to this one by a pair of sockets that no other process can
+open. It is killed if it sends nothing for too long, or bytes that are not a valid message. It ends when this one ends.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from server.model import EngineView, Progress, ServedModel
 from server.worker import wire
 from server.worker.fork_server import AHEAD, ENGINE, Forked, ForkServer, ForkServerGone
 from server.worker.host import TurnOutput
+from server.worker.standby import Loaded, Standby
 from server.worker.worker import Worker, beat_seconds
 
 logger = logging.getLogger(__name__)
 
+_LOADS = 4  # how much longer than the first engine another one may take to load: others may run beside it
 _FULL = wire.LoadReport(order=0, num_running=0, num_waiting=0, free_pages=0, spare_pages=0, spec_gain=1.0)
 
 Around = Callable[[EngineView, EngineConfig, str], ServedModel]
@@ -73,7 +75,8 @@ class RemoteEngine:
         self._limit = wire.most_bytes(config)
         self._forks, self._has_standby = forks, standby
         self._worker: Worker | None = None
-        self._standby: asyncio.Task[tuple[Worker, wire.Ready]] | None = None
+        self._standby: Standby | None = None
+        self._load_seconds = 0.0  # that another engine may take, besides `hang_seconds`
         self._order = self._ticket = 0
         self._live: dict[int, _RemoteRequest] = {}
         self._tickets: dict[str, int] = {}
@@ -82,7 +85,9 @@ class RemoteEngine:
 
     async def start(self, progress: Progress) -> ServedModel:
         """Start the process, wait until it is ready, and load the tokenizer and the like in this process."""
+        started = time.monotonic()
         self._use(*await self._loaded(progress, is_successor=False))
+        self._load_seconds = _LOADS * (time.monotonic() - started)
         return await asyncio.to_thread(self._program.around, self, self.config, self._facts.device)
 
     async def restart(self) -> None:
@@ -91,15 +96,14 @@ class RemoteEngine:
         if self._worker is not None:
             await self._worker.close()
             self._worker = None
-        self._use(*(await self._from_standby() or await self._loaded(_log, is_successor=True)))
+        standby = None if self._standby is None else await self._standby.take()
+        self._use(*(standby or await self._loaded(_log, is_successor=True)))
         logger.info("another engine is ready after %.2f s", time.monotonic() - started)
 
     async def close(self) -> None:
         """Kill the processes and wait until they are gone."""
         if self._standby is not None:
-            self._standby.cancel()
-            await asyncio.gather(self._standby, return_exceptions=True)
-            await self._discard(self._standby)
+            await self._standby.close()
         if self._worker is not None:
             await self._worker.close()
         if self._forks is not None:
@@ -113,15 +117,16 @@ class RemoteEngine:
         limits = Limits(facts.vocab_size, facts.max_model_len, facts.eos_token_ids)
         self._intake = Intake(self.config, limits, facts.proposer_names)
         if self._has_standby:
-            self._standby = asyncio.ensure_future(self._load_standby())
+            self._standby = Standby(partial(self._loaded, _log, is_successor=True))
 
-    async def _loaded(self, progress: Progress, *, is_successor: bool) -> tuple[Worker, wire.Ready]:
+    async def _loaded(self, progress: Progress, *, is_successor: bool) -> Loaded:
         """Fork a process and load its engine."""
         worker = Worker(await self._forked(), self._limit, progress)
         try:
             beat = beat_seconds(self._hang_seconds)
             await worker.connect(wire.Start(self.config.model_dump_json(), self._log_format, beat, is_successor))
-            return worker, await worker.ready(self._hang_seconds)
+            limit = self._hang_seconds + self._load_seconds if is_successor else None
+            return worker, await worker.ready(self._hang_seconds, limit)
         except BaseException:
             await asyncio.shield(worker.close())
             raise
@@ -143,41 +148,6 @@ class RemoteEngine:
                 await asyncio.to_thread(self._forks.close)
                 self._forks = None
         raise EngineCrashed("the fork server ends as soon as it has begun")
-
-    async def _load_standby(self) -> tuple[Worker, wire.Ready]:
-        """Load another engine beside the one that serves. If its process ends, it is replaced."""
-        worker, facts = await self._loaded(_log, is_successor=True)
-        worker.wake = partial(self._replace_standby, worker)
-        return worker, facts
-
-    def _replace_standby(self, lost: Worker) -> None:
-        logger.warning("the standby was lost: %s", lost.loss)
-
-        async def replace() -> tuple[Worker, wire.Ready]:
-            await lost.close()
-            return await self._load_standby()
-
-        self._standby = asyncio.ensure_future(replace())
-
-    async def _from_standby(self) -> tuple[Worker, wire.Ready] | None:
-        """The standby, as soon as it is loaded; None if there is none, or if it was lost as well."""
-        standby, self._standby = self._standby, None
-        if standby is None:
-            return None
-        try:
-            worker, facts = await standby
-        except Exception:
-            logger.exception("the standby could not be loaded")
-            return None
-        worker.wake = lambda: None
-        if worker.loss is None:
-            return worker, facts
-        await worker.close()
-        return None
-
-    async def _discard(self, standby: asyncio.Task[tuple[Worker, wire.Ready]]) -> None:
-        if not standby.cancelled() and standby.exception() is None:
-            await standby.result()[0].close()
 
     # -------------------------------------------------------------------------------------------- messages from it
 

@@ -30,26 +30,28 @@ class Crashes:
         self._times: deque[float] = deque()
         self._in_a_row = 0  # without a step between them
 
-    def works(self) -> None:
+    def record(self) -> None:
+        """Count a failure."""
+        self._times.append(self._clock())
+        self._in_a_row += 1
+
+    def record_step(self) -> None:
         """Record that the engine has taken a step, so that the next restart is again at once."""
         self._in_a_row = 0
 
-    def explained(self, count: int) -> None:
+    def discount(self, count: int) -> None:
         """Do not count the latest `count` failures: a request caused them, which has ended."""
         for _ in range(min(count, len(self._times))):
             self._times.pop()
 
     def pause(self) -> float | None:
-        """Count a failure; return seconds to wait: 0 after the first in a row, then doubling; None after too many."""
-        now = self._clock()
-        self._times.append(now)
-        self._in_a_row += 1
-        while self._times[0] < now - self._window_seconds:
+        """Return the seconds before a restart: 0 after one failure in a row, then doubling; None after too many."""
+        while self._times and self._times[0] < self._clock() - self._window_seconds:
             self._times.popleft()
         if len(self._times) > self._most:
             return None
         before = min(self._in_a_row, len(self._times)) - 1
-        return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (before - 1)) if before else 0.0
+        return min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (before - 1)) if before > 0 else 0.0
 
 
 class Supervisor:
@@ -59,17 +61,18 @@ class Supervisor:
         self._host, self._lifecycle, self._metrics, self._crashes = host, lifecycle, metrics, crashes
 
     async def lost(self) -> None:
-        """After a failure of the engine: accept no requests."""
+        """Count a failure of the engine, and accept no requests."""
+        self._crashes.record()
         self._metrics.engine_up.set(0)
         await self._lifecycle.move(State.RECOVERING)
 
-    def works(self) -> None:
+    def record_step(self) -> None:
         """Record that the engine has taken a step."""
-        self._crashes.works()
+        self._crashes.record_step()
 
-    def explained(self, count: int) -> None:
+    def discount(self, count: int) -> None:
         """Do not count the latest `count` failures, which a request caused."""
-        self._crashes.explained(count)
+        self._crashes.discount(count)
 
     async def revive(self, stopping: asyncio.Event) -> bool:
         """Restart until the engine runs; False if the server has failed or is `stopping`.
@@ -87,6 +90,7 @@ class Supervisor:
                 self._metrics.restarts.inc()
                 await self._lifecycle.move(State.READY)
                 return True
+            self._crashes.record()
         if not stopping.is_set():
             await self._lifecycle.move(State.FAILED)
         return False

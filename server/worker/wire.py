@@ -43,7 +43,7 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
         config: an `EngineConfig` as JSON.
         log_format: format of the log.
         beat_seconds: most seconds between two messages from the engine once it is ready and no step runs.
-        is_successor: an engine with this configuration ran here before, so nothing is practised or measured at load.
+        is_successor: an engine with this configuration ran here before, so this one calibrates nothing at load.
     """
 
     config: str

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from engine.errors import ModelError
-from server.errors import EngineCrashed, EngineKilled
+from server.errors import EngineCrashed, EngineHung, EngineKilled
 from server.model import Progress
 from server.worker import wire
 from server.worker.channel import Channel
@@ -46,15 +46,20 @@ class Worker:
         _, self._channel = await loop.create_unix_connection(make, sock=self.process.socket)
         self.send(start)
 
-    async def ready(self, hang_seconds: float) -> wire.Ready:
-        """Wait until the engine is loaded, and watch it from then on.
+    async def ready(self, hang_seconds: float, load_seconds: float | None = None) -> wire.Ready:
+        """Wait until the engine is loaded, for at most `load_seconds`, and watch it from then on.
 
         Raises:
+            EngineHung: it was not loaded in time.
             ModelError: the models cannot be served.
             EngineCrashed: the process ended.
             WireError: it sent bytes that are not a valid message.
         """
-        facts = await self._ready
+        try:
+            async with asyncio.timeout(load_seconds):
+                facts = await self._ready
+        except TimeoutError:
+            raise EngineHung(f"the engine was not loaded within {load_seconds:.3g} s") from None
         self.load = facts.load  # the newest report
         assert self._channel is not None, "something has come from it"
         self._channel.watch(hang_seconds)

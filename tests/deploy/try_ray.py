@@ -41,6 +41,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 PROMPTS = [prompt[-200:] for prompt in held_out_prompts(8)]
 LONG = {"max_tokens": 400, "ignore_eos": True}
+SHARE = len(PROMPTS)  # as many at once as one replica takes: of twice as many, each has half
 BATCH = 4
 
 
@@ -75,8 +76,8 @@ def deployed(**arguments):
 
 @pytest.fixture(scope="module")
 def two(address):
-    """Two replicas."""
-    with deployed(min_replicas=2, max_replicas=2):
+    """Two replicas. Neither has room for all streams: Ray sends nothing to a replica whose load it does not know."""
+    with deployed(min_replicas=2, max_replicas=2, options={"max_batch_size": SHARE}):
         yield address
 
 
@@ -235,8 +236,8 @@ async def _continued(client, prompt, started):
 
 async def test_streams_of_a_killed_replica_go_on_with_the_other(two):
     async with AsyncClient(two) as client:
-        wanted = [(await client.generate(prompt, **LONG)).token_ids for prompt in PROMPTS] * 2
         await until(_both_serve, 90)
+        wanted = [(await client.generate(prompt, **LONG)).token_ids for prompt in PROMPTS] * 2
         victim, survivor = replicas()
         started = set()
         reading = [asyncio.create_task(_continued(client, prompt, started)) for prompt in PROMPTS * 2]

@@ -327,7 +327,7 @@ async def test_in_a_process_of_its_own_only_the_step_under_way_is_finished(by_de
                     victim.cancel()
                 if was_held:
                     await until(lambda: after.steps is not None)
-                    await until(lambda: not driver._endings)  # it has been ordered
+                    await until(lambda: all(ending.is_told for ending in driver._endings.values()))
                 go.touch()
                 with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
                     await reading

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from engine.llm import LLM, CompletionOutput
 from engine.machine.rank import RankInfo
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
@@ -86,6 +88,7 @@ def main(folder: Path, families: dict[str, dict[str, Any]]) -> None:
             brought = run(folder / family, **options)
             assert RankInfo.here().leads, "another rank than the first got an engine"
             (folder / family / "out.json").write_text(json.dumps(brought), "utf-8")
+    dist.destroy_process_group()  # else its threads may still run when the process ends, and abort it
 
 
 if __name__ == "__main__":

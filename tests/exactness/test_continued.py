@@ -64,7 +64,12 @@ class Reader:
             )
             for output in self.stream.outputs
         )
+        self.resume(received)
+
+    def resume(self, received: tuple[ReceivedOutput, ...]) -> None:
         self.stream = OutputStream(self.request, codec(), count().__next__, SendOptions(received=received))
+        for _ in self.stream.replay():
+            pass
 
     @property
     def _ends(self) -> set[int]:
@@ -153,7 +158,7 @@ def test_an_output_that_was_complete_ends_at_once() -> None:
         received = tuple(
             ReceivedOutput(token_ids=done.token_ids, ended_by_id=isinstance(done.matched_stop, int)) for done in law
         )
-        reader.stream = OutputStream(reader.request, codec(), count().__next__, SendOptions(received=received))
+        reader.resume(received)
         reader.feed(llm)
         assert not llm.engine.has_work, option
         for ours, theirs in zip(reader.completions(), law, strict=True):

@@ -195,7 +195,7 @@ async def test_a_stream_that_was_interrupted_four_billion_times_goes_on(server):
     resume = pb.Resume(fingerprint="fa4e", interruptions=2**32 - 1, outputs=[pb.ReceivedOutput(token_ids=[5])])
     asked = pb.GenerateRequest(prompt="ab", sampling=pb.SamplingParams(seed=1), resume=resume)
     messages = [message async for message in server.inference.GenerateStream(asked)]
-    assert messages[-1].finished.interruptions == convert.MAX_INTERRUPTIONS + 1
+    assert messages[-1].finished.interruptions == convert.MAX_INTERRUPTIONS
 
 
 # --------------------------------------------------------------------------------------------------------- numbers
@@ -292,8 +292,8 @@ def test_only_a_server_that_comes_back_names_a_time_to_try_again():
         return pairs.get("grpc-retry-pushback-ms"), retry.retry_delay.ToMilliseconds() if found else None
 
     assert told("STARTING") == ("1000", 1000)
-    assert told("ENGINE_DEAD") == told("ENGINE_HUNG") == ("500", 500)
-    assert told("DRAINING") == (None, None)  # another server may be tried at once
+    assert told("ENGINE_RESTARTING") == ("500", 500)
+    assert {told(reason) for reason in ("DRAINING", "ENGINE_DEAD", "ENGINE_HUNG")} == {(None, None)}
 
 
 async def test_a_call_of_a_server_that_loads_is_told_when_to_try_again():
@@ -336,11 +336,8 @@ async def test_groups_before_a_list_do_not_hide_its_length(server):
     turns = b"\x0a\x00" * 600_000
     size = len(turns)
     data = b"\x7b\x7c" + b"\x2a" + bytes([size & 127 | 128, size >> 7 & 127 | 128, size >> 14]) + turns
-    async with pauses() as seen:
-        code, told = await ended_with(server, data)
-    assert code == "INVALID_ARGUMENT"
-    assert "messages" in told[0]
-    assert seen.longest < MOST_PAUSE
+    ended = await ended_with(server, data)
+    assert ended == ("INVALID_ARGUMENT", ["unknown is a group, which no message of this server has"])
 
 
 async def test_metadata_of_the_greatest_size_is_taken_and_more_is_refused():
@@ -351,10 +348,3 @@ async def test_metadata_of_the_greatest_size_is_taken_and_more_is_refused():
         code, _ = await ended_with(server, asked, metadata=(("long", "x" * (20 << 10)),))
         assert code == "RESOURCE_EXHAUSTED"
         assert (await ended_with(server, asked))[0] == "OK"
-
-
-async def test_many_tiny_calls_leave_the_loop_to_others(server):
-    method = server.channel.unary_unary("/pilotfish.v1.ControlService/GetLoad")
-    async with pauses() as seen:
-        await asyncio.gather(*(method(b"") for _ in range(800)))
-    assert seen.longest < MOST_PAUSE

@@ -13,9 +13,11 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.errors import ModelError
+from engine.types import FinishReason
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from server.app import SERVICES
+from server.errors import Aborted
 from server.lifecycle import State
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.test_generate import collect, detail, request
@@ -347,6 +349,39 @@ async def test_an_engine_that_crashes_begins_again_in_place_and_every_stream_goe
                 assert len(ends) == 1
             await until(lambda: engine.free_pages == engine.total_pages)
         watch.cancel()
+
+
+async def test_who_leaves_while_the_engine_is_lost_does_not_wait_for_another(monkeypatch):
+    """Also who leaves after the loss and before its requests wait for another engine."""
+    engine, gate = FakeEngine(batch=2, step_seconds=0.01), asyncio.Event()
+    async with serving(engine) as server:
+        driver, host = server.app.driver, server.app.host
+        restart = host.restart
+
+        async def gated():
+            await gate.wait()
+            await restart()
+
+        monkeypatch.setattr(host, "restart", gated)
+        calls = [server.inference.GenerateStream(request(stopping=LONG)) for _ in "ab"]
+        outputs = [asyncio.ensure_future(collect(call)) for call in calls]
+        await until(lambda: engine.num_running == 2)
+        early, late = driver.live()
+
+        async def leave(state):
+            if state is State.RECOVERING:
+                driver.end(early, FinishReason.ABORTED, Aborted("left"))
+
+        server.app.lifecycle.listen(leave)
+        engine.fault = RuntimeError("out of memory")
+        await until(lambda: early.ended)
+        await until(lambda: late in driver._recovery)
+        driver.end(late, FinishReason.ABORTED, Aborted("left"))
+        await driver.wait_idle()
+        assert [await code_of(output) for output in outputs] == [grpc.StatusCode.ABORTED] * 2
+        gate.set()
+        await until(lambda: server.app.lifecycle.state is State.READY)
+        assert (await server.inference.Generate(request())).outputs
 
 
 async def test_an_engine_that_stays_broken_ends_the_server_with_an_exit_code():

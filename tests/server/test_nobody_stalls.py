@@ -1,6 +1,6 @@
 """What a malformed or hostile call does to others: nothing. Each point that was found once has a test by its name.
 
-Sizes are those that froze a server for seconds. No test measures time: each asserts that the work is not done.
+Sizes are those that froze a server for seconds. No test measures time: each asserts what is not done, or where.
 """
 
 from __future__ import annotations
@@ -88,9 +88,10 @@ def test_an_invalid_body_is_not_walked_to_its_end(kind, text, problem):
 def test_values_are_counted_before_they_are_made(monkeypatch):
     monkeypatch.setattr(bodies.json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
     assert "more than 200000 strings" in refused(ChatBody, f'{{"messages":[{many("{}", 500_000)}]}}')
-    for unfinished in ('"' + '\\"' * 2_000_000, '"' * 300_001, '"\\'):
-        with pytest.raises((InvalidRequest, pytest.fail.Exception)):
-            read_body(GenerateBody, unfinished.encode(), JSON)
+    assert "more than 200000 strings" in refused(GenerateBody, '"' * 500_001)
+    for one_text in ('"' + '\\"' * 2_000_000, '"\\'):  # without its end, which the parser would tell
+        with pytest.raises(pytest.fail.Exception, match="it was parsed"):
+            read_body(GenerateBody, one_text.encode(), JSON)
 
 
 def test_a_text_is_one_value_whatever_is_in_it():
@@ -273,20 +274,6 @@ async def test_texts_and_tokens_to_convert_are_bounded(server):
         await server.control.Tokenize(control.TokenizeRequest(text="a b " * 1_000_000))
     with pytest.raises(grpc.aio.AioRpcError, match="token_ids has 1000000 ids; the limit is 4096"):
         await server.control.Detokenize(control.DetokenizeRequest(token_ids=[1] * 1_000_000))
-
-
-def test_encoding_and_decoding_leave_the_interpreter_to_others():
-    """While a long text is converted, this thread goes on: far more often than once."""
-    codec = Codec.load(embedded_target())
-    text = "a b " * 100_000
-    for convert in (lambda: codec.encode(text), lambda: codec.decode([300] * 400_000)):
-        worker = threading.Thread(target=convert)
-        worker.start()
-        turns = 0
-        while worker.is_alive():
-            time.sleep(0.001)
-            turns += 1
-        assert turns > 5
 
 
 def test_a_batch_of_one_has_the_same_tokens():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from itertools import combinations
 
 import grpc
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.params import SamplingParams
 from engine.stats import Forward, StepStats
-from engine.types import Request
+from engine.types import EmittedOutput, Request
 from pilotfish.v1 import generation_pb2 as pb
 from server.driver import PATIENCE_SECONDS
 from server.estimates import Estimates, least_tokens
@@ -131,6 +132,19 @@ def test_only_tokens_that_are_sure_count(sampling, tokens):
     assert least_tokens(request, request.max_len(4096)) == tokens
 
 
+def test_what_was_emitted_before_is_read_and_not_generated_again():
+    emitted = (EmittedOutput(token_ids=(1,) * 48), EmittedOutput(token_ids=(1,) * 30))
+    request = replace(asked(ignore_eos=True, max_tokens=50, n=2), emitted=emitted)
+    assert least_tokens(request, request.max_len(4096)) == 20
+    ended = replace(request, emitted=(emitted[0], replace(emitted[1], has_ended=True)))
+    assert least_tokens(ended, ended.max_len(4096)) == 2
+    enough = replace(asked(min_tokens=20), emitted=(EmittedOutput(token_ids=(1,) * 48),))
+    assert least_tokens(enough, enough.max_len(4096)) == 1
+    estimates = Estimates()
+    estimates.observe(step(0.5, prompt=500))
+    assert work(estimates, replace(asked(952), emitted=emitted)) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(("limits", "tokens"), [((4096, 32), 32), ((4096, 500), 128), ((20, None), 16)])
 def test_what_an_output_may_have_bounds_what_it_is_sure_to_have(limits, tokens):
     """`max_output_tokens`, or the room in the context, where a request leaves its length open."""
@@ -247,7 +261,8 @@ async def test_what_is_late_when_its_turn_comes_never_reaches_the_engine():
         driver = server.app.driver
         running = asyncio.ensure_future(collect(server.inference.GenerateStream(request())))
         await until(lambda: engine.num_running == 1)
-        late = driver.submit(Request(request_id="late", token_ids=(1,)), remaining=0.05)
+        late = driver.open(Request(request_id="late", token_ids=(1,)), remaining=0.05)
+        driver.submit(late)
         await asyncio.sleep(0.1)
         engine.gate.set()
         with pytest.raises(Exception, match="before the request could start"):

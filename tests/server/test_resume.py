@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 
 import grpc
 import pytest
 
+from engine.text.codec import OutputText
+from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
+from server.http.calls import EventStream
 from server.model import ServedModel
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import TEXT, FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
 from tests.server.test_generate import collect, request
 from tests.server.test_life import code_of, metric
-from tests.serving import http_client, serving
+from tests.serving import http_client, serving, until
 
 KINDS = {
     "plain": {},
@@ -87,7 +92,7 @@ async def test_cut_anywhere_it_goes_on_on_another_server(kind, tokens):
 async def test_the_first_message_tells_what_is_needed_and_no_other_does(server):
     _, _, ends, messages = await collect(server.inference.GenerateStream(request()))
     info = messages[0].resume_info
-    assert info.seed == ends[0].seed - 0
+    assert info.seed == ends[0].seed
     assert (info.max_tokens, info.fingerprint) == (20, server.app.driver.model.fingerprint)
     assert info.speculation == ends[0].speculation
     assert not any(message.HasField("resume_info") for message in messages[1:])
@@ -96,8 +101,8 @@ async def test_the_first_message_tells_what_is_needed_and_no_other_does(server):
 async def test_tokens_that_cannot_be_computed_again_end_it(server):
     asked = request(output=pb.OutputOptions(digests=True), sampling=pb.SamplingParams(seed=3))
     messages = [message async for message in server.inference.GenerateStream(asked)]
-    for change in ({"digest": "0" * 16}, {"num_tokens": 900}):
-        again = resumed(asked, messages[:1], tokens=False)
+    for tokens, change in ((False, {"digest": "0" * 16}), (False, {"num_tokens": 900}), (True, {"digest": "0" * 16})):
+        again = resumed(asked, messages[:1], tokens=tokens)
         for name, value in change.items():
             setattr(again.resume.outputs[0], name, value)
         code = await code_of(collect(server.inference.GenerateStream(again)))
@@ -152,6 +157,81 @@ async def test_tokens_without_the_structure_are_refused():
 async def test_only_streams_go_on(server):
     with pytest.raises(grpc.aio.AioRpcError, match="resume continues a stream"):
         await server.inference.Generate(request(resume=pb.Resume()))
+
+
+async def test_what_was_received_is_replayed_in_parts_beside_the_loop(monkeypatch):
+    """Its text and its stop strings can take seconds: nobody else waits for more than one part of it."""
+    seen = []
+    push = OutputText.push
+
+    def watched(text, tokens):
+        seen.append((len(tokens), threading.current_thread() is threading.main_thread()))
+        return push(text, tokens)
+
+    async with serving() as server:
+        fingerprint = server.app.driver.model.fingerprint
+        received = [Received(index=i, token_ids=server.engine.expected(1000, i)) for i in range(2)]
+        sampling, stopping = pb.SamplingParams(seed=3, n=2), pb.StoppingParams(max_tokens=1001, stop=["never said"])
+        resume = pb.Resume(fingerprint=fingerprint, outputs=received)
+        monkeypatch.setattr(OutputText, "push", watched)
+        _, tokens, ends, _ = await collect(
+            server.inference.GenerateStream(request(sampling=sampling, stopping=stopping, resume=resume))
+        )
+    assert sorted(tokens) == sorted(server.engine.expected(1001, i)[-1] for i in range(2))
+    assert [end.usage.completion_tokens for end in ends] == [1001, 1001]
+    assert [part for part in seen if not part[1]] == [(256, False)] * 3 + [(232, False)] + [(256, False)] * 3 + [
+        (232, False)
+    ]
+    assert all(length <= 256 for length, _ in seen)
+
+
+@pytest.mark.parametrize(
+    ("verification", "code"), [(pb.VERIFICATION_COUPLED, "OK"), (pb.VERIFICATION_REJECTION, "UNIMPLEMENTED")]
+)
+async def test_a_proposer_that_another_server_had_is_needed_only_where_tokens_depend_on_it(verification, code, server):
+    speculation = pb.SpeculationOptions(proposer="eagle", verification=verification)
+    outputs = [Received(token_ids=server.engine.expected(3))]
+    resume = pb.Resume(fingerprint=server.app.driver.model.fingerprint, outputs=outputs)
+    again = request(sampling=pb.SamplingParams(seed=3), speculation=speculation, resume=resume)
+    if code == "OK":
+        _, tokens, _, _ = await collect(server.inference.GenerateStream(again))
+        assert tuple(tokens) == server.engine.expected(20)[3:]
+        again.ClearField("resume")
+    assert (await code_of(collect(server.inference.GenerateStream(again)))).name == "UNIMPLEMENTED"
+
+
+async def test_an_abort_ends_it_while_its_tokens_are_computed_again():
+    engine = FakeEngine(step_seconds=0.002)
+    async with serving(engine) as server:
+        resume = pb.Resume(fingerprint=server.app.driver.model.fingerprint, outputs=[Received(num_tokens=2000)])
+        asked = request(
+            request_id="me",
+            sampling=pb.SamplingParams(seed=3),
+            stopping=pb.StoppingParams(max_tokens=3000),
+            resume=resume,
+        )
+        reading = asyncio.ensure_future(collect(server.inference.GenerateStream(asked)))
+        await until(lambda: engine.steps > 2)
+        await server.control.Abort(control.AbortRequest(request_id="me"))
+        _, tokens, (end,), _ = await reading
+        assert (list(tokens), end.finish_reason) == ([], pb.FINISH_REASON_ABORTED)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+async def test_what_ends_before_its_reader_begins_is_read_to_its_end(path, monkeypatch):
+    call = EventStream.__call__
+
+    async with serving(chat=Chat()) as server, http_client(server) as client:
+
+        async def late(events, *about):
+            await until(lambda: not server.app.driver.live())
+            await call(events, *about)
+
+        expected = said(await events_of(client, path, BODIES[path]))
+        monkeypatch.setattr(EventStream, "__call__", late)
+        events = await events_of(client, path, BODIES[path])
+        assert said(events) == expected
+        assert usage_of(events) == usage_of(await events_of(client, path, BODIES[path]))
 
 
 BODIES = {
@@ -233,6 +313,8 @@ async def test_without_asking_events_have_no_id(server):
     [
         ("nonsense", "Last-Event-ID is 'nonsense'; expected the id of an event of this server"),
         ("ab-1-0-zz", "Last-Event-ID is 'ab-1-0-zz'"),
+        ("ab-1-0-1", "Last-Event-ID is 'ab-1-0-1'"),  # a number of tokens without their digest
+        ("ab-1-0-0:0123456789abcdef", "Last-Event-ID"),
         ("ab-99999999999999999999-0-1", "Last-Event-ID"),
     ],
 )
@@ -242,9 +324,10 @@ async def test_an_id_that_is_none_is_refused(server, after, problem):
         answer = await client.post("/generate", json=body, headers={"Last-Event-ID": after})
         assert answer.status_code == 400
         assert problem in answer.json()["error"]["message"]
-        answer = await client.post("/generate", json={"prompt": "ab"}, headers={"Last-Event-ID": "ab-1-0-1"})
+        headers = {"Last-Event-ID": "ab-1-0-1:0123456789abcdef"}
+        answer = await client.post("/generate", json={"prompt": "ab"}, headers=headers)
         assert "needs stream: true" in answer.json()["error"]["message"]
-        answer = await client.post("/generate", json=body, headers={"Last-Event-ID": "ab-1-0-1"})
+        answer = await client.post("/generate", json=body, headers=headers)
         assert answer.status_code == 412
 
 

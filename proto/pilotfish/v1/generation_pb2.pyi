@@ -1101,7 +1101,7 @@ class Finished(_message.Message):
     seed: _builtins.int
     """The seed of this output: sent again with n = 1 and the same prompt and parameters it gives the same output."""
     interruptions: _builtins.int
-    """How often this output was interrupted and continued: by a failure of the engine, or with `resume`. After that
+    """How often this output was interrupted and continued: with `resume`, or by failures of this server's engine. After that
     `speculation_stats` and `cached_prompt_tokens` count only what followed the last interruption.
     """
     @_builtins.property

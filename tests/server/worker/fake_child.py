@@ -7,12 +7,14 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from server.worker import engine_process
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
 
 PROGRAM = "from tests.server.worker.fake_child import main; main()"
+HANGS = "PILOTFISH_TEST_HANGS"
 KILL, SEGFAULT, EXIT, RAISE, HANG, GARBAGE, OVERSIZED, SLOW = range(100, 108)
 
 
@@ -44,7 +46,11 @@ class AccidentProne(FakeEngine):
 
 
 def load(config, progress, *, is_successor=False):
-    """Like `ServedModel.load`."""
+    """Like `ServedModel.load`; a successor hangs once if the file that the variable `HANGS` names is there."""
+    hangs = Path(os.environ.get(HANGS, "/nothing"))
+    if is_successor and hangs.exists():
+        hangs.unlink()
+        time.sleep(1000)
     progress("loading a fake")
     engine = AccidentProne(batch=min(config.max_batch_size, 8))
     engine.config = config

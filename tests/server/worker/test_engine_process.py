@@ -183,13 +183,73 @@ async def test_who_brings_it_down_ends_and_the_others_go_on_with_the_next(accide
 @pytest.mark.parametrize(
     ("accident", "crashes"), [(fake_child.EXIT, 2), (fake_child.SEGFAULT, 2), (fake_child.KILL, 4)]
 )
-async def test_alone_it_takes_two_crashes_or_four_kills(accident, crashes):
+async def test_alone_it_takes_two_crashes_or_four_kills_and_none_of_them_counts(accident, crashes):
+    async with apart(max_engine_crashes=crashes - 1) as server:
+        for times in (1, 2):
+            bad = request(**prompt(accident), stopping=LONG)
+            assert await code_of(collect(server.inference.GenerateStream(bad))) == grpc.StatusCode.INTERNAL
+            assert metric(server, "interrupted_requests_total") == crashes * times
+            await until(lambda: server.app.lifecycle.state is State.READY)
+            assert await answers(server)
+
+
+async def test_a_stop_string_that_one_output_had_ends_it_alone_while_the_structure_compiles_again():
+    """The engine is told of it before its thread has compiled the structure."""
+    choices = ["ab ab ab ab", "babab babab babab"]
+    asked = request(
+        sampling=pb.SamplingParams(n=2, seed=1),
+        stopping=pb.StoppingParams(max_tokens=50, stop=["ab a"]),
+        guided=pb.GuidedDecoding(choice=pb.Choice(choices=choices)),
+    )
     async with apart() as server:
-        bad = request(**prompt(accident), stopping=LONG)
-        assert await code_of(collect(server.inference.GenerateStream(bad))) == grpc.StatusCode.INTERNAL
-        assert metric(server, "interrupted_requests_total") == crashes
-        await until(lambda: server.app.lifecycle.state is State.READY)
+        messages = [message async for message in server.inference.GenerateStream(asked)]
+        tokens = [t for m in messages if m.HasField("delta") and m.delta.index == 0 for t in m.delta.token_ids]
+        longer = served(EXPECTED).codec.encode(choices[1])
+        outputs = [pb.ReceivedOutput(token_ids=tokens), pb.ReceivedOutput(index=1, token_ids=longer[:1])]
+        fingerprint = messages[0].resume_info.fingerprint
+        asked.resume.CopyFrom(pb.Resume(fingerprint=fingerprint, outputs=outputs))
+        _, _, ends, rest_of_it = await collect(server.inference.GenerateStream(asked))
+        assert {end.index: end.usage.completion_tokens for end in ends} == {0: len(tokens), 1: len(longer) + 1}
+        assert "".join(m.delta.text for m in rest_of_it) == choices[1][len(served(EXPECTED).codec.decode(longer[:1])) :]
+
+
+@pytest.mark.parametrize("way", ["cancel", "abort"])
+async def test_an_end_that_the_lost_engine_was_told_holds(way):
+    """The engine stands still when it is told, and never says that it has ended the request."""
+    async with apart() as server:
+        victim = server.host._worker.process.pid
+        asked = slow(request_id="me", stopping=pb.StoppingParams(max_tokens=3000, ignore_eos=True))
+        call = server.inference.GenerateStream(asked)
+        await begun([call])
+        os.kill(victim, signal.SIGSTOP)
+        if way == "cancel":
+            call.cancel()
+        else:
+            assert (await server.control.Abort(control_pb2.AbortRequest(request_id="me"))).aborted_requests == 1
+        await until(lambda: any(ending.is_told for ending in server.app.driver._endings.values()))
+        os.kill(victim, signal.SIGKILL)
+        if way == "abort":
+            (end,) = await rest(call)
+            assert (end.finish_reason, end.interruptions) == (pb.FINISH_REASON_ABORTED, 1)
+            assert end.usage.completion_tokens < 3000
+        await restarted(server)
+        await until(lambda: not server.app.driver.live())
+        await until(lambda: server.host.free_pages == server.host.total_pages)
         assert await answers(server)
+
+
+async def test_a_successor_that_does_not_load_is_given_up(tmp_path, monkeypatch):
+    hangs = tmp_path / "the first successor hangs"
+    hangs.touch()
+    monkeypatch.setenv(fake_child.HANGS, str(hangs))
+    async with apart(hang_seconds=0.5) as server:
+        call = server.inference.GenerateStream(slow(stopping=SOME))
+        await begun([call])
+        os.kill(server.host._worker.process.pid, signal.SIGKILL)
+        (end,) = await rest(call)
+        assert (end.usage.completion_tokens, end.interruptions) == (150, 1)
+        assert not hangs.exists()
+        await restarted(server)
 
 
 async def test_while_it_is_away_callers_hear_of_it_over_both_doors():
@@ -201,7 +261,7 @@ async def test_while_it_is_away_callers_hear_of_it_over_both_doors():
         await until(lambda: server.app.lifecycle.state is State.RECOVERING)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await server.inference.Generate(request())
-        assert detail(error.value, error_details_pb2.ErrorInfo).reason == "ENGINE_DEAD"
+        assert detail(error.value, error_details_pb2.ErrorInfo).reason == "ENGINE_RESTARTING"
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}") as http:
             refused = await http.post("/v1/completions", json={"prompt": "ab"})
             health = await http.get("/health")

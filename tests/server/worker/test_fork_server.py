@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from server.errors import EngineCrashed
+from server.worker import fork_server
 from server.worker.fork_server import Forked, ForkServer, ForkServerGone
 from server.worker.remote import EngineProgram
 from tests.server.test_life import metric
@@ -82,6 +84,49 @@ def test_signals_to_the_whole_group_end_neither():
                 assert other.wait() == -signal.SIGKILL
 
 
+# A module that lets only one process be forked, as a limit on processes does.
+ONE = """
+import errno, os
+fork, forked = os.fork, []
+
+def once():
+    if forked:
+        raise BlockingIOError(errno.EAGAIN, "no room")
+    forked.append(True)
+    return fork()
+
+os.fork = once
+"""
+
+
+def test_where_no_process_can_be_forked_the_others_go_on(tmp_path, monkeypatch):
+    (tmp_path / "no_room.py").write_text(ONE)
+    monkeypatch.syspath_prepend(tmp_path)
+    with ForkServer.start(ECHO, ("no_room",)) as forks:
+        forked = forks.fork()
+        with forked.socket:
+            said(forked)
+            with pytest.raises(EngineCrashed, match="no process could be forked: Resource temporarily unavailable"):
+                forks.fork()
+            assert state_of(forked.pid) in ("R", "S")
+            assert forked.wait() == -signal.SIGKILL
+            assert forks.end(forked.pid) == -signal.SIGKILL  # again: no process is killed
+            assert forks.is_alive
+
+
+def test_a_fork_server_that_does_not_answer_is_killed(monkeypatch):
+    monkeypatch.setattr(fork_server, "ANSWER_SECONDS", 0.2)
+    with ForkServer.start(ECHO, ()) as forks:
+        forked = forks.fork()
+        with forked.socket:
+            said(forked)
+            os.kill(forks._child.process.pid, signal.SIGSTOP)
+            assert forked.wait() == -signal.SIGKILL  # it ends with its parent
+            assert forked.socket.recv(1) == b""
+            with pytest.raises(ForkServerGone):
+                forks.fork()
+
+
 def served_apart(**config):
     return serving(program=EngineProgram(fake_child.PROGRAM, around, ()), engine_process=True, **config)
 
@@ -98,8 +143,12 @@ async def test_without_its_fork_server_a_server_starts_another_one():
 
 
 async def standby_of(server):
-    await until(lambda: server.app.host._standby is not None and server.app.host._standby.done())
-    worker, _ = server.app.host._standby.result()
+    def is_loaded():
+        loading = server.app.host._standby._loading
+        return loading is not None and loading.done() and loading.result()[0].loss is None
+
+    await until(is_loaded)
+    worker, _ = server.app.host._standby._loading.result()
     return worker
 
 

@@ -24,46 +24,57 @@ class Clock:
         return self.now
 
 
+def failed(crashes):
+    """The pause after one more failure."""
+    crashes.record()
+    return crashes.pause()
+
+
 def test_pauses_grow_and_end():
     clock = Clock()
     crashes = Crashes(9, 300.0, clock)
-    pauses = [crashes.pause() for _ in range(9)]
+    pauses = [failed(crashes) for _ in range(9)]
     assert pauses[:3] == [0.0, FIRST_PAUSE_SECONDS, 2 * FIRST_PAUSE_SECONDS]
     assert pauses == sorted(pauses)
     assert pauses[-1] == LONGEST_PAUSE_SECONDS
-    assert crashes.pause() is None
+    assert failed(crashes) is None
 
 
 def test_crashes_are_forgotten_in_time():
     clock = Clock()
     crashes = Crashes(2, 60.0, clock)
     for _ in range(10):
-        assert crashes.pause() == 0.0
+        assert failed(crashes) == 0.0
         clock.now += 61.0
-    assert crashes.pause() == 0.0
+    assert failed(crashes) == 0.0
     clock.now += 59.0
-    assert crashes.pause() == FIRST_PAUSE_SECONDS
-    assert crashes.pause() is None
+    assert failed(crashes) == FIRST_PAUSE_SECONDS
+    assert failed(crashes) is None
 
 
 def test_after_a_step_the_next_restart_is_at_once_and_still_counts():
     crashes = Crashes(3, 60.0, Clock())
     for _ in range(3):
-        assert crashes.pause() == 0.0
-        crashes.works()
-    assert crashes.pause() is None
+        assert failed(crashes) == 0.0
+        crashes.record_step()
+    assert failed(crashes) is None
 
 
 def test_crashes_that_a_request_caused_do_not_count():
-    crashes = Crashes(2, 60.0, Clock())
+    crashes = Crashes(3, 60.0, Clock())
+    assert failed(crashes) == 0.0  # which nobody caused
+    crashes.record_step()
     for _ in range(10):
-        assert [crashes.pause(), crashes.pause()] == [0.0, FIRST_PAUSE_SECONDS]
-        crashes.explained(2)
-        crashes.works()
+        assert [failed(crashes), failed(crashes)] == [0.0, FIRST_PAUSE_SECONDS]
+        crashes.discount(2)
+        assert crashes.pause() == 0.0
+        crashes.record_step()
+    assert [failed(crashes), failed(crashes)] == [0.0, FIRST_PAUSE_SECONDS]
+    assert failed(crashes) is None  # the first one still counts
 
 
 def test_none_may_be_allowed():
-    assert Crashes(0, 60.0, Clock()).pause() is None
+    assert failed(Crashes(0, 60.0, Clock())) is None
 
 
 class FakeHost:

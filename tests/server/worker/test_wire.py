@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from engine.config import Bounds
 from engine.params import Guided, SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
 from engine.stats import Forward, StepStats
-from engine.types import DraftStats, FinishedOutput, FinishReason, Logprob, Request, TokenEvent, TopLogprob
+from engine.types import (
+    DraftStats,
+    EmittedOutput,
+    FinishedOutput,
+    FinishReason,
+    Logprob,
+    Request,
+    TokenEvent,
+    TopLogprob,
+)
 from server.worker import wire
 from server.worker.engine_process import EngineServer, FrontEndGone, Link, serve
 from tests.server.fake_engine import FakeEngine
@@ -209,11 +218,27 @@ def test_a_structure_that_compiles_holds_up_nobody(front_ends):
     front_ends.say(wire.Add(1, 1, asked("g", guided=Guided(choice=("ab",)))), wire.Add(2, 2, asked("a")))
     (output,) = front_ends.turn()
     assert [event.ticket for event in output.events] == [2]
-    front_ends.say(wire.Taken(), wire.Finish(3, 1, FinishReason.CANCELLED))
-    ends, _ = front_ends.turn()
-    assert [(event.ticket, event.finished.reason) for event in ends.events] == [(1, FinishReason.CANCELLED)]
+    front_ends.say(wire.Taken(), wire.Drop(3, 1, FinishReason.CANCELLED))
+    (output,) = front_ends.turn()
+    assert [event.ticket for event in output.events] == [2]
     front_ends.server._compile.gate.set()
-    front_ends.say(wire.Taken(), wire.Taken(), wire.Drop(4, 2, FinishReason.CANCELLED))
+    front_ends.say(wire.Taken(), wire.Drop(4, 2, FinishReason.CANCELLED))
+    front_ends.turn(3)
+    assert not front_ends.engine.has_work
+
+
+def test_an_output_that_is_finished_while_a_structure_compiles_ends_when_it_is_added_and_the_others_go_on(front_ends):
+    front_ends.server._compile.gate.clear()
+    emitted = (EmittedOutput(token_ids=(5, 6, 7)), EmittedOutput(token_ids=(8,)))
+    request = replace(asked("g", guided=Guided(choice=("ab",)), n=2, seed=3, max_tokens=9), emitted=emitted)
+    front_ends.say(wire.Add(1, 1, request), wire.Finish(2, 1, FinishReason.STOP, 0, 2))
+    assert [output.events for output in front_ends.turn()] == [()]
+    front_ends.server._compile.gate.set()
+    front_ends.say(wire.Taken())
+    ends = [event for output in front_ends.turn(20) for event in output.events if event.finished is not None]
+    assert [(event.index, event.finished.reason) for event in ends[:1]] == [(0, FinishReason.STOP)]
+    assert ends[0].finished.completion_tokens == 2
+    front_ends.say(wire.Drop(3, 1, FinishReason.CANCELLED))
     front_ends.turn(3)
     assert not front_ends.engine.has_work
 

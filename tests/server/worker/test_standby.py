@@ -1,0 +1,140 @@
+"""A standby is loaded once, replaced after pauses, taken once, and leaves no process, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from server.errors import EngineCrashed
+from server.worker.standby import Standby
+from tests.serving import until
+
+
+class FakeWorker:
+    """What a standby needs of a worker."""
+
+    def __init__(self):
+        self.loss, self.wake, self.closed = None, lambda: None, 0
+
+    def lose(self):
+        self.loss = EngineCrashed("lost")
+        self.wake()
+
+    async def close(self):
+        await asyncio.sleep(0)
+        self.closed += 1
+
+
+class Loads:
+    """Each load makes a worker, or fails, as soon as the gate is open."""
+
+    def __init__(self):
+        self.workers, self.begun, self.fails = [], 0, 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def __call__(self):
+        self.begun += 1
+        await self.gate.wait()
+        if self.fails:
+            self.fails -= 1
+            raise EngineCrashed("no memory")
+        self.workers.append(FakeWorker())
+        return self.workers[-1], "facts"
+
+
+class Pauses(list):
+    """Short pauses between loads, and how long they should be."""
+
+    async def __call__(self, seconds):
+        self.append(seconds)
+        await asyncio.sleep(0)
+
+
+async def test_it_is_taken_once_and_as_soon_as_it_is_loaded():
+    loads = Loads()
+    loads.gate.clear()
+    standby = Standby(loads)
+    taking = asyncio.ensure_future(standby.take())
+    await until(lambda: loads.begun == 1)
+    assert not taking.done()
+    loads.gate.set()
+    assert await taking == (loads.workers[0], "facts")
+    assert await standby.take() is None
+    await standby.close()
+    assert (loads.workers[0].closed, loads.begun) == (0, 1)
+
+
+async def test_one_that_is_lost_again_and_again_is_replaced_after_longer_and_longer_pauses():
+    loads, pauses = Loads(), Pauses()
+    standby = Standby(loads, pauses)
+    for times in range(1, 12):
+        await until(lambda: len(loads.workers) == times)  # noqa: B023
+        loads.workers[-1].lose()
+    await until(lambda: len(loads.workers) == 12)
+    assert [worker.closed for worker in loads.workers] == [1] * 11 + [0]
+    assert pauses[:3] == [0.5, 1.0, 2.0]
+    assert pauses[-1] == 30.0
+    await standby.close()
+    assert loads.workers[-1].closed == 1
+
+
+async def test_one_that_cannot_be_loaded_is_tried_again():
+    loads, pauses = Loads(), Pauses()
+    loads.fails = 2
+    standby = Standby(loads, pauses)
+    await until(lambda: loads.workers)
+    assert pauses == [0.5, 1.0]
+    assert await standby.take() == (loads.workers[0], "facts")
+    await standby.close()
+
+
+async def test_one_that_fails_while_it_is_waited_for_is_none():
+    loads = Loads()
+    loads.gate.clear()
+    loads.fails = 1
+    standby = Standby(loads)
+    taking = asyncio.ensure_future(standby.take())
+    await until(lambda: loads.begun == 1)
+    loads.gate.set()
+    assert await taking is None
+    await standby.close()
+
+
+async def test_one_that_is_lost_at_the_moment_it_is_taken_is_closed_once():
+    loads = Loads()
+    standby = Standby(loads)
+    await until(lambda: loads.workers)
+    await asyncio.sleep(0)
+    loads.workers[0].lose()
+    assert await standby.take() is None
+    assert loads.workers[0].closed == 1
+    await standby.close()
+    assert (loads.workers[0].closed, loads.begun) == (1, 1)
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+async def test_it_is_closed_whether_it_is_loaded_or_not(is_loaded):
+    loads = Loads()
+    if not is_loaded:
+        loads.gate.clear()
+    standby = Standby(loads)
+    await until(lambda: loads.begun)
+    await asyncio.sleep(0)
+    await standby.close()
+    assert [worker.closed for worker in loads.workers] == [1] * is_loaded
+
+
+async def test_who_stops_waiting_for_it_leaves_it_to_be_closed():
+    loads = Loads()
+    loads.gate.clear()
+    standby = Standby(loads)
+    taking = asyncio.ensure_future(standby.take())
+    await until(lambda: loads.begun)
+    taking.cancel()
+    await asyncio.wait([taking])
+    loads.gate.set()
+    await until(lambda: loads.workers)
+    await standby.close()
+    assert loads.workers[0].closed == 1
