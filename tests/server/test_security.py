@@ -251,7 +251,8 @@ async def test_a_caller_has_so_many_live_requests_and_no_more(tokens, over_http)
         other = asyncio.ensure_future(collect(server.inference.GenerateStream(request(), metadata=bearer(BOB))))
         await until(lambda: len(server.app.driver.live()) == 3)
         running.pop().cancel()
-        await until(lambda: len(server.app.driver.live()) == 2 or engine.gate.set())
+        engine.gate.set()  # from here on the other two may end as well, at any moment
+        await until(lambda: len(server.app.driver.live()) < 3)
         await asyncio.gather(other, collect(running[0]))
         for _ in range(5):  # each place is free again, whatever became of the request: done, refused or left
             await server.inference.Generate(request(), metadata=bearer(ALICE))
