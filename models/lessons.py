@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -44,7 +45,8 @@ def continuations(target: LlamaForCausalLM, stream: np.ndarray, count: int, seed
 def _continue(target: LlamaForCausalLM, prompts: np.ndarray, sampled: bool) -> np.ndarray:
     ids = torch.from_numpy(prompts)
     chosen = {"do_sample": True, "temperature": 0.8, "top_k": 0} if sampled else {"do_sample": False}
-    windows = target.generate(  # type: ignore[misc]  # transformers types `self` as a protocol that models miss
+    # some transformers 5 releases type `self` as a protocol that models miss, others do not
+    windows = cast(Any, target).generate(
         ids, attention_mask=torch.ones_like(ids), min_length=LENGTH, max_length=LENGTH, pad_token_id=0, **chosen
     )
     assert isinstance(windows, torch.Tensor)
