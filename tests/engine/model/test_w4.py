@@ -58,7 +58,8 @@ def test_a_matmul_is_that_of_the_rounded_numbers() -> None:
     x, made = torch.randn(2, 5, 2 * GROUP).bfloat16(), W4Linear(linear)
     want = x.float() @ dequantised(made.words, made.scale).t() + linear.bias.float()
     assert made(x).shape == (2, 5, 48)
-    assert torch.equal(made(x), want.bfloat16())
+    # float32 sums in another order, then one rounding to bfloat16: near a tie either neighbour
+    torch.testing.assert_close(made(x).float(), want, rtol=2**-8, atol=2e-6)
 
 
 def test_every_matmul_is_in_4_bits_once() -> None:

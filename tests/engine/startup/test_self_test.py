@@ -28,7 +28,6 @@ def refused(config: PreTrainedConfig, tmp_path: object) -> str:
     [
         ("bloom", {"n_layer": 2, "n_head": 4}),
         ("codegen", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64}),
-        ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64}),
         ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
         ("mamba", {"state_size": 4}),
         ("lfm2", {"intermediate_size": 48, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}),
