@@ -139,7 +139,7 @@ class Client:
     def wait_until_serving(self, deadline: float = 120.0) -> None:
         """Return as soon as the server accepts requests; raise TimeoutError after `deadline` seconds."""
         end = time.monotonic() + deadline
-        while not self._serves():
+        while not self._serves(end - time.monotonic()):
             if time.monotonic() > end:
                 raise TimeoutError(f"not serving after {deadline:g} s")
             time.sleep(0.1)
@@ -153,9 +153,12 @@ class Client:
         if self._closed.wait(seconds):
             raise errors.closed()
 
-    def _serves(self) -> bool:
+    def _serves(self, seconds: float) -> bool:
+        """Whether the server answers within `seconds` that it serves."""
+        limit = max(0.0, min(seconds, self._control_deadline))
         try:
-            return self.health() == "SERVING"
+            answer = _answer(self._health.Check, health_pb2.HealthCheckRequest(), limit, self._metadata)
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
         except (errors.UnavailableError, errors.DeadlineExceededError):
             return False
 

@@ -22,9 +22,9 @@ from engine.model.runner import Runner
 from engine.params import SpeculationSettings
 from engine.proposers import Proposal, Proposers
 from engine.request.intake import Intake, Limits, self_test_request
-from engine.sampling.processors import advance_grammar
+from engine.sampling.processors import advance_grammar, catch_up_grammars
 from engine.sampling.verification import VerifyOutput
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import MASK_SECONDS, Scheduler, StepPlan
 from engine.stats import Clock, StepStats, Stopwatch
 from engine.step_stats import feedback_of, measure, teach, with_rounds
 from engine.target_pass import TargetPass, Verified
@@ -83,6 +83,7 @@ class Engine:
 
     def _plan(self, watch: Stopwatch) -> StepPlan:
         """Admit what fits, and plan which tokens each sequence feeds, with how many drafts."""
+        catch_up_grammars(self._scheduler.running, MASK_SECONDS)
         with watch.phase("plan"):
             self._scheduler.admit()
             plan = self._scheduler.plan()
@@ -229,8 +230,6 @@ class Engine:
         outputs = self._intake.open(request)
         for sequence in outputs:
             sequence.on_device = self._rounds.takes(sequence)
-            if sequence.num_emitted:
-                advance_grammar(sequence, sequence.tokens[sequence.prompt_len :])
         self._live[request.request_id] = {sequence.index: sequence for sequence in outputs}
         self._has_learned = True
         self._scheduler.add(*outputs)

@@ -21,7 +21,7 @@ from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.params import Guided, SamplingParams, SpeculationParams, SpeculationSettings
 from engine.startup import warm
-from engine.text.codec import Codec, OutputText
+from engine.text.codec import Codec, OutputText, StopStrings
 from engine.text.guided import GrammarCompiler
 from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Logprob, Request, TokenEvent
 
@@ -122,7 +122,7 @@ class LLM:
 
     def _output(self, request: Request, index: int) -> _Output:
         sampling = request.sampling
-        text = None if self.codec is None else OutputText(self.codec, sampling.stop, sampling.min_tokens)
+        text = None if self.codec is None else OutputText(self.codec, StopStrings(sampling.stop), sampling.min_tokens)
         return _Output(request, index, text)
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:

@@ -197,7 +197,7 @@ class Scheduler:
         """
         before = len(self.waiting)
         self._renew_outgrown()
-        both = [Work.feeding(s, 1) for s in self._with_pages() if s.todo == 1]
+        both = [Work.feeding(s, 1) for s in self._with_pages() if s.todo == 1 and not s.grammar_lag]
         steady = _in_turn([work for work in both if not work.sequence.on_device])
         budget = self._max_batch_tokens - len(steady)
         fitting = self.prefill.tokens(len(both), alone=len(self.running) == 1)
@@ -235,7 +235,7 @@ class Scheduler:
 
     def _chunks(self, budget: int) -> Iterator[Work]:
         """Prompts and recomputed tokens in equal parts; what a short one leaves goes to longer ones."""
-        hungry = sorted((s for s in self.running if s.todo > 1), key=lambda s: s.todo)
+        hungry = sorted((s for s in self.running if s.todo > 1 and not s.grammar_lag), key=lambda s: s.todo)
         for i, sequence in enumerate(hungry):
             size = min(sequence.todo, -(-budget // (len(hungry) - i)))
             if size:

@@ -72,6 +72,10 @@ class FinishReason(StrEnum):
     ERROR = "error"  # a fault of the server or of this request alone; `FinishedOutput.error` says which
 
 
+# Where there are many, a state takes so many tokens at once: in the costliest structures that takes some 20 ms.
+GRAMMAR_TOKENS = 16
+
+
 class GrammarState(Protocol):
     """The position of one output in its structure. Every `advance` can be rolled back, because drafts can be rejected.
 
@@ -203,9 +207,10 @@ class Sequence:
     draft: KVCursor = field(default_factory=KVCursor)
     stats: DraftStats = field(default_factory=DraftStats)
     grammar: GrammarState | None = None
+    grammar_lag: int = 0  # generated tokens that its state has yet to take, before the sequence is fed again
     fault: str | None = None  # why this output cannot go on, or why drafts of it cannot be verified
     mask_seconds: float = 0.0  # what one mask of its structure took in the last step, in time of the processor
-    num_missed: int = 0  # steps in a row without it, because masks of others took their time
+    num_missed: int = 0  # steps in a row without it, because structures of others took their time
     num_cached: int = 0  # prompt tokens whose K/V came from the prefix cache
     on_device: bool = False  # it decodes in rounds on the device (`engine/device_loop`), not in plain steps
     in_flight: int = 0  # most tokens beyond `tokens` that rounds may have made whose results the host has not read

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, ProcessCollector
 
@@ -28,7 +29,7 @@ from server.config import LOOPBACK, ServerConfig
 from server.driver import Driver
 from server.errors import Unavailable
 from server.grpc.control import ControlService
-from server.grpc.health import Health, add_health
+from server.grpc.health import Health
 from server.grpc.inference import InferenceService
 from server.grpc.server import listen, make_server
 from server.http.gateway import HttpServer, gateway
@@ -147,11 +148,10 @@ class App:
 
     async def _open_grpc(self) -> None:
         config, self._grpc = self.config, make_server(self.config, self._callers, self._slow)
-        health = Health(SERVICES)
+        health = Health(SERVICES, self.lifecycle.state)
         self.lifecycle.listen(health.follow)
         self.lifecycle.listen(self._follow)
-        await health.follow(self.lifecycle.state)
-        add_health(health, self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(health, self._grpc)
         inference = InferenceService(self._admission, self._callers, self.metrics, config.stall_seconds)
         generation_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._grpc)
         control = ControlService(self._require_driver, self.lifecycle, config, self._callers, self._slow)

@@ -120,6 +120,7 @@ class Driver:
         acquitted, fed = self._recovery.next()
         if acquitted is not None:
             self.host.drop(acquitted.request_id, FinishReason.CANCELLED)
+            self._end_unfed(acquitted)
         for stream in fed:
             self._feed(stream)
 
@@ -159,7 +160,8 @@ class Driver:
         logger.error("the engine failed with %d requests", len(running), exc_info=error)
         await self._supervisor.lost()
         guilty = self._recovery.crashed(running, was_killed=isinstance(error, EngineKilled))
-        self._end_unfed()
+        for request_id in list(self._endings):
+            self._end_unfed(self._live[request_id])
         for stream in running:
             stream.interrupt()
         self._metrics.requests.interruptions.inc(len(running))
@@ -170,13 +172,14 @@ class Driver:
         self._end_all(error)
         return False
 
-    def _end_unfed(self) -> None:
-        """End requests that were to end with the lost engine; only an end that is read needs another engine."""
-        for request_id, ending in list(self._endings.items()):
-            stream = self._live[request_id]
-            ending.is_told = False
-            if not ending.is_read and self._recovery.take(stream):
-                self._end_without_engine(stream, ending)
+    def _end_unfed(self, stream: OutputStream) -> None:
+        """End a request that no engine has now, if it was to end; only an end that is read needs an engine."""
+        ending = self._endings.get(stream.request_id)
+        if ending is None:
+            return
+        ending.is_told = False
+        if not ending.is_read and self._recovery.take(stream):
+            self._end_without_engine(stream, ending)
 
     def _end_without_engine(self, stream: OutputStream, ending: _Ending) -> None:
         stream.fail(ending.error or Aborted("the request was ended while no engine had it"))

@@ -77,24 +77,35 @@ class ServedModel:
     fingerprint: str = ""  # names all that the tokens depend on besides the request (`fingerprint.py`)
 
     @classmethod
-    def load(cls, config: EngineConfig, progress: Progress, *, is_successor: bool = False) -> ServedModel:
+    def load(
+        cls,
+        config: EngineConfig,
+        progress: Progress,
+        *,
+        is_successor: bool = False,
+        compile_seconds: float | None = None,
+    ) -> ServedModel:
         """Load the models and warm up. This takes seconds to minutes, so call it on the compute thread.
 
         `is_successor`: an engine of this configuration ran here before; practise and measure nothing.
+        `compile_seconds`: the longest time that a structure may take to compile; default: the limit for callers.
         """
         from engine.startup.build import pick_device
         from engine.startup.warm import load
 
         engine = load(config, progress, is_successor=is_successor)
-        return cls.around(engine, config, str(pick_device(config.device)))
+        return cls.around(engine, config, str(pick_device(config.device)), compile_seconds)
 
     @classmethod
-    def around(cls, engine: EngineView, config: EngineConfig, device: str) -> ServedModel:
+    def around(
+        cls, engine: EngineView, config: EngineConfig, device: str, compile_seconds: float | None = None
+    ) -> ServedModel:
         """Load tokenizer, grammar compiler and chat template for a loaded engine of this process or another."""
-        from engine.text.guided import GrammarCompiler
+        from engine.text.guided import COMPILE_SECONDS, GrammarCompiler
 
         codec = Codec.load(config.target, config.revision)
-        compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids, config)
+        seconds = COMPILE_SECONDS if compile_seconds is None else compile_seconds
+        compiler = GrammarCompiler.of(codec, engine.vocab_size, engine.eos_token_ids, config, seconds)
         chat = None if codec is None else ChatTemplate.load(config.target, config.revision)
         draft_name = None if config.draft is None else model_name(config.draft)
         return cls(

@@ -88,6 +88,7 @@ class Intake:
             target=KVCursor.of(self.limits.target_border, len(tokens)),
             draft=KVCursor.of(self.limits.draft_border, len(tokens)),
             grammar=None if request.grammar is None else request.grammar.start(),
+            grammar_lag=0 if request.grammar is None else len(emitted),
         )
 
     def _max_len(self, request: Request) -> int:

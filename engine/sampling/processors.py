@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from itertools import groupby
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from engine.errors import GrammarFault
 from engine.params import SamplingParams
 from engine.sampling.row import LogitsRow
-from engine.types import Sequence
+from engine.types import GRAMMAR_TOKENS, Sequence
 
 NEVER = float("-inf")
 
@@ -49,9 +48,35 @@ def _is_penalised(wanted: SamplingParams) -> bool:
 
 
 def advance_grammar(sequence: Sequence, tokens: Seq[int]) -> None:
-    """Advance the sequence's grammar state over the new `tokens`."""
-    if sequence.grammar is not None:
+    """Advance the sequence's grammar state over its newest `tokens`."""
+    if sequence.grammar_lag:
+        sequence.grammar_lag += len(tokens)
+    elif sequence.grammar is not None:
         _advance(sequence, tokens)
+
+
+def catch_up_grammars(sequences: Seq[Sequence], seconds: float) -> None:
+    """Let states that lag behind take tokens, in turn, for so many seconds of the processor and one part more.
+
+    So the tokens that an earlier engine emitted delay no other sequence, however many they are.
+    """
+    lagging = sorted((s for s in sequences if s.grammar_lag), key=lambda s: -s.num_missed)
+    end = time.thread_time() + seconds if lagging else 0.0
+    for sequence in lagging:
+        sequence.num_missed = sequence.num_missed + 1 if time.thread_time() >= end else 0
+        while sequence.grammar_lag and time.thread_time() < end:
+            _take_part(sequence)
+
+
+def _take_part(sequence: Sequence) -> None:
+    assert sequence.grammar is not None
+    start = len(sequence.tokens) - sequence.grammar_lag
+    part = sequence.tokens[start : start + GRAMMAR_TOKENS]
+    sequence.grammar_lag -= len(part)
+    try:
+        sequence.grammar.advance(part)
+    except GrammarFault as fault:  # the next mask raises it again
+        sequence.fault, sequence.grammar_lag = str(fault), 0
 
 
 def allowed_prefix(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
@@ -65,22 +90,24 @@ def allowed_prefix(sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ..
 
 
 def _advance(sequence: Sequence, tokens: Seq[int]) -> int:
-    """Advance the grammar state; returns how many of `tokens` fit. After a fault: 0, with the state of the sequence."""
+    """Advance the grammar state; returns how many of `tokens` fit: 0 after a fault."""
     assert sequence.grammar is not None
     try:
         return sequence.grammar.advance(tokens)
     except GrammarFault as fault:
-        _renew(sequence, fault)
+        _begin_again(sequence, fault)
         return 0
 
 
-def _renew(sequence: Sequence, fault: GrammarFault) -> None:
-    """Replace a grammar state that may be unusable after a fault; a fault in drafts need not concern the output."""
+def _begin_again(sequence: Sequence, fault: GrammarFault) -> None:
+    """Replace a grammar state that is unusable after a fault; the new one takes the output's tokens before later steps.
+
+    A fault in drafts need not concern the output; if it does, the new state meets it again.
+    """
     assert sequence.request.grammar is not None
     sequence.fault = str(fault)
     sequence.grammar = sequence.request.grammar.start()
-    with suppress(GrammarFault):  # the next mask raises the fault again
-        sequence.grammar.advance(sequence.tokens[sequence.prompt_len :])
+    sequence.grammar_lag = sequence.num_generated
 
 
 # ------------------------------------------------------------------------------------------------------ penalties
@@ -172,13 +199,17 @@ def _filled(masks: Tensor, rows: Seq[LogitsRow]) -> int:
     """Fill masks `[len(rows), vocab]` of one sequence's rows, each with more drafts before it than the last.
 
     Rows after the first draft that does not fit stay open: that draft is dropped, so these rows are never used. If the
-    structure fails at a row, its mask forbids all tokens; this matters only if the output reaches that row.
+    structure fails at a row, its mask forbids all tokens; this matters only if the output reaches that row. Where the
+    state lags behind, because it failed at drafts of this step, all masks do: the sequence gets no token in this step.
 
     Returns the number of rows that were looked at, at least 1.
     """
     sequence, taken = rows[0].sequence, 0
     state = sequence.grammar
     assert state is not None
+    if sequence.grammar_lag:
+        masks.zero_()
+        return 1
     for i, (mask, row) in enumerate(zip(masks, rows, strict=True), 1):
         try:
             taken += state.advance(row.before[taken:])
@@ -188,7 +219,7 @@ def _filled(masks: Tensor, rows: Seq[LogitsRow]) -> int:
         except GrammarFault as fault:
             mask.zero_()
             if row.before:
-                _renew(sequence, fault)
+                _begin_again(sequence, fault)
             else:  # the output ends here: its state is not needed any more
                 sequence.fault = str(fault)
             return i

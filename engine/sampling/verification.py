@@ -88,9 +88,15 @@ def _outcome(fed: VerifyInput, num_accepted: int, next_token: int, num_sound: in
     if num_sound < len(tokens) and num_sound <= num_open:
         return VerifyOutput(tokens[:num_sound], min(num_accepted, num_sound), "the model's output was not a number")
     if num_open < len(tokens):
-        problem = fed.sequence.fault or "no token may come here: what is allowed, banned and required leaves none"
-        return VerifyOutput(tokens[:num_open], min(num_accepted, num_open), problem)
+        return VerifyOutput(tokens[:num_open], min(num_accepted, num_open), _why_closed(fed.sequence))
     return VerifyOutput(tokens, num_accepted)
+
+
+def _why_closed(sequence: Sequence) -> str | None:
+    """Why no token may come; None if that is not known, because the state of the structure lags behind."""
+    if sequence.grammar_lag:
+        return None
+    return sequence.fault or "no token may come here: what is allowed, banned and required leaves none"
 
 
 def _with_logprobs(fed: Seq[VerifyInput], logits: Tensor, outcomes: list[VerifyOutput]) -> list[VerifyOutput]:

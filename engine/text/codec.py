@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,42 +172,73 @@ class Decoder:
         return text
 
 
-class StopMatcher:
-    """Tracks how much of one stop string the text ends with (Knuth, Morris and Pratt): one step per character.
+class StopStrings:
+    """Finds strings in text that comes in parts, with one step per character, however many strings there are.
 
-    For the stop string "abab" and the text "xaba", `matched` is 3.
+    Source: Aho and Corasick 1975, "Efficient string matching: an aid to bibliographic search".
+
+    A state is a number, 0 at first. It stands for the longest beginning of a stop string that the text ends with. For
+    the stop strings "abab" and "ba", and the text "xaba", this is "aba", and "ba" is complete. All outputs of a request
+    share one object, because each keeps its own state.
     """
 
-    def __init__(self, stop: str) -> None:
+    def __init__(self, stops: Iterable[str] = ()) -> None:
+        self._stops = tuple(stops)
+        self._next: list[dict[str, int]] = [{}]  # of each state: the state after one more character of a stop string
+        self._fallback = [0]  # of each state: the one of its longest proper suffix that begins a stop string, too
+        self._length = [0]  # of each state, in characters
+        self._complete = [
+            len(self._stops)
+        ]  # of each state: the first stop string that is its suffix; else their number
+        for number, stop in enumerate(self._stops):
+            self._insert(stop, number)
+        self._link()
+
+    def _insert(self, stop: str, number: int) -> None:
         assert stop, "an empty stop string matches everywhere"
-        self.stop = stop
-        self.matched = 0
-        self._fallback = _borders(stop)
+        state = 0
+        for char in stop:
+            if char not in self._next[state]:
+                self._next[state][char] = len(self._next)
+                self._next.append({})
+                self._fallback.append(0)
+                self._length.append(self._length[state] + 1)
+                self._complete.append(len(self._stops))
+            state = self._next[state][char]
+        self._complete[state] = min(self._complete[state], number)
 
-    def push(self, char: str) -> bool:
-        """Take a character; returns whether the text now ends with the whole stop string."""
-        assert self.matched < len(self.stop), "the text ended with the match"
-        self.matched = _extend(self.stop, self._fallback, self.matched, char)
-        return self.matched == len(self.stop)
+    def _link(self) -> None:
+        """Find the fallbacks, of shorter beginnings first."""
+        states = deque(self._next[0].values())
+        while states:
+            state = states.popleft()
+            for char, longer in self._next[state].items():
+                fallback = self._fallback[longer] = self.step(self._fallback[state], char)
+                self._complete[longer] = min(self._complete[longer], self._complete[fallback])
+                states.append(longer)
 
-    def go_on(self) -> None:
-        """Treat a whole match as ordinary text; its end may be the beginning of the next match."""
-        if self.matched == len(self.stop):
-            self.matched = self._fallback[-1]
+    def step(self, state: int, char: str) -> int:
+        """Return the state after `char`."""
+        while state and char not in self._next[state]:
+            state = self._fallback[state]
+        return self._next[state].get(char, 0)
+
+    def completed(self, state: int) -> str | None:
+        """Return the stop string that the text ends with now, the first one listed if there are several."""
+        number = self._complete[state]
+        return self._stops[number] if number < len(self._stops) else None
+
+    def num_held(self, state: int) -> int:
+        """Return how many characters at the end of the text may begin a stop string that goes on.
+
+        A whole stop string counts as ordinary text; its end may begin another one.
+        """
+        while state and not self._next[state]:
+            state = self._fallback[state]
+        return self._length[state]
 
 
-def _extend(stop: str, fallback: list[int], matched: int, char: str) -> int:
-    while matched and stop[matched] != char:
-        matched = fallback[matched - 1]
-    return matched + (stop[matched] == char)
-
-
-def _borders(stop: str) -> list[int]:
-    """For each prefix, its longest proper prefix that is also its suffix: "abab" -> [0, 0, 1, 2]."""
-    borders = [0]
-    for char in stop[1:]:
-        borders.append(_extend(stop, borders, borders[-1], char))
-    return borders
+NO_STOPS = StopStrings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,9 +268,9 @@ class OutputText:
     `min_tokens` tokens is ordinary text.
     """
 
-    def __init__(self, codec: Codec, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
+    def __init__(self, codec: Codec, stops: StopStrings = NO_STOPS, min_tokens: int = 0) -> None:
         self._decoder, self._tokens_too_early = Decoder(codec), min_tokens
-        self._matchers = tuple(map(StopMatcher, stop))
+        self._stops, self._state = stops, 0
         self._held = ""
         self._stopped = False
 
@@ -263,21 +295,16 @@ class OutputText:
 
     def _match(self) -> str | None:
         """Read the new characters; the stop string that completes first (ties: list order) cuts the text."""
-        if not self._matchers:
+        if self._stops is NO_STOPS:
             return None
         unread = self._num_held()
         for end, char in enumerate(self._held[unread:], unread + 1):
-            completed = [matcher.stop for matcher in self._matchers if matcher.push(char)]
-            if completed and self._tokens_too_early >= 0:
-                self._go_on()
-            elif completed:
-                self._held, self._stopped = self._held[: end - len(completed[0])], True
-                return completed[0]
+            self._state = self._stops.step(self._state, char)
+            completed = self._stops.completed(self._state)
+            if completed is not None and self._tokens_too_early < 0:
+                self._held, self._stopped = self._held[: end - len(completed)], True
+                return completed
         return None
-
-    def _go_on(self) -> None:
-        for matcher in self._matchers:
-            matcher.go_on()
 
     def _release(self) -> str:
         shown = len(self._held) - (0 if self._stopped else self._num_held())
@@ -285,4 +312,4 @@ class OutputText:
         return text
 
     def _num_held(self) -> int:
-        return max((matcher.matched for matcher in self._matchers), default=0)
+        return self._stops.num_held(self._state)

@@ -45,6 +45,8 @@ _MAX_DECIMALS = 20
 _FIRST_STEPS = 4  # tokens tried when compiling; an object with too many optional properties fails at its second token
 _SHOWN = 40  # characters of a source in an error
 
+COMPILE_SECONDS = 5.0
+
 _Result = CompiledGrammar | Violation
 
 log = logging.getLogger(__name__)
@@ -65,15 +67,16 @@ class GuidedLimits:
 
     source_bytes: int = 64 * 1024
     choices: int = 4096
-    compile_seconds: float = 5.0
+    compile_seconds: float = COMPILE_SECONDS
     compile_threads: int = 2
     cache_entries: int = 64
     cache_bytes: int = 2 * 1024 * 1024
 
     @classmethod
-    def of(cls, bounds: Bounds) -> GuidedLimits:
+    def of(cls, bounds: Bounds, compile_seconds: float = COMPILE_SECONDS) -> GuidedLimits:
         """Take the sizes from `bounds`, and the defaults for all other limits."""
-        return cls(source_bytes=bounds.max_structure_bytes, choices=bounds.max_choices)
+        sizes = {"source_bytes": bounds.max_structure_bytes, "choices": bounds.max_choices}
+        return cls(**sizes, compile_seconds=compile_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +110,16 @@ class GrammarCompiler:
 
     @classmethod
     def of(
-        cls, codec: Codec | None, vocab_size: int, eos_token_ids: Iterable[int], bounds: Bounds
-    ) -> GrammarCompiler | None:
+        cls, codec: Codec | None, vocab_size: int, eos_token_ids: Iterable[int], bounds: Bounds,
+        compile_seconds: float = COMPILE_SECONDS,
+    ) -> GrammarCompiler | None:  # fmt: skip
         """Make a compiler for this checkpoint; None, with a line in the log, if it does not allow structured output."""
         ends = tuple(eos_token_ids)
         if codec is None or not ends:
             log.info("no structured output: the checkpoint has no %s", "end token" if codec else "tokenizer")
             return None
         try:
-            return cls(codec, vocab_size, ends, GuidedLimits.of(bounds))
+            return cls(codec, vocab_size, ends, GuidedLimits.of(bounds, compile_seconds))
         except ModelError as error:
             log.warning("%s", error)
             return None

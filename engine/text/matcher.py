@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from engine.errors import GrammarFault
+from engine.types import GRAMMAR_TOKENS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,6 @@ MAX_GRAMMAR_SIZE = 20_000
 
 RENEWAL_SECONDS = 0.1  # longest time inside a step to give one state its own matcher
 _LEXER_FAILED = "lexer error"  # how the library's report begins; the stop reason is always `InternalError`
-_REPLAY_TOKENS = 64  # tokens fed to a new matcher between two checks of the time
 
 
 def parser_limits() -> LLParserLimits:
@@ -173,8 +173,8 @@ class MatcherState:
         if matcher is None:
             self._check()
             return
-        for start in range(0, len(self._tokens), _REPLAY_TOKENS):
-            matcher.consume_tokens(self._tokens[start : start + _REPLAY_TOKENS])
+        for start in range(0, len(self._tokens), GRAMMAR_TOKENS):
+            matcher.consume_tokens(self._tokens[start : start + GRAMMAR_TOKENS])
             if time.perf_counter() > deadline:
                 raise GrammarFault(f"after {len(self._tokens)} tokens the structure fails: its limits were met")
         self._matcher, self._shared = matcher, False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -123,35 +123,33 @@ class Admission:
     ) -> Call:
         driver = self._driver()
         driver.require_open()  # before any work is done for the request
-        wanted = _of_caller(await self._understood(message, known, driver, origin.remaining), origin.caller)
-        stream = driver.open(wanted.request, wanted.sending, origin.remaining())
-        if wanted.sending.received:
-            await self._replay(stream)
-            self._metrics.requests.resumes.inc()
+        wanted, stream = await self._opened(message, known, driver, origin)
         driver.submit(stream, wanted.priority)
         stream.trace(trace.trace_id)
         return Call(driver, wanted, stream, self._metrics, leave, trace)
 
-    async def _replay(self, stream: OutputStream) -> None:
-        """Take what the caller has received. It can be a long text, so others have their turns between its parts."""
-        is_over, parts = object(), stream.replay()
+    async def _in_parts(self, parts: Iterator[None]) -> None:
+        """Do work on what the caller has received. It can be long, so others have their turns between its parts."""
+        is_over = object()
         while await self._slow.run(next, parts, is_over, is_slow=True) is not is_over:
             pass
 
-    async def _understood(
-        self,
-        message: pb.GenerateRequest,
-        known: Sequence[Violation],
-        driver: Driver,
-        remaining: Callable[[], float],
-    ) -> convert.Wanted:
-        """Check, encode and compile. The number of requests here is bounded by the same limit as the queue."""
+    async def _opened(
+        self, message: pb.GenerateRequest, known: Sequence[Violation], driver: Driver, origin: Origin
+    ) -> tuple[convert.Wanted, OutputStream]:
+        """Check, encode, compile and replay. The number of requests here is bounded by the same limit as the queue."""
         if self._num_arriving >= driver.queue.max_requests:
             problem = f"{self._num_arriving} requests are being encoded; the limit is {driver.queue.max_requests}"
             raise QueueFull(problem, bound="arrivals", retry_seconds=RETRY_SECONDS)
         self._num_arriving += 1
         try:
-            return await self._compiled(await self._wanted(message, known, driver.model), driver.model, remaining)
+            found = await self._wanted(message, known, driver.model)
+            wanted = _of_caller(await self._compiled(found, driver.model, origin.remaining), origin.caller)
+            stream = driver.open(wanted.request, wanted.sending, origin.remaining())
+            if wanted.sending.received:
+                await self._in_parts(stream.replay())
+                self._metrics.requests.resumes.inc()
+            return wanted, stream
         finally:
             self._num_arriving -= 1
 
@@ -163,7 +161,7 @@ class Admission:
             return wanted
         assert model.compile_grammar is not None, "refused before this"
         grammar = await self._grammars.compile(model.compile_grammar, guided, remaining())
-        await self._slow.run(require_fit, wanted.sending.received, grammar, is_slow=bool(wanted.sending.received))
+        await self._in_parts(require_fit(wanted.sending.received, grammar))
         return replace(wanted, request=replace(wanted.request, grammar=grammar))
 
     async def _wanted(

@@ -7,11 +7,11 @@ continues the stream. Over HTTP both are in the id of each event, with numbers o
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from engine.errors import GrammarFault, InvalidRequest, Violation, shown
 from engine.params import MAX_SEED
-from engine.types import EmittedOutput, Grammar, Request
+from engine.types import GRAMMAR_TOKENS, EmittedOutput, Grammar, GrammarState, Request
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.settings import speculation_settings
 from server.errors import ResumeRefused
@@ -60,8 +60,10 @@ def received_outputs(
     if len(asked.outputs) > n:
         found.append(Violation("resume.outputs", f"has {len(asked.outputs)} outputs; sampling.n is {n}"))
         return ()
-    ends = set(message.stopping.stop_token_ids)
-    ends |= frozenset() if message.stopping.ignore_eos else model.engine.eos_token_ids
+    stops = message.stopping.stop_token_ids
+    if len(stops) > model.engine.config.max_stops:  # the engine refuses them
+        return ()
+    ends = set(stops) | (frozenset() if message.stopping.ignore_eos else model.engine.eos_token_ids)
     outputs: dict[int, ReceivedOutput] = {}
     for i, output in enumerate(asked.outputs):
         field, num_tokens = f"resume.outputs[{i}]", len(output.token_ids)
@@ -94,7 +96,8 @@ def _received(output: pb.ReceivedOutput, ends: set[int], most: int) -> ReceivedO
         num_tokens=min(output.num_tokens or (len(tokens) if output.digest else 0), most),
         digest=output.digest,
         tail=output.tail,
-        has_ended=output.finished,
+        has_ended=output.finished and not output.recount,
+        recount=output.finished and output.recount,
     )
 
 
@@ -104,16 +107,23 @@ def emitted_outputs(received: Sequence[ReceivedOutput]) -> tuple[EmittedOutput, 
     return emitted if any(o.token_ids or o.has_ended for o in emitted) else ()
 
 
-def require_fit(received: Sequence[ReceivedOutput], grammar: Grammar) -> None:
-    """Raise InvalidRequest if tokens that were received do not have the structure of the request."""
+def require_fit(received: Sequence[ReceivedOutput], grammar: Grammar) -> Iterator[None]:
+    """Check, in parts, that the tokens that were received have the structure of the request. Raises InvalidRequest."""
     for index, output in enumerate(received):
+        if output.token_ids:
+            yield from _require_fit(f"resume.outputs[{index}].token_ids", output.token_ids, grammar.start())
+
+
+def _require_fit(field: str, tokens: Sequence[int], state: GrammarState) -> Iterator[None]:
+    for start in range(0, len(tokens), GRAMMAR_TOKENS):
+        part = tokens[start : start + GRAMMAR_TOKENS]
         try:
-            taken = grammar.start().advance(output.token_ids) if output.token_ids else 0
+            taken = state.advance(part)
         except GrammarFault as fault:
-            raise InvalidRequest.of(f"resume.outputs[{index}].token_ids", str(fault)) from fault
-        if taken < len(output.token_ids):
-            problem = f"is {output.token_ids[taken]}, which does not fit the structure"
-            raise InvalidRequest.of(f"resume.outputs[{index}].token_ids[{taken}]", problem)
+            raise InvalidRequest.of(field, str(fault)) from fault
+        if taken < len(part):
+            raise InvalidRequest.of(f"{field}[{start + taken}]", f"is {part[taken]}, which does not fit the structure")
+        yield
 
 
 class EventIds:
@@ -159,9 +169,12 @@ def _entry(output: pb.ReceivedOutput | None) -> str:
     return f"{output.num_tokens:x}{digest}{'+' * output.tail}{'!' * output.finished}"
 
 
-def parse_event_id(event_id: str) -> tuple[int, pb.Resume]:
-    """Return the seed and the resumption that an event's id names. Raises InvalidRequest if it is no such id."""
-    whole = _EVENT_ID.fullmatch(event_id)
+def parse_event_id(event_id: str, max_n: int) -> tuple[int, pb.Resume]:
+    """Return the seed and the resumption that an event's id names. Raises InvalidRequest if it is no such id.
+
+    `max_n`: the most outputs that a stream of this server has.
+    """
+    whole = None if event_id.count(",") >= max_n else _EVENT_ID.fullmatch(event_id)
     parts = [] if whole is None else [_OUTPUT.fullmatch(part) for part in whole["outputs"].split(",")]
     has_digests = all(part is None or (int(part["count"], 16) > 0) == (part["digest"] is not None) for part in parts)
     if whole is None or None in parts or int(whole["seed"]) > MAX_SEED or not has_digests:

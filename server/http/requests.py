@@ -49,25 +49,24 @@ def rest(kind: type[GenerationFields], found: Any, faulty: Iterable[str]) -> Par
     return read
 
 
-def continued(read: ParsedBody, event_id: str) -> ParsedBody:
+def continued(read: ParsedBody, event_id: str, max_n: int) -> ParsedBody:
     """Make the request continue the stream after the event with this id; an invalid id is one more violation.
 
     Outputs that were finished are computed again, too, because the usage at the end includes them.
     """
     try:
-        seed, resume = parse_event_id(event_id)
+        seed, resume = parse_event_id(event_id, max_n)
     except InvalidRequest as invalid:
         return replace(read, wrong=(*read.wrong, *invalid.violations))
-    message = pb.GenerateRequest()
-    message.CopyFrom(read.message)
+    message = read.message
     if message.sampling.HasField("seed") and message.sampling.seed != seed:
         wrong = Violation("seed", f"is {message.sampling.seed}; the stream that Last-Event-ID names has {seed}")
         return replace(read, wrong=(*read.wrong, wrong))
     message.sampling.seed = seed
     message.resume.CopyFrom(resume)
     for output in message.resume.outputs:
-        output.tail, output.finished = output.tail or output.finished, False
-    return replace(read, message=message, resume=resume)
+        output.tail, output.recount = output.tail or output.finished, True
+    return replace(read, resume=resume)
 
 
 def _message(body: GenerationFields) -> pb.GenerateRequest:

@@ -95,7 +95,8 @@ class _Routes:
         if after is not None:
             if not body.stream:
                 raise InvalidRequest.of("Last-Event-ID", "continues a stream; it needs stream: true")
-            read = continued(read, after)
+            max_n = self._driver().model.engine.config.max_n
+            read = continued(read, after, max_n)
         if not body.stream:
             work = answer(self._admission, read, origin)
             return JSONResponse(answers.answer(await unless_gone(work, request.receive)))

@@ -45,6 +45,7 @@ class ReceivedOutput:
 
     `ended_by_id`: the last of `token_ids` ends the output and has no text. `digest` is that of the first `num_tokens`
     tokens; if it is empty, nothing is compared. `tail`: the text that was held back until the end was received.
+    `recount`: its end was received, but not kept: the output ends again after these tokens.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -53,6 +54,7 @@ class ReceivedOutput:
     digest: str = ""
     tail: bool = False
     has_ended: bool = False
+    recount: bool = False
 
 
 NOTHING_RECEIVED = ReceivedOutput()
@@ -125,6 +127,7 @@ class OutputBuffer:
         self._hash = hashlib.blake2b(digest_size=8) if digests or received.digest else None
         self._unread: list[Chunk] = []
         self._num_unread = 0  # tokens
+        self._is_first = True  # whether the reader has taken nothing yet
         self._text_length = 0  # characters that the reader has, or can read
         self._stop_string: str | None = None
 
@@ -165,13 +168,13 @@ class OutputBuffer:
     @property
     def ready(self) -> bool:
         """Whether the reader should get the unread chunks now."""
-        first = 0 < self.num_tokens == self._num_unread
-        return bool(self._unread) and (first or self._num_unread >= self._interval or self.end is not None)
+        return bool(self._unread) and (self._is_first or self._num_unread >= self._interval or self.end is not None)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has ended the text; later tokens are ignored."""
-        return self._stop_string is not None
+        """Whether a stop string has ended the text, or the reader has all of it; later tokens are ignored."""
+        has_all = self._received.recount and self.num_tokens >= self._received.num_tokens
+        return has_all or self._stop_string is not None
 
     @property
     def has_unread(self) -> bool:
@@ -207,13 +210,17 @@ class OutputBuffer:
     def take(self) -> Chunk:
         """Remove and return all unread chunks as one."""
         chunk = Chunk.merged(self._unread)
-        self._unread, self._num_unread = [], 0
+        self._unread, self._num_unread, self._is_first = [], 0, False
         return chunk
 
     def _keep(self, event: TokenEvent) -> bool:
         """Store the tokens up to a stop string; return whether one completed. Raises ResumeRefused, see `_count`."""
-        ended_by_id = event.finished is not None and event.finished.stop_token_id is not None
-        shown = event.token_ids[: len(event.token_ids) - ended_by_id]  # a token that ends it by id has no text
+        tokens = event.token_ids
+        if self._received.recount:
+            tokens = tokens[: self._received.num_tokens - self.num_tokens]
+        is_whole = len(tokens) == len(event.token_ids)
+        ended_by_id = is_whole and event.finished is not None and event.finished.stop_token_id is not None
+        shown = tokens[: len(tokens) - ended_by_id]  # a token that ends it by id has no text
         texts, stop = ("",) * len(shown), None
         if self._text is not None:
             piece = self._text.push(shown)
@@ -223,7 +230,7 @@ class OutputBuffer:
         self._stop_string = stop
         if texts:
             self._store(event, texts)
-        return stop is not None
+        return self.is_stopped
 
     def _store(self, event: TokenEvent, texts: tuple[str, ...]) -> None:
         kept = len(texts)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from engine.errors import PilotfishError
 from engine.stats import Clock
-from engine.text.codec import Codec, OutputText
+from engine.text.codec import NO_STOPS, Codec, OutputText, StopStrings
 from engine.types import Request, TokenEvent
 from server.streams.output import NOTHING_RECEIVED, Chunk, OutputBuffer, ReceivedOutput, Timeline
 
@@ -50,13 +50,16 @@ class OutputStream:
     ) -> None:  # fmt: skip
         self.request, self.deadline = request, deadline  # in seconds of the clock
         self.timeline = Timeline(arrived=clock())
+        sampling = request.sampling
+        stops = StopStrings(sampling.stop) if sampling.stop else NO_STOPS
+        texts = (None if codec is None else OutputText(codec, stops, sampling.min_tokens) for _ in range(sampling.n))
         received = options.received or (NOTHING_RECEIVED,) * request.sampling.n
         self.outputs = tuple(
             OutputBuffer(
-                index, _text(request, codec), self.timeline.arrived, clock, options.interval, before,
+                index, text, self.timeline.arrived, clock, options.interval, before,
                 digests=options.digests,
             )
-            for index, before in enumerate(received)
+            for index, (text, before) in enumerate(zip(texts, received, strict=True))
         )  # fmt: skip
         for output in self.outputs:
             output.interruptions = options.interruptions
@@ -150,8 +153,3 @@ class OutputStream:
             for chunk in await self.read():
                 parts[chunk.index].append(chunk)
         return tuple(map(Chunk.merged, parts))
-
-
-def _text(request: Request, codec: Codec | None) -> OutputText | None:
-    sampling = request.sampling
-    return None if codec is None else OutputText(codec, sampling.stop, sampling.min_tokens)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 from engine.config import EngineConfig
@@ -301,7 +302,11 @@ class LoadEngine(Protocol):
         ...
 
 
-def main(load: LoadEngine = ServedModel.load) -> None:
+# The front ends have compiled each structure in time; that this process is busier must not end its request.
+_load = partial(ServedModel.load, compile_seconds=300.0)
+
+
+def main(load: LoadEngine = _load) -> None:
     """Run the process; its only argument is the number of an open socket. Never returns.
 
     The fork server has set how this process handles signals, and that it ends with its parent.

@@ -278,6 +278,7 @@ class ReceivedOutput(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     TAIL_FIELD_NUMBER: _builtins.int
+    RECOUNT_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which output, from 0."""
     finished: _builtins.bool
@@ -292,6 +293,10 @@ class ReceivedOutput(_message.Message):
     """
     tail: _builtins.bool
     """Whether a delta was received whose text goes beyond the sum of its text_lengths: the text held back until the end."""
+    recount: _builtins.bool
+    """With `finished`: its Finished is sent once more, for a caller that did not keep the usage. The output is computed
+    again up to what was received, and no further.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All its tokens so far."""
@@ -305,10 +310,11 @@ class ReceivedOutput(_message.Message):
         num_tokens: _builtins.int = ...,
         digest: _builtins.str = ...,
         tail: _builtins.bool = ...,
+        recount: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "finished", b"finished", "index", b"index", "num_tokens", b"num_tokens", "tail", b"tail", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "finished", b"finished", "index", b"index", "num_tokens", b"num_tokens", "recount", b"recount", "tail", b"tail", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from engine.errors import InvalidRequest, ModelError
-from engine.text.codec import Codec, Decoder, OutputText, StopMatcher
+from engine.text.codec import Codec, Decoder, OutputText, StopStrings
 from tests.pauses import while_counting
 
 END = "<|end|>"
@@ -60,7 +60,7 @@ def in_chunks(data: st.DataObject, tokens: list[int]) -> list[list[int]]:
 
 def run(chunks: list[list[int]], stop: list[str], codec: Codec = CODEC) -> tuple[str, int, str | None, tuple[str, ...]]:
     """Text, kept tokens, what stopped it, and the text per token."""
-    output, texts, hit = OutputText(codec, stop), (), None
+    output, texts, hit = OutputText(codec, StopStrings(stop)), (), None
     for chunk in chunks:
         piece = output.push(chunk)
         assert piece.num_tokens == len(piece.texts) <= len(chunk)
@@ -107,7 +107,7 @@ def test_stop_strings_cut_where_one_by_one_decoding_would(tokens: list[int], sto
 @given(text_tokens, stops)
 def test_what_is_shown_is_never_taken_back_and_only_the_needed_is_held(tokens: list[int], stop: list[str]) -> None:
     final = run([tokens], stop)[0]
-    output, shown = OutputText(CODEC, stop), ""
+    output, shown = OutputText(CODEC, StopStrings(stop)), ""
     for count, token in enumerate(tokens, 1):
         piece = output.push([token])
         shown += piece.text
@@ -162,15 +162,16 @@ def test_chunks_do_not_matter_to_a_byte_fallback_decoder(data: st.DataObject, to
     assert run(in_chunks(data, tokens), [], codec) == run([[token] for token in tokens], [], codec)
 
 
-@given(st.text("ab", min_size=1, max_size=6), st.text("ab", max_size=20))
-def test_matcher_knows_the_longest_beginning_that_ends_the_text(stop: str, text: str) -> None:
-    matcher = StopMatcher(stop)
+@given(st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4), st.text("ab", max_size=20))
+def test_a_state_knows_what_is_complete_and_the_longest_beginning_that_ends_the_text(
+    stop: list[str], text: str
+) -> None:
+    strings, state = StopStrings(stop), 0
     for end, char in enumerate(text, 1):
-        done = matcher.push(char)
-        assert matcher.matched == max(n for n in range(len(stop) + 1) if text[:end].endswith(stop[:n]))
-        assert done == text[:end].endswith(stop)
-        if done:
-            return
+        state = strings.step(state, char)
+        read = text[:end]
+        assert strings.completed(state) == next((s for s in stop if read.endswith(s)), None)
+        assert strings.num_held(state) == max(n for s in stop for n in range(len(s)) if read.endswith(s[:n]))
 
 
 def test_decoder_shows_a_character_with_the_token_that_completes_it() -> None:
