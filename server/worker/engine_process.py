@@ -303,10 +303,10 @@ class LoadEngine(Protocol):
 
 
 # The front ends have compiled each structure in time; that this process is busier must not end its request.
-_load = partial(ServedModel.load, compile_seconds=300.0)
+LOAD = partial(ServedModel.load, compile_seconds=300.0)
 
 
-def main(load: LoadEngine = _load) -> None:
+def main(load: LoadEngine = LOAD) -> None:
     """Run the process; its only argument is the number of an open socket. Never returns.
 
     The fork server has set how this process handles signals, and that it ends with its parent.

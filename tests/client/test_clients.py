@@ -311,6 +311,21 @@ def test_waiting_for_a_server_ends_when_it_serves(connected, fake):
     connected.wait_until_serving(5.0)
 
 
+def test_no_question_whether_a_server_serves_outlasts_the_deadline(monkeypatch):
+    timeouts = []
+
+    def check(_, timeout, **__):
+        timeouts.append(timeout)
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    with client.Client("127.0.0.1:1") as connection:
+        monkeypatch.setattr(connection._health, "Check", check)
+        with pytest.raises(TimeoutError):
+            connection.wait_until_serving(0.3)
+    assert all(timeout <= 0.3 for timeout in timeouts)
+    assert len(timeouts) > 1
+
+
 def test_waiting_for_a_server_that_is_not_there_yet():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

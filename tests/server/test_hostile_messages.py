@@ -132,6 +132,13 @@ EXCESSIVE = {  # field: a request with too many entries, and what is said of the
         {"stopping": pb.StoppingParams(stop_token_ids=[1] * MILLION)},
         f"stopping.stop_token_ids has {MILLION} ids; the limit is 16",
     ),
+    "stop_token_ids of a resumed stream": (
+        {
+            "stopping": pb.StoppingParams(stop_token_ids=range(MILLION)),
+            "resume": pb.Resume(fingerprint="fa4e", outputs=[pb.ReceivedOutput(token_ids=[1])]),
+        },
+        f"stopping.stop_token_ids has {MILLION} ids; the limit is 16",
+    ),
     "logit_bias": (
         {"sampling": pb.SamplingParams(logit_bias=dict.fromkeys(range(MILLION), 1.0))},
         f"sampling.logit_bias has {MILLION} tokens; the limit is 1024",

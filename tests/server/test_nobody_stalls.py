@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import re
+import struct
 import threading
 import time
 
@@ -24,6 +25,7 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.admission.status import refusal
 from server.errors import Unavailable
 from server.grpc.fields import MAX_ENTRIES, MAX_NUMBERS, require_few
+from server.grpc.health import Health
 from server.http import bodies, types
 from server.http.bodies import MAX_ERRORS, WrongBody, read_body
 from server.http.types import ChatBody, CompletionBody, GenerateBody
@@ -32,7 +34,7 @@ from tests.engine.text.test_codec import CODEC
 from tests.server.http.test_gateway import talking
 from tests.server.test_generate import collect, request
 from tests.server.test_limits import raw
-from tests.serving import http_client, serving
+from tests.serving import http_client, serving, until
 
 JSON = "application/json"
 
@@ -288,6 +290,61 @@ def test_a_batch_of_one_has_the_same_tokens():
 async def test_a_penalty_that_makes_logits_infinite_is_refused(server, value):
     with pytest.raises(grpc.aio.AioRpcError, match=r"sampling.repetition_penalty is .*; expected 0.01 to 10"):
         await server.inference.Generate(request(sampling=pb.SamplingParams(repetition_penalty=value)))
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A frame of HTTP/2 (RFC 9113, section 4.1)."""
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+@contextlib.asynccontextmanager
+async def watching_without_reading(port: int):
+    """A call of `grpc.health.v1.Health/Watch` on a connection whose window has no room for an answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    fields = {":method": "POST", ":scheme": "http", ":path": "/grpc.health.v1.Health/Watch", ":authority": "x",
+              "te": "trailers", "content-type": "application/grpc"}  # fmt: skip
+    head = b"".join(b"\0" + bytes([len(k)]) + k.encode() + bytes([len(v)]) + v.encode() for k, v in fields.items())
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, struct.pack(">HI", 4, 0)))
+    writer.write(frame(1, 4, 1, head) + frame(0, 1, 1, bytes(5)))
+
+    async def acknowledge() -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                start = await reader.readexactly(9)
+                payload, kind, is_answer = await reader.readexactly(int.from_bytes(start[:3])), start[3], start[4] & 1
+                if kind in (4, 6) and not is_answer:  # settings and pings
+                    writer.write(frame(kind, 1, 0, payload if kind == 6 else b""))
+
+    acknowledging = asyncio.create_task(acknowledge())
+    try:
+        yield
+    finally:
+        writer.close()
+        await acknowledging
+
+
+async def test_a_watcher_of_health_that_reads_nothing_delays_neither_recovery_nor_shutdown():
+    begun = []
+    watch = Health.Watch
+
+    async def watched(self, asked, context):
+        begun.append(asked)
+        await watch(self, asked, context)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Health, "Watch", watched)
+        async with serving() as server, watching_without_reading(server.app.grpc_port):
+            await until(lambda: begun)
+            server.engine.gate.clear()
+            call = server.inference.GenerateStream(request(stopping=pb.StoppingParams(max_tokens=300)))
+            await until(lambda: server.engine.num_running)
+            server.engine.fault = RuntimeError("boom")
+            server.engine.gate.set()
+            _, tokens, _, _ = await collect(call)
+            assert tuple(tokens) == server.engine.expected(300)
+            server.app.stop()
+            async with asyncio.timeout(20):
+                await server.running
 
 
 async def test_who_comes_while_the_engine_restarts_hears_when_to_come_again():

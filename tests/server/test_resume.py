@@ -302,6 +302,49 @@ async def test_over_http_an_event_has_an_id_after_which_another_server_goes_on(p
             assert usage_of(rest) == usage_of(whole)
 
 
+@pytest.mark.parametrize("max_tokens", [6, 900])
+async def test_an_aborted_stream_ends_where_it_ended(max_tokens):
+    """Its tokens are computed again for the usage alone: what held text back at the end is not sent twice."""
+    engine = FakeEngine(burst=1, step_seconds=0.02)
+    body = BODIES["/v1/completions"] | {"max_tokens": max_tokens, "stop": ["quick brown fox, never"]}
+    async with serving(engine) as server, http_client(server) as client:
+        reading = asyncio.create_task(events_of(client, "/v1/completions", body))
+        await until(lambda: engine.steps > 2)
+        engine.gate.clear()
+        await server.control.Abort(control.AbortRequest(all=True))
+        engine.gate.set()
+        whole = await reading
+        last = max(i for i, (event_id, _) in enumerate(whole) if event_id)
+        assert 0 < usage_of(whole)[0]["completion_tokens"] < 2 * max_tokens
+        rest = await events_of(client, "/v1/completions", body, whole[last][0])
+        assert not any(said(rest).values())
+        assert usage_of(rest) == usage_of(whole)
+
+
+async def test_after_a_pause_the_first_message_comes_at_once_whatever_the_interval(server):
+    """It renews the client's budget of attempts, and has what another continuation needs."""
+    received = Received(token_ids=server.engine.expected(3))
+    resume = pb.Resume(fingerprint=server.app.driver.model.fingerprint, outputs=[received])
+    asked = request(sampling=pb.SamplingParams(seed=3), output=pb.OutputOptions(stream_interval=200), resume=resume)
+    first = await anext(aiter(server.inference.GenerateStream(asked)))
+    assert first.HasField("resume_info")
+    assert len(first.delta.token_ids) < 17
+
+
+async def test_replays_count_as_requests_that_arrive(monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(OutputText, "push", lambda *_: gate.wait(30) and None)
+    async with serving(max_queue_requests=1) as server:
+        resume = pb.Resume(fingerprint=server.app.driver.model.fingerprint, outputs=[Received(token_ids=[5, 6, 7])])
+        asked = request(sampling=pb.SamplingParams(seed=3), resume=resume)
+        calls = [asyncio.create_task(collect(server.inference.GenerateStream(asked))) for _ in range(2)]
+        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        gate.set()
+        (refused,) = done
+        assert refused.exception().code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
 async def test_without_asking_events_have_no_id(server):
     async with http_client(server) as client:
         answer = await client.post("/generate", json={"prompt": "ab", "stream": True})
@@ -316,6 +359,7 @@ async def test_without_asking_events_have_no_id(server):
         ("ab-1-0-1", "Last-Event-ID is 'ab-1-0-1'"),  # a number of tokens without their digest
         ("ab-1-0-0:0123456789abcdef", "Last-Event-ID"),
         ("ab-99999999999999999999-0-1", "Last-Event-ID"),
+        ("ab-1-0-" + ",".join(["0"] * 65), "Last-Event-ID"),  # more outputs than a request may have
     ],
 )
 async def test_an_id_that_is_none_is_refused(server, after, problem):

@@ -15,10 +15,16 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.errors import ModelError
+from engine.config import EngineConfig
+from engine.errors import InvalidRequest, ModelError
+from engine.params import Guided
+from engine.text.guided import COMPILE_SECONDS
+from models import embedded_target
 from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
 from server.lifecycle import State
+from server.model import ServedModel
+from server.worker import engine_process
 from server.worker.remote import EngineProgram
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
@@ -415,3 +421,14 @@ async def test_the_log_of_both_is_one(capfd):
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     failure, _ = [line for line in lines if line["logger"] == "server.worker.engine_process"]
     assert "ZeroDivisionError" in failure["error"]
+
+
+def test_a_structure_that_its_caller_has_waited_for_may_take_longer_in_the_engines_process():
+    """There it compiles again, beside the prompts of all interrupted streams: that must not end its request."""
+    engine, config = FakeEngine(), EngineConfig(target=str(embedded_target()))
+    engine.vocab_size = 2048
+    guided = Guided(regex="[ab]{3}")
+    with pytest.raises(InvalidRequest, match="did not compile within 0 s"):
+        ServedModel.around(engine, config, "cpu", compile_seconds=0.0).compile_grammar(guided)
+    assert ServedModel.around(engine, config, "cpu", compile_seconds=60.0).compile_grammar(guided).start()
+    assert engine_process.LOAD.keywords["compile_seconds"] > COMPILE_SECONDS
