@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -211,6 +212,9 @@ class Sequence:
     fault: str | None = None  # why this output cannot go on, or why drafts of it cannot be verified
     mask_seconds: float = 0.0  # what one mask of its structure took in the last step, in time of the processor
     num_missed: int = 0  # steps in a row without it, because structures of others took their time
+    shared: dict[Hashable, Tensor] = field(default_factory=dict)  # what sampling makes once for all outputs
+    output_counts: Tensor | None = None  # float32 [vocab], of the first `num_counted` generated tokens
+    num_counted: int = 0
     num_cached: int = 0  # prompt tokens whose K/V came from the prefix cache
     on_device: bool = False  # it decodes in rounds on the device (`engine/device_loop`), not in plain steps
     in_flight: int = 0  # most tokens beyond `tokens` that rounds may have made whose results the host has not read

@@ -8,9 +8,14 @@ from weakref import WeakKeyDictionary
 from engine.proposers.base import Proposal
 from engine.types import Sequence
 
+_MOST_READ = 1024  # tokens of a sequence in a step: with the default sizes a millisecond
+
 
 class NGramIndex:
-    """For each run of `size` tokens, where it last ended; grows with the sequence and is never rescanned."""
+    """For each run of `size` tokens, where it last ended; grows with the sequence and is never rescanned.
+
+    Of a long prompt it takes a part at each look-up, so that no step waits for all of it.
+    """
 
     def __init__(self, size: int) -> None:
         self._size, self._seen, self._ends = size, 0, {}  # type: int, int, dict[tuple[int, ...], int]
@@ -18,9 +23,10 @@ class NGramIndex:
     def lookup(self, tokens: list[int]) -> int | None:
         """Position after the newest earlier occurrence of the last `size` tokens, or None."""
         # The last run itself is left out: it would find itself.
-        for end in range(max(self._seen, self._size), len(tokens)):
+        stop = min(len(tokens), self._seen + _MOST_READ)
+        for end in range(max(self._seen, self._size), stop):
             self._ends[tuple(tokens[end - self._size : end])] = end
-        self._seen = len(tokens)
+        self._seen = stop
         return self._ends.get(tuple(tokens[-self._size :]))
 
 

@@ -20,6 +20,9 @@ from engine.types import Sequence
 
 Pair = tuple[int, int]
 
+_MOST_READ = 256  # tokens of a sequence's own text in a step: they take a millisecond or two
+_MOST_TENANTS = 1024  # whose past outputs are kept
+
 
 class Match(NamedTuple):
     """Somewhere in a text: the run in question ended just before `text[end]`."""
@@ -64,9 +67,9 @@ class SuffixIndex:
         """Places held, one per token."""
         return len(self._order) - self._forgotten
 
-    def grow(self, text: list[int], start: int) -> None:
-        """Take in `text` from `start` to its end. The list is kept, not copied: it may grow, and change no token."""
-        for end in range(max(start, 1) + 1, len(text) + 1):
+    def grow(self, text: list[int], start: int, stop: int | None = None) -> None:
+        """Take in `text[start:stop]`. The list is kept, not copied: it may grow, and change no token."""
+        for end in range(max(start, 1) + 1, (len(text) if stop is None else stop) + 1):
             pair = (text[end - 2], text[end - 1])
             self._places.setdefault(pair, []).append(Match(text, end))
             self._order.append(pair)
@@ -151,20 +154,28 @@ class PastOutputs:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self._capacity, self._num_held = capacity, 0
         self._tenants: OrderedDict[str | None, SuffixIndex] = OrderedDict()
 
     def __len__(self) -> int:
         """Tokens held, over all tenants."""
-        return sum(len(index) for index in self._tenants.values())
+        return self._num_held
 
     def of(self, tenant: str | None) -> SuffixIndex:
         """The tenant's own, now the most recently used."""
         index = self._tenants.setdefault(tenant, SuffixIndex(max(1, self._capacity // 4)))
         self._tenants.move_to_end(tenant)
-        while len(self) > self._capacity:
-            self._tenants.popitem(last=False)
         return index
+
+    def grow(self, tenant: str | None, text: list[int], start: int) -> None:
+        """Take in `text` from `start` to its end, and forget what is too much."""
+        index = self.of(tenant)
+        before = len(index)
+        index.grow(text, start)
+        self._num_held += len(index) - before
+        while self._num_held > self._capacity or len(self._tenants) > _MOST_TENANTS:
+            _, gone = self._tenants.popitem(last=False)
+            self._num_held -= len(gone)
 
 
 @dataclass(slots=True)
@@ -172,7 +183,8 @@ class _IndexedText:
     """How far one sequence has been read: into its own index, and into its tenant's."""
 
     own: SuffixIndex = field(default_factory=SuffixIndex)
-    num_read: int = 0
+    num_read: int = 0  # into the tenant's
+    num_indexed: int = 0  # into its own
     output: list[int] = field(default_factory=list)  # the end of the prompt, and what was generated
     guess: Guess = field(default_factory=Guess)  # the newest, for so many tokens and at most so many drafts
     guessed_at: int = 0
@@ -202,13 +214,14 @@ class SuffixProposer:
 
         Asked again at the same place for no more drafts, it says the same: the first drafts of the guess before.
         """
-        past, tokens = self._past.of(sequence.request.cache_salt), sequence.tokens
-        reading = self._read(sequence, past)
+        tokens = sequence.tokens
+        reading = self._readings.setdefault(sequence, _IndexedText())
         if reading.guessed_at == len(tokens) and k <= reading.guessed_most:
             guess = reading.guess
             return replace(guess, tokens=guess.tokens[:k])
+        self._read(sequence, reading)
         reading.guessed_at, reading.guessed_most = len(tokens), k
-        reading.guess = self._guess(sequence, reading, past, k)
+        reading.guess = self._guess(sequence, reading, self._past.of(sequence.request.cache_salt), k)
         return reading.guess
 
     def _guess(self, sequence: Sequence, reading: _IndexedText, past: SuffixIndex, k: int) -> Guess:
@@ -218,14 +231,17 @@ class SuffixProposer:
         others = [p for p in past.places(tokens, rules.most_places) if p.text is not reading.output]
         return max(own, best_guess(tokens, others, k, rules), key=lambda guess: guess.score)
 
-    def _read(self, sequence: Sequence, past: SuffixIndex) -> _IndexedText:
-        """Index the new tokens of a sequence. Those of its last round are never indexed: no drafts follow it."""
-        reading = self._readings.setdefault(sequence, _IndexedText())
-        reading.own.grow(sequence.tokens, reading.num_read)
+    def _read(self, sequence: Sequence, reading: _IndexedText) -> None:
+        """Index the new tokens of a sequence. Those of its last round are never indexed: no drafts follow it.
+
+        Of a long prompt its own index takes a part at each guess, so that no step waits for all of it.
+        """
+        stop = min(len(sequence.tokens), reading.num_indexed + _MOST_READ)
+        reading.own.grow(sequence.tokens, reading.num_indexed, stop)
+        reading.num_indexed = stop
         # The end of the prompt goes along, so that an output can be found from its first token on.
         first = max(reading.num_read, sequence.prompt_len - self._rules.longest)
         known = len(reading.output)
         reading.output += sequence.tokens[first:]
-        past.grow(reading.output, known)
+        self._past.grow(sequence.request.cache_salt, reading.output, known)
         reading.num_read = len(sequence.tokens)
-        return reading

@@ -66,11 +66,14 @@ class Intake:
         """Make one sequence for each output, except those that have ended, of a request that has passed `check`."""
         seed = secrets.randbelow(MAX_SEED + 1) if request.sampling.seed is None else request.sampling.seed
         emitted = request.emitted or (EmittedOutput(),) * request.sampling.n
-        return [
+        outputs = [
             self._sequence(request, index, _seed_of(seed, index), before.token_ids)
             for index, before in enumerate(emitted)
             if not before.has_ended
         ]
+        for sequence in outputs:
+            sequence.shared = outputs[0].shared
+        return outputs
 
     def _sequence(self, request: Request, index: int, seed: int, emitted: tuple[int, ...]) -> Sequence:
         """A sequence that has been fed nothing, not even the tokens that were emitted: as after a preemption."""

@@ -6,6 +6,7 @@ defined at every position, with and without drafts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import torch
@@ -13,21 +14,47 @@ from torch import Tensor
 
 from engine.types import Logprob, Sequence, TopLogprob
 
+_ROWS = 32  # that are turned to float64 at a time: a row of 150,000 tokens takes a megabyte, several times
+
 
 def token_logprobs(logits: Tensor, tokens: Seq[int], top: int) -> tuple[Logprob, ...]:
     """Logprobs of token i at row i of `logits` `[R, vocab]` and of the `top` likeliest tokens; ties: lower id first."""
+    parts = (range(start, min(start + _ROWS, len(logits))) for start in range(0, len(logits), _ROWS))
+    return tuple(
+        found for part in parts for found in _of_rows(logits[part.start : part.stop], tokens[part.start :], top)
+    )
+
+
+def _of_rows(logits: Tensor, tokens: Seq[int], top: int) -> Iterator[Logprob]:
     samplers = logits.double().log_softmax(-1)
-    chosen = samplers.gather(1, torch.tensor(tokens, device=samplers.device)[:, None]).squeeze(1).tolist()
-    best = _likeliest(samplers, top)
-    return tuple(Logprob(logprob, candidates) for logprob, candidates in zip(chosen, best, strict=True))
+    ids = torch.tensor(tokens[: len(logits)], device=samplers.device)
+    chosen = samplers.gather(1, ids[:, None]).squeeze(1).tolist()
+    return map(Logprob, chosen, _likeliest(samplers, top))
 
 
 def _likeliest(samplers: Tensor, top: int) -> list[tuple[TopLogprob, ...]]:
     if not top:
         return [()] * len(samplers)
-    values, ids = samplers.sort(dim=-1, descending=True, stable=True)
-    pairs = zip(ids[:, :top].tolist(), values[:, :top].tolist(), strict=True)
+    values, ids = _sorted(samplers, top)
+    pairs = zip(ids.tolist(), values.tolist(), strict=True)
     return [tuple(map(TopLogprob, tokens, logprobs)) for tokens, logprobs in pairs]
+
+
+def _sorted(samplers: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Return values and ids `[R, top]`, largest first, of equal ones the lower id first.
+
+    Sorting whole rows would take ten times as long. `topk` may choose any of equal values: then the row is sorted.
+    """
+    most = min(top + 1, samplers.shape[1])
+    best, places = samplers.topk(most)
+    ids, by_id = places[:, :top].sort()
+    values, by_value = best[:, :top].gather(1, by_id).sort(descending=True, stable=True)
+    ids = ids.gather(1, by_value)
+    ties = (best[:, top - 1] == best[:, top]).nonzero().squeeze(1) if most > top else ()
+    if len(ties):
+        all_values, all_ids = samplers[ties].sort(dim=-1, descending=True, stable=True)
+        values[ties], ids[ties] = all_values[:, :top], all_ids[:, :top]
+    return values, ids
 
 
 def record_prompt(sequence: Sequence, start: int, logits: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.errors import GrammarFault
 from engine.params import SamplingParams
+from engine.sampling.fixed_terms import biases, forbidden, output_counts, prompt_counts
 from engine.sampling.row import LogitsRow
 from engine.types import GRAMMAR_TOKENS, Sequence
 
@@ -128,17 +129,18 @@ def _penalised(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
 def _counts(rows: Seq[LogitsRow], logits: Tensor) -> tuple[Tensor, Tensor]:
     """Count each token in the prompt, and in the output before each row: two float32 tensors `[R, vocab]`.
 
-    Tokens are counted once per sequence; a row adds the drafts before it. The counts are small whole numbers, so every
-    order of the sums gives the same bits.
+    Only tokens that are new since the last step are counted; a row adds the drafts before it. The counts are small
+    whole numbers, so every order of the sums gives the same bits.
     """
     groups = [(sequence, len(list(same))) for sequence, same in groupby(rows, key=lambda row: row.sequence)]
-    prompts = _bincount([s.request.token_ids if _is_penalised(s.request.sampling) else () for s, _ in groups], logits)
-    outputs = _bincount(
-        [s.tokens[s.prompt_len :] if _is_penalised(s.request.sampling) else () for s, _ in groups], logits
-    )
+    none = torch.zeros(logits.shape[1], device=logits.device)
+    pairs = [
+        (prompt_counts(s, logits), output_counts(s, logits)) if _is_penalised(s.request.sampling) else (none, none)
+        for s, _ in groups
+    ]
     sizes = torch.tensor([size for _, size in groups], device=logits.device)
-    drafts = _bincount([row.before for row in rows], logits)
-    return prompts.repeat_interleave(sizes, 0), outputs.repeat_interleave(sizes, 0) + drafts
+    prompt, output = (torch.stack(counts).repeat_interleave(sizes, 0) for counts in zip(*pairs, strict=True))
+    return prompt, output + _bincount([row.before for row in rows], logits)
 
 
 def _bincount(lists: Seq[Seq[int]], like: Tensor) -> Tensor:
@@ -152,39 +154,39 @@ def _bincount(lists: Seq[Seq[int]], like: Tensor) -> Tensor:
 
 
 def _biased(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
-    biases = [row.sequence.request.sampling.logit_bias for row in rows]
-    if not any(biases):
+    if not any(row.sequence.request.sampling.logit_bias for row in rows):
         return logits
-    row, token = _flat([list(bias) for bias in biases], logits.device)
-    values = torch.tensor([value for bias in biases for value in bias.values()], device=logits.device)
-    return logits.index_put((row, token), values.to(logits.dtype), accumulate=True)
+    logits = logits.clone()
+    for start, same in _runs(rows):
+        found = biases(same[0].sequence, logits)
+        if found is not None:
+            ids, values = found
+            logits[start : start + len(same)].index_add_(1, ids, values.expand(len(same), -1))
+    return logits
 
 
 def _forbidden(rows: Seq[LogitsRow], logits: Tensor) -> Tensor:
     """The forbidden tokens: bool `[R, vocab]`."""
     masks = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
-    masks[_flat([row.sequence.request.sampling.banned_token_ids for row in rows], logits.device)] = True
-    for i, row in enumerate(rows):
-        allowed = row.sequence.request.sampling.allowed_token_ids
-        if allowed is not None:
-            mine = torch.ones_like(masks[i])
-            mine[torch.tensor(allowed, device=logits.device)] = False
-            masks[i] |= mine
-    structured = torch.ones(logits.shape, dtype=torch.bool)
+    structured: Tensor | None = None  # on the CPU, where structures write their masks
     for start, same in _runs(rows):
-        _fill(structured[start : start + len(same)], same)
-    ends = [_ends_too_early(row, allowed) for row, allowed in zip(rows, structured, strict=True)]
+        fixed = forbidden(same[0].sequence, logits)
+        if fixed is not None:
+            masks[start : start + len(same)] |= fixed
+        if same[0].sequence.grammar is not None:
+            structured = torch.ones(logits.shape, dtype=torch.bool) if structured is None else structured
+            _fill(structured[start : start + len(same)], same)
+    ends = [_ends_too_early(row, None if structured is None else structured[i]) for i, row in enumerate(rows)]
     masks[_flat(ends, logits.device)] = True
-    return masks | ~structured.to(logits.device)
+    return masks if structured is None else masks | ~structured.to(logits.device)
 
 
 def _runs(rows: Seq[LogitsRow]) -> Iterator[tuple[int, list[LogitsRow]]]:
-    """Runs of adjacent rows of one sequence with a structure, each with the index of its first row."""
+    """Runs of adjacent rows of one sequence, each with the index of its first row."""
     start = 0
-    for sequence, same in groupby(rows, key=lambda row: row.sequence):
+    for _, same in groupby(rows, key=lambda row: row.sequence):
         run = list(same)
-        if sequence.grammar is not None:
-            yield start, run
+        yield start, run
         start += len(run)
 
 
@@ -227,13 +229,13 @@ def _filled(masks: Tensor, rows: Seq[LogitsRow]) -> int:
     return i
 
 
-def _ends_too_early(row: LogitsRow, may_come: Tensor) -> Iterable[int]:
+def _ends_too_early(row: LogitsRow, may_come: Tensor | None) -> Iterable[int]:
     """The end tokens that `min_tokens` forbids; none where the structure is complete and allows only end tokens."""
     sequence = row.sequence
     if row.position - sequence.prompt_len >= sequence.request.sampling.min_tokens:
         return ()
     ends = sorted(sequence.end_token_ids)
-    if sequence.grammar is not None and int(may_come.sum()) == int(may_come[ends].sum()):
+    if sequence.grammar is not None and may_come is not None and int(may_come.sum()) == int(may_come[ends].sum()):
         return ()
     return ends
 

@@ -19,6 +19,7 @@ from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.linear.int8 import has_int8
 from engine.model.runner import ModelRunner
+from engine.verdicts import verdict
 
 _LENGTH = 6
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -30,6 +31,10 @@ def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Atte
     Raises:
         ModelError: the model fails; the message says how.
     """
+    verdict(lambda: _passes(model, layout, attend))
+
+
+def _passes(model: PreTrainedModel, layout: KVLayout, attend: Attend) -> bool:
     _check_layers(model)
     arena = KVArena(layout, num_pages=2, page_size=_LENGTH, device=model.device)
     watch = _Windows(arena, attend)
@@ -54,6 +59,7 @@ def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Atte
     )
     _check_equal(model, alone, plain, "its attention does something that a ragged batch does not know of")
     _check_windows(model, watch)
+    return True
 
 
 class _Windows:

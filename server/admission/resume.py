@@ -93,7 +93,7 @@ def _received(output: pb.ReceivedOutput, ends: set[int], most: int) -> ReceivedO
         token_ids=tokens,
         ended_by_id=bool(tokens) and tokens[-1] in ends,
         # With a digest, sent tokens are compared with it as computed ones are.
-        num_tokens=min(output.num_tokens or (len(tokens) if output.digest else 0), most),
+        num_tokens=min(output.num_tokens or (len(tokens) if output.digest or output.recount else 0), most),
         digest=output.digest,
         tail=output.tail,
         has_ended=output.finished and not output.recount,

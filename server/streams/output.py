@@ -196,7 +196,8 @@ class OutputBuffer:
         if is_own_end and self.num_tokens < self._received.num_tokens:
             raise ResumeRefused(f"output {self.index} ends after {self.num_tokens} tokens here; more were received")
         # The engine ended the output, but its text has a stop string earlier: plain decoding would have ended there.
-        self.close(self._stopped(event.finished) if stop else event.finished)
+        is_cut = stop and (self._stop_string is not None or self.num_tokens < event.finished.completion_tokens)
+        self.close(self._stopped(event.finished) if is_cut else event.finished)
         return False
 
     def close(self, finished: FinishedOutput) -> None:

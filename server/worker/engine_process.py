@@ -23,6 +23,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.stats import StepStats
 from engine.types import DraftStats, FinishedOutput, FinishReason, Grammar, Request, TokenEvent
+from engine.verdicts import Verdicts, collected
 from server.model import CompileGrammar, Progress, ServedModel
 from server.telemetry import logs
 from server.worker import wire
@@ -261,7 +262,7 @@ def load_of(engine: Engine, order: int = 0) -> wire.LoadReport:
     )
 
 
-def ready(model: ServedModel, engine: Engine) -> wire.Ready:
+def ready(model: ServedModel, engine: Engine, verdicts: Iterable[bool] = ()) -> wire.Ready:
     """Return the facts about the engine that do not change while it runs."""
     return wire.Ready(
         vocab_size=engine.vocab_size,
@@ -274,6 +275,7 @@ def ready(model: ServedModel, engine: Engine) -> wire.Ready:
         loop=engine.loop,
         dtype=engine.dtype,
         load=load_of(engine),
+        verdicts=tuple(verdicts),
     )
 
 
@@ -283,14 +285,16 @@ def serve(link: Link, load: LoadEngine) -> None:
     logs.configure(start.log_format)
     config = EngineConfig.model_validate_json(start.config)
     link.allow(wire.most_bytes(config))
+    verdicts = Verdicts(start.verdicts)
     try:
-        model = load(config, lambda stage: link.send(wire.Progress(stage)), is_successor=start.is_successor)
+        with collected(verdicts):
+            model = load(config, lambda stage: link.send(wire.Progress(stage)), is_successor=start.is_successor)
     except ModelError as error:
         link.send(wire.Refused(str(error)))
         return
     engine = cast("Engine", model.engine)  # a model that was loaded here has its engine in this process
     freeze_loaded()
-    link.send(ready(model, engine))
+    link.send(ready(model, engine, verdicts.found))
     EngineServer(link, engine, model.compile_grammar, start.beat_seconds).run()
 
 

@@ -124,7 +124,9 @@ class RemoteEngine:
         worker = Worker(await self._forked(), self._limit, progress)
         try:
             beat = beat_seconds(self._hang_seconds)
-            await worker.connect(wire.Start(self.config.model_dump_json(), self._log_format, beat, is_successor))
+            verdicts = self._facts.verdicts if is_successor else ()
+            start = wire.Start(self.config.model_dump_json(), self._log_format, beat, is_successor, verdicts)
+            await worker.connect(start)
             limit = self._hang_seconds + self._load_seconds if is_successor else None
             return worker, await worker.ready(self._hang_seconds, limit)
         except BaseException:

@@ -44,12 +44,14 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
         log_format: format of the log.
         beat_seconds: most seconds between two messages from the engine once it is ready and no step runs.
         is_successor: an engine with this configuration ran here before, so this one calibrates nothing at load.
+        verdicts: the outcomes of the tests of that engine's load.
     """
 
     config: str
     log_format: LogFormat
     beat_seconds: float
     is_successor: bool = False
+    verdicts: tuple[bool, ...] = ()
 
 
 class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -115,6 +117,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
         loop: how sequences decode where they can, as `Engine.loop`.
         dtype: type of the target's activations, keys and values.
         load: load of the engine at the start.
+        verdicts: the outcomes of the tests of the load, for an engine that takes the place of this one.
     """
 
     vocab_size: int
@@ -127,6 +130,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     loop: str
     dtype: str
     load: LoadReport
+    verdicts: tuple[bool, ...] = ()
 
 
 class LoadReport(msgspec.Struct, array_like=True, frozen=True):

@@ -321,6 +321,22 @@ async def test_an_aborted_stream_ends_where_it_ended(max_tokens):
         assert usage_of(rest) == usage_of(whole)
 
 
+@pytest.mark.parametrize("tokens", [True, False], ids=["by tokens", "by number"])
+@pytest.mark.parametrize("kind", ["to the length", "to a stop string", "to a stop token", "plain"])
+async def test_who_asks_for_a_recount_gets_the_end_again_as_it_was(kind, tokens, server):
+    stopping = {"plain": pb.StoppingParams(max_tokens=700)}
+    asked = request(**{"sampling": pb.SamplingParams(seed=3), "stopping": stopping.get(kind), **KINDS[kind]})
+    messages = [message async for message in server.inference.GenerateStream(asked)]
+    again = resumed(asked, messages, tokens=tokens)
+    for output in again.resume.outputs:
+        output.recount, output.tail = True, True
+    rest = [message async for message in server.inference.GenerateStream(again)]
+    assert [message.WhichOneof("event") for message in rest] == ["finished"]
+    end, before = rest[0].finished, messages[-1].finished
+    assert end.usage.completion_tokens == before.usage.completion_tokens
+    assert (end.finish_reason, end.seed) == (before.finish_reason, before.seed)
+
+
 async def test_after_a_pause_the_first_message_comes_at_once_whatever_the_interval(server):
     """It renews the client's budget of attempts, and has what another continuation needs."""
     received = Received(token_ids=server.engine.expected(3))

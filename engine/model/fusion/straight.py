@@ -19,6 +19,7 @@ from engine.attention.registry import Ragged
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.runner import kv_layout
+from engine.verdicts import verdict
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def bypass_model_code(model: PreTrainedModel, layers: LayerStack) -> None:
     if getattr(trunk, "layers", None) is not layers or not all(isinstance(part, nn.Module) for part in around):
         return
     straight = DirectPass(model)
-    if _same_bits(straight, model):
+    if verdict(lambda: _same_bits(straight, model)):
         cast("Any", model).forward = straight
         log.info("passes go straight through the layers")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.params import SpeculationMode, SpeculationSettings, Verification
-from engine.proposers import Proposal, SuffixProposer
+from engine.proposers import NGramProposer, Proposal, SuffixProposer
 from engine.proposers.first_of import FirstOf
 from engine.proposers.suffix import Guess, PastOutputs, Rules, SuffixIndex, best_guess
 from engine.types import Request, Sequence
@@ -137,12 +138,39 @@ def test_live_outputs_are_found_and_the_own_is_not_counted_twice() -> None:
 def test_a_tenant_is_bounded_and_the_idle_one_goes_first() -> None:
     past = PastOutputs(capacity=40)
     for tenant in ("a", "b", "c", "a", "d", "e"):
-        past.of(tenant).grow(list(range(100)), 0)
+        past.grow(tenant, list(range(100)), 0)
         assert len(past.of(tenant)) == 10, "a quarter of it"
-    assert len(past) <= 50
-    past.of("f")
-    assert len(past) == 40
-    assert list(past._tenants) == ["c", "a", "d", "e", "f"], "b was served least recently"
+        assert len(past) == sum(map(len, past._tenants.values())) <= 40
+    assert list(past._tenants) == ["c", "a", "d", "e"], "b was served least recently"
+
+
+def test_tenants_are_few_though_each_has_little() -> None:
+    past = PastOutputs(capacity=10**6)
+    for tenant in range(3000):
+        past.grow(str(tenant), [1, 2, 3], 0)
+    assert len(past._tenants) == 1024
+    assert len(past) == sum(map(len, past._tenants.values()))
+    assert str(2999) in past._tenants
+
+
+@pytest.mark.parametrize("proposer", [SuffixProposer(), NGramProposer()], ids=["suffix", "ngram"])
+def test_a_long_prompt_is_indexed_in_parts(proposer: SuffixProposer | NGramProposer) -> None:
+    """No step waits for all of it, and in the end drafts are those that a look-up in all of it gives."""
+    prompt = [*range(100, 5000), 1, 2, 3, 4, 5, 6, 7, 8]
+    mine, read = sequence([*prompt, 1, 2, 3], prompt_len=len(prompt)), 0
+    for _ in range(30):
+        drafts = proposer.propose([mine], [3]).tokens[0]
+        mine.tokens += [1, 2, 3]
+        before, read = read, _num_indexed(proposer, mine)
+        assert read - before <= 1024
+    assert read >= len(prompt)
+    assert drafts == (1, 2, 3)
+
+
+def _num_indexed(proposer: SuffixProposer | NGramProposer, mine: Sequence) -> int:
+    if isinstance(proposer, SuffixProposer):
+        return proposer._readings[mine].num_indexed
+    return max(index._seen for index in proposer._indexes[mine])
 
 
 def test_a_reading_goes_with_its_sequence() -> None:

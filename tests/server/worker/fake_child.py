@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from engine.verdicts import verdict
 from server.worker import engine_process
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
@@ -52,6 +53,7 @@ def load(config, progress, *, is_successor=False):
         hangs.unlink()
         time.sleep(1000)
     progress("loading a fake")
+    verdict(lambda: progress("testing a fake") or True)
     engine = AccidentProne(batch=min(config.max_batch_size, 8))
     engine.config = config
     engine.poison = {99}

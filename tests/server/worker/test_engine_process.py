@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 from contextlib import asynccontextmanager
@@ -432,3 +433,18 @@ def test_a_structure_that_its_caller_has_waited_for_may_take_longer_in_the_engin
         ServedModel.around(engine, config, "cpu", compile_seconds=0.0).compile_grammar(guided)
     assert ServedModel.around(engine, config, "cpu", compile_seconds=60.0).compile_grammar(guided).start()
     assert engine_process.LOAD.keywords["compile_seconds"] > COMPILE_SECONDS
+
+
+async def test_the_next_engine_takes_over_what_the_tests_of_the_first_one_found(caplog):
+    with caplog.at_level(logging.INFO):
+        async with apart() as server:
+            for _ in range(2):
+                pid = server.host._worker.process.pid
+                os.kill(pid, signal.SIGKILL)
+                await until(
+                    lambda before=pid: server.host._worker is not None and server.host._worker.process.pid != before
+                )
+                await until(lambda: server.app.lifecycle.state is State.READY)
+                assert await answers(server)
+    messages = [record.getMessage() for record in caplog.records]
+    assert (messages.count("loading a fake"), messages.count("testing a fake")) == (3, 1)

@@ -68,6 +68,7 @@ TO_ENGINE = [
     wire.Finish(2, 3, FinishReason.STOP, 1, 20),
     wire.Drop(3, 4, FinishReason.CANCELLED),
     wire.Taken(),
+    wire.Start("{}", "json", 0.5, is_successor=True, verdicts=(True, False)),
 ]
 TO_FRONT_END = [
     wire.Progress("loading"),
