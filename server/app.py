@@ -154,7 +154,9 @@ class App:
         health_pb2_grpc.add_HealthServicer_to_server(health, self._grpc)
         inference = InferenceService(self._admission, self._callers, self.metrics, config.stall_seconds)
         generation_pb2_grpc.add_InferenceServiceServicer_to_server(inference, self._grpc)
-        control = ControlService(self._require_driver, self.lifecycle, config, self._callers, self._slow)
+        control = ControlService(
+            self._require_driver, self.lifecycle, config, self._callers, self._admission, self._slow
+        )
         control_pb2_grpc.add_ControlServiceServicer_to_server(control, self._grpc)
         if config.reflection:
             reflection.enable_server_reflection((*SERVICES, reflection.SERVICE_NAME), self._grpc)

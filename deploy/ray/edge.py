@@ -2,9 +2,9 @@
 
 Ray calls `add_inference` and `add_control` in each proxy process with the gRPC server of the proxy, which sends every
 call to a replica. This module wraps each method and adds what `server/grpc/boundary.py` does in our own server. It
-rejects bytes that are not a valid message. It ends the call with the status from an envelope. It passes the deadline on
-as metadata. It translates Ray's own errors (a replica was lost, all replicas are busy) to the statuses that our server
-would return.
+rejects bytes that are not a valid message, and parses large messages one by one beside the event loop. It ends the call
+with the status from an envelope. It passes the deadline on as metadata. It translates Ray's own errors (a replica was
+lost, all replicas are busy) to the statuses that our server would return.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from google.protobuf.message import DecodeError
 from deploy.ray.envelope import Status, opened
 from engine.errors import InvalidRequest, PilotfishError
 from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
+from server.admission.slow_work import MAX_MIDDLE_BYTES, SlowWork
 from server.admission.status import refusal
 from server.errors import QueueFull, Unavailable
 from server.grpc.boundary import refuse
+from server.grpc.fields import require_few
 
 REMAINING = "pilotfish-remaining-seconds"  # metadata for the replica; a value that the caller sent is removed
 RETRY_SECONDS = 1.0
@@ -43,10 +45,10 @@ class _RayServer:
     """Ray's gRPC server with the interface that the generated code expects."""
 
     def __init__(self, server: Any) -> None:
-        self._server = server
+        self._server, self._slow = server, SlowWork()
 
     def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
-        self._server.add_generic_rpc_handlers(tuple(_Edge(handler) for handler in handlers))
+        self._server.add_generic_rpc_handlers(tuple(_Edge(handler, self._slow) for handler in handlers))
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """Do nothing: registered methods would bypass the generic handlers and their wrapper."""
@@ -55,8 +57,8 @@ class _RayServer:
 class _Edge(grpc.GenericRpcHandler):
     """A service whose methods Ray has replaced with its own; this class wraps each of them."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, slow: SlowWork) -> None:
+        self._inner, self._slow = inner, slow
 
     @property
     def _method_handlers(self) -> Mapping[str, Any]:  # Ray reads and replaces them under this name
@@ -71,15 +73,16 @@ class _Edge(grpc.GenericRpcHandler):
         handler = self._inner.service(handler_call_details)
         if handler is None:
             return None
+        parse = handler.request_deserializer
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream, handler.request_deserializer))
-        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, handler.request_deserializer))
+            return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream, parse, self._slow))
+        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, parse, self._slow))
 
 
-def _stream(method: Any, parse: Parse) -> Any:
+def _stream(method: Any, parse: Parse, slow: SlowWork) -> Any:
     async def wrapped(data: bytes, context: Context) -> None:
         call = _Call(context)
-        request = await _parsed(parse, data, context)
+        request = await _parsed(parse, data, context, slow)
         async for envelope in method(request, call):
             await context.write(await _content(envelope, context))
         await call.end()
@@ -87,10 +90,10 @@ def _stream(method: Any, parse: Parse) -> Any:
     return wrapped
 
 
-def _unary(method: Any, parse: Parse) -> Any:
+def _unary(method: Any, parse: Parse, slow: SlowWork) -> Any:
     async def wrapped(data: bytes, context: Context) -> bytes:
         call = _Call(context)
-        envelope = await method(await _parsed(parse, data, context), call)
+        envelope = await method(await _parsed(parse, data, context, slow), call)
         await call.end()
         return await _content(envelope, context)
 
@@ -149,12 +152,21 @@ def _ours(code: grpc.StatusCode) -> PilotfishError | None:
     return Unavailable("REPLICA_LOST", "the replica was lost; the request may be sent again")
 
 
-async def _parsed(parse: Parse, data: bytes, context: Context) -> Any:
+async def _parsed(parse: Parse, data: bytes, context: Context, slow: SlowWork) -> Any:
+    try:
+        async with slow.turn(len(data)):
+            return await slow.run(_parse, parse, data)
+    except InvalidRequest as error:
+        await refuse(refusal(error), str(error), context)
+
+
+def _parse(parse: Parse, data: bytes) -> Any:
+    if len(data) > MAX_MIDDLE_BYTES:
+        require_few(data, parse.__self__.DESCRIPTOR)  # type: ignore[attr-defined]  # it is a method of the message's class
     try:
         return parse(data)
-    except (DecodeError, UnicodeDecodeError):
-        error = InvalidRequest.of("request", "is no message of this method, or has text that is no UTF-8")
-        await refuse(refusal(error), str(error), context)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest.of("request", "is no message of this method, or has text that is no UTF-8") from error
 
 
 async def _content(envelope: bytes, context: Context) -> bytes:

@@ -33,8 +33,17 @@ from server.worker.supervisor import Crashes, Supervisor
 
 logger = logging.getLogger(__name__)
 
-# Options of the front ends of `pilotfish serve`, which Ray's proxy does not support.
-WITHOUT_EFFECT = ("token_file", "tls_cert", "tls_key", "tls_client_ca", "tracing", "vllm_metrics", "reflection")
+# Options of the front ends of `pilotfish serve`, which Ray's proxy does not support: it knows no options of ours.
+WITHOUT_EFFECT = (
+    "token_file",
+    "tls_cert",
+    "tls_key",
+    "tls_client_ca",
+    "tracing",
+    "vllm_metrics",
+    "reflection",
+    "stall_seconds",
+)
 
 
 class Replica:
@@ -60,7 +69,7 @@ class Replica:
         )
         quotas = Quotas(None, None, time.monotonic)
         self._admission = Admission(lambda: driver, metrics, GrammarPool(), self._slow, quotas, NoTracing())
-        self._control = ControlService(lambda: driver, self._lifecycle, config, callers, self._slow)
+        self._control = ControlService(lambda: driver, self._lifecycle, config, callers, self._admission, self._slow)
         return driver
 
     async def check_health(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -113,6 +114,34 @@ class Admission:
                 self._metrics.requests.reject(refusal(error).metric)
             raise
 
+    @contextmanager
+    def conversion(self, caller: Caller) -> Iterator[None]:
+        """Within it a call of `caller` that generates nothing is counted as a request that arrives.
+
+        Raises:
+            QueueFull: the caller's quota or the bound of arriving requests is reached. The refusal is counted.
+        """
+        with ExitStack() as counted:
+            try:
+                counted.callback(self._quotas.enter(caller))
+                counted.enter_context(self._arrival(self._driver()))
+            except QueueFull as error:
+                self._metrics.requests.reject(refusal(error).metric)
+                raise
+            yield
+
+    @contextmanager
+    def _arrival(self, driver: Driver) -> Iterator[None]:
+        """Count a request while it is checked and encoded. The number is bounded by the same limit as the queue."""
+        if self._num_arriving >= driver.queue.max_requests:
+            problem = f"{self._num_arriving} requests are being encoded; the limit is {driver.queue.max_requests}"
+            raise QueueFull(problem, bound="arrivals", retry_seconds=RETRY_SECONDS)
+        self._num_arriving += 1
+        try:
+            yield
+        finally:
+            self._num_arriving -= 1
+
     async def _admit(
         self,
         message: pb.GenerateRequest,
@@ -137,12 +166,8 @@ class Admission:
     async def _opened(
         self, message: pb.GenerateRequest, known: Sequence[Violation], driver: Driver, origin: Origin
     ) -> tuple[convert.Wanted, OutputStream]:
-        """Check, encode, compile and replay. The number of requests here is bounded by the same limit as the queue."""
-        if self._num_arriving >= driver.queue.max_requests:
-            problem = f"{self._num_arriving} requests are being encoded; the limit is {driver.queue.max_requests}"
-            raise QueueFull(problem, bound="arrivals", retry_seconds=RETRY_SECONDS)
-        self._num_arriving += 1
-        try:
+        """Check, encode, compile and replay."""
+        with self._arrival(driver):
             found = await self._wanted(message, known, driver.model)
             wanted = _of_caller(await self._compiled(found, driver.model, origin.remaining), origin.caller)
             stream = driver.open(wanted.request, wanted.sending, origin.remaining())
@@ -150,8 +175,6 @@ class Admission:
                 await self._in_parts(stream.replay())
                 self._metrics.requests.resumes.inc()
             return wanted, stream
-        finally:
-            self._num_arriving -= 1
 
     async def _compiled(
         self, wanted: convert.Wanted, model: ServedModel, remaining: Callable[[], float]

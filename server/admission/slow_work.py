@@ -1,9 +1,10 @@
 """Work on inputs by their size: small ones on the event loop, others on threads beside it, large ones one by one.
 
-Parsing and checking hold the lock of the interpreter. One thread does one piece of such work at a time, the smallest
-first, and begins a piece only after the event loop has seen the end of the one before. So the loop waits for one piece
-at most, however many callers send large inputs at once. A large input has its turn from its first parsing until all its
-entries are counted or its text is known, because what is parsed of four megabytes can take a hundred megabytes.
+Parsing and checking hold the lock of the interpreter. One thread does one piece of such work at a time, mostly the
+smallest first, and begins a piece only after the event loop has seen the end of the one before. So the loop waits for
+one piece at most, however many callers send large inputs at once. A large input has its turn from its first parsing
+until all its entries are counted or its text is known, because what is parsed of four megabytes can take a hundred
+megabytes.
 
 Encoding holds no lock, but it can take seconds, so it has threads of its own, on which no parsing waits.
 """
@@ -20,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TypeVar, TypeVarTuple
 
 Args = TypeVarTuple("Args")
@@ -27,6 +29,7 @@ T = TypeVar("T")
 
 MAX_BYTES_ON_LOOP = 2 << 10  # work on so many bytes takes less than a millisecond
 MAX_MIDDLE_BYTES = 256 << 10  # and on so many some tens of milliseconds; to encode them a quarter of a second
+PIECES_PER_OLDEST = 4  # of so many pieces one is the oldest, so that a steady flow of small ones keeps none for ever
 TRIM_SECONDS = 0.5  # after it, what was made of a large input is free
 
 
@@ -113,12 +116,13 @@ class SlowWork:
 
 
 class _Lane:
-    """One thread; of the pieces of work that wait for it, the smallest is next."""
+    """One thread; of the pieces of work that wait for it, the smallest is next, and each fourth time the oldest."""
 
     def __init__(self, name: str) -> None:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap of size, age, and what to wait for
         self._numbers = itertools.count()
+        self._num_done = 0
         self._is_busy = False
 
     async def run(self, size: int, work: Callable[[*Args], T], /, *args: *Args) -> T:
@@ -143,12 +147,24 @@ class _Lane:
 
     def _next(self) -> None:
         """Let the next piece begin whose caller has not gone."""
+        self._num_done += 1
+        take = self._oldest if self._num_done % PIECES_PER_OLDEST == 0 else self._smallest
         while self._waiting:
-            _, _, place = heapq.heappop(self._waiting)
+            place = take()
             if not place.done():
                 place.set_result(None)
                 return
         self._is_busy = False
+
+    def _smallest(self) -> asyncio.Future[None]:
+        _, _, place = heapq.heappop(self._waiting)
+        return place
+
+    def _oldest(self) -> asyncio.Future[None]:
+        piece = min(self._waiting, key=itemgetter(1))
+        self._waiting.remove(piece)
+        heapq.heapify(self._waiting)
+        return piece[2]
 
 
 def release_turn() -> None:

@@ -17,7 +17,8 @@ from engine.types import FinishReason
 from pilotfish.v1 import control_pb2 as pb
 from pilotfish.v1 import control_pb2_grpc
 from server.admission import answers, convert
-from server.admission.security import Callers
+from server.admission.admission import Admission
+from server.admission.security import Caller, Callers
 from server.admission.slow_work import SlowWork, release_turn
 from server.config import ServerConfig
 from server.driver import Driver
@@ -26,7 +27,7 @@ from server.lifecycle import Lifecycle, State
 from server.model import ServedModel
 from server.version import version
 
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # only Abort reads it
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # read for the caller of some methods
 
 _STATES = {
     State.STARTING: pb.SERVER_STATE_STARTING,
@@ -38,7 +39,10 @@ _STATES = {
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):
-    """Implements ControlService. All calls are quick, except the tokenization of long texts, which uses a thread."""
+    """Implements ControlService. All calls are quick, except the conversion of long texts and of many token ids.
+
+    Conversions use threads. They count against their caller's quota and as requests that arrive.
+    """
 
     def __init__(
         self,
@@ -46,11 +50,12 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         lifecycle: Lifecycle,
         config: ServerConfig,
         callers: Callers,
+        admission: Admission,
         slow: SlowWork,
         clock: Clock = time.monotonic,
     ) -> None:
         self._driver, self._lifecycle, self._config, self._callers = driver, lifecycle, config, callers
-        self._slow = slow
+        self._admission, self._slow = admission, slow
         self._clock, self._started = clock, clock()
 
     async def GetServerInfo(  # noqa: N802
@@ -86,7 +91,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         """End one request, or all. The response also counts requests that end by themselves in the meantime."""
-        driver, caller = self._driver(), self._callers.of_metadata(context.invocation_metadata())
+        driver, caller = self._driver(), self._caller(context)
         if request.all and not caller.is_operator:
             raise Forbidden("all is true; only an operator may end everybody's requests")
         streams = driver.live() if request.all else ()
@@ -104,22 +109,26 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
         """Convert a text to token ids. The text may be as long as a prompt."""
-        model = self._model(request)
-        codec, most = _require_codec(model), model.engine.max_model_len
-        codec.require_room("text", request.text, most)
-        release_turn()
-        return await self._slow.encode(request.text, partial(_tokenized, codec))
+        with self._admission.conversion(self._caller(context)):
+            model = self._model(request)
+            codec, most = _require_codec(model), model.engine.max_model_len
+            codec.require_room("text", request.text, most)
+            release_turn()
+            return await self._slow.encode(request.text, partial(_tokenized, codec))
 
     async def Detokenize(  # noqa: N802
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
         """Convert token ids to text: as many as the context has."""
-        model = self._model(request)
-        codec = _require_codec(model)
-        most = model.engine.max_model_len
-        if len(request.token_ids) > most:
-            raise InvalidRequest.of("token_ids", f"has {len(request.token_ids)} ids; the limit is {most}")
-        return await self._slow.run(_detokenized, codec, request.token_ids, model.engine.vocab_size)
+        with self._admission.conversion(self._caller(context)):
+            model = self._model(request)
+            codec, most = _require_codec(model), model.engine.max_model_len
+            if len(request.token_ids) > most:
+                raise InvalidRequest.of("token_ids", f"has {len(request.token_ids)} ids; the limit is {most}")
+            return await self._slow.run(_detokenized, codec, request.token_ids, model.engine.vocab_size)
+
+    def _caller(self, context: Context) -> Caller:
+        return self._callers.of_metadata(context.invocation_metadata())
 
     def _model(self, request: pb.GetModelInfoRequest | pb.TokenizeRequest | pb.DetokenizeRequest) -> ServedModel:
         model = self._driver().model

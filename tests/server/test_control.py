@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
+from contextlib import asynccontextmanager
 
 import grpc
 import httpx
 import pytest
+from google.rpc import error_details_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.text.codec import Codec
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from server import cli
@@ -22,7 +26,8 @@ from server.telemetry.logs import JsonFormatter
 from server.telemetry.metrics import Metrics
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
 from tests.server.fake_engine import FakeEngine
-from tests.server.test_generate import request
+from tests.server.test_generate import detail, request
+from tests.server.test_life import metric
 from tests.serving import serving, until
 
 
@@ -72,6 +77,144 @@ async def test_tokenize_and_detokenize_are_the_models_own(server):
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await server.control.Tokenize(control.TokenizeRequest(model="other", text="a"))
     assert error.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+LONG = 3000  # characters or tokens that are converted beside the loop; the fake's context has room for them
+ALICE, BOB = "alice-has-a-long-token", "bob-has-another-token"
+
+
+class Held(Codec):
+    """A tokenizer that holds what is long until the gate opens."""
+
+    def __init__(self):
+        super().__init__(CODEC.tokenizer)
+        self.gate, self.has_begun = threading.Event(), threading.Event()
+
+    def encode(self, text, *, bare=False):
+        self._hold(text)
+        return super().encode(text, bare=bare)
+
+    def decode(self, ids):
+        self._hold(ids)
+        return super().decode(ids)
+
+    def _hold(self, given):
+        if len(given) >= LONG:
+            self.has_begun.set()
+            assert self.gate.wait(30)
+
+
+@asynccontextmanager
+async def holding(**options):
+    """A server whose tokenizer holds what is long; the gate opens in the end, also after a failure."""
+    codec = Held()
+    async with serving(codec=codec, **options) as server:
+        try:
+            yield server, codec
+        finally:
+            codec.gate.set()
+
+
+def conversions(server, length, **options):
+    """A call of each method that encodes or decodes, by the method's name; each is made when it is asked for."""
+    prompt, stopping = "a" * length, pb.StoppingParams(max_tokens=3)
+    return {
+        "Tokenize": lambda: server.control.Tokenize(control.TokenizeRequest(text=prompt), **options),
+        "Detokenize": lambda: server.control.Detokenize(control.DetokenizeRequest(token_ids=[5] * length), **options),
+        "Generate": lambda: server.inference.Generate(request(prompt=prompt, stopping=stopping), **options),
+    }
+
+
+async def held(codec, call):
+    """A call that the tokenizer holds."""
+    task = asyncio.ensure_future(call())
+    assert await asyncio.to_thread(codec.has_begun.wait, 30)
+    return task
+
+
+async def require_refused(call):
+    """The call hears at once that there is no room, and when to come again."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call()
+    assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert detail(error.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() > 0
+    return error.value.details()
+
+
+async def until_served(call):
+    """The server may hear of a cancelled call only after the next one has come."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await call()
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+                await asyncio.sleep(0.002)
+
+
+def bearer(token):
+    return (("authorization", f"Bearer {token}"),)
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text(f"alice {ALICE}\nbob {BOB}\n")
+    return path
+
+
+@pytest.mark.parametrize("first", ["Tokenize", "Detokenize", "Generate"])
+async def test_conversions_and_generation_share_one_bound_of_what_arrives(first):
+    async with holding(max_queue_requests=1) as (server, codec):
+        small = conversions(server, 2)
+        arriving = await held(codec, conversions(server, LONG)[first])
+        for call in small.values():
+            assert await require_refused(call) == "1 requests are being encoded; the limit is 1"
+        assert metric(server, "admission_rejected_total", reason="queue_full") == len(small)
+        codec.gate.set()
+        await arriving
+        for call in small.values():
+            await call()
+
+
+async def test_a_conversion_that_is_refused_or_cancelled_gives_its_place_back():
+    async with holding(max_queue_requests=1) as (server, codec):
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await server.control.Tokenize(control.TokenizeRequest(model="other", text="a"))
+            assert error.value.code() == grpc.StatusCode.NOT_FOUND
+        left = await held(codec, conversions(server, LONG)["Tokenize"])
+        left.cancel()
+        codec.gate.set()
+        await asyncio.gather(left, return_exceptions=True)
+        for call in conversions(server, 2).values():
+            await until_served(call)
+
+
+async def test_a_conversion_is_one_of_its_callers_live_requests(tokens):
+    async with holding(token_file=tokens, max_requests_per_token=1) as (server, codec):
+        alices, bobs = (conversions(server, 2, metadata=bearer(token)) for token in (ALICE, BOB))
+        live = await held(codec, conversions(server, LONG, metadata=bearer(ALICE))["Tokenize"])
+        for call in alices.values():
+            assert await require_refused(call) == "alice has 1 live requests; the limit is 1"
+        assert metric(server, "admission_rejected_total", reason="quota") == len(alices)
+        for call in bobs.values():
+            await call()
+        codec.gate.set()
+        await live
+        for call in alices.values():
+            await call()
+
+
+@pytest.mark.parametrize("first", ["Tokenize", "Detokenize"])
+async def test_a_conversion_is_one_of_its_callers_requests_per_second(tokens, first):
+    async with serving(token_file=tokens, requests_per_second=1e-6) as server:
+        alices = conversions(server, 2, metadata=bearer(ALICE))
+        await alices[first]()
+        for call in alices.values():
+            assert (await require_refused(call)).startswith("alice sends more than 1e-06 requests per second")
+        await conversions(server, 2, metadata=bearer(BOB))[first]()
 
 
 async def test_without_a_tokenizer_texts_are_refused():

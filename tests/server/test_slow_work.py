@@ -1,4 +1,4 @@
-"""Laws of `SlowWork`: one piece at a time, the smallest first; encoding and parsing do not wait for each other."""
+"""Laws of `SlowWork`: one piece at a time, the smallest or the oldest; encoding and parsing wait not for each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import threading
 
 import pytest
 
-from server.admission.slow_work import MAX_BYTES_ON_LOOP, MAX_MIDDLE_BYTES, SlowWork, release_turn
+from server.admission.slow_work import (
+    MAX_BYTES_ON_LOOP,
+    MAX_MIDDLE_BYTES,
+    PIECES_PER_OLDEST,
+    SlowWork,
+    release_turn,
+)
 
 LONG = "a" * (MAX_MIDDLE_BYTES + 1)
 
@@ -64,6 +70,18 @@ async def test_the_smallest_piece_that_waits_is_next(slow):
     pieces.gate.set()
     await asyncio.gather(first, *others)
     assert pieces.done == [5000, 5000, 7000, 9000, 200_000]
+
+
+async def test_small_pieces_that_never_end_overtake_a_larger_one_only_a_few_times(slow):
+    pieces = Pieces()
+    first = await blocked(slow, pieces)
+    larger = asyncio.create_task(run(slow, 200_000, pieces.note, "larger"))
+    await asyncio.sleep(0)
+    flow = [asyncio.create_task(run(slow, 5000, pieces.note, "small")) for _ in range(10 * PIECES_PER_OLDEST)]
+    await asyncio.sleep(0)  # now all wait, as they would if the small ones came without an end
+    pieces.gate.set()
+    await asyncio.gather(first, larger, *flow)
+    assert pieces.done.index("larger") < PIECES_PER_OLDEST
 
 
 async def test_a_piece_whose_caller_has_gone_does_not_begin_and_holds_up_nobody(slow):
