@@ -22,6 +22,7 @@ from engine.proposers.heads.eagle_head import EagleHead, EagleRunner, load_eagle
 from engine.proposers.heads.medusa import MedusaHeads, MedusaProposer, load_medusa
 from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
 from engine.text.codec import TOKENIZER_FILE, Codec, find_file
+from engine.verdicts import verdict
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
@@ -84,7 +85,7 @@ class Drafters:
     def proposers(
         self, runners: Mapping[str, ModelRunner], make_arena: MakeArena, attend: Attend, prefill: PrefillBudget
     ) -> dict[str, Proposer]:
-        """Make one proposer per name that a request may ask for. The target must have run before this call.
+        """Make one proposer per name that a request may ask for. The target's self-test comes before this call.
 
         Raises:
             ModelError: the hidden states of the target cannot be read.
@@ -104,7 +105,7 @@ class Drafters:
     def _heads(self, tap: Tap, make_arena: MakeArena, attend: Attend, prefill: PrefillBudget) -> dict[str, Proposer]:
         """Make the proposers that read the target's hidden states, all through one tap."""
         output, by_name = self.target.get_output_embeddings(), dict[str, Proposer]()
-        if tap.hidden is None:
+        if not verdict(lambda: tap.hidden is not None):
             raise ModelError(f"{type(self.target).__name__} runs past its decoder: no features can be read off it")
         if self.medusa is not None:
             by_name["medusa"] = MedusaProposer(self.medusa, output, tap)

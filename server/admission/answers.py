@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Protocol
 
 from engine.params import SpeculationSettings
 from engine.types import DraftStats, FinishedOutput, FinishReason, Logprob
@@ -21,6 +24,15 @@ _FINISH_REASONS = {
     FinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
     FinishReason.ABORTED: pb.FINISH_REASON_ABORTED,
 }  # ERROR is reported as a status, never in a message
+MAX_AT_ONCE = 100  # tokens whose log-probabilities are converted before others have a turn; each has many candidates
+
+
+class Unread(Protocol):
+    """What a whole answer is read from."""
+
+    async def read_all(self) -> tuple[Chunk, ...]:
+        """Wait for the end, and return every output as one chunk."""
+        ...
 
 
 def stream_responses(chunk: Chunk, asked: Wanted, *, first: bool) -> Iterator[pb.GenerateStreamResponse]:
@@ -46,6 +58,29 @@ def response(chunks: Seq[Chunk], asked: Wanted, model: ServedModel) -> pb.Genera
         outputs=[_output(chunk, asked) for chunk in chunks],
         prompt_logprobs=_prompt_logprobs(chunks[0].prompt_logprobs),
     )
+
+
+async def whole_response(stream: Unread, asked: Wanted, model: ServedModel) -> pb.GenerateResponse:
+    """Wait for the end and return all outputs in one message; others have turns while many log-probabilities enter."""
+    chunks = await stream.read_all()
+    prompt = [of for of in chunks[0].prompt_logprobs if of is not None]
+    if len(prompt) + sum(len(chunk.logprobs) for chunk in chunks) <= MAX_AT_ONCE:
+        return response(chunks, asked, model)
+    found = response([replace(chunk, logprobs=(), prompt_logprobs=()) for chunk in chunks], asked, model)
+    for output, chunk in zip(found.outputs, chunks, strict=True):
+        for some in _parts(chunk.logprobs):
+            output.logprobs.extend(map(_logprob, some))
+            await asyncio.sleep(0)
+    if chunks[0].prompt_logprobs:
+        found.prompt_logprobs.SetInParent()  # present also without entries
+    for some in _parts(prompt):
+        found.prompt_logprobs.logprobs.extend(map(_logprob, some))
+        await asyncio.sleep(0)
+    return found
+
+
+def _parts(found: Seq[Logprob]) -> Iterator[Seq[Logprob]]:
+    return (found[start : start + MAX_AT_ONCE] for start in range(0, len(found), MAX_AT_ONCE))
 
 
 def _output(chunk: Chunk, asked: Wanted) -> pb.Output:

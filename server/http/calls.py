@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
+from itertools import chain
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -18,13 +19,15 @@ from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Admission, Call, Origin
 from server.admission.resume import EventIds
-from server.admission.stalls import stall_limit
+from server.admission.stalls import Writes, stall_limit
 from server.errors import Aborted, DeadlinePassed
 from server.http.errors import INTERNAL, HttpError, http_error
+from server.http.long_json import Encoder, HasLongList, in_turns, refuse
 from server.http.requests import ParsedBody
 
 logger = logging.getLogger(__name__)
 
+_COMPACT, _SPACED = Encoder(",", ":"), Encoder()  # whole answers and events
 T = TypeVar("T")
 Messages = AsyncIterator[pb.GenerateStreamResponse]
 Render = Callable[[Messages], AsyncIterator[list[dict[str, Any]]]]  # the events of one message after the other
@@ -73,14 +76,40 @@ async def admit(admission: Admission, asked: ParsedBody, origin: Origin) -> Call
         return await admission.admit(asked.message, origin, asked.wrong)
 
 
-async def answer(admission: Admission, asked: ParsedBody, origin: Origin) -> pb.GenerateResponse:
-    """Admit the request and return its whole response."""
-    call = await admit(admission, asked, origin)
-    try:
-        async with in_time(origin):
-            return await call.response()
-    finally:
-        call.release(late=origin.remaining() <= 0)
+class WholeAnswer(Response):
+    """The JSON of a whole response. Its call is released when it is written, so an answer nobody reads still counts."""
+
+    def __init__(self, call: Call, pieces: list[bytes]) -> None:
+        length = str(sum(map(len, pieces)))
+        super().__init__(media_type="application/json", headers={"content-length": length})
+        self._call, self._pieces = call, pieces
+
+    @classmethod
+    async def of(
+        cls,
+        admission: Admission,
+        asked: ParsedBody,
+        origin: Origin,
+        shape: Callable[[pb.GenerateResponse], dict[str, Any]],
+    ) -> WholeAnswer:
+        """Admit the request, wait for its whole response, and encode what `shape` makes of it."""
+        call = await admit(admission, asked, origin)
+        try:
+            async with in_time(origin):
+                response = await call.response()
+            return cls(call, [piece async for piece in in_turns(_COMPACT.parts(shape(response)))])
+        except BaseException:
+            call.release(late=origin.remaining() <= 0)
+            raise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write the pieces, each when the connection has taken those before; then release the call."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for i, piece in enumerate(self._pieces, 1):
+                await send({"type": "http.response.body", "body": piece, "more_body": i < len(self._pieces)})
+        finally:
+            self._call.release()
 
 
 class EventStream(Response):
@@ -119,8 +148,7 @@ class EventStream(Response):
                     async for events in self._render(self._observed(messages)):
                         for i, event in enumerate(events if not self._is_known else (), 1):
                             event_id = self._ids.newest if self._has_ids and i == len(events) else ""
-                            with writes:
-                                await _event(send, json.dumps(event, ensure_ascii=False), event_id)
+                            await _write_event(send, event, event_id, writes)
                 with writes:
                     await _event(send, "[DONE]")
             except Exception as error:  # noqa: BLE001  # the status is sent already, so an event must report the error
@@ -136,9 +164,28 @@ class EventStream(Response):
         self._is_known = False  # what follows, such as the usage, is of no message
 
 
+async def _write_event(send: Send, event: dict[str, Any], event_id: str, writes: Writes) -> None:
+    """Write an event in one piece, or, if it has a long list, in pieces, each with its own limit of time."""
+    try:
+        data = json.dumps(event, ensure_ascii=False, default=refuse)
+    except HasLongList:
+        parts = chain((_head(event_id),), _SPACED.parts(event), ("\n\n",))
+        async with aclosing(in_turns(parts)) as pieces:
+            async for piece in pieces:
+                with writes:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+    else:
+        with writes:
+            await _event(send, data, event_id)
+
+
 async def _event(send: Send, data: str, event_id: str = "") -> None:
-    head = f"id: {event_id}\n" if event_id else ""
-    await send({"type": "http.response.body", "body": f"{head}data: {data}\n\n".encode(), "more_body": True})
+    body = f"{_head(event_id)}{data}\n\n".encode()
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _head(event_id: str) -> str:
+    return f"id: {event_id}\ndata: " if event_id else "data: "
 
 
 def _told(error: Exception) -> HttpError:

@@ -102,7 +102,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
         class Protocol(HttpProtocol):
-            head_seconds = config.body_seconds
+            head_seconds, stall_seconds = config.body_seconds, config.stall_seconds
 
         # h11 is selected by name: another parser, if one is installed, would have other limits.
         settings = uvicorn.Config(app, http=Protocol, ws="none", log_config=None, access_log=False, lifespan="off")

@@ -84,13 +84,16 @@ class _Connection(h11.Connection):
 
 
 class HttpProtocol(H11Protocol):
-    """uvicorn's protocol with a limit on the time in which the head of a request arrives, and then its body.
+    """uvicorn's protocol with limits on the time in which the head and the body of a request arrive and answers leave.
 
     uvicorn itself has none. `RequestLimits` answers a late body with 408; this closes the connection a little later,
     also where the body is not read, because the answer does not depend on it.
+
+    A connection that is closed still waits until what it has written is read. So one whose reader takes nothing is
+    aborted: a little after `stall_seconds`, so that a stream which waits for its reader says so first.
     """
 
-    head_seconds = 30.0
+    head_seconds = stall_seconds = 30.0
 
     def __init__(self, config: uvicorn.Config, *args: Any, **named: Any) -> None:
         super().__init__(config, *args, **named)
@@ -98,6 +101,8 @@ class HttpProtocol(H11Protocol):
         self.conn: _Connection = _Connection(h11.SERVER, config.h11_max_incomplete_event_size)
         self._timer: asyncio.TimerHandle | None = None
         self._awaited: float | None = None  # seconds of the timer
+        self._unread: asyncio.TimerHandle | None = None  # set while the reader has to take what is written
+        self._is_lost = False
 
     def connection_made(self, transport: Any) -> None:
         """Start the timer for the first head."""
@@ -113,25 +118,50 @@ class HttpProtocol(H11Protocol):
         """Expect the next request. If the body has not arrived yet, it has a little time left."""
         super().on_response_complete()
         self._watch()
+        self._watch_closing()
+
+    def pause_writing(self) -> None:
+        """Start the time of the reader."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """Cancel the time of the reader, unless it has to take the rest before the connection closes."""
+        super().resume_writing()
+        self._cancel_reader()
+        self._watch_closing()
+
+    def shutdown(self) -> None:
+        """Close the connection when it has written its answer; the reader has its time to take it."""
+        super().shutdown()
+        self._watch_closing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that asks nothing more; the reader has its time to take the last answer."""
+        super().timeout_keep_alive_handler()
+        self._watch_closing()
 
     def send_400_response(self, msg: str) -> None:
         """Say what is wrong with the request, unless it is answered already; then close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(self.conn.problem or msg)
+            self._watch_closing()
         else:
-            self.transport.close()
+            self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timer."""
+        """Cancel the timers."""
+        self._is_lost = True
         self._cancel()
         super().connection_lost(exc)
+        self._cancel_reader()
 
     def _watch(self) -> None:
         seconds = self._seconds()
         if seconds != self._awaited:
             self._cancel()
             if seconds is not None:
-                self._awaited, self._timer = seconds, self.loop.call_later(seconds, self.transport.close)
+                self._awaited, self._timer = seconds, self.loop.call_later(seconds, self._close)
 
     def _seconds(self) -> float | None:
         """Return the time for what the other side has to send: a head, a body, or the rest of one that is answered."""
@@ -141,6 +171,27 @@ class HttpProtocol(H11Protocol):
         if state is not h11.SEND_BODY:
             return None
         return ANSWER_SECONDS if self.conn.our_state is h11.DONE else self.head_seconds + ANSWER_SECONDS
+
+    def _close(self) -> None:
+        self.transport.close()
+        self._watch_closing()
+
+    def _watch_closing(self) -> None:
+        """Start the time of the reader if only it delays the end; where nothing is unread, that comes at once.
+
+        The size of the transport's buffer does not tell: with TLS there is another one below.
+        """
+        if self.transport.is_closing() and not self._is_lost:
+            self._watch_reader()
+
+    def _watch_reader(self) -> None:
+        if self._unread is None:
+            self._unread = self.loop.call_later(self.stall_seconds + ANSWER_SECONDS, self.transport.abort)
+
+    def _cancel_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        self._unread = None
 
     def _cancel(self) -> None:
         if self._timer is not None:

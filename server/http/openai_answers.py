@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from itertools import accumulate
 from typing import Any, ClassVar
 
 from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
+from server.http.long_json import LongList, list_of
 
 Json = dict[str, Any]
 
 IMPOSSIBLE = -9999.0  # for minus infinity, which a model's own mask may give and JSON does not have
+MAX_TOKENS_AT_ONCE = 100  # whose log-probabilities are made and encoded at once; each may have many candidates
+MAX_NAMES = 4096  # of tokens, kept for an answer
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}  # all other reasons: "abort"
+
+
+class TokenNames(dict[int, str]):
+    """Tokens as text, or by their ids if they are no text by themselves; so different tokens have different names."""
+
+    def __init__(self, codec: Codec | None) -> None:
+        super().__init__()
+        self._codec = codec
+
+    def __missing__(self, token: int) -> str:
+        """Decode a token that this answer did not have before."""
+        if len(self) >= MAX_NAMES:
+            self.clear()
+        text = "" if self._codec is None else self._codec.tokenizer.decode([token], skip_special_tokens=False)
+        self[token] = name = text if text and "\ufffd" not in text else f"token_id:{token}"
+        return name
 
 
 class AnswerFormat(ABC):
@@ -25,16 +44,23 @@ class AnswerFormat(ABC):
     chunk: ClassVar[str]  # `object` of an event
 
     def __init__(self, model: str, codec: Codec | None, *, include_usage: bool = False) -> None:
-        self._model, self._codec, self._include_usage = model, codec, include_usage
+        self._model, self._names, self._include_usage = model, TokenNames(codec), include_usage
         self._created = int(time.time())
         self._request_id = ""
 
     def answer(self, response: pb.GenerateResponse) -> Json:
-        """Return the whole answer."""
+        """Return the whole answer. Many log-probabilities are in long lists, which are made when they are encoded."""
         self._request_id = response.request_id
-        choices = [
-            self._choice(output) | {"index": output.index} | _ended(output.finished) for output in response.outputs
-        ]
+        outputs = response.outputs
+
+        def made(start: int, stop: int) -> list[Json]:
+            return [
+                self._choice(output) | {"index": output.index} | _ended(output.finished)
+                for output in outputs[start:stop]
+            ]
+
+        is_long = sum(len(output.logprobs) for output in outputs) > MAX_TOKENS_AT_ONCE
+        choices = list_of(len(outputs), made, 1 if is_long else len(outputs))
         return self._envelope(self.whole, choices) | {"usage": _usage(output.finished for output in response.outputs)}
 
     async def events(self, messages: AsyncIterator[pb.GenerateStreamResponse]) -> AsyncIterator[list[Json]]:
@@ -60,7 +86,7 @@ class AnswerFormat(ABC):
         event = self._envelope(self.chunk, [choice])
         return event | {"usage": None} if self._include_usage else event
 
-    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+    def _envelope(self, kind: str, choices: list[Json] | LongList) -> Json:
         return {
             "id": f"{self.prefix}-{self._request_id}",
             "object": kind,
@@ -68,11 +94,6 @@ class AnswerFormat(ABC):
             "model": self._model,
             "choices": choices,
         }
-
-    def _name(self, token: int) -> str:
-        """Return a token as text, or by its id if it is no text by itself; so different tokens have different names."""
-        text = "" if self._codec is None else self._codec.tokenizer.decode([token], skip_special_tokens=False)
-        return text if text and "\ufffd" not in text else f"token_id:{token}"
 
     @abstractmethod
     def _choice(self, output: pb.Output) -> Json: ...
@@ -106,14 +127,17 @@ class TextAnswers(AnswerFormat):
     def _logprobs(self, output: pb.Output | pb.TokenDelta) -> Json | None:
         if not output.logprobs:
             return None
+        names, ids, found = self._names, output.token_ids, output.logprobs
         start = output.text_offset if isinstance(output, pb.TokenDelta) else 0
+        offsets = list(accumulate(output.text_lengths, initial=start))[:-1]
         return {
-            "tokens": [self._name(token) for token in output.token_ids],
-            "token_logprobs": [max(of.logprob, IMPOSSIBLE) for of in output.logprobs],
-            "top_logprobs": [
-                {self._name(c.token_id): max(c.logprob, IMPOSSIBLE) for c in of.top} for of in output.logprobs
-            ],
-            "text_offset": list(accumulate(output.text_lengths, initial=start))[:-1],
+            "tokens": _per_token(len(ids), lambda i, j: [names[token] for token in ids[i:j]]),
+            "token_logprobs": _per_token(len(found), lambda i, j: [max(of.logprob, IMPOSSIBLE) for of in found[i:j]]),
+            "top_logprobs": _per_token(
+                len(found),
+                lambda i, j: [{names[c.token_id]: max(c.logprob, IMPOSSIBLE) for c in of.top} for of in found[i:j]],
+            ),
+            "text_offset": _per_token(len(offsets), lambda i, j: offsets[i:j]),
         }
 
 
@@ -138,16 +162,24 @@ class ChatAnswers(AnswerFormat):
     def _logprobs(self, output: pb.Output | pb.TokenDelta) -> Json | None:
         if not output.logprobs:
             return None
-        entries = []
-        for token, of in zip(output.token_ids, output.logprobs, strict=True):
-            top = [self._entry(candidate.token_id, candidate.logprob) for candidate in of.top]
-            entries.append(self._entry(token, of.logprob) | {"top_logprobs": top})
-        return {"content": entries, "refusal": None}
+
+        def made(start: int, stop: int) -> list[Json]:
+            entries = []
+            for token, of in zip(output.token_ids[start:stop], output.logprobs[start:stop], strict=True):
+                top = [self._entry(candidate.token_id, candidate.logprob) for candidate in of.top]
+                entries.append(self._entry(token, of.logprob) | {"top_logprobs": top})
+            return entries
+
+        return {"content": _per_token(len(output.logprobs), made), "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> Json:
-        name = self._name(token)
+        name = self._names[token]
         known = not name.startswith("token_id:")
         return {"token": name, "logprob": max(logprob, IMPOSSIBLE), "bytes": list(name.encode()) if known else None}
+
+
+def _per_token(length: int, make: Callable[[int, int], list[Any]]) -> list[Any] | LongList:
+    return list_of(length, make, MAX_TOKENS_AT_ONCE)
 
 
 def _ended(finished: pb.Finished) -> Json:

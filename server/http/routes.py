@@ -21,7 +21,7 @@ from server.admission.slow_work import SlowWork
 from server.driver import Driver
 from server.http import native_answers
 from server.http.bodies import WrongBody, read_body
-from server.http.calls import CallerGone, EventStream, admit, answer, unless_gone
+from server.http.calls import CallerGone, EventStream, WholeAnswer, admit, unless_gone
 from server.http.errors import INTERNAL, HttpError, http_error
 from server.http.openai_answers import AnswerFormat, ChatAnswers, TextAnswers
 from server.http.requests import ParsedBody, continued
@@ -98,8 +98,7 @@ class _Routes:
             max_n = self._driver().model.engine.config.max_n
             read = continued(read, after, max_n)
         if not body.stream:
-            work = answer(self._admission, read, origin)
-            return JSONResponse(answers.answer(await unless_gone(work, request.receive)))
+            return await unless_gone(WholeAnswer.of(self._admission, read, origin, answers.answer), request.receive)
         call = await unless_gone(admit(self._admission, read, origin), request.receive)
         return EventStream(call, answers.events, origin, self._stall_seconds, EventIds(read.resume), body.event_ids)
 

@@ -9,7 +9,7 @@ from engine.model.fusion import fuse, straight
 from engine.startup import self_test
 from engine.startup.build import build_engine
 from engine.verdicts import Verdicts, collected, verdict
-from models import embedded_draft, embedded_target
+from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 
 
 def outcomes(known: list[bool], tests: list[bool]) -> tuple[list[bool], list[int], list[bool]]:
@@ -49,7 +49,8 @@ def test_outside_of_a_load_every_test_runs() -> None:
 
 
 def test_a_pair_that_was_tested_is_loaded_without_a_test_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(target=str(embedded_target()), draft=str(embedded_draft()), threads=1)
+    heads = {"medusa": str(embedded_medusa()), "eagle": str(embedded_eagle())}
+    config = EngineConfig(target=str(embedded_target()), draft=str(embedded_draft()), threads=1, **heads)
     first = Verdicts()
     with collected(first):
         tested = build_engine(config)

@@ -1,0 +1,183 @@
+"""Answers of very many log-probabilities are made in parts: others have turns between. No test measures time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from pilotfish.v1 import generation_pb2 as pb
+from server.admission.answers import MAX_AT_ONCE
+from server.admission.stalls import stall_limit
+from server.http.calls import _write_event
+from server.http.long_json import MIN_PIECE, Encoder, LongList, in_turns
+from server.http.openai_answers import MAX_TOKENS_AT_ONCE, ChatAnswers, TextAnswers
+from tests.engine.text.test_codec import CODEC
+from tests.server import fake_engine
+from tests.server.fake_engine import FakeEngine, logprob_of
+from tests.server.http.test_gateway import CHAT, talking
+from tests.server.test_generate import request
+
+N, NUM_TOKENS, TOP = 3, 250, 20
+
+
+@asynccontextmanager
+async def turns():
+    """A count of the turns that another task of the event loop has had."""
+    seen = SimpleNamespace(count=0)
+
+    async def take():
+        while True:
+            seen.count += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(take())
+    try:
+        yield seen
+    finally:
+        task.cancel()
+
+
+# --------------------------------------------------------------------------------------------------------- messages
+
+
+class Noted:
+    """A log-probability that notes when it is converted."""
+
+    def __init__(self, note, of):
+        self._note, self._of, self.top = note, of, of.top
+
+    @property
+    def logprob(self):
+        self._note()
+        return self._of.logprob
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("front_end", ["http", "grpc"])
+async def test_no_turn_of_the_loop_converts_more_than_a_part(front_end, monkeypatch):
+    async with talking(FakeEngine(burst=40)) as server, turns() as seen:
+        converted = Counter()
+        note = lambda: converted.update([seen.count])  # noqa: E731
+        monkeypatch.setattr(fake_engine, "logprob_of", lambda token, top: Noted(note, logprob_of(token, top)))
+        prompt = 0
+        if front_end == "http":
+            body = CHAT | {"n": N, "max_tokens": NUM_TOKENS, "logprobs": True, "top_logprobs": TOP}
+            answer = await server.http.post("/v1/chat/completions", json=body)
+            lengths = [len(choice["logprobs"]["content"]) for choice in answer.json()["choices"]]
+        else:
+            sampling, stopping = pb.SamplingParams(n=N), pb.StoppingParams(max_tokens=NUM_TOKENS)
+            output = pb.OutputOptions(logprobs=TOP, prompt_logprobs=TOP)
+            asked = request(sampling=sampling, stopping=stopping, output=output, prompt="ab " * 150)
+            answer = await server.inference.Generate(asked)
+            lengths = [len(output.logprobs) for output in answer.outputs]
+            prompt = len(answer.prompt_logprobs.logprobs)
+            assert prompt > MAX_AT_ONCE
+        assert lengths == [NUM_TOKENS] * N
+        assert converted.total() == N * NUM_TOKENS + prompt
+        assert max(converted.values()) <= MAX_AT_ONCE
+
+
+# ------------------------------------------------------------------------------------------------------------- JSON
+
+
+def filled(message, num_tokens):
+    message.token_ids.extend(i % 200 for i in range(num_tokens))
+    message.text_lengths.extend(i % 3 for i in range(num_tokens))
+    message.text = "“a” " * num_tokens
+    for i in range(num_tokens):
+        top = [pb.Candidate(token_id=(i + j) % 300, logprob=-j / 3) for j in range(TOP)]
+        message.logprobs.append(pb.TokenLogprob(logprob=-i / 7, top=top))
+    return message
+
+
+def response(num_tokens):
+    outputs = [filled(pb.Output(index=i, finished=pb.Finished(seed=i)), num_tokens) for i in range(N)]
+    return pb.GenerateResponse(request_id="r", outputs=outputs)
+
+
+def at_once(value):
+    """The same value with all its lists made."""
+    if isinstance(value, LongList):
+        return at_once(value.make(0, value.length))
+    if isinstance(value, dict):
+        return {name: at_once(entry) for name, entry in value.items()}
+    return [at_once(entry) for entry in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("kind", [TextAnswers, ChatAnswers])
+@pytest.mark.parametrize("num_tokens", [0, 1, 30, 90, MAX_TOKENS_AT_ONCE, MAX_TOKENS_AT_ONCE + 1, 1000])
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_parts_joined_are_what_one_piece_would_be(kind, num_tokens, separators):
+    answer = kind("m", CODEC).answer(response(num_tokens))
+    parts = list(Encoder(*separators).parts(answer))
+    assert "".join(parts) == json.dumps(at_once(answer), ensure_ascii=False, separators=separators)
+    assert (len(parts) == 1) == (N * num_tokens <= MAX_TOKENS_AT_ONCE)
+    per_token = 1 + TOP if kind is ChatAnswers else TOP
+    assert max(part.count('"logprob"') for part in parts) <= MAX_TOKENS_AT_ONCE * per_token
+    assert max(part.count(separators[1]) for part in parts) < 4 * MAX_TOKENS_AT_ONCE * (1 + TOP) + 100
+
+
+@pytest.mark.parametrize("kind", [TextAnswers, ChatAnswers])
+def test_each_part_is_made_only_when_it_is_encoded(kind):
+    made = []
+    answers = kind("m", CODEC)
+    entry, note = answers._choice, made.append
+    answers._choice = lambda output: [note(output.index), entry(output)][1]
+    parts = Encoder().parts(answers.answer(response(1000)))
+    assert made == []
+    for index in range(N):
+        while made[-1:] != [index]:
+            next(parts)
+        assert made == list(range(index + 1))
+
+
+async def test_others_have_turns_between_pieces_of_some_size():
+    async with turns() as seen:
+        when = [seen.count async for _ in in_turns(["a" * MIN_PIECE] * 5)]
+        assert len(set(when)) == 5
+        when = [seen.count async for _ in in_turns(["a" * (MIN_PIECE // 4)] * 5)]
+        assert len(when) == 2  # four of them joined, and the last
+
+
+async def test_an_event_of_very_many_is_sent_in_pieces_and_a_small_one_in_one():
+    async def sent(num_tokens):
+        async def messages():
+            yield pb.GenerateStreamResponse(request_id="r", delta=filled(pb.TokenDelta(), num_tokens))
+
+        [events] = [events async for events in ChatAnswers("m", CODEC).events(messages())]
+        found = []
+
+        async def send(message):
+            assert message["more_body"]
+            found.append((seen.count, message["body"]))
+
+        async with turns() as seen, stall_limit(60) as writes:
+            await _write_event(send, events[-1], "17", writes)
+        bodies = [body for _, body in found]
+        wanted = f"id: 17\ndata: {json.dumps(at_once(events[-1]), ensure_ascii=False)}\n\n".encode()
+        assert b"".join(bodies) == wanted
+        assert len({turn for turn, _ in found}) >= len(found) - 1  # the last may follow without a turn
+        return bodies
+
+    assert len(await sent(MAX_TOKENS_AT_ONCE)) == 1
+    pieces = await sent(1000)
+    assert len(pieces) >= 10
+    assert max(map(len, pieces)) < MIN_PIECE + 200 * MAX_TOKENS_AT_ONCE * (1 + TOP)
+
+
+def test_each_token_is_decoded_once_for_an_answer():
+    decoded = Counter()
+
+    def decode(ids, *, skip_special_tokens):
+        decoded.update(ids)
+        return CODEC.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    codec = SimpleNamespace(tokenizer=SimpleNamespace(decode=decode))
+    list(Encoder().parts(ChatAnswers("m", codec).answer(response(400))))
+    assert set(decoded) == set(range(300))
+    assert set(decoded.values()) == {1}
