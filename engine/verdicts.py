@@ -2,7 +2,8 @@
 
 A load tests every part that it replaces, on the model's own weights: for a model of 1.1B that takes about a second. The
 tests run in the same order in every process with the same config. So the engine that takes the place of a lost one is
-given the outcomes, and runs only those tests that failed.
+given the outcomes, and runs only those tests that failed. Tests that also record something of the model are no part of
+this, such as those of attention: they run at every load.
 """
 
 from __future__ import annotations

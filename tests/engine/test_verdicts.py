@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
-from engine.model.fusion import fuse, straight
+from engine.model.fusion import stack, straight
+from engine.params import SamplingParams
 from engine.startup import self_test
-from engine.startup.build import build_engine
+from engine.startup.build import assemble, build_engine
+from engine.types import Request
 from engine.verdicts import Verdicts, collected, verdict
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
+from tests import fakes, zoo
+from tests.engine.model.test_stack import model as fused_model
+from tests.engine.model.test_stack import several_passes
 
 
 def outcomes(known: list[bool], tests: list[bool]) -> tuple[list[bool], list[int], list[bool]]:
@@ -48,28 +54,42 @@ def test_outside_of_a_load_every_test_runs() -> None:
     assert ran == [0, 1]
 
 
-def test_a_pair_that_was_tested_is_loaded_without_a_test_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_that_was_tested_is_loaded_without_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
     heads = {"medusa": str(embedded_medusa()), "eagle": str(embedded_eagle())}
     config = EngineConfig(target=str(embedded_target()), draft=str(embedded_draft()), threads=1, **heads)
     first = Verdicts()
     with collected(first):
         tested = build_engine(config)
-    assert first.found
     assert all(first.found)
 
     def never(*_: object) -> bool:
         raise AssertionError("tested twice")
 
-    for module, name in ((fuse.agree.__globals__, "_agree"), (straight.__dict__, "_same_bits")):
-        monkeypatch.setitem(module, name, never)
-    monkeypatch.setattr(self_test, "_passes", never)
-    second = Verdicts(first.found)
-    with collected(second):
+    for module, name in ((stack, "_agrees"), (straight, "_same_bits"), (self_test, "_passes")):
+        monkeypatch.setattr(module, name, never)
+    again = Verdicts(first.found)
+    with collected(again):
         untested = build_engine(config)
-    assert second.found == first.found
-    assert kinds(tested) == kinds(untested)
+    assert again.found == first.found
+    sampling = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
+    requests = [Request(request_id=str(i), token_ids=(5 + i, 6, 7), sampling=sampling) for i in range(4)]
+    assert fakes.run(untested, requests).tokens == fakes.run(tested, requests).tokens
 
 
-def kinds(engine: object) -> list[str]:
-    model = engine._target_pass._target.model
-    return [type(module).__name__ for module in model.modules()] + [type(model.forward).__name__]
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", sorted(zoo.families()))
+def test_a_model_that_was_tested_gives_the_same_bits_without_a_test(
+    family: str, dtype: torch.dtype, int8: bool
+) -> None:
+    """No test of a load may leave behind what the model needs."""
+    logits, known = [], Verdicts()
+    for _ in range(2):
+        known = Verdicts(known.found)
+        with collected(known):
+            made = fused_model(family, dtype, int8=int8)
+            stack.stack(made)
+            assemble(EngineConfig(target=family), made)
+        logits.append(several_passes(made))
+    assert any(known.found)
+    assert torch.equal(*logits)

@@ -22,6 +22,7 @@ from engine.machine.mapped import release_mapped
 from engine.model.linear.equivalence import agree, random_rows
 from engine.model.linear.int8 import Int8Linear
 from engine.native import Rows, rows_for
+from engine.verdicts import verdict
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ def _gate_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
         return None
     x = random_rows(model, 1, _ROWS, model.config.get_text_config().hidden_size)
     stand_in = Gated(module)
-    return stand_in if agree(lambda m: m(x), module, stand_in) else None
+    return stand_in if verdict(lambda: agree(lambda m: m(x), module, stand_in)) else None
 
 
 class RotaryAttention(nn.Module):

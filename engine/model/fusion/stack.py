@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from engine.model.linear.packed import packed_of
 from engine.model.runner import kv_layout
 from engine.native import PackedMatrix, rows_for
 from engine.native.layers import LayerParts, Layers
+from engine.verdicts import verdict
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ def stack(model: PreTrainedModel) -> bool:
         parts = [_parts(layer) for layer in layers]
         if all(part is not None for part in parts):
             together = Stack(layers)
-            if _agrees(together, model):
+            if verdict(partial(_agrees, together, model)):
                 model.set_submodule(name, together)
                 log.info("%d layers run in one call", len(layers))
                 bypass_model_code(model, together)

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.kernels import faults
-from engine.verdicts import verdict
 
 log = logging.getLogger(__name__)
 
@@ -25,16 +24,12 @@ def random_rows(model: PreTrainedModel, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator).to(model.device, model.dtype)
 
 
+@torch.inference_mode()
 def agree(run: Callable[[T], Tensor], original: T, stand_in: T, *, also: tuple[type[Exception], ...] = ()) -> bool:
     """Whether both give the same result except for rounding.
 
     An error means that they do not agree. `also` names exceptions that are treated as such an error.
     """
-    return verdict(lambda: _agree(run, original, stand_in, also))
-
-
-@torch.inference_mode()
-def _agree(run: Callable[[T], Tensor], original: T, stand_in: T, also: tuple[type[Exception], ...]) -> bool:
     expected: tuple[type[Exception], ...] = (*_FAULTS, *also)
     try:
         want, got = run(original), run(stand_in)
