@@ -13,16 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from deploy.ray.envelope import Status, opened
 from engine.errors import InvalidRequest, PilotfishError
 from pilotfish.v1 import control_pb2_grpc, generation_pb2_grpc
-from server.admission.slow_work import MAX_MIDDLE_BYTES, SlowWork
+from server.admission.slow_work import SlowWork
 from server.admission.status import refusal
 from server.errors import QueueFull, Unavailable
-from server.grpc.boundary import refuse
-from server.grpc.fields import require_few
+from server.grpc.boundary import parsed, refuse
 
 REMAINING = "pilotfish-remaining-seconds"  # metadata for the replica; a value that the caller sent is removed
 RETRY_SECONDS = 1.0
@@ -155,18 +153,9 @@ def _ours(code: grpc.StatusCode) -> PilotfishError | None:
 async def _parsed(parse: Parse, data: bytes, context: Context, slow: SlowWork) -> Any:
     try:
         async with slow.turn(len(data)):
-            return await slow.run(_parse, parse, data)
+            return await slow.run(parsed, parse, data)
     except InvalidRequest as error:
         await refuse(refusal(error), str(error), context)
-
-
-def _parse(parse: Parse, data: bytes) -> Any:
-    if len(data) > MAX_MIDDLE_BYTES:
-        require_few(data, parse.__self__.DESCRIPTOR)  # type: ignore[attr-defined]  # it is a method of the message's class
-    try:
-        return parse(data)
-    except (DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest.of("request", "is no message of this method, or has text that is no UTF-8") from error
 
 
 async def _content(envelope: bytes, context: Context) -> bytes:

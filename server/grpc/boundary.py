@@ -51,7 +51,7 @@ def _wrap(method: Any, parse: Parse, slow: SlowWork) -> Any:
     async def wrapped(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             async with slow.turn(len(data)):
-                return await method(await slow.run(_parse, parse, data), context)
+                return await method(await slow.run(parsed, parse, data), context)
         except PilotfishError as error:
             await refuse(refusal(error), str(error), context)
         except Exception:
@@ -70,7 +70,8 @@ async def refuse(refused: Refusal, message: str, context: grpc.aio.ServicerConte
         logger.info("the caller was gone before it could be told: %s", message)
 
 
-def _parse(parse: Parse, data: bytes) -> Any:
+def parsed(parse: Parse, data: bytes) -> Any:
+    """Return `parse(data)`; the entries of a large message are counted before. Raises InvalidRequest."""
     if len(data) > MAX_MIDDLE_BYTES:
         require_few(data, parse.__self__.DESCRIPTOR)  # type: ignore[attr-defined]  # it is a method of the message's class
     try:
