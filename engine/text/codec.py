@@ -194,6 +194,10 @@ class StopStrings:
             self._insert(stop, number)
         self._link()
 
+    def __bool__(self) -> bool:
+        """Whether there is any stop string."""
+        return bool(self._stops)
+
     def _insert(self, stop: str, number: int) -> None:
         assert stop, "an empty stop string matches everywhere"
         state = 0
@@ -295,7 +299,7 @@ class OutputText:
 
     def _match(self) -> str | None:
         """Read the new characters; the stop string that completes first (ties: list order) cuts the text."""
-        if self._stops is NO_STOPS:
+        if not self._stops:
             return None
         unread = self._num_held()
         for end, char in enumerate(self._held[unread:], unread + 1):

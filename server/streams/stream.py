@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from engine.errors import PilotfishError
 from engine.stats import Clock
-from engine.text.codec import NO_STOPS, Codec, OutputText, StopStrings
+from engine.text.codec import Codec, OutputText, StopStrings
 from engine.types import Request, TokenEvent
 from server.streams.output import NOTHING_RECEIVED, Chunk, OutputBuffer, ReceivedOutput, Timeline
 
@@ -51,7 +51,7 @@ class OutputStream:
         self.request, self.deadline = request, deadline  # in seconds of the clock
         self.timeline = Timeline(arrived=clock())
         sampling = request.sampling
-        stops = StopStrings(sampling.stop) if sampling.stop else NO_STOPS
+        stops = StopStrings(sampling.stop)
         texts = (None if codec is None else OutputText(codec, stops, sampling.min_tokens) for _ in range(sampling.n))
         received = options.received or (NOTHING_RECEIVED,) * request.sampling.n
         self.outputs = tuple(
