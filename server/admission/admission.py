@@ -54,7 +54,7 @@ class Call:
 
     async def response(self) -> pb.GenerateResponse:
         """Wait for the end and return the whole response."""
-        return await answers.whole_response(self.stream, self.wanted, self.driver.model)
+        return await answers.response_in_turns(await self.stream.read_all(), self.wanted, self.driver.model)
 
     async def messages(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Yield messages with the tokens of each round; rounds are merged while the reader is busy."""

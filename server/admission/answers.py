@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Protocol
 
 from engine.params import SpeculationSettings
 from engine.types import DraftStats, FinishedOutput, FinishReason, Logprob
@@ -25,14 +24,6 @@ _FINISH_REASONS = {
     FinishReason.ABORTED: pb.FINISH_REASON_ABORTED,
 }  # ERROR is reported as a status, never in a message
 MAX_AT_ONCE = 100  # tokens whose log-probabilities are converted before others have a turn; each has many candidates
-
-
-class Unread(Protocol):
-    """What a whole answer is read from."""
-
-    async def read_all(self) -> tuple[Chunk, ...]:
-        """Wait for the end, and return every output as one chunk."""
-        ...
 
 
 def stream_responses(chunk: Chunk, asked: Wanted, *, first: bool) -> Iterator[pb.GenerateStreamResponse]:
@@ -60,9 +51,8 @@ def response(chunks: Seq[Chunk], asked: Wanted, model: ServedModel) -> pb.Genera
     )
 
 
-async def whole_response(stream: Unread, asked: Wanted, model: ServedModel) -> pb.GenerateResponse:
-    """Wait for the end and return all outputs in one message; others have turns while many log-probabilities enter."""
-    chunks = await stream.read_all()
+async def response_in_turns(chunks: Seq[Chunk], asked: Wanted, model: ServedModel) -> pb.GenerateResponse:
+    """Like `response`; others have turns while many log-probabilities enter."""
     prompt = [of for of in chunks[0].prompt_logprobs if of is not None]
     if len(prompt) + sum(len(chunk.logprobs) for chunk in chunks) <= MAX_AT_ONCE:
         return response(chunks, asked, model)

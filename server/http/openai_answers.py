@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
+from server.admission.answers import MAX_AT_ONCE
 from server.http.long_json import LongList, list_of
 
 Json = dict[str, Any]
 
 IMPOSSIBLE = -9999.0  # for minus infinity, which a model's own mask may give and JSON does not have
-MAX_TOKENS_AT_ONCE = 100  # whose log-probabilities are made and encoded at once; each may have many candidates
 MAX_NAMES = 4096  # of tokens, kept for an answer
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}  # all other reasons: "abort"
 
@@ -59,7 +59,7 @@ class AnswerFormat(ABC):
                 for output in outputs[start:stop]
             ]
 
-        is_long = sum(len(output.logprobs) for output in outputs) > MAX_TOKENS_AT_ONCE
+        is_long = sum(len(output.logprobs) for output in outputs) > MAX_AT_ONCE
         choices = list_of(len(outputs), made, 1 if is_long else len(outputs))
         return self._envelope(self.whole, choices) | {"usage": _usage(output.finished for output in response.outputs)}
 
@@ -179,7 +179,7 @@ class ChatAnswers(AnswerFormat):
 
 
 def _per_token(length: int, make: Callable[[int, int], list[Any]]) -> list[Any] | LongList:
-    return list_of(length, make, MAX_TOKENS_AT_ONCE)
+    return list_of(length, make, MAX_AT_ONCE)
 
 
 def _ended(finished: pb.Finished) -> Json:

@@ -15,7 +15,7 @@ from server.admission.answers import MAX_AT_ONCE
 from server.admission.stalls import stall_limit
 from server.http.calls import _write_event
 from server.http.long_json import MIN_PIECE, Encoder, LongList, in_turns
-from server.http.openai_answers import MAX_TOKENS_AT_ONCE, ChatAnswers, TextAnswers
+from server.http.openai_answers import ChatAnswers, TextAnswers
 from tests.engine.text.test_codec import CODEC
 from tests.server import fake_engine
 from tests.server.fake_engine import FakeEngine, logprob_of
@@ -110,16 +110,16 @@ def at_once(value):
 
 
 @pytest.mark.parametrize("kind", [TextAnswers, ChatAnswers])
-@pytest.mark.parametrize("num_tokens", [0, 1, 30, 90, MAX_TOKENS_AT_ONCE, MAX_TOKENS_AT_ONCE + 1, 1000])
+@pytest.mark.parametrize("num_tokens", [0, 1, 30, 90, MAX_AT_ONCE, MAX_AT_ONCE + 1, 1000])
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 def test_parts_joined_are_what_one_piece_would_be(kind, num_tokens, separators):
     answer = kind("m", CODEC).answer(response(num_tokens))
     parts = list(Encoder(*separators).parts(answer))
     assert "".join(parts) == json.dumps(at_once(answer), ensure_ascii=False, separators=separators)
-    assert (len(parts) == 1) == (N * num_tokens <= MAX_TOKENS_AT_ONCE)
+    assert (len(parts) == 1) == (N * num_tokens <= MAX_AT_ONCE)
     per_token = 1 + TOP if kind is ChatAnswers else TOP
-    assert max(part.count('"logprob"') for part in parts) <= MAX_TOKENS_AT_ONCE * per_token
-    assert max(part.count(separators[1]) for part in parts) < 4 * MAX_TOKENS_AT_ONCE * (1 + TOP) + 100
+    assert max(part.count('"logprob"') for part in parts) <= MAX_AT_ONCE * per_token
+    assert max(part.count(separators[1]) for part in parts) < 4 * MAX_AT_ONCE * (1 + TOP) + 100
 
 
 @pytest.mark.parametrize("kind", [TextAnswers, ChatAnswers])
@@ -164,10 +164,10 @@ async def test_an_event_of_very_many_is_sent_in_pieces_and_a_small_one_in_one():
         assert len({turn for turn, _ in found}) >= len(found) - 1  # the last may follow without a turn
         return bodies
 
-    assert len(await sent(MAX_TOKENS_AT_ONCE)) == 1
+    assert len(await sent(MAX_AT_ONCE)) == 1
     pieces = await sent(1000)
     assert len(pieces) >= 10
-    assert max(map(len, pieces)) < MIN_PIECE + 200 * MAX_TOKENS_AT_ONCE * (1 + TOP)
+    assert max(map(len, pieces)) < MIN_PIECE + 200 * MAX_AT_ONCE * (1 + TOP)
 
 
 def test_each_token_is_decoded_once_for_an_answer():
