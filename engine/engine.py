@@ -22,6 +22,7 @@ from engine.model.runner import Runner
 from engine.params import SpeculationSettings
 from engine.proposers import Proposal, Proposers
 from engine.request.intake import Intake, Limits, self_test_request
+from engine.request.prediction import num_predicted
 from engine.sampling.processors import advance_grammar, catch_up_grammars
 from engine.sampling.verification import VerifyOutput
 from engine.scheduler import MASK_SECONDS, Scheduler, StepPlan
@@ -62,6 +63,7 @@ class Engine:
     ) -> None:
         self.config, self.limits, self._clock = config, limits, clock
         self._intake, self._proposers, self._scheduler = Intake(config, limits, proposers.names), proposers, scheduler
+        self.pages = scheduler.target_pool  # with the prefix cache, whose changes can be watched
         self._rounds: Rounds = rounds or NoRounds()
         self._target_pass = TargetPass(target, proposers)
         self.dtype = dtype  # of the target's activations and K/V
@@ -293,6 +295,7 @@ class Engine:
             spec_gain=gain,
             stop_token_id=stop_token_id,
             cached_prompt_tokens=sequence.num_cached,
+            accepted_prediction_tokens=num_predicted(sequence, keep),
             error=error,
         )
         return TokenEvent(request_id=sequence.request_id, index=sequence.index, finished=finished)

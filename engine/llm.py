@@ -42,6 +42,7 @@ class CompletionOutput:
     matched_stop: str | int | None  # the stop string, or the id of the token, that ended it
     prompt_tokens: int
     cached_prompt_tokens: int  # of those, tokens found in the prefix cache
+    accepted_prediction_tokens: int  # of the prediction, tokens that the output has
     speculation: SpeculationSettings  # the effective settings
     seed: int  # with it a request gives the same tokens (rejection rule: if K and the batch are the same too)
     stats: DraftStats
@@ -76,10 +77,12 @@ class LLM:
         *,
         speculation: SpeculationParams | None = None,
         cache_salt: str | None = None,
+        prediction: Prompt = (),
     ) -> list[CompletionOutput]:
         """Continue every prompt, all in one ragged batch; completions are in the order of the prompts, `n` for each.
 
-        A prompt is a string or token ids; `params` is one for all prompts, or one for each.
+        A prompt is a string or token ids; `params` is one for all prompts, or one for each. `prediction` is what the
+        outputs are expected to be: it is drafted where they follow it.
 
         Raises:
             InvalidRequest: a prompt or its parameters are wrong; nothing was run.
@@ -87,7 +90,8 @@ class LLM:
         """
         asked = SpeculationParams() if speculation is None else speculation
         shared = SamplingParams() if params is None else params
-        requests = [self._request(p, s, asked, cache_salt) for p, s in _paired(_as_list(prompts), shared)]
+        predicted = self._encode(prediction, bare=True) if prediction else ()
+        requests = [self._request(p, s, asked, cache_salt, predicted) for p, s in _paired(_as_list(prompts), shared)]
         for request in requests:
             self.engine.check(request)
         outputs = {(r.request_id, i): self._output(r, i) for r in requests for i in range(r.sampling.n)}
@@ -102,7 +106,12 @@ class LLM:
         return [output.completion() for output in outputs.values()]
 
     def _request(
-        self, prompt: Prompt, params: SamplingParams, speculation: SpeculationParams, cache_salt: str | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        speculation: SpeculationParams,
+        cache_salt: str | None,
+        prediction: tuple[int, ...],
     ) -> Request:
         if self.codec is None and params.stop:
             raise InvalidRequest.of("stopping.stop", "is text; this checkpoint has no tokenizer")
@@ -113,6 +122,7 @@ class LLM:
             grammar=None if params.guided is None else self._compile(params.guided),
             speculation=speculation,
             cache_salt=cache_salt,
+            prediction=prediction,
         )
 
     def _compile(self, guided: Guided) -> Grammar:
@@ -125,14 +135,14 @@ class LLM:
         text = None if self.codec is None else OutputText(self.codec, StopStrings(sampling.stop), sampling.min_tokens)
         return _Output(request, index, text)
 
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def _encode(self, prompt: Prompt, *, bare: bool = False) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             if not all(isinstance(token, Integral) for token in prompt):
                 raise InvalidRequest.of("token_ids", "has an entry that is no integer")
             return tuple(int(token) for token in prompt)
         if self.codec is None:
             raise InvalidRequest.of("prompt", "is text; this checkpoint has no tokenizer, so it takes token ids")
-        return self.codec.encode(prompt)
+        return self.codec.encode(prompt, bare=bare)
 
 
 @dataclass(slots=True)
@@ -186,6 +196,7 @@ class _Output:
             matched_stop=self.stop if self.stop is not None else ended.stop_token_id,
             prompt_tokens=ended.prompt_tokens,
             cached_prompt_tokens=ended.cached_prompt_tokens,
+            accepted_prediction_tokens=ended.accepted_prediction_tokens,
             seed=ended.seed,
             speculation=ended.speculation,
             stats=ended.stats,

@@ -9,6 +9,7 @@ from enum import StrEnum
 MAX_SEED = 2**64 - 1
 DEFAULT_MAX_TOKENS = 128
 MAX_NUM_DRAFT = 16
+MAX_PREDICTED_DRAFTS = 64  # of a request's prediction, for one sequence in one step
 
 
 class SpeculationMode(StrEnum):
@@ -27,20 +28,43 @@ class Verification(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingBudget:
+    """The most tokens of reasoning at the beginning of an output; after them its end is generated.
+
+    Args:
+        max_tokens: tokens of reasoning, without its end.
+        end: the text that ends the reasoning. An output that reaches it earlier is free of the budget.
+        begin: the text with which reasoning begins; an output that begins in another way has none. None: every output
+            begins inside of its reasoning.
+    """
+
+    max_tokens: int
+    end: str
+    begin: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Guided:
-    """The structure that an output must have: exactly one of these fields is set.
+    """The structure that an output must have: exactly one of the first four fields, a budget, or both.
 
     Args:
         json_schema: the text of a JSON Schema; the output is a document that is valid under it.
         regex: a regular expression; the whole output matches it.
         grammar: a grammar in Lark notation; the whole output matches it.
         choice: texts; the output is one of them.
+        thinking: a limit on reasoning. The structure, if there is one, includes the reasoning.
     """
 
     json_schema: str | None = None
     regex: str | None = None
     grammar: str | None = None
     choice: tuple[str, ...] | None = None
+    thinking: ThinkingBudget | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the text may be anything: only its reasoning is limited."""
+        return all(kind is None for kind in (self.json_schema, self.regex, self.grammar, self.choice))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from engine.control.controller import Control, FixedK, levelled
 from engine.control.prefill_budget import PrefillBudget
 from engine.control.speedup import Speedup
 from engine.kv.pages import PagePool
-from engine.params import MAX_NUM_DRAFT
+from engine.params import MAX_PREDICTED_DRAFTS
 from engine.types import Sequence
 
 # Of a step, for the masks of structures. A mask takes 10 us, but one of a hostile structure up to 0.1 s: its outputs
@@ -76,12 +76,14 @@ class Scheduler:
         control: Control | None = None,  # default: as many drafts as each may have
         round_control: Control | None = None,  # the same for rounds on the device, whose costs differ
         prefill: PrefillBudget | None = None,  # default: no bound on the time of a step
+        max_drafts: int | None = None,  # of a step; default: as many as the batch has room for
     ) -> None:
         self.control: Control = control or FixedK()
         self.round_control: Control = round_control or FixedK()
         self.target_pool, self.draft_pool = target_pool, draft_pool
         self._draft_kv_users, self._draft_kv_sharers = draft_kv_users, draft_kv_sharers
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
+        self._max_drafts = max_batch_tokens if max_drafts is None else max_drafts
         self.prefill = prefill or PrefillBudget()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -245,8 +247,9 @@ class Scheduler:
     def _with_drafts(self, steady: list[Work], budget: int, prompt_rows: int) -> Iterator[Work]:
         """Add as many drafts as control chooses within the budget and free pages hold; drafts preempt no sequence."""
         sequences = [work.sequence for work in steady]
+        _follow_predictions(sequences)
         limits = [min(self._most_drafts(s), most) for s, most in zip(sequences, _most_masked(sequences), strict=True)]
-        chosen = self.control.choose(sequences, limits, budget, prompt_rows)
+        chosen = self.control.choose(sequences, limits, min(budget, self._max_drafts), prompt_rows)
         return self._with_room(steady, chosen)
 
     def _for_round(self, works: list[Work]) -> Iterator[Work]:
@@ -274,7 +277,7 @@ class Scheduler:
             return 0
         length = len(sequence.tokens)
         before_border = min(cursor.room_before_border(length) for cursor in (sequence.target, sequence.draft))
-        return max(0, min(sequence.speculation.num_draft_tokens, sequence.max_len - length - 1, before_border))
+        return max(0, min(sequence.most_drafts, sequence.max_len - length - 1, before_border))
 
     def _reserve_drafts(self, sequence: Sequence, num_draft: int) -> bool:
         length = _reach(sequence, num_draft)
@@ -305,6 +308,14 @@ class Scheduler:
             self.draft_pool.check_invariants(s.draft for s in everyone)
 
 
+def _follow_predictions(sequences: list[Sequence]) -> None:
+    """Find where each output is in what was predicted of it."""
+    for sequence in sequences:
+        if sequence.alignment is not None and sequence.most_predicted:
+            is_current = sequence.alignment.follow(sequence.tokens, sequence.prompt_len)
+            sequence.is_predicted = is_current and bool(sequence.alignment.drafts(1))
+
+
 def _in_turn(works: list[Work]) -> list[Work]:
     """The works whose masks fit into the step; the others come first in a later one.
 
@@ -330,7 +341,7 @@ def _most_masked(sequences: list[Sequence]) -> Iterator[int]:
     spare = max(0.0, MASK_SECONDS - sum(costly))
     for sequence in sequences:
         seconds = sequence.mask_seconds
-        yield int(spare / len(costly) / seconds) if seconds else MAX_NUM_DRAFT
+        yield int(spare / len(costly) / seconds) if seconds else MAX_PREDICTED_DRAFTS
 
 
 def _reach(sequence: Sequence, num_draft: int) -> int:

@@ -14,6 +14,8 @@ from engine.params import DEFAULT_MAX_TOKENS, SamplingParams, SpeculationParams,
 if TYPE_CHECKING:
     from torch import Tensor
 
+PREDICTION = "prediction"  # as the name of a source of drafts; no proposer of a request
+
 _ENDLESS = 2**31
 
 
@@ -97,6 +99,23 @@ class GrammarState(Protocol):
         ...
 
 
+class Alignment(Protocol):
+    """Where one output is in the text that its caller predicted (`engine/request/prediction.py`)."""
+
+    @property
+    def num_had(self) -> int:
+        """Tokens of the prediction that the output has."""
+        ...
+
+    def follow(self, tokens: Seq[int], prompt_len: int, most: int = ...) -> bool:
+        """Take what is new of a sequence's tokens, up to `most`; return whether all of them were taken."""
+        ...
+
+    def drafts(self, k: int) -> tuple[int, ...]:
+        """What comes next, at most `k` tokens; nothing where the output has left the prediction."""
+        ...
+
+
 class Grammar(Protocol):
     """A compiled structure, shared by all requests that ask for it."""
 
@@ -123,6 +142,7 @@ class Request:
         grammar: `sampling.guided`, compiled by the caller, who knows the tokenizer.
         cache_salt: requests share K/V of equal prompts only if their salts are equal.
         emitted: what its outputs emitted before, by index, if the request is continued; its seed is then set.
+        prediction: what the caller expects an output to be; it is drafted where the output follows it.
     """
 
     request_id: str
@@ -132,6 +152,7 @@ class Request:
     grammar: Grammar | None = None
     cache_salt: str | None = None
     emitted: tuple[EmittedOutput, ...] = ()
+    prediction: tuple[int, ...] = ()
 
     @property
     def unfinished(self) -> tuple[int, ...]:
@@ -216,6 +237,9 @@ class Sequence:
     output_counts: Tensor | None = None  # float32 [vocab], of the first `num_counted` generated tokens
     num_counted: int = 0
     num_cached: int = 0  # prompt tokens whose K/V came from the prefix cache
+    alignment: Alignment | None = None  # in the request's prediction
+    most_predicted: int = 0  # most drafts of it in a step
+    is_predicted: bool = False  # whether the prediction has drafts for the next step
     on_device: bool = False  # it decodes in rounds on the device (`engine/device_loop`), not in plain steps
     in_flight: int = 0  # most tokens beyond `tokens` that rounds may have made whose results the host has not read
     prompt_logprobs: list[Logprob | None] = field(default_factory=list)  # None for the first token
@@ -233,6 +257,16 @@ class Sequence:
     def num_generated(self) -> int:
         """How many of `tokens` were generated."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def drafter(self) -> str:
+        """What drafts in the next step: the request's prediction where the output follows it, else its proposer."""
+        return PREDICTION if self.is_predicted else self.speculation.proposer
+
+    @property
+    def most_drafts(self) -> int:
+        """Most drafts of what drafts in the next step."""
+        return self.most_predicted if self.is_predicted else self.speculation.num_draft_tokens
 
     @property
     def todo(self) -> int:
@@ -259,6 +293,7 @@ class FinishedOutput:
     spec_gain: float = 1.0  # tokens per second over what plain decoding would have made, as far as known
     stop_token_id: int | None = None
     cached_prompt_tokens: int = 0
+    accepted_prediction_tokens: int = 0  # tokens of the request's prediction that the output has, in order
     error: str | None = None
 
 

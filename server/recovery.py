@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.params import MAX_NUM_DRAFT
+from engine.params import MAX_PREDICTED_DRAFTS
 from server.streams.stream import OutputStream
 
 SUSPECT, GUILTY = 2, 2  # crashes in a row: in company, after which a request is tried alone; and alone
 _KILLED = 0.5  # how much of a crash a SIGKILL is
 # Every output of a cleared request has so many more tokens than at the crash: what the failed step could have made.
-CLEARING_TOKENS = MAX_NUM_DRAFT + 1
+CLEARING_TOKENS = MAX_PREDICTED_DRAFTS + 1
 
 
 @dataclass(slots=True)

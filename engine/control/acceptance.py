@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.control.cost_model import Floats
-from engine.params import MAX_NUM_DRAFT
-from engine.types import Sequence
+from engine.params import MAX_PREDICTED_DRAFTS
+from engine.types import PREDICTION, Sequence
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -30,7 +30,7 @@ _UNLIKE = 0.1  # share of sequences that are unlike any before
 _KEEP = 0.97  # of what a sequence's rounds say, per round: half of it is forgotten in 23 rounds, because texts change
 _COMMON_RATE = 0.15  # of the prior, for each round of a sequence
 _DEPTH_TRIALS = 16.0  # drafts at a depth that count as much as the rate itself
-_DEPTHS = np.arange(MAX_NUM_DRAFT)
+_DEPTHS = np.arange(MAX_PREDICTED_DRAFTS)
 
 
 class Source(NamedTuple):
@@ -44,7 +44,7 @@ class _Prior:
     """Of one source: what its sequences are like, and how each depth differs from the rate."""
 
     def __init__(self) -> None:
-        self.know(ANYTHING.copy(), np.zeros(MAX_NUM_DRAFT), np.zeros(MAX_NUM_DRAFT))
+        self.know(ANYTHING.copy(), np.zeros(MAX_PREDICTED_DRAFTS), np.zeros(MAX_PREDICTED_DRAFTS))
 
     def know(self, common: Floats, hits: Floats, expected: Floats) -> None:
         """What its sequences are like; by depth, hits and what was expected of the rates. Asked for in every step."""
@@ -99,8 +99,9 @@ class Acceptance:
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over."""
-        for is_found in (False, True):
-            self._evidence.pop((sequence, Source(sequence.speculation.proposer, is_found)), None)
+        for name in (sequence.speculation.proposer, PREDICTION):
+            for is_found in (False, True):
+                self._evidence.pop((sequence, Source(name, is_found)), None)
 
     def state(self) -> list[dict[str, Any]]:
         """The priors, as JSON can hold them."""

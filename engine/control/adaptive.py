@@ -76,8 +76,8 @@ class AdaptiveK:
         self._draft_kv_users = draft_kv_users  # names of the proposers with a draft K/V that may have to catch up
         self._finders = finders  # by proposer: drafts found in the text, or None where a model would draft
         self._found: dict[
-            Sequence, tuple[int, tuple[int, ...]]
-        ] = {}  # drafts found in the text, and the length of the sequence then
+            Sequence, tuple[str, int, tuple[int, ...]]
+        ] = {}  # drafts found in the text, by what, and the length of the sequence then
         self._budget = _Budget()
         self._num_steps = self._since_plain = self._rows = 0  # rows: budget of the latest step
         self._expected = 1.5  # speed-up expected of the latest step with drafts
@@ -103,15 +103,16 @@ class AdaptiveK:
             return chosen
         load = BatchLoad.of([len(s.tokens) for s in sequences], chosen, prompt_rows)
         budget -= sum(chosen)
-        for name in sorted({s.speculation.proposer for s, f in zip(sequences, free, strict=True) if f}):
-            mine = [i for i, s in enumerate(sequences) if free[i] and s.speculation.proposer == name]
+        for name in sorted({s.drafter for s, f in zip(sequences, free, strict=True) if f}):
+            mine = [i for i, s in enumerate(sequences) if free[i] and s.drafter == name]
             group = self._group(name, [sequences[i] for i in mine], [limits[i] for i in mine])
             found = self._choose_for(group, load, budget)
             if found is not None:
                 load, budget = found.load, budget - int(found.num_draft.sum())
                 for i, k in zip(mine, found.num_draft.tolist(), strict=True):
                     chosen[i] = k
-        if all(free) and not any(chosen) and (self._found or not self._finders):
+        may_return = any(s.most_predicted for s in sequences)  # to its prediction, in any step
+        if all(free) and not any(chosen) and (self._found or not self._finders) and not may_return:
             self._resting = len(sequences), sequences[-1], self._num_steps + _REST
         return chosen
 
@@ -129,17 +130,19 @@ class AdaptiveK:
     def _group(self, name: str, sequences: Seq[Sequence], limits: Seq[int]) -> _Group:
         find = self._finders.get(name)
         found = [None if find is None else find(s, k) for s, k in zip(sequences, limits, strict=True)]
-        self._found.update({s: (len(s.tokens), drafts) for s, drafts in zip(sequences, found, strict=True) if drafts})
+        self._found.update(
+            {s: (name, len(s.tokens), drafts) for s, drafts in zip(sequences, found, strict=True) if drafts}
+        )
         most = [k if drafts is None else min(k, len(drafts)) for k, drafts in zip(limits, found, strict=True)]
         return _Group(name, sequences, np.array(most), np.array([drafts is not None for drafts in found]))
 
     def _learn_from_unused(self) -> None:
         """Learn from drafts that were found in the text and not used: the tokens show now which were right."""
-        for sequence, (length, drafts) in self._found.items():
+        for sequence, (drafter, length, drafts) in self._found.items():
             came = sequence.tokens[length : length + len(drafts)]
             if came:
                 kept = next((i for i, (a, b) in enumerate(zip(drafts, came, strict=False)) if a != b), len(came))
-                source = Source(sequence.speculation.proposer, is_found=True)
+                source = Source(drafter, is_found=True)
                 self.acceptance.learn([sequence], source, np.array([len(came)]), np.array([kept]))
         self._found.clear()
 
@@ -209,7 +212,7 @@ class AdaptiveK:
 
     def learn(self, done: StepFeedback) -> None:
         """Update costs, acceptance, speed-up and budget from one step."""
-        asked = sorted({s.speculation.proposer for s, k in zip(done.sequences, done.asked, strict=True) if k})
+        asked = sorted({s.drafter for s, k in zip(done.sequences, done.asked, strict=True) if k})
         self._learn_acceptance(done)
         if len(asked) == 1:
             self._learn_drafting(self._drafting[asked[0]], done)
@@ -230,7 +233,7 @@ class AdaptiveK:
         for i, sequence in enumerate(done.sequences):
             if done.drafted[i]:
                 is_found = self._found.pop(sequence, None) is not None or not done.draft_passes
-                groups[Source(sequence.speculation.proposer, is_found)].append(i)
+                groups[Source(sequence.drafter, is_found)].append(i)
         drafted, accepted = np.array(done.drafted), np.array(done.accepted)
         for source, mine in groups.items():
             self.acceptance.learn([done.sequences[i] for i in mine], source, drafted[mine], accepted[mine])

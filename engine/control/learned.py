@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic pa
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 MOST_BYTES = 4 << 20  # of a file; a pair with four proposers takes a tenth of that
 MOST_FILES = 32  # in a folder; those used longest ago go
 

@@ -89,7 +89,8 @@ class RoundLoop:
         drafts_here = not asked.num_draft_tokens or asked.proposer in self._drafts_for
         has_one_table = sequence.target.border is None and sequence.draft.border is None
         ends = tuple(sequence.end_token_ids)
-        return drafts_here and has_one_table and serves(sequence.request.sampling, ends)
+        is_predicted = sequence.alignment is not None and sequence.most_predicted > 0
+        return drafts_here and has_one_table and not is_predicted and serves(sequence.request.sampling, ends)
 
     def try_out(self) -> None:
         """Run rounds without sequences, so that a model that cannot run in a round raises here and not in a request."""

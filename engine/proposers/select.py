@@ -12,9 +12,10 @@ from torch import Tensor
 
 from engine.kv.batch import Feed
 from engine.proposers.base import Finder, Observer, Passed, Proposal, Proposer
+from engine.proposers.prediction import PredictionProposer
 from engine.sampling.processors import allowed_prefix
 from engine.stats import Forward
-from engine.types import Sequence
+from engine.types import PREDICTION, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +26,8 @@ class Proposers:
     """Named proposers behind the interface of one: asks for each sequence the one it was given."""
 
     def __init__(self, by_name: Mapping[str, Proposer], vocab_size: int) -> None:
-        self._by_name, self._vocab_size = dict(by_name), vocab_size
-        self._failures_in_a_row = dict.fromkeys(by_name, 0)
+        self._by_name, self._vocab_size = {**by_name, PREDICTION: PredictionProposer()}, vocab_size
+        self._failures_in_a_row = dict.fromkeys(self._by_name, 0)
         self._blind: set[str] = set()  # observers that failed to see the last pass
         self._num_failures = 0  # since `take_failures` was called last
 
@@ -38,7 +39,7 @@ class Proposers:
     @property
     def names(self) -> tuple[str, ...]:
         """What a request may ask for."""
-        return tuple(self._by_name)
+        return tuple(name for name in self._by_name if name != PREDICTION)
 
     @property
     def draft_kv_users(self) -> frozenset[str]:
@@ -70,7 +71,7 @@ class Proposers:
         draft_probs: list[Tensor | None] = [None] * len(sequences)
         forwards: list[Forward] = []
         for name, proposer in self._by_name.items():
-            mine = [i for i, s in enumerate(sequences) if k_each[i] and s.speculation.proposer == name]
+            mine = [i for i, s in enumerate(sequences) if k_each[i] and s.drafter == name]
             if mine:
                 part = self._ask(name, proposer, [sequences[i] for i in mine], [k_each[i] for i in mine])
                 forwards += part.forwards

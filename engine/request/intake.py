@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest, Unsupported, shown
-from engine.params import MAX_SEED, SamplingParams, SpeculationMode, SpeculationSettings, Verification
+from engine.params import (
+    MAX_PREDICTED_DRAFTS,
+    MAX_SEED,
+    SamplingParams,
+    SpeculationMode,
+    SpeculationSettings,
+    Verification,
+)
 from engine.request.emitted import emitted_violations
+from engine.request.prediction import Prediction, TextAlignment
 from engine.request.validation import violations
 from engine.types import EmittedOutput, KVCursor, Request, Sequence
 
@@ -66,8 +74,9 @@ class Intake:
         """Make one sequence for each output, except those that have ended, of a request that has passed `check`."""
         seed = secrets.randbelow(MAX_SEED + 1) if request.sampling.seed is None else request.sampling.seed
         emitted = request.emitted or (EmittedOutput(),) * request.sampling.n
+        prediction = Prediction(request.prediction) if request.prediction else None
         outputs = [
-            self._sequence(request, index, _seed_of(seed, index), before.token_ids)
+            self._sequence(request, index, _seed_of(seed, index), before.token_ids, prediction)
             for index, before in enumerate(emitted)
             if not before.has_ended
         ]
@@ -75,15 +84,18 @@ class Intake:
             sequence.shared = outputs[0].shared
         return outputs
 
-    def _sequence(self, request: Request, index: int, seed: int, emitted: tuple[int, ...]) -> Sequence:
+    def _sequence(
+        self, request: Request, index: int, seed: int, emitted: tuple[int, ...], prediction: Prediction | None
+    ) -> Sequence:
         """A sequence that has been fed nothing, not even the tokens that were emitted: as after a preemption."""
-        tokens = [*request.token_ids, *emitted]
+        tokens, speculation = [*request.token_ids, *emitted], self.speculation_of(request)
+        most_predicted = self._most_predicted(request, speculation)
         model_ends = frozenset() if request.sampling.ignore_eos else self.limits.eos_token_ids
         return Sequence(
             request=request,
             index=index,
             seed=seed,
-            speculation=self.speculation_of(request),
+            speculation=speculation,
             max_len=self._max_len(request),
             end_token_ids=model_ends | frozenset(request.sampling.stop_token_ids),
             tokens=tokens,
@@ -92,7 +104,15 @@ class Intake:
             draft=KVCursor.of(self.limits.draft_border, len(tokens)),
             grammar=None if request.grammar is None else request.grammar.start(),
             grammar_lag=0 if request.grammar is None else len(emitted),
+            alignment=None if prediction is None else TextAlignment(prediction),
+            most_predicted=most_predicted if request.prediction else 0,
         )
+
+    @staticmethod
+    def _most_predicted(request: Request, speculation: SpeculationSettings) -> int:
+        """Most drafts of a prediction: where nobody set a K, more than of a proposer, because long runs are right."""
+        is_free = speculation.mode is SpeculationMode.AUTO and request.speculation.num_draft_tokens is None
+        return MAX_PREDICTED_DRAFTS if is_free and speculation.num_draft_tokens else speculation.num_draft_tokens
 
     def _max_len(self, request: Request) -> int:
         return request.max_len(self.limits.max_model_len, self.config.max_output_tokens)

@@ -28,6 +28,7 @@ def violations(request: Request, bounds: Bounds, vocab_size: int, max_model_len:
     yield from _logprob_violations(request, bounds, max_model_len)
     if sampling.guided is not None:
         yield from _guided_violations(sampling, bounds)
+    yield from _prediction_violations(request.prediction, vocab_size, max_model_len)
     wanted = request.speculation.num_draft_tokens
     if wanted is not None and not 0 <= wanted <= MAX_NUM_DRAFT:
         yield Violation("speculation.num_draft_tokens", f"is {wanted}; expected 0 to {MAX_NUM_DRAFT}")
@@ -140,6 +141,14 @@ def _logprob_violations(request: Request, bounds: Bounds, max_model_len: int) ->
             yield Violation(field, f"asks for {tokens * (1 + top)} log-probabilities; the limit is {most}")
 
 
+def _prediction_violations(tokens: tuple[int, ...], vocab_size: int, max_model_len: int) -> Iterator[Violation]:
+    if len(tokens) > max_model_len:
+        yield Violation("prediction", f"has {len(tokens)} tokens; the limit is {max_model_len}")
+    elif tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        wrong = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
+        yield Violation(f"prediction.token_ids[{wrong}]", f"is {tokens[wrong]}; expected 0 to {vocab_size - 1}")
+
+
 def _guided_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Violation]:
     if sampling.ignore_eos:
         yield Violation("stopping.ignore_eos", "is true; a guided output ends where its structure ends")
@@ -150,6 +159,8 @@ def _guided_violations(sampling: SamplingParams, bounds: Bounds) -> Iterator[Vio
 def structure_violations(guided: Guided, max_bytes: int, max_choices: int) -> Iterator[Violation]:
     """Violations of a structure that can be found without parsing, in time at most proportional to its length."""
     given = [name for name in STRUCTURES if getattr(guided, name) is not None]
+    if not given and guided.thinking is not None:
+        return
     if len(given) != 1:
         what = " and ".join(given) or "none"
         yield Violation("guided", f"has {what}; expected one of {', '.join(STRUCTURES)}")

@@ -249,6 +249,7 @@ def _scheduler(
         AdaptiveK(proposers.draft_kv_users, proposers.finders),
         DelayedFeedback(AdaptiveK(proposers.draft_kv_users)),
         prefill,
+        config.max_batch_size * config.num_draft_tokens,
     )
 
 

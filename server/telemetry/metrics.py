@@ -1,4 +1,7 @@
-"""Prometheus metrics. The caller passes the registry, and every series exists from the start."""
+"""Prometheus metrics. The caller passes the registry, and every series exists from the start.
+
+One does not: the series of `cache_config_info`, whose labels are known when the model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from engine.params import MAX_NUM_DRAFT
+from engine.params import MAX_NUM_DRAFT, MAX_PREDICTED_DRAFTS
 from engine.stats import ForwardKind, StepStats
 from engine.types import FinishReason
 from server.streams.output import Timeline
@@ -22,7 +25,7 @@ REJECTIONS = (
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-_DRAFTS = tuple(range(MAX_NUM_DRAFT + 1))
+_DRAFTS = (*range(MAX_NUM_DRAFT + 1), 24, 32, 48, MAX_PREDICTED_DRAFTS)
 _LENGTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 17)
 
 
@@ -57,7 +60,7 @@ class StepMetrics:
         self._size = {kind: size.labels(kind) for kind in kinds}
         self._tokens = {kind: tokens.labels(kind) for kind in kinds}
         self._phases = {name: phase.labels(name) for name in PHASES}
-        self._positions = [position.labels(str(i)) for i in range(MAX_NUM_DRAFT)]
+        self._positions = [position.labels(str(i)) for i in range(MAX_PREDICTED_DRAFTS)]
         self._drafts = _counter(registry, "spec_drafts", "Rounds in which drafts were verified.")
         self._drafted = _counter(registry, "spec_draft_tokens", "Tokens drafted.")
         self._accepted = _counter(registry, "spec_accepted_tokens", "Drafts kept.")
@@ -133,6 +136,12 @@ class RequestMetrics:
             "The queue's requests or tokens over their limit, whichever is more; 1 is full.",
         )
         self._kv_usage = _gauge(registry, "kv_usage_ratio", "Share of the target's pages in use, 0 to 1.")
+        self._cache_config = _gauge(
+            registry,
+            "cache_config_info",
+            "Always 1; the labels are the target's block_size (tokens per page) and num_gpu_blocks (its pages).",
+            ["block_size", "num_gpu_blocks"],
+        )
         self._queue = _seconds(registry, "queue_time", "Time from arrival to the engine.")
         self._first = _seconds(registry, "time_to_first_token", "Time from arrival to the first token of an output.")
         self._gap = _seconds(registry, "inter_token_latency", "Time between two rounds of tokens of one output.")
@@ -152,6 +161,10 @@ class RequestMetrics:
     def watch_queue(self, usage: Callable[[], float]) -> None:
         """At each scrape call `usage`, which returns the used share of the queue's limits."""
         self._queue_usage.set_function(usage)
+
+    def set_cache(self, page_size: int, total_pages: int) -> None:
+        """Set the labels that tell how large the target's pages are and how many it has."""
+        self._cache_config.labels(str(page_size), str(total_pages)).set(1)
 
     def reject(self, reason: str) -> None:
         """Count a refused request."""

@@ -28,6 +28,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolChoiceMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolChoiceModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoiceMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_CHOICE_MODE_UNSPECIFIED: _ToolChoiceMode.ValueType  # 0
+    """As AUTO."""
+    TOOL_CHOICE_MODE_AUTO: _ToolChoiceMode.ValueType  # 1
+    """As the model likes."""
+    TOOL_CHOICE_MODE_NONE: _ToolChoiceMode.ValueType  # 2
+    """It must not, and is not told of the functions."""
+    TOOL_CHOICE_MODE_REQUIRED: _ToolChoiceMode.ValueType  # 3
+    """At least one."""
+
+class ToolChoiceMode(_ToolChoiceMode, metaclass=_ToolChoiceModeEnumTypeWrapper):
+    """Whether the model has to call a function."""
+
+TOOL_CHOICE_MODE_UNSPECIFIED: ToolChoiceMode.ValueType  # 0
+"""As AUTO."""
+TOOL_CHOICE_MODE_AUTO: ToolChoiceMode.ValueType  # 1
+"""As the model likes."""
+TOOL_CHOICE_MODE_NONE: ToolChoiceMode.ValueType  # 2
+"""It must not, and is not told of the functions."""
+TOOL_CHOICE_MODE_REQUIRED: ToolChoiceMode.ValueType  # 3
+"""At least one."""
+Global___ToolChoiceMode: _TypeAlias = ToolChoiceMode  # noqa: Y015
+
 class _SpeculationMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -135,6 +163,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of this request in Abort and in logs: 1 to 128 of A-Z a-z 0-9 . _ : -, unique among live requests.
     Default: the server chooses one.
@@ -184,6 +213,12 @@ class GenerateRequest(_message.Message):
     def resume(self) -> Global___Resume:
         """Continue an interrupted stream of this request, from any server of the same model. Default: not set, a new request."""
 
+    @_builtins.property
+    def prediction(self) -> Global___Prediction:
+        """What the caller expects the output to be, for instance the file that is to be edited. Its tokens are drafted where
+        the output follows it. It changes no output. Default: none.
+        """
+
     def __init__(
         self,
         *,
@@ -200,15 +235,18 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int | None = ...,
         cache_salt: _builtins.str | None = ...,
         resume: Global___Resume | None = ...,
+        prediction: Global___Prediction | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "_resume", b"_resume", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_prediction", b"_prediction", "_priority", b"_priority", "_request_id", b"_request_id", "_resume", b"_resume", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "_resume", b"_resume", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_prediction", b"_prediction", "_priority", b"_priority", "_request_id", b"_request_id", "_resume", b"_resume", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__prediction: _TypeAlias = _typing.Literal["prediction"]  # noqa: Y015
+    _WhichOneofArgType__prediction: _TypeAlias = _typing.Literal["_prediction", b"_prediction"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
@@ -222,6 +260,8 @@ class GenerateRequest(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prediction) -> _WhichOneofReturnType__prediction | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__request_id) -> _WhichOneofReturnType__request_id | None: ...
@@ -231,6 +271,36 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Prediction(_message.Message):
+    """An expected output."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text, encoded with the model's tokenizer."""
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds:
+        """Tokens of the model's vocabulary."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
 
 @_typing.final
 class Resume(_message.Message):
@@ -330,10 +400,14 @@ class GenerateResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    STARTS_IN_REASONING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id from the request, or the one that the server chose."""
     model: _builtins.str
     """The model that generated it."""
+    starts_in_reasoning: _builtins.bool
+    """Whether the prompt ends inside of the model's reasoning, so that the text begins there."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Output]:
         """One per continuation, by index."""
@@ -342,6 +416,10 @@ class GenerateResponse(_message.Message):
     def prompt_logprobs(self) -> Global___PromptLogprobs:
         """Log-probabilities of the prompt. Set if the request wants them."""
 
+    @_builtins.property
+    def prompt_token_ids(self) -> Global___TokenIds:
+        """Tokens of the prompt, if the request wants them."""
+
     def __init__(
         self,
         *,
@@ -349,10 +427,12 @@ class GenerateResponse(_message.Message):
         model: _builtins.str = ...,
         outputs: _abc.Iterable[Global___Output] | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        prompt_token_ids: Global___TokenIds | None = ...,
+        starts_in_reasoning: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "outputs", b"outputs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "outputs", b"outputs", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "starts_in_reasoning", b"starts_in_reasoning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -369,8 +449,14 @@ class GenerateStreamResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     RESUME_INFO_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    STARTS_IN_REASONING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The id from the request, or the one that the server chose; on the first message of a stream only."""
+    starts_in_reasoning: _builtins.bool
+    """Whether the prompt ends inside of the model's reasoning, so that the text begins there; on the first message of a
+    stream only.
+    """
     @_builtins.property
     def delta(self) -> Global___TokenDelta:
         """More tokens."""
@@ -387,6 +473,10 @@ class GenerateStreamResponse(_message.Message):
     def resume_info(self) -> Global___ResumeInfo:
         """What the caller needs to continue this stream on another server; on the first message of a stream only."""
 
+    @_builtins.property
+    def prompt_token_ids(self) -> Global___TokenIds:
+        """Tokens of the prompt, if the request wants them; on the first message of a stream only."""
+
     def __init__(
         self,
         *,
@@ -395,10 +485,12 @@ class GenerateStreamResponse(_message.Message):
         finished: Global___Finished | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
         resume_info: Global___ResumeInfo | None = ...,
+        prompt_token_ids: Global___TokenIds | None = ...,
+        starts_in_reasoning: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "resume_info", b"resume_info"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "resume_info", b"resume_info"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "resume_info", b"resume_info"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume_info", b"resume_info", "starts_in_reasoning", b"starts_in_reasoning"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -468,25 +560,78 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class ChatMessages(_message.Message):
-    """A conversation. If the last turn is the assistant's it is complete like any other: the next turn is generated."""
+    """A conversation and what else its chat template is given."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    THINKING_BUDGET_FIELD_NUMBER: _builtins.int
+    parallel_tool_calls: _builtins.bool
+    """Whether one turn may have several calls. With false, and where the text has a structure because of `tool_choice` or
+    a strict tool, it has at most one. Default: true.
+    """
+    template_arguments: _builtins.str
+    """More variables of the chat template, for instance {"enable_thinking": false}: a JSON object. Default: none."""
+    add_generation_prompt: _builtins.bool
+    """Open the assistant's next turn. Default: true, or false with continue_final_message."""
+    continue_final_message: _builtins.bool
+    """Continue the last message, in place of answering it. Default: false."""
+    thinking_budget: _builtins.int
+    """Most tokens of reasoning; then its end is generated. Only for a model that marks its reasoning. Default: no limit."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Oldest first; at least one."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Functions that the model may call. Calls are part of the text, as the model writes them. Default: none."""
+
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Whether the model has to call. Default: as it likes."""
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
+        template_arguments: _builtins.str | None = ...,
+        add_generation_prompt: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool = ...,
+        thinking_budget: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "_template_arguments", b"_template_arguments", "_thinking_budget", b"_thinking_budget", "_tool_choice", b"_tool_choice", "add_generation_prompt", b"add_generation_prompt", "parallel_tool_calls", b"parallel_tool_calls", "template_arguments", b"template_arguments", "thinking_budget", b"thinking_budget", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_parallel_tool_calls", b"_parallel_tool_calls", "_template_arguments", b"_template_arguments", "_thinking_budget", b"_thinking_budget", "_tool_choice", b"_tool_choice", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "template_arguments", b"template_arguments", "thinking_budget", b"thinking_budget", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
+    _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofReturnType__template_arguments: _TypeAlias = _typing.Literal["template_arguments"]  # noqa: Y015
+    _WhichOneofArgType__template_arguments: _TypeAlias = _typing.Literal["_template_arguments", b"_template_arguments"]  # noqa: Y015
+    _WhichOneofReturnType__thinking_budget: _TypeAlias = _typing.Literal["thinking_budget"]  # noqa: Y015
+    _WhichOneofArgType__thinking_budget: _TypeAlias = _typing.Literal["_thinking_budget", b"_thinking_budget"]  # noqa: Y015
+    _WhichOneofReturnType__tool_choice: _TypeAlias = _typing.Literal["tool_choice"]  # noqa: Y015
+    _WhichOneofArgType__tool_choice: _TypeAlias = _typing.Literal["_tool_choice", b"_tool_choice"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__template_arguments) -> _WhichOneofReturnType__template_arguments | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking_budget) -> _WhichOneofReturnType__thinking_budget | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tool_choice) -> _WhichOneofReturnType__tool_choice | None: ...
 
 Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
 
@@ -498,23 +643,144 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Author of the turn, for instance "system", "user" or "assistant"; the chat template knows some. Required."""
     content: _builtins.str
     """Text of the turn. May be empty."""
+    name: _builtins.str
+    """Name of the author, or of the function whose result this is. Default: none."""
+    tool_call_id: _builtins.str
+    """Of a turn of role "tool": the call whose result this is."""
+    reasoning: _builtins.str
+    """Reasoning of the assistant in this turn; many templates leave it out. Default: none."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Calls that the assistant made in this turn."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        name: _builtins.str | None = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str | None = ...,
+        reasoning: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning", b"_reasoning", "_tool_call_id", b"_tool_call_id", "name", b"name", "reasoning", b"reasoning", "tool_call_id", b"tool_call_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_reasoning", b"_reasoning", "_tool_call_id", b"_tool_call_id", "content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
+    _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015
+    _WhichOneofReturnType__reasoning: _TypeAlias = _typing.Literal["reasoning"]  # noqa: Y015
+    _WhichOneofArgType__reasoning: _TypeAlias = _typing.Literal["_reasoning", b"_reasoning"]  # noqa: Y015
+    _WhichOneofReturnType__tool_call_id: _TypeAlias = _typing.Literal["tool_call_id"]  # noqa: Y015
+    _WhichOneofArgType__tool_call_id: _TypeAlias = _typing.Literal["_tool_call_id", b"_tool_call_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__name) -> _WhichOneofReturnType__name | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reasoning) -> _WhichOneofReturnType__reasoning | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tool_call_id) -> _WhichOneofReturnType__tool_call_id | None: ...
+
+Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that the model may call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name, 1 to 128 of A-Z a-z 0-9 . _ -; unique in the request. Required."""
+    description: _builtins.str
+    """What it does. Default: empty."""
+    parameters: _builtins.str
+    """JSON Schema of its arguments, the schema of an object. Default: an object of anything."""
+    strict: _builtins.bool
+    """Whether the arguments of every call must be valid under the schema, also where the model need not call."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+        strict: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """A call of a function."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Id that the result names."""
+    name: _builtins.str
+    """Name of the function. Required."""
+    arguments: _builtins.str
+    """Arguments: a JSON object."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """Whether, or what, the model has to call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    mode: Global___ToolChoiceMode.ValueType
+    """Any function."""
+    name: _builtins.str
+    """The function of this name."""
+    def __init__(
+        self,
+        *,
+        mode: Global___ToolChoiceMode.ValueType = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "mode", b"mode", "name", b"name"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "mode", b"mode", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_choice: _TypeAlias = _typing.Literal["mode", "name"]  # noqa: Y015
+    _WhichOneofArgType_choice: _TypeAlias = _typing.Literal["choice", b"choice"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_choice) -> _WhichOneofReturnType_choice | None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
@@ -662,12 +928,17 @@ class StoppingParams(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    FIT_CONTEXT_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate, at least 1. Default: 128, or what the context has room for if that is less."""
     min_tokens: _builtins.int
     """Tokens before anything but max_tokens, or the end of a guided structure, may end the output. Default: 0."""
     ignore_eos: _builtins.bool
     """Continue past the model's own end-of-text tokens. Default: false."""
+    fit_context: _builtins.bool
+    """Where max_tokens is more than the context and the server's limit have room for, or is not sent, generate as many as
+    they have room for. Default: false, too many are refused.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the text and are not part of it; at most 16 of 1 to 256 characters. The one complete
@@ -686,17 +957,22 @@ class StoppingParams(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool | None = ...,
+        fit_context: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fit_context", b"_fit_context", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "fit_context", b"fit_context", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fit_context", b"_fit_context", "_ignore_eos", b"_ignore_eos", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "fit_context", b"fit_context", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__fit_context: _TypeAlias = _typing.Literal["fit_context"]  # noqa: Y015
+    _WhichOneofArgType__fit_context: _TypeAlias = _typing.Literal["_fit_context", b"_fit_context"]  # noqa: Y015
     _WhichOneofReturnType__ignore_eos: _TypeAlias = _typing.Literal["ignore_eos"]  # noqa: Y015
     _WhichOneofArgType__ignore_eos: _TypeAlias = _typing.Literal["_ignore_eos", b"_ignore_eos"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
     _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fit_context) -> _WhichOneofReturnType__fit_context | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ignore_eos) -> _WhichOneofReturnType__ignore_eos | None: ...
     @_typing.overload
@@ -718,6 +994,8 @@ class OutputOptions(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     STREAM_INTERVAL_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bool
     """Send token ids, and with them which token was a draft and how much text it brought. Default: true."""
     logprobs: _builtins.bool
@@ -732,6 +1010,12 @@ class OutputOptions(_message.Message):
     """Tokens to gather before a message after the first is sent, at least 1. Default: 1, every round at once."""
     digests: _builtins.bool
     """Send with each delta a digest of the output's tokens so far, for `ReceivedOutput.digest`. Default: false."""
+    skip_special_tokens: _builtins.bool
+    """Leave special tokens out of the text. Default: true; false in a conversation whose format of calls or reasoning has
+    special tokens.
+    """
+    prompt_token_ids: _builtins.bool
+    """Send the tokens of the prompt. Default: false."""
     def __init__(
         self,
         *,
@@ -741,10 +1025,12 @@ class OutputOptions(_message.Message):
         prompt_logprobs: _builtins.bool | None = ...,
         stream_interval: _builtins.int | None = ...,
         digests: _builtins.bool | None = ...,
+        skip_special_tokens: _builtins.bool | None = ...,
+        prompt_token_ids: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_digests", b"_digests", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_stream_interval", b"_stream_interval", "_token_ids", b"_token_ids", "_top_logprobs", b"_top_logprobs", "digests", b"digests", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "stream_interval", b"stream_interval", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_digests", b"_digests", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_token_ids", b"_prompt_token_ids", "_skip_special_tokens", b"_skip_special_tokens", "_stream_interval", b"_stream_interval", "_token_ids", b"_token_ids", "_top_logprobs", b"_top_logprobs", "digests", b"digests", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "skip_special_tokens", b"skip_special_tokens", "stream_interval", b"stream_interval", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digests", b"_digests", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_stream_interval", b"_stream_interval", "_token_ids", b"_token_ids", "_top_logprobs", b"_top_logprobs", "digests", b"digests", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "stream_interval", b"stream_interval", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digests", b"_digests", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_prompt_token_ids", b"_prompt_token_ids", "_skip_special_tokens", b"_skip_special_tokens", "_stream_interval", b"_stream_interval", "_token_ids", b"_token_ids", "_top_logprobs", b"_top_logprobs", "digests", b"digests", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "skip_special_tokens", b"skip_special_tokens", "stream_interval", b"stream_interval", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__digests: _TypeAlias = _typing.Literal["digests"]  # noqa: Y015
     _WhichOneofArgType__digests: _TypeAlias = _typing.Literal["_digests", b"_digests"]  # noqa: Y015
@@ -752,6 +1038,10 @@ class OutputOptions(_message.Message):
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_token_ids: _TypeAlias = _typing.Literal["prompt_token_ids"]  # noqa: Y015
+    _WhichOneofArgType__prompt_token_ids: _TypeAlias = _typing.Literal["_prompt_token_ids", b"_prompt_token_ids"]  # noqa: Y015
+    _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__stream_interval: _TypeAlias = _typing.Literal["stream_interval"]  # noqa: Y015
     _WhichOneofArgType__stream_interval: _TypeAlias = _typing.Literal["_stream_interval", b"_stream_interval"]  # noqa: Y015
     _WhichOneofReturnType__token_ids: _TypeAlias = _typing.Literal["token_ids"]  # noqa: Y015
@@ -764,6 +1054,10 @@ class OutputOptions(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_token_ids) -> _WhichOneofReturnType__prompt_token_ids | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stream_interval) -> _WhichOneofReturnType__stream_interval | None: ...
     @_typing.overload
@@ -1159,22 +1453,30 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
     """Tokens generated: the length of all token_ids."""
     cached_prompt_tokens: _builtins.int
     """Tokens of the prompt whose keys and values came from the prefix cache."""
+    accepted_prediction_tokens: _builtins.int
+    """Tokens of the prediction that the output has, in order. Like the output it depends on no draft."""
+    rejected_prediction_tokens: _builtins.int
+    """The other tokens of the prediction."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_prompt_tokens: _builtins.int = ...,
+        accepted_prediction_tokens: _builtins.int = ...,
+        rejected_prediction_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
