@@ -23,6 +23,8 @@ def completion(message: generation_pb2.GenerateResponse) -> results.Completion:
         model=message.model,
         outputs=tuple(map(_output, message.outputs)),
         prompt_logprobs=_prompt_logprobs(message),
+        prompt_token_ids=_prompt_token_ids(message),
+        starts_in_reasoning=message.starts_in_reasoning,
     )
 
 
@@ -50,6 +52,8 @@ def event(message: generation_pb2.GenerateStreamResponse) -> results.Event:
         text_lengths=tuple(delta.text_lengths),
         logprobs=tuple(map(_logprob, delta.logprobs)),
         prompt_logprobs=_prompt_logprobs(message),
+        prompt_token_ids=_prompt_token_ids(message),
+        starts_in_reasoning=message.starts_in_reasoning,
     )
 
 
@@ -65,6 +69,12 @@ def _prompt_logprobs(
     if not message.HasField("prompt_logprobs"):
         return None
     return (None, *map(_logprob, message.prompt_logprobs.logprobs))
+
+
+def _prompt_token_ids(
+    message: generation_pb2.GenerateResponse | generation_pb2.GenerateStreamResponse,
+) -> results.Tokens | None:
+    return tuple(message.prompt_token_ids.ids) if message.HasField("prompt_token_ids") else None
 
 
 def finished(message: generation_pb2.Finished) -> results.Finished:
@@ -129,6 +139,8 @@ def _usage(message: generation_pb2.Usage) -> results.Usage:
         prompt_tokens=message.prompt_tokens,
         completion_tokens=message.completion_tokens,
         cached_prompt_tokens=message.cached_prompt_tokens,
+        accepted_prediction_tokens=message.accepted_prediction_tokens,
+        rejected_prediction_tokens=message.rejected_prediction_tokens,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict, cast, get_type_hints
+from typing import Any, Literal, Required, TypedDict, cast, get_type_hints
 
 from pilotfish.v1 import generation_pb2 as pb
 
@@ -12,11 +12,32 @@ SpeculationMode = Literal["auto", "off", "fixed"]
 Verification = Literal["coupled", "rejection"]
 
 
-class ChatMessage(TypedDict):
+class ToolCall(TypedDict, total=False):
+    """A call that the assistant made; `arguments` is the text of a JSON object."""
+
+    id: str
+    name: Required[str]
+    arguments: str
+
+
+class ChatMessage(TypedDict, total=False):
     """One turn of a conversation."""
 
-    role: str
+    role: Required[str]
     content: str
+    name: str
+    tool_calls: Sequence[ToolCall]
+    tool_call_id: str
+    reasoning: str
+
+
+class Tool(TypedDict, total=False):
+    """A function that the model may call; `parameters` is a JSON Schema: its text, or Python values."""
+
+    name: Required[str]
+    description: str
+    parameters: str | Mapping[str, Any]
+    strict: bool
 
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -27,7 +48,8 @@ class GenerateOptions(TypedDict, total=False):
 
     An omitted option takes the server's default. `speculation` is `speculation.mode` in the protocol. At most one of
     `json_schema` (its text, or the schema as Python values), `regex`, `grammar` and `choice` may be given; they are the
-    kinds of `guided`.
+    kinds of `guided`. `prediction` is an expected output: its text, or token ids. The options from `tools` to
+    `thinking_budget` are for conversations; `tool_choice` is auto, none, required, or the name of a tool.
     """
 
     request_id: str | None
@@ -63,8 +85,23 @@ class GenerateOptions(TypedDict, total=False):
     num_draft_tokens: int | None
     proposer: str | None
     verification: Verification | None
+    prediction: str | Sequence[int] | None
+    skip_special_tokens: bool | None
+    prompt_token_ids: bool | None
+    tools: Sequence[Tool]
+    tool_choice: str | None
+    parallel_tool_calls: bool | None
+    template_arguments: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    thinking_budget: int | None
 
 
+# Of a conversation; they mean nothing for another prompt.
+_CHAT_NAMES = (
+    "tools", "tool_choice", "parallel_tool_calls", "template_arguments", "add_generation_prompt",
+    "continue_final_message", "thinking_budget",
+)  # fmt: skip
 _NAMES = frozenset(get_type_hints(GenerateOptions))
 
 
@@ -82,15 +119,62 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
         output=_output(options),
         speculation=_speculation(options),
         guided=_guided(options),
+        prediction=_prediction(options),
     )
+    if prompt and not isinstance(prompt, str) and isinstance(prompt[0], Mapping):
+        request.messages.CopyFrom(_conversation(cast("Sequence[ChatMessage]", prompt), options))
+        return request
+    if unused := [name for name in _CHAT_NAMES if options.get(name)]:
+        raise TypeError(f"options of a conversation, and the prompt is none: {', '.join(unused)}")
     if isinstance(prompt, str):
         request.prompt = prompt
-    elif prompt and isinstance(prompt[0], Mapping):
-        turns = [pb.ChatMessage(**message) for message in cast("Sequence[ChatMessage]", prompt)]
-        request.messages.CopyFrom(pb.ChatMessages(messages=turns))
     else:
         request.token_ids.CopyFrom(pb.TokenIds(ids=cast("Sequence[int]", prompt)))
     return request
+
+
+def _conversation(turns: Sequence[ChatMessage], options: GenerateOptions) -> pb.ChatMessages:
+    arguments = options.get("template_arguments")
+    return pb.ChatMessages(
+        messages=[_message(turn) for turn in turns],
+        tools=[_tool(tool) for tool in options.get("tools", ())],
+        tool_choice=_tool_choice(options.get("tool_choice")),
+        parallel_tool_calls=options.get("parallel_tool_calls"),
+        template_arguments=None if arguments is None else json.dumps(arguments),
+        add_generation_prompt=options.get("add_generation_prompt"),
+        continue_final_message=bool(options.get("continue_final_message")),
+        thinking_budget=options.get("thinking_budget"),
+    )
+
+
+def _message(turn: ChatMessage) -> pb.ChatMessage:
+    fields: dict[str, Any] = dict(turn)
+    calls = [pb.ToolCall(**call) for call in fields.pop("tool_calls", ())]
+    return pb.ChatMessage(tool_calls=calls, **fields)
+
+
+def _tool(tool: Tool) -> pb.Tool:
+    fields: dict[str, Any] = dict(tool)
+    if not isinstance(parameters := fields.get("parameters", ""), str):
+        fields["parameters"] = json.dumps(parameters)
+    return pb.Tool(**fields)
+
+
+def _tool_choice(choice: str | None) -> pb.ToolChoice | None:
+    if choice is None:
+        return None
+    if choice in ("auto", "none", "required"):
+        return pb.ToolChoice(mode=pb.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{choice.upper()}"))
+    return pb.ToolChoice(name=choice)
+
+
+def _prediction(options: GenerateOptions) -> pb.Prediction | None:
+    predicted = options.get("prediction")
+    if predicted is None:
+        return None
+    if isinstance(predicted, str):
+        return pb.Prediction(text=predicted)
+    return pb.Prediction(token_ids=pb.TokenIds(ids=predicted))
 
 
 def _sampling(options: GenerateOptions) -> pb.SamplingParams:
@@ -117,6 +201,8 @@ def _output(options: GenerateOptions) -> pb.OutputOptions:
         logprobs=options.get("logprobs"),
         top_logprobs=options.get("top_logprobs"),
         prompt_logprobs=options.get("prompt_logprobs"),
+        skip_special_tokens=options.get("skip_special_tokens"),
+        prompt_token_ids=options.get("prompt_token_ids"),
     )
 
 

@@ -48,6 +48,8 @@ class Delta:
     text_lengths: Tokens
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token, if requested
     prompt_logprobs: PromptLogprobs | None = None  # if requested, on the first delta of output 0
+    prompt_token_ids: Tokens | None = None  # if requested, on the first event of a stream
+    starts_in_reasoning: bool = False  # on the first event of a stream; see `Completion`
 
     def pieces(self) -> Iterator[Piece]:
         """Split the text by token: "def f" with lengths [3, 2] -> "def", " f"; any remaining text comes last."""
@@ -66,6 +68,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_prompt_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +158,8 @@ class Completion:
     model: str
     outputs: tuple[Output, ...]
     prompt_logprobs: PromptLogprobs | None = None  # if requested
+    prompt_token_ids: Tokens | None = None  # if requested
+    starts_in_reasoning: bool = False  # whether the prompt ends inside of the model's reasoning
 
     @property
     def text(self) -> str:

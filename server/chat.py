@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -21,12 +21,26 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.errors import InvalidRequest, ModelError
+from engine.errors import InvalidRequest, ModelError, shown
 from engine.text.codec import find_file
+from server.formats.base import Tool
 
 MAX_TURNS = 200_000  # iterations of all loops plus calls of all macros
 MAX_TEXT = 4 << 20  # characters of a rendered conversation; also items of the result of one `*`
 MAX_MESSAGES = 4096
+
+
+# Stands after the last message while it is rendered to be continued; what follows it is cut off.
+_CUT = "\ue000\ue001"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the assistant made; `arguments` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +49,30 @@ class Message:
 
     role: str
     content: str
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """What a template is given besides the messages.
+
+    Args:
+        tools: functions that the model may call.
+        arguments: more variables of the template.
+        opens_turn: write the opening of the assistant's next turn.
+        continues: leave the last message open, so that the model continues it.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    opens_turn: bool = True
+    continues: bool = False
+
+
+ANSWERING = Rendering()
 
 
 class ChatTemplate:
@@ -46,7 +84,7 @@ class ChatTemplate:
         Raises:
             ModelError: `source` is not a valid template.
         """
-        self._special_tokens = dict(special_tokens)
+        self.source, self._special_tokens = source, dict(special_tokens)
         self._environment = _Environment()
         try:
             self._template = self._environment.from_string(self._environment.counted(source))
@@ -62,8 +100,8 @@ class ChatTemplate:
         text = _chosen(settings.get("chat_template")) if file is None else file.read_text("utf-8")
         return None if text is None else cls(text, _special_tokens(settings))
 
-    def render(self, messages: Iterable[Message]) -> str:
-        """Render the conversation and the opening of the assistant's next turn; special tokens are written as text.
+    def render(self, messages: Iterable[Message], rendering: Rendering = ANSWERING) -> str:
+        """Render the conversation, and the opening of the assistant's next turn; special tokens are written as text.
 
         Raises:
             InvalidRequest: the template refuses the conversation, or cannot render it within the bounds.
@@ -71,16 +109,27 @@ class ChatTemplate:
         turns = list(messages)
         if not 1 <= len(turns) <= MAX_MESSAGES:
             raise InvalidRequest.of("messages", f"has {len(turns)} messages; expected 1 to {MAX_MESSAGES}")
-        values = {"messages": [asdict(turn) for turn in turns], "tools": None, "documents": None}
+        if rendering.continues:
+            turns[-1] = replace(turns[-1], content=turns[-1].content + _CUT)
+        values = self._special_tokens | {"documents": None} | dict(rendering.arguments)
+        values |= {
+            "messages": [_record(i, turn) for i, turn in enumerate(turns)],
+            "tools": [_declared(tool) for tool in rendering.tools] or None,
+            "add_generation_prompt": rendering.opens_turn,
+        }
         self._environment.start()
         try:
-            pieces = self._template.generate(**self._special_tokens, **values, add_generation_prompt=True)
-            return _joined(pieces)
+            text = _joined(self._template.generate(**values))
         except TemplateError as error:
             raise InvalidRequest.of("messages", f"cannot be rendered by the chat template: {error.message}") from error
         except Exception as error:  # expressions of a template can raise any exception
             problem = f"cannot be rendered by the chat template: {type(error).__name__}: {error}"
             raise InvalidRequest.of("messages", problem) from error
+        if not rendering.continues:
+            return text
+        if _CUT not in text:
+            raise InvalidRequest.of("messages", "end with a message that the chat template leaves out")
+        return text[: text.rindex(_CUT)]
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -140,6 +189,41 @@ class _Generation(Extension):
         """Return the body of the block without the marks."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+def _record(index: int, turn: Message) -> dict[str, Any]:
+    """Convert a turn to the record that templates expect, without what it does not have."""
+    record: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    if turn.name is not None:
+        record["name"] = turn.name
+    if turn.tool_calls:
+        record["tool_calls"] = [_called(f"messages[{index}].tool_calls[{i}]", c) for i, c in enumerate(turn.tool_calls)]
+    if turn.tool_call_id is not None:
+        record["tool_call_id"] = turn.tool_call_id
+    if turn.reasoning is not None:  # families name it in different ways
+        record |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), turn.reasoning)
+    return record
+
+
+def _called(field_name: str, call: ToolCall) -> dict[str, Any]:
+    arguments = json_object(f"{field_name}.function.arguments", call.arguments or "{}")
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _declared(tool: Tool) -> dict[str, Any]:
+    described = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
+    return {"type": "function", "function": described}
+
+
+def json_object(field_name: str, text: str) -> dict[str, Any]:
+    """Decode a JSON object. Raises InvalidRequest for any other text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest.of(field_name, f"is {shown(text)}, which is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest.of(field_name, f"is {shown(text)}; expected a JSON object")
+    return found
 
 
 def _joined(pieces: Iterable[str]) -> str:

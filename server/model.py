@@ -14,6 +14,9 @@ from engine.types import Grammar, Request
 from models import embedded_draft, embedded_target
 from server.chat import ChatTemplate
 from server.fingerprint import fingerprint
+from server.formats.base import ChatFormat
+from server.formats.detect import detect
+from server.formats.reasoning import PlainFormat
 
 
 class EngineView(Protocol):
@@ -57,6 +60,7 @@ class EngineView(Protocol):
         ...
 
 
+PLAIN = PlainFormat()
 Progress = Callable[[str], None]
 CompileGrammar = Callable[[Guided], Grammar]  # slow, but bounded in time; on any thread; raises InvalidRequest
 
@@ -74,6 +78,7 @@ class ServedModel:
     codec: Codec | None  # None: the checkpoint has no tokenizer, so requests and answers contain only token ids
     compile_grammar: CompileGrammar | None = None  # None: guided decoding is not available
     chat: ChatTemplate | None = None  # None: the model accepts prompts, but no conversations
+    format: ChatFormat = PLAIN  # how the model writes reasoning and calls
     fingerprint: str = ""  # names all that the tokens depend on besides the request (`fingerprint.py`)
 
     @classmethod
@@ -116,8 +121,17 @@ class ServedModel:
             codec,
             None if compiler is None else compiler.compile,
             chat,
+            _format(chat, codec),
             fingerprint(config, engine.dtype),
         )
+
+
+def _format(chat: ChatTemplate | None, codec: Codec | None) -> ChatFormat:
+    """Return the format of the model's calls and reasoning, as far as its chat template tells."""
+    if chat is None or codec is None:
+        return PLAIN
+    added = {token.content: i for i, token in codec.tokenizer.get_added_tokens_decoder().items()}
+    return detect(chat.source, added)
 
 
 def model_name(source: str) -> str:

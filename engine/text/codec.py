@@ -22,7 +22,7 @@ _SHORT = 2000  # characters or tokens: converting more takes longer than a milli
 
 
 class Codec:
-    """A checkpoint's tokenizer. Special tokens have no text."""
+    """A checkpoint's tokenizer. Special tokens have no text where nothing else is asked for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         # A checkpoint may ask for padding or truncation, which are for training and wrong for a single prompt.
@@ -63,12 +63,12 @@ class Codec:
             problem = f"has {size} bytes, which are more than {most} tokens; the limit is {limit} bytes"
             raise InvalidRequest.of(field, problem)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of all of these tokens; bytes that are not UTF-8 become U+FFFD."""
         tokens = list(ids)
         if len(tokens) <= _SHORT:
-            return self.tokenizer.decode(tokens, skip_special_tokens=True)
-        (text,) = self.tokenizer.decode_batch([tokens], skip_special_tokens=True)
+            return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        (text,) = self.tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)
         return text
 
 
@@ -140,9 +140,9 @@ class Decoder:
     starts again at the token that caused the change, independently of the chunks.
     """
 
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-        self._stream = DecodeStream(skip_special_tokens=True)
+    def __init__(self, codec: Codec, *, skip_special_tokens: bool = True) -> None:
+        self._codec, self._skips = codec, skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._shown: list[int] = []  # the tokens of the last returned piece: some decoders need them as context
         self._held: list[int] = []  # the tokens since then
 
@@ -161,15 +161,18 @@ class Decoder:
             if "Invalid prefix" not in str(error):
                 raise
         pending = self.flush()
-        self._shown, self._stream = [], DecodeStream(skip_special_tokens=True)
+        self._shown, self._stream = [], DecodeStream(skip_special_tokens=self._skips)
         return pending + (self._stream.step(self._codec.tokenizer, token) or "")
 
     def flush(self) -> str:
         """Return the text of the tokens that are still held back; a truncated character becomes U+FFFD."""
-        before, after = self._codec.decode(self._shown), self._codec.decode(self._shown + self._held)
-        text = after.removeprefix(before) if after.startswith(before) else self._codec.decode(self._held)
+        before, after = self._decoded(self._shown), self._decoded(self._shown + self._held)
+        text = after.removeprefix(before) if after.startswith(before) else self._decoded(self._held)
         self._held = []
         return text
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return self._codec.decode(tokens, skip_special_tokens=self._skips)
 
 
 class StopStrings:
@@ -272,8 +275,11 @@ class OutputText:
     `min_tokens` tokens is ordinary text.
     """
 
-    def __init__(self, codec: Codec, stops: StopStrings = NO_STOPS, min_tokens: int = 0) -> None:
-        self._decoder, self._tokens_too_early = Decoder(codec), min_tokens
+    def __init__(
+        self, codec: Codec, stops: StopStrings = NO_STOPS, min_tokens: int = 0, *, skip_special_tokens: bool = True
+    ) -> None:
+        self._decoder = Decoder(codec, skip_special_tokens=skip_special_tokens)
+        self._tokens_too_early = min_tokens
         self._stops, self._state = stops, 0
         self._held = ""
         self._stopped = False

@@ -3,7 +3,7 @@ r"""Compiles the structure that a request asks for to a grammar. Knows source te
 JSON Schema: keywords that the library does not implement are refused, never ignored. A mask forbids some valid
 documents: those with white space around them, with more than `MAX_WHITESPACE` white-space characters in a row, with
 properties in another order than the schema's, with control characters other than \b \f \n \r \t, and with escapes for
-characters that need none (`\u0061`, `\/`). Any tokenization of an allowed text is allowed.
+characters that need none (`\u0061`, `\/`); and dates of the year 0. Any tokenization of an allowed text is allowed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
@@ -29,7 +29,8 @@ from engine.errors import GrammarFault, InvalidRequest, ModelError, Violation
 from engine.params import Guided
 from engine.request.validation import structure_field, structure_texts, structure_violations
 from engine.text.codec import Codec
-from engine.text.matcher import CompiledGrammar, GrammarVocabulary, first_line
+from engine.text.matcher import CompiledGrammar, GrammarVocabulary, Unrestricted, first_line
+from engine.text.thinking import Budgeted
 from engine.types import Grammar
 
 MAX_WHITESPACE = 64  # so that a small model cannot write spaces for ever
@@ -45,9 +46,19 @@ _MAX_DECIMALS = 20
 _FIRST_STEPS = 4  # tokens tried when compiling; an object with too many optional properties fails at its second token
 _SHOWN = 40  # characters of a source in an error
 
+# The library knows how long each month is, but gives every February 29 days. Years have four digits.
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DATES = [
+    {"pattern": f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])|[0-9]{{4}}-02-(?:[01]|2[0-8])|{_LEAP_YEAR}-02-29)"},
+    {"pattern": "^0{0,3}[1-9]"},
+]
+_WITH_DATES = ("date", "date-time")
+_DOCUMENTS = ("const", "default", "enum", "examples")  # keywords whose values are no schemas
+_NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")  # the keys in their values
+
 COMPILE_SECONDS = 5.0
 
-_Result = CompiledGrammar | Violation
+_Result = CompiledGrammar | Unrestricted | Violation
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +113,7 @@ class GrammarCompiler:
         self, codec: Codec, vocab_size: int, eos_token_ids: Iterable[int], limits: GuidedLimits | None = None
     ) -> None:
         self._limits = limits or GuidedLimits()
-        self._vocabulary = _vocabulary(codec, vocab_size, tuple(dict.fromkeys(eos_token_ids)))
+        self._codec, self._vocabulary = codec, _vocabulary(codec, vocab_size, tuple(dict.fromkeys(eos_token_ids)))
         # The library releases the GIL while it compiles, so a thread after its deadline does not slow other threads.
         self._threads = ThreadPoolExecutor(self._limits.compile_threads, thread_name_prefix="guided")
         self._lock = threading.Lock()
@@ -127,16 +138,16 @@ class GrammarCompiler:
     def compile(self, guided: Guided) -> Grammar:
         """Return the grammar, compiled or from the cache; InvalidRequest if it does not compile, or not in time."""
         num_bytes = check(guided, self._limits)
-        entry = self._entry(guided, num_bytes)
+        entry = self._entry(replace(guided, thinking=None), num_bytes)
         try:
             result = entry.result.result(max(0.0, entry.deadline - time.monotonic()))
         except TimeoutError:
-            self._abandon(guided, entry)
+            self._abandon(replace(guided, thinking=None), entry)
             problem = f"is {_shown(guided)}: it did not compile within {self._limits.compile_seconds:g} s"
             raise InvalidRequest.of(structure_field(guided), problem) from None
         if isinstance(result, Violation):
             raise InvalidRequest([result])
-        return result
+        return result if guided.thinking is None else Budgeted(result, guided.thinking, self._codec)
 
     def _entry(self, guided: Guided, num_bytes: int) -> _CachedStructure:
         with self._lock:
@@ -212,6 +223,8 @@ def _shown(guided: Guided) -> str:
 
 
 def _compile(vocabulary: GrammarVocabulary, guided: Guided) -> _Result:
+    if guided.is_free:
+        return Unrestricted(vocabulary)
     try:
         grammar = CompiledGrammar(vocabulary, _source(guided))
         if grammar.error:
@@ -236,16 +249,36 @@ def _take_first_steps(grammar: CompiledGrammar) -> None:
 
 def _source(guided: Guided) -> str:
     """The structure in the library's own notation; a ValueError explains what is wrong with it."""
-    if guided.json_schema is not None:
-        source = f"start: %json {_schema(guided.json_schema)}"
-    elif guided.grammar is not None:
+    if guided.grammar is not None:
         _check_multiples(guided.grammar[found.end() :] for found in re.finditer(r"%json\s*", guided.grammar))
         source = guided.grammar
     else:
-        regex = "|".join(map(_literal, guided.choice)) if guided.choice is not None else guided.regex or ""
-        source = f"start: /{regex_to_lark(regex, use_ascii='')}/"
+        source = f"start: {rule_of(guided)}"
     # At the end, so that errors have the caller's line numbers.
     return LLMatcher.grammar_from_lark(f"{source}\n{_NO_FORCING}\n")
+
+
+def rule_of(guided: Guided) -> str:
+    """The structure as the right-hand side of a Lark rule, as a part of a larger structure.
+
+    Raises:
+        ValueError: the structure is wrong.
+    """
+    if guided.json_schema is not None:
+        return json_rule(guided.json_schema)
+    if guided.grammar is not None:
+        return f"%lark {{\n{guided.grammar}\n}}"
+    regex = "|".join(map(_literal, guided.choice)) if guided.choice is not None else guided.regex or ""
+    return f"/{regex_to_lark(regex, use_ascii='')}/"
+
+
+def json_rule(schema: str) -> str:
+    """A JSON Schema as the right-hand side of a Lark rule: documents as the head of this module says.
+
+    Raises:
+        ValueError: the schema is wrong.
+    """
+    return f"%json {_schema(schema)}"
 
 
 def _schema(text: str) -> str:
@@ -255,10 +288,27 @@ def _schema(text: str) -> str:
     options: Any = {"whitespace_pattern": spaces, "json_allowed_escapes": _ESCAPES}
     schema = "{}" if text.strip() == "true" else text  # options need an object
     grammar = json.loads(LLMatcher.grammar_from_json_schema(schema, overrides=options))
-    quoted = json.dumps(grammar["grammars"][0]["json_schema"])
+    quoted = json.dumps(_with_real_dates(grammar["grammars"][0]["json_schema"]))
     if found := _CONTROL.search(quoted):
         raise ValueError(f"a string has the control character {found[1]}, which no output can hold")
     return quoted
+
+
+def _with_real_dates(schema: Any, *, is_named: bool = False) -> Any:
+    """The schema, with the dates of its `format` limited to those in the calendar; `is_named`: its keys are names."""
+    if isinstance(schema, list):
+        return [_with_real_dates(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {
+        key: part
+        if key in _DOCUMENTS and not is_named
+        else _with_real_dates(part, is_named=key in _NAMED and not is_named)
+        for key, part in schema.items()
+    }
+    if not is_named and schema.get("format") in _WITH_DATES:
+        parts["allOf"] = [*parts.get("allOf", ()), *_DATES]
+    return parts
 
 
 def _literal(text: str) -> str:

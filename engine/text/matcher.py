@@ -88,6 +88,36 @@ class CompiledGrammar:
         return self.vocabulary.matcher(self._source) if self.compile_seconds <= RENEWAL_SECONDS else None
 
 
+class Unrestricted:
+    """No structure: every text, which may end everywhere. See `engine.types.Grammar`."""
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def start(self) -> UnrestrictedState:
+        """The state before the first generated token."""
+        return UnrestrictedState(self._vocabulary)
+
+
+class UnrestrictedState:
+    """The state of one output without a structure. See `engine.types.GrammarState`."""
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def fill(self, mask: Tensor) -> None:
+        """All tokens may come next."""
+        assert mask.shape == (self._vocabulary.vocab_size,), f"a mask of shape {tuple(mask.shape)}"
+        mask.fill_(True)
+
+    def advance(self, tokens: Seq[int]) -> int:
+        """All tokens fit."""
+        return len(tokens)
+
+    def rollback(self, num_tokens: int) -> None:
+        """There is nothing to take back."""
+
+
 class MatcherState:
     """The state of one output in a structure. See `engine.types.GrammarState`.
 

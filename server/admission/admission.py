@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from engine.errors import PilotfishError, Violation
-from engine.types import FinishReason
+from engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation
+from engine.params import Guided
+from engine.types import FinishReason, Grammar
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission import answers, convert
+from server.admission.convert import with_structure
 from server.admission.grammars import GrammarPool
 from server.admission.resume import require_fit, resume_info
 from server.admission.security import ANYBODY, Caller, Quotas
@@ -19,6 +21,7 @@ from server.admission.slow_work import SlowWork, release_turn
 from server.admission.status import refusal
 from server.driver import Driver
 from server.errors import QueueFull
+from server.formats.structure import Answer, structure_of
 from server.model import ServedModel
 from server.streams.stream import OutputStream
 from server.telemetry.metrics import Metrics
@@ -65,6 +68,7 @@ class Call:
                 for message in answers.stream_responses(chunk, self.wanted, first=first):
                     if first:
                         message.resume_info.CopyFrom(resume_info(self.wanted.request, self.driver.model))
+                        answers.add_prompt(message, self.wanted)
                     yield message
                     first = False
 
@@ -182,23 +186,62 @@ class Admission:
         guided = wanted.request.sampling.guided
         if guided is None:
             return wanted
-        assert model.compile_grammar is not None, "refused before this"
-        grammar = await self._grammars.compile(model.compile_grammar, guided, remaining())
+        if model.compile_grammar is None:  # a structure that was asked for is refused before this
+            raise Unsupported(
+                "the format of the calls or of the reasoning is a structure; this model is served without"
+            )
+        compiled = partial(self._grammars.compile, model.compile_grammar)
+        try:
+            grammar = await compiled(guided, remaining())
+        except InvalidRequest:
+            if wanted.answer is None or guided == wanted.answer.content:
+                raise
+            answer = await self._with_sound_parts(wanted.answer, compiled, remaining)
+            guided = structure_of(answer, model.format)
+            assert guided is not None, "the same parts have a structure"
+            grammar = await compiled(guided, remaining())
         await self._in_parts(require_fit(wanted.sending.received, grammar))
-        return replace(wanted, request=replace(wanted.request, grammar=grammar))
+        return replace(wanted, request=replace(with_structure(wanted.request, guided), grammar=grammar))
+
+    async def _with_sound_parts(
+        self, answer: Answer, compiled: Callable[[Guided, float], Awaitable[Grammar]], remaining: Callable[[], float]
+    ) -> Answer:
+        """Find what is wrong with the parts of a structure. A tool that is not strict may have any object, then.
+
+        Raises:
+            InvalidRequest: another part does not compile; the error names its field.
+        """
+        for name, part in answer.parts:
+            try:
+                await compiled(part, remaining())
+            except InvalidRequest as invalid:
+                i = answer.tool_of(name)
+                if i is not None and not answer.tools[i].strict:
+                    answer = answer.relaxed(i)
+                elif i is not None:
+                    raise InvalidRequest([Violation(name, v.problem) for v in invalid.violations]) from None
+                else:
+                    raise
+        return answer
 
     async def _wanted(
         self, message: pb.GenerateRequest, known: Sequence[Violation], model: ServedModel
     ) -> convert.Wanted:
         """Convert the message. Nobody's turn waits for the encoding of its text."""
-        found, encoded = list(known), None
+        found, encoded = list(known), convert.NOTHING_ENCODED
         is_chat = message.HasField("messages")  # a template may be slow for a small conversation, too
         try:
             text = await self._slow.run(convert.text_of, message, model, found, is_slow=is_chat)
-            if text is not None and model.codec is not None:
+            predicted = convert.prediction_of(message, model, found)
+            if model.codec is not None:
                 release_turn()
                 # The template's text already contains the special tokens.
-                encoded = await self._slow.encode(text, partial(model.codec.encode, bare=is_chat))
+                prompt = (
+                    None if text is None else await self._slow.encode(text, partial(model.codec.encode, bare=is_chat))
+                )
+                bare = partial(model.codec.encode, bare=True)
+                prediction = None if predicted is None else await self._slow.encode(predicted, bare)
+                encoded = convert.Encoded(text, prompt, prediction)
             return await self._slow.run(convert.wanted, message, model, encoded, found)
         finally:
             release_turn()

@@ -38,17 +38,28 @@ def stream_responses(chunk: Chunk, asked: Wanted, *, first: bool) -> Iterator[pb
         yield pb.GenerateStreamResponse(request_id=request_id, delta=delta, prompt_logprobs=prompt)
         request_id = ""
     if chunk.end is not None:
-        yield pb.GenerateStreamResponse(request_id=request_id, finished=finished(chunk.index, chunk.end))
+        yield pb.GenerateStreamResponse(
+            request_id=request_id, finished=finished(chunk.index, chunk.end, len(asked.request.prediction))
+        )
+
+
+def add_prompt(message: pb.GenerateStreamResponse | pb.GenerateResponse, asked: Wanted) -> None:
+    """Add what the caller asked to know of the prompt, and whether it ends inside of the reasoning."""
+    message.starts_in_reasoning = asked.starts_in_reasoning
+    if asked.prompt_token_ids:
+        message.prompt_token_ids.ids.extend(asked.request.token_ids)
 
 
 def response(chunks: Seq[Chunk], asked: Wanted, model: ServedModel) -> pb.GenerateResponse:
     """Return all outputs, each complete, in one message."""
-    return pb.GenerateResponse(
+    found = pb.GenerateResponse(
         request_id=asked.request_id,
         model=model.name,
         outputs=[_output(chunk, asked) for chunk in chunks],
         prompt_logprobs=_prompt_logprobs(chunks[0].prompt_logprobs),
     )
+    add_prompt(found, asked)
+    return found
 
 
 async def response_in_turns(chunks: Seq[Chunk], asked: Wanted, model: ServedModel) -> pb.GenerateResponse:
@@ -79,7 +90,7 @@ def _output(chunk: Chunk, asked: Wanted) -> pb.Output:
         index=chunk.index,
         text=chunk.text,
         logprobs=map(_logprob, chunk.logprobs),
-        finished=finished(chunk.index, chunk.end),
+        finished=finished(chunk.index, chunk.end, len(asked.request.prediction)),
     )
     if asked.token_ids:
         _add_tokens(output, chunk)
@@ -103,13 +114,13 @@ def _prompt_logprobs(found: Iterable[Logprob | None]) -> pb.PromptLogprobs | Non
     return pb.PromptLogprobs(logprobs=[_logprob(of) for of in known if of is not None]) if known else None
 
 
-def finished(index: int, end: End) -> pb.Finished:
-    """Return the terminal message of one output."""
+def finished(index: int, end: End, num_predicted: int) -> pb.Finished:
+    """Return the terminal message of one output, of which the caller predicted so many tokens."""
     result = end.finished
     message = pb.Finished(
         index=index,
         finish_reason=_FINISH_REASONS[result.reason],
-        usage=_usage(result),
+        usage=_usage(result, num_predicted),
         speculation_stats=_stats(result.stats, result.spec_gain),
         timing=_timing(end.timeline),
         seed=result.seed,
@@ -120,8 +131,10 @@ def finished(index: int, end: End) -> pb.Finished:
     return message
 
 
-def _usage(result: FinishedOutput) -> pb.Usage:
+def _usage(result: FinishedOutput, num_predicted: int) -> pb.Usage:
     return pb.Usage(
+        accepted_prediction_tokens=result.accepted_prediction_tokens,
+        rejected_prediction_tokens=num_predicted - result.accepted_prediction_tokens,
         prompt_tokens=result.prompt_tokens,
         completion_tokens=result.completion_tokens,
         cached_prompt_tokens=result.cached_prompt_tokens,

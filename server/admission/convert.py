@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from engine.config import Bounds
@@ -16,10 +16,11 @@ from engine.errors import InvalidRequest, Unsupported, Violation, shown
 from engine.params import MAX_SEED, Guided, SamplingParams, SpeculationParams, Verification
 from engine.types import Request
 from pilotfish.v1 import generation_pb2 as pb
+from server.admission.conversation import answer_of, text_of_conversation
 from server.admission.resume import MAX_INTERRUPTIONS, emitted_outputs, received_outputs
 from server.admission.settings import MODES, VERIFICATIONS
-from server.chat import MAX_MESSAGES, ChatTemplate, Message
 from server.errors import NotFound
+from server.formats.structure import Answer, structure_of
 from server.model import ServedModel
 from server.streams.stream import SendOptions
 
@@ -36,8 +37,30 @@ class Wanted:
     request: Request
     request_id: str  # the id that the caller uses
     token_ids: bool
+    prompt_token_ids: bool
     sending: SendOptions
     priority: int  # higher goes first
+    answer: Answer | None = None  # of a conversation: what its structure was made of
+
+    @property
+    def starts_in_reasoning(self) -> bool:
+        """Whether the prompt ends inside of the model's reasoning."""
+        return self.answer is not None and self.answer.starts_in_reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What was encoded of a message; None where it has no text.
+
+    `text` is that of the prompt.
+    """
+
+    text: str | None = None
+    prompt: tuple[int, ...] | None = None
+    prediction: tuple[int, ...] | None = None
+
+
+NOTHING_ENCODED = Encoded()
 
 
 def require_model(name: str | None, model: ServedModel) -> None:
@@ -59,7 +82,8 @@ def text_of(message: pb.GenerateRequest, model: ServedModel, found: list[Violati
     if model.codec is None or field not in ("prompt", "messages") or (field == "messages" and model.chat is None):
         return None
     try:
-        text = message.prompt if field == "prompt" or model.chat is None else _rendered(message.messages, model.chat)
+        is_chat = field == "messages"
+        text = text_of_conversation(message.messages, model) if is_chat else message.prompt
         model.codec.require_room(field, text, _most_prompt_tokens(model))
     except InvalidRequest as invalid:
         found += invalid.violations
@@ -67,11 +91,16 @@ def text_of(message: pb.GenerateRequest, model: ServedModel, found: list[Violati
     return text
 
 
-def _rendered(conversation: pb.ChatMessages, chat: ChatTemplate) -> str:
-    turns = conversation.messages
-    if len(turns) > MAX_MESSAGES:  # before they are copied
-        raise InvalidRequest.of("messages", f"has {len(turns)} messages; expected 1 to {MAX_MESSAGES}")
-    return chat.render([Message(turn.role, turn.content) for turn in turns])
+def prediction_of(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> str | None:
+    """Return the text of the prediction, which has to be encoded; None if there is none, or if it cannot be used."""
+    if message.prediction.WhichOneof("content") != "text" or model.codec is None:
+        return None
+    try:
+        model.codec.require_room("prediction.text", message.prediction.text, model.engine.max_model_len)
+    except InvalidRequest as invalid:
+        found += invalid.violations
+        return None
+    return message.prediction.text
 
 
 def _most_prompt_tokens(model: ServedModel) -> int:
@@ -82,7 +111,7 @@ def _most_prompt_tokens(model: ServedModel) -> int:
 def wanted(
     message: pb.GenerateRequest,
     model: ServedModel,
-    encoded: tuple[int, ...] | None = None,
+    encoded: Encoded = NOTHING_ENCODED,
     known: Iterable[Violation] = (),
 ) -> Wanted:
     """Check and convert a request. This encodes no text and compiles no structure.
@@ -90,7 +119,7 @@ def wanted(
     Args:
         message: the request.
         model: the served model.
-        encoded: the tokens of `text_of` the message, if it has a text.
+        encoded: what was encoded of the message.
         known: violations that are already known; the error lists them too. If there are any, the message may lack an
             input.
 
@@ -102,15 +131,24 @@ def wanted(
     found = list(known)
     found += _violations(message, model, needs_input=not found)
     received = received_outputs(message, model, found)
+    token_ids = _prompt(message, model, found) if encoded.prompt is None else encoded.prompt
     request = Request(
         request_id=message.request_id if message.HasField("request_id") else secrets.token_hex(12),
-        token_ids=_prompt(message, model, found) if encoded is None else encoded,
-        sampling=_sampling(message, model, found),
+        token_ids=token_ids,
+        sampling=_sampling(message, model, found, len(token_ids)),
         speculation=_speculation(message, model),
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
         emitted=emitted_outputs(received),
+        prediction=_predicted(message, model, found) if encoded.prediction is None else encoded.prediction,
     )
     unsupported = list(_unsupported(message, model))
+    answer = None
+    try:
+        request, answer = _with_answer(request, message, model, encoded.text)
+    except InvalidRequest as invalid:
+        found += invalid.violations
+    except Unsupported as error:
+        unsupported.append(str(error))
     try:
         model.engine.check(request)
     except InvalidRequest as invalid:
@@ -126,7 +164,10 @@ def wanted(
         request,
         request_id=request.request_id,
         token_ids=output.token_ids if output.HasField("token_ids") else True,
+        prompt_token_ids=output.prompt_token_ids,
+        answer=answer,
         sending=SendOptions(
+            skip_special_tokens=_skips_special_tokens(message, model),
             interval=output.stream_interval if output.HasField("stream_interval") else 1,
             digests=output.digests,
             received=received,
@@ -149,6 +190,8 @@ def _violations(message: pb.GenerateRequest, model: ServedModel, *, needs_input:
             yield Violation("messages", "is a conversation, and the model has no chat template; send prompt")
     if message.stopping.stop and model.codec is None:
         yield Violation("stopping.stop", "is text, and the model has no tokenizer; use stop_token_ids")
+    if message.HasField("prediction"):
+        yield from _prediction_violations(message.prediction, model)
     if message.output.HasField("stream_interval") and message.output.stream_interval < 1:
         yield Violation("output.stream_interval", "is 0; expected 1 or more")
     if message.output.top_logprobs and not (message.output.logprobs or message.output.prompt_logprobs):
@@ -157,6 +200,14 @@ def _violations(message: pb.GenerateRequest, model: ServedModel, *, needs_input:
     if not -MAX_PRIORITY <= message.priority <= MAX_PRIORITY:
         yield Violation("priority", f"is {message.priority}; expected {-MAX_PRIORITY} to {MAX_PRIORITY}")
     yield from _unknown_enums(message.speculation)
+
+
+def _prediction_violations(predicted: pb.Prediction, model: ServedModel) -> Iterator[Violation]:
+    match predicted.WhichOneof("content"):
+        case None:
+            yield Violation("prediction", "is empty; expected text or token_ids")
+        case "text" if model.codec is None:
+            yield Violation("prediction.text", "is text, and the model has no tokenizer; send token_ids")
 
 
 def _unknown_enums(asked: pb.SpeculationOptions) -> Iterator[Violation]:
@@ -191,6 +242,34 @@ def _prompt(message: pb.GenerateRequest, model: ServedModel, found: list[Violati
     return nothing if len(ids) > most and not _bounded(ids, "prompt", "tokens", most, found) else tuple(ids)
 
 
+def _predicted(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> tuple[int, ...]:
+    """Return the tokens of the prediction that the caller sent; none if there are too many."""
+    ids = message.prediction.token_ids.ids
+    return tuple(_bounded(ids, "prediction.token_ids", "tokens", model.engine.max_model_len, found))
+
+
+def _with_answer(
+    request: Request, message: pb.GenerateRequest, model: ServedModel, text: str | None
+) -> tuple[Request, Answer | None]:
+    """Give a request with a conversation the structure that its tools and its reasoning ask for."""
+    if message.WhichOneof("input") != "messages":
+        return request, None
+    answer = answer_of(message, request.sampling.guided, model, text)
+    return with_structure(request, structure_of(answer, model.format)), answer
+
+
+def with_structure(request: Request, guided: Guided | None) -> Request:
+    """Return the same request with another structure."""
+    return replace(request, sampling=replace(request.sampling, guided=guided))
+
+
+def _skips_special_tokens(message: pb.GenerateRequest, model: ServedModel) -> bool:
+    """Whether special tokens have no text; in a conversation they may mark calls and reasoning."""
+    if message.output.HasField("skip_special_tokens"):
+        return message.output.skip_special_tokens
+    return message.WhichOneof("input") != "messages" or not model.format.special
+
+
 def _bounded(values: Values, field: str, noun: str, most: int, found: list[Violation]) -> Values | tuple[()]:
     """Return a repeated field or a map; nothing, and one more violation, if it has more entries than `most`.
 
@@ -202,7 +281,18 @@ def _bounded(values: Values, field: str, noun: str, most: int, found: list[Viola
     return ()
 
 
-def _sampling(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> SamplingParams:
+def _max_tokens(stopping: pb.StoppingParams, model: ServedModel, prompt_tokens: int) -> int | None:
+    """Return the most tokens to generate; with `fit_context` at most as many as there is room for."""
+    asked = stopping.max_tokens if stopping.HasField("max_tokens") else None
+    if not stopping.fit_context or asked == 0:
+        return asked
+    room = max(1, model.engine.max_model_len - prompt_tokens)
+    return min(limit for limit in (asked, room, model.engine.config.max_output_tokens) if limit is not None)
+
+
+def _sampling(
+    message: pb.GenerateRequest, model: ServedModel, found: list[Violation], prompt_tokens: int
+) -> SamplingParams:
     sampling, stopping, output = message.sampling, message.stopping, message.output
     bounds, vocab = model.engine.config, model.engine.vocab_size
     allowed = _bounded(sampling.allowed_token_ids.ids, "sampling.allowed_token_ids", "ids", vocab, found)
@@ -224,7 +314,7 @@ def _sampling(message: pb.GenerateRequest, model: ServedModel, found: list[Viola
         guided=_guided(message.guided, bounds, found) if message.HasField("guided") else None,
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbelow(MAX_SEED + 1),
         n=sampling.n if sampling.HasField("n") else 1,
-        max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
+        max_tokens=_max_tokens(stopping, model, prompt_tokens),
         min_tokens=stopping.min_tokens,
         stop=tuple(_bounded(stopping.stop, "stopping.stop", "strings", bounds.max_stops, found)),
         stop_token_ids=tuple(stop_ids),

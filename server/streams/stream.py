@@ -25,12 +25,14 @@ class SendOptions:
     Args:
         interval: tokens to collect before a message is sent; the first message is sent at once.
         digests: send a digest of the tokens with each chunk.
+        skip_special_tokens: special tokens have no text.
         received: what the caller has received of each output, if the request continues an interrupted stream.
         interruptions: how often the stream was interrupted before.
     """
 
     interval: int = 1
     digests: bool = False
+    skip_special_tokens: bool = True
     received: tuple[ReceivedOutput, ...] = ()
     interruptions: int = 0
 
@@ -52,7 +54,12 @@ class OutputStream:
         self.timeline = Timeline(arrived=clock())
         sampling = request.sampling
         stops = StopStrings(sampling.stop)
-        texts = (None if codec is None else OutputText(codec, stops, sampling.min_tokens) for _ in range(sampling.n))
+        texts = (
+            None
+            if codec is None
+            else OutputText(codec, stops, sampling.min_tokens, skip_special_tokens=options.skip_special_tokens)
+            for _ in range(sampling.n)
+        )
         received = options.received or (NOTHING_RECEIVED,) * request.sampling.n
         self.outputs = tuple(
             OutputBuffer(

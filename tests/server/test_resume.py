@@ -250,7 +250,7 @@ BODIES = {
 class Chat:
     """Renders what was said, as it was said."""
 
-    def render(self, messages):
+    def render(self, messages, rendering):
         return "".join(message.content for message in messages)
 
 

@@ -1,0 +1,161 @@
+"""Conversations of the protocol: what the chat template is given, and what the answer may be. Knows no tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from engine.errors import InvalidRequest, Unsupported, Violation, shown
+from engine.params import Guided
+from engine.text.guided import rule_of
+from pilotfish.v1 import generation_pb2 as pb
+from server.chat import MAX_MESSAGES, Message, Rendering, ToolCall, json_object
+from server.formats.base import Tool
+from server.formats.reasoning import PlainFormat
+from server.formats.structure import Answer
+from server.model import ServedModel
+
+MAX_TOOLS = 1024
+ANY_OBJECT = '{"type": "object"}'
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; the request has fields for them
+
+
+def text_of_conversation(asked: pb.ChatMessages, model: ServedModel) -> str:
+    """Return the conversation as the chat template writes it.
+
+    Raises:
+        InvalidRequest: the conversation is wrong, or the template refuses it.
+    """
+    assert model.chat is not None, "refused before this"
+    if len(asked.messages) > MAX_MESSAGES:  # before they are copied
+        raise InvalidRequest.of("messages", f"has {len(asked.messages)} messages; expected 1 to {MAX_MESSAGES}")
+    found = list(_violations(asked))
+    if found:
+        raise InvalidRequest(found)
+    return model.chat.render(map(_message, asked.messages), _rendering(asked))
+
+
+def starts_in_reasoning(asked: pb.ChatMessages, text: str, model: ServedModel) -> bool:
+    """Whether the rendered `text` ends inside of the model's reasoning."""
+    marks = model.format.reasoning
+    if marks is None:
+        return False
+    if asked.continue_final_message:
+        text = asked.messages[-1].content
+        return text.rfind(marks.begin) > text.rfind(marks.end)
+    return text.rstrip().endswith(marks.begin)
+
+
+def answer_of(message: pb.GenerateRequest, guided: Guided | None, model: ServedModel, text: str | None) -> Answer:
+    """Return what the answer may be; `text` is the rendered conversation, None if it could not be rendered.
+
+    Raises:
+        InvalidRequest: a schema is wrong, or the budget of reasoning has no effect.
+        Unsupported: the format of the model's calls is not known.
+    """
+    asked = message.messages
+    answer = Answer(
+        tools=_callable(asked),
+        must_call=asked.tool_choice.HasField("name") or asked.tool_choice.mode == pb.TOOL_CHOICE_MODE_REQUIRED,
+        several=asked.parallel_tool_calls or not asked.HasField("parallel_tool_calls"),
+        content=guided,
+        starts_in_reasoning=text is not None and starts_in_reasoning(asked, text, model),
+        thinking_budget=asked.thinking_budget if asked.HasField("thinking_budget") else None,
+    )
+    if answer.tools and isinstance(model.format, PlainFormat):
+        raise Unsupported("messages.tools has functions; the chat template does not tell how this model calls them")
+    found = list(_answer_violations(answer, model))
+    if found:
+        raise InvalidRequest(found)
+    return answer
+
+
+def _answer_violations(answer: Answer, model: ServedModel) -> Iterator[Violation]:
+    if answer.thinking_budget is not None and model.format.reasoning is None:
+        yield Violation("messages.thinking_budget", f"is {answer.thinking_budget}; the model marks no reasoning")
+    for field, part in answer.parts:
+        try:
+            rule_of(part)
+        except ValueError as error:
+            if field:  # else the structure's own compilation reports it
+                yield Violation(field, f"is {shown(part.json_schema)}: {error}")
+
+
+def _callable(asked: pb.ChatMessages) -> tuple[Tool, ...]:
+    """The tools that the answer may call: of a named one, that one alone."""
+    if asked.tool_choice.mode == pb.TOOL_CHOICE_MODE_NONE and not asked.tool_choice.HasField("name"):
+        return ()
+    name = asked.tool_choice.name
+    return tuple(_tool(tool) for tool in asked.tools if name in ("", tool.name))
+
+
+def _tool(tool: pb.Tool) -> Tool:
+    return Tool(tool.name, tool.description, tool.parameters or ANY_OBJECT, tool.strict)
+
+
+def _message(turn: pb.ChatMessage) -> Message:
+    return Message(
+        role=turn.role,
+        content=turn.content,
+        name=turn.name if turn.HasField("name") else None,
+        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in turn.tool_calls),
+        tool_call_id=turn.tool_call_id if turn.HasField("tool_call_id") else None,
+        reasoning=turn.reasoning if turn.HasField("reasoning") else None,
+    )
+
+
+def _rendering(asked: pb.ChatMessages) -> Rendering:
+    is_told = asked.tool_choice.HasField("name") or asked.tool_choice.mode != pb.TOOL_CHOICE_MODE_NONE
+    opens = asked.add_generation_prompt if asked.HasField("add_generation_prompt") else not asked.continue_final_message
+    arguments = asked.template_arguments if asked.HasField("template_arguments") else "{}"
+    return Rendering(
+        tools=tuple(map(_tool, asked.tools)) if is_told else (),
+        arguments=json_object("messages.template_arguments", arguments),
+        opens_turn=opens,
+        continues=asked.continue_final_message,
+    )
+
+
+def _violations(asked: pb.ChatMessages) -> Iterator[Violation]:
+    if asked.continue_final_message and asked.add_generation_prompt:
+        yield Violation("messages.add_generation_prompt", "is true; the last message is to be continued, not answered")
+    yield from _tool_violations(asked)
+    try:
+        arguments = json_object("messages.template_arguments", asked.template_arguments or "{}")
+    except InvalidRequest as invalid:
+        yield from invalid.violations
+        return
+    for name in _OWN_VARIABLES:
+        if name in arguments:
+            yield Violation("messages.template_arguments", f"has {name!r}, for which the request has a field")
+
+
+def _tool_violations(asked: pb.ChatMessages) -> Iterator[Violation]:
+    if len(asked.tools) > MAX_TOOLS:
+        yield Violation("messages.tools", f"has {len(asked.tools)} functions; the limit is {MAX_TOOLS}")
+        return
+    names = set[str]()
+    for i, tool in enumerate(asked.tools):
+        if not _NAME.fullmatch(tool.name):
+            yield Violation(
+                f"messages.tools[{i}].name", f"is {shown(tool.name)}; expected 1 to 128 of A-Z a-z 0-9 . _ -"
+            )
+        if tool.name in names:
+            yield Violation(f"messages.tools[{i}].name", f"is {shown(tool.name)}, which is there twice")
+        names.add(tool.name)
+        try:
+            json_object(f"messages.tools[{i}].parameters", tool.parameters or ANY_OBJECT)
+        except InvalidRequest as invalid:
+            yield from invalid.violations
+    yield from _choice_violations(asked.tool_choice, names)
+
+
+def _choice_violations(choice: pb.ToolChoice, names: Iterable[str]) -> Iterator[Violation]:
+    if choice.HasField("name"):
+        if choice.name not in names:
+            yield Violation("messages.tool_choice.name", f"is {shown(choice.name)}, which is none of the tools")
+    elif choice.mode == pb.TOOL_CHOICE_MODE_REQUIRED and not names:
+        yield Violation("messages.tool_choice.mode", "requires a call, and there are no tools")
+    elif choice.mode not in pb.ToolChoiceMode.values():
+        yield Violation("messages.tool_choice.mode", f"is {choice.mode}, which this server does not know")

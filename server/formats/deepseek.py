@@ -1,0 +1,109 @@
+"""Calls of DeepSeek's models, in a list of calls; all marks stand between full-width bars: `<|tool▁sep|>`.
+
+V3 and R1: `<|tool▁call▁begin|>function<|tool▁sep|>f`, a line "```json", the arguments, a line "```" and
+`<|tool▁call▁end|>`. V3.1: `<|tool▁call▁begin|>f<|tool▁sep|>{"x": 1}<|tool▁call▁end|>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from server.formats.base import ChatFormat, Parser, ReasoningMarks, Tool, arguments_rule, quoted
+from server.formats.steps import CallParser, Steps
+
+DeepSeekVariant: TypeAlias = Literal["v3", "v3.1"]
+
+
+def _mark(name: str) -> str:
+    return f"<\uff5c{name}\uff5c>"
+
+
+_BEGIN, _END = _mark("tool▁calls▁begin"), _mark("tool▁calls▁end")
+_CALL, _SEPARATOR, _CALL_END = _mark("tool▁call▁begin"), _mark("tool▁sep"), _mark("tool▁call▁end")
+_TYPE, _FENCE, _FENCE_END = "function", "```json", "```"
+_LINES = f"\n{_FENCE}\n"
+
+
+class DeepSeekFormat(ChatFormat):
+    """What DeepSeek's models write. Its parser reads every variant.
+
+    Args:
+        special: see `ChatFormat`.
+        reasoning: see `ChatFormat`.
+        variant: the model whose calls the chat template writes.
+    """
+
+    name = "deepseek"
+    markers = (_BEGIN, _CALL, _SEPARATOR, _CALL_END, _END)
+    trigger = _BEGIN
+    turns = tuple(map(_mark, ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant")))
+
+    def __init__(
+        self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None,
+        *, variant: DeepSeekVariant = "v3.1",
+    ) -> None:  # fmt: skip
+        super().__init__(special, reasoning)
+        self._is_fenced = variant == "v3"
+
+    def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Parser:
+        """Make a parser of one output."""
+        return _DeepSeekParser(self, tools, (_BEGIN, _CALL), starts_in_reasoning=starts_in_reasoning)
+
+    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """As the chat templates write calls."""
+        more = (' ("\\n" call)*' if self._is_fenced else " call*") if several else ""
+        close = quoted(f"\n{_FENCE_END}") if self._is_fenced else ""
+        choices = " | ".join(f"call_{i}" for i in range(len(tools)))
+        return "\n".join([
+            f"rest: call{more} {self.literal(_END)}",
+            f"call: {self.literal(_CALL)} ({choices}) {close} {self.literal(_CALL_END)}",
+            *(f"call_{i}: {self._head(tool)} {arguments_rule(tool)}" for i, tool in enumerate(tools)),
+        ])  # fmt: skip
+
+    def _head(self, tool: Tool) -> str:
+        if self._is_fenced:
+            return f'"{_TYPE}" {self.literal(_SEPARATOR)} {quoted(tool.name + _LINES)}'
+        return f"{quoted(tool.name)} {self.literal(_SEPARATOR)}"
+
+
+class _DeepSeekParser(CallParser):
+    def _call(self, marker: str) -> Steps[bool]:
+        if marker == _BEGIN:
+            yield from self._space()
+            if not (yield from self._expect(_CALL)):
+                return False
+            marker = _CALL
+        while marker == _CALL:
+            name = yield from self._head()
+            if not name or not (yield from self._sees("{")):
+                return self._call_without_arguments(name)
+            self._start_call(name)
+            yield from self._json_arguments()
+            marker = yield from self._after_arguments()
+        return True
+
+    def _head(self) -> Steps[str]:
+        """Take what stands before the arguments; return the name of the function, "" if it is none."""
+        name = yield from self._expect(_TYPE, *self._names)
+        if not name or not (yield from self._expect(_SEPARATOR)):
+            return ""
+        yield from self._space()
+        if name in self._names and (name != _TYPE or (yield from self._sees("{"))):
+            return name
+        name = yield from self._expect(*self._names)
+        line_end = yield from self._expect("\n")
+        fence = yield from self._expect(_FENCE)
+        yield from self._space()
+        return name if line_end and (fence or self._scanner.is_over) else ""
+
+    def _after_arguments(self) -> Steps[str]:
+        """Take what closes a call, and the mark that opens the next one or ends all of them; "" if there is none."""
+        yield from self._space()
+        yield from self._expect(_FENCE_END)
+        yield from self._space()
+        yield from self._expect(_CALL_END)
+        yield from self._space()
+        marker = yield from self._expect(_CALL, _END)
+        self._raw = [marker]
+        return marker

@@ -1,0 +1,87 @@
+"""Which format a model writes is found out from its chat template, by the marks that the template itself writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine.errors import ModelError
+from server.formats.base import ChatFormat, ReasoningMarks
+from server.formats.deepseek import DeepSeekFormat
+from server.formats.gemma import GemmaFormat
+from server.formats.glm import GlmFormat
+from server.formats.harmony import HarmonyFormat
+from server.formats.hermes import HermesFormat
+from server.formats.llama import LlamaFormat
+from server.formats.mistral import MistralFormat, MistralVariant
+from server.formats.qwen_coder import QwenCoderFormat
+from server.formats.reasoning import PlainFormat
+
+_REASONING = (ReasoningMarks("<think>", "</think>"), ReasoningMarks("[THINK]", "[/THINK]"))
+_GEMMA_REASONING = ReasoningMarks("<|channel>thought\n", "<channel|>")
+_DEEPSEEK_CALLS = "<\uff5ctool▁calls▁begin\uff5c>"
+
+
+def detect(template: str | None, special_tokens: Mapping[str, int], override: str | None = None) -> ChatFormat:
+    """Return the format of a checkpoint.
+
+    Args:
+        template: its chat template, if it has one.
+        special_tokens: the ids of all tokens that were added to its tokenizer, by their texts.
+        override: the name of the format, if the template does not show it.
+
+    Raises:
+        ModelError: no format has this name.
+    """
+    text = template or ""
+    if override is not None and override not in FORMATS:
+        raise ModelError(f"the chat format is {override!r}; expected one of {', '.join(FORMATS)}")
+    return _make(FORMATS[override or _family(text)], text, special_tokens, _reasoning(text))
+
+
+def _family(template: str) -> str:
+    """The name of the first family all of whose marks the template contains."""
+    return next((name for name, marks in _MARKS if all(mark in template for mark in marks)), "plain")
+
+
+def _reasoning(template: str) -> ReasoningMarks | None:
+    if "<|channel>" in template:
+        return _GEMMA_REASONING
+    return next((marks for marks in _REASONING if marks.end in template), None)
+
+
+# Some contain the marks of others, so the order counts.
+_MARKS = (
+    ("harmony", ("<|channel|>", "<|message|>")),
+    ("deepseek", (_DEEPSEEK_CALLS,)),
+    ("gemma", ("<|tool_call>", "<tool_call|>")),
+    ("gemma", ("<start_function_call>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("glm", ("<tool_call>", "<arg_key>")),
+    ("qwen_coder", ("<tool_call>", "<function=", "<parameter=")),
+    ("hermes", ("<tool_call>", "</tool_call>")),
+    ("llama", ("<|start_header_id|>", '"parameters": ')),
+)
+
+FORMATS: dict[str, type[ChatFormat]] = {
+    kind.name: kind
+    for kind in (
+        *(PlainFormat, HermesFormat, QwenCoderFormat, GlmFormat, LlamaFormat),
+        *(MistralFormat, GemmaFormat, DeepSeekFormat, HarmonyFormat),
+    )
+}
+
+
+def _make(
+    kind: type[ChatFormat], template: str, special: Mapping[str, int], reasoning: ReasoningMarks | None
+) -> ChatFormat:
+    if kind is DeepSeekFormat:
+        return DeepSeekFormat(special, reasoning, variant="v3" if "```json" in template else "v3.1")
+    if kind is GemmaFormat:
+        is_first = "<start_function_call>" in template
+        return GemmaFormat(special, reasoning, variant="functiongemma" if is_first else "gemma4")
+    if kind is MistralFormat:
+        variant: MistralVariant = "v13" if "[ARGS]" in template else "v3"
+        return MistralFormat(special, reasoning, variant="v11" if "[CALL_ID]" in template else variant)
+    if kind is HarmonyFormat:
+        return HarmonyFormat(special)  # has marks of its own
+    return kind(special, reasoning)

@@ -1,0 +1,181 @@
+"""Calls of gpt-oss, whose answers are messages: each has a header with its channel and its recipient, and a body.
+
+`<|channel|>analysis<|message|>...<|end|>` is reasoning, `<|start|>assistant<|channel|>final<|message|>...` content. So
+is a message of the channel `commentary`, unless a function is its recipient, as in `<|start|>assistant<|channel|>commentary
+to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>`. The recipient may also stand before the channel. The
+prompt ends with `<|start|>assistant`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from server.formats.base import ChatFormat, Parser, Reasoning, ReasoningMarks, Tool, Trimmed, arguments_rule
+from server.formats.steps import CallParser, Steps
+
+_START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_END, _RETURN, _CALL = "<|end|>", "<|return|>", "<|call|>"
+_MARKERS = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, _END, _RETURN, _CALL)
+_ANALYSIS, _NAMESPACE, _RECIPIENT = "analysis", "functions.", "to="
+_HEADER_WORDS = ("assistant", _ANALYSIS, "commentary", "final", "json")
+_ANYTHING = "/(?s:.*)/"
+
+
+class HarmonyFormat(ChatFormat):
+    """The messages of gpt-oss. The markers have to be tokens."""
+
+    name = "harmony"
+    markers = _MARKERS
+
+    def __init__(self, special: Mapping[str, int] | None = None, reasoning: ReasoningMarks | None = None) -> None:
+        super().__init__(special, reasoning or ReasoningMarks(f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}", _END))
+
+    def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Parser:
+        """Make a parser of one output."""
+        return _HarmonyParser(self, tools, starts_in_reasoning=starts_in_reasoning)
+
+    def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """As the chat template writes calls, after what may begin the message."""
+        more = f" ({self.literal(f'{_END}{_START}assistant')} call)*" if several else ""
+        return "\n".join([
+            f"rest: call{more}",
+            f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}",
+            *(f"call_{i}: {self.literal(_head(tool))} {arguments_rule(tool)}" for i, tool in enumerate(tools)),
+        ])  # fmt: skip
+
+    def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """Calls; their message may be the first one of the answer, or follow another one."""
+        return f"calls: role? rest\n{self._role()}\n{self.rest(tools, several=several)}"
+
+    def auto(self, tools: Sequence[Tool], *, several: bool, unlike: str | None = None) -> str:
+        """A final message, or calls with or without a message to the user before them."""
+        preamble = f"role? {self.literal(f'{_CHANNEL}commentary{_MESSAGE}')} {_ANYTHING} {self.literal(_END)}"
+        return "\n".join([
+            "auto: role? final | preamble? calls",
+            f"final: {self.literal(_FINAL)} {_ANYTHING}",
+            f"preamble: {preamble}",
+            self.calls(tools, several=several),
+        ])  # fmt: skip
+
+    def prefix(self, *, has_reasoned: bool) -> str:
+        """The header of the final message."""
+        return self.literal(f"{_START}assistant{_FINAL}" if has_reasoned else _FINAL)
+
+    def _role(self) -> str:
+        return f"role: {self.literal(f'{_START}assistant')}"
+
+
+_FINAL = f"{_CHANNEL}final{_MESSAGE}"
+
+
+def _head(tool: Tool) -> str:
+    return f"{_CHANNEL}commentary {_RECIPIENT}{_NAMESPACE}{tool.name} {_CONSTRAIN}json{_MESSAGE}"
+
+
+class _HarmonyParser(CallParser):
+    """Reads message after message. Markers are never content; messages of one kind are lines of one text."""
+
+    def __init__(self, chat_format: ChatFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool) -> None:
+        super().__init__(chat_format, tools, (), starts_in_reasoning=starts_in_reasoning)
+        self._steps, self._step = self._messages(_ANALYSIS if starts_in_reasoning else ""), self._advance
+        self._thoughts, self._answer = _Messages(leading=True), _Messages(leading=False)
+        self._text = self._answer
+
+    def _call(self, marker: str) -> Steps[bool]:
+        raise NotImplementedError
+
+    def _advance(self) -> bool:
+        next(self._steps, None)
+        return False
+
+    def _messages(self, header: str) -> Steps[None]:
+        marker = _MESSAGE if header else (yield from self._beginning())
+        while marker:
+            if marker == _MESSAGE:
+                marker = yield from self._body(header.split())
+                header = ""
+            elif marker in (_START, _CHANNEL, _CONSTRAIN):
+                header, marker = yield from self._header()
+            else:
+                marker = yield from self._pass_on(self._write)
+
+    def _beginning(self) -> Steps[str | None]:
+        """Read what stands before the first marker: the recipient, or content."""
+        yield from self._space()
+        if (yield from self._sees(_RECIPIENT)):
+            self._raw = []
+            return _START
+        self._write("".join(self._raw))
+        self._raw = []
+        return (yield from self._pass_on(self._write))
+
+    def _header(self) -> Steps[tuple[str, str | None]]:
+        """Read a header up to the marker after it. If no body follows, a text that is no header is content."""
+        parts: list[str] = []
+        while (marker := (yield from self._pass_on(parts.append))) in (_CHANNEL, _CONSTRAIN):
+            parts.append(" ")
+        header = "".join(parts)
+        if marker != _MESSAGE and not all(map(_is_header_word, header.split())):
+            self._write(header)
+        return header, marker
+
+    def _body(self, header: Sequence[str]) -> Steps[str | None]:
+        """Read a body up to the marker after it."""
+        is_reasoning = _ANALYSIS in header
+        if name := self._called(header):
+            is_reasoning = False
+            yield from self._space()
+            is_object = yield from self._sees("{")
+            if is_object or self._scanner.is_over:
+                self._start_call(name)
+            if is_object:
+                yield from self._json_arguments()
+            self._raw = []
+        (self._thoughts if is_reasoning else self._answer).begin()
+        return (yield from self._pass_on(self._write_reasoning if is_reasoning else self._write))
+
+    def _called(self, header: Sequence[str]) -> str:
+        """The function that is the recipient of a message; "" if none is."""
+        recipients = (word.removeprefix(_RECIPIENT) for word in header if word.startswith(_RECIPIENT))
+        name = next(recipients, "").removeprefix(_NAMESPACE)
+        return name if name in self._names else ""
+
+    def _pass_on(self, write: Callable[[str], None]) -> Steps[str | None]:
+        """Write the text before the next marker, and take the marker; None at the end of the text."""
+        while True:
+            text, marker = self._scanner.until(*_MARKERS)
+            write(text)
+            if marker or self._scanner.is_over:
+                return marker
+            yield
+
+    def _write(self, text: str) -> None:
+        self._add_content(self._answer.add(text))
+
+    def _write_reasoning(self, text: str) -> None:
+        if more := self._thoughts.add(text):
+            self._pieces.append(Reasoning(more))
+
+
+def _is_header_word(word: str) -> bool:
+    """Whether a word stands in a header, or is the beginning of one that does."""
+    return word.startswith(_RECIPIENT) or any(known.startswith(word) for known in (*_HEADER_WORDS, _RECIPIENT))
+
+
+class _Messages(Trimmed):
+    """The text of all messages of one kind: each begins a line."""
+
+    def __init__(self, *, leading: bool) -> None:
+        super().__init__(leading=leading)
+        self._is_empty, self._break = True, ""
+
+    def begin(self) -> None:
+        """A message begins."""
+        self.end(keep=False)
+        self._break = "" if self._is_empty else "\n"
+
+    def add(self, text: str) -> str:
+        """Add text of the message."""
+        if more := super().add(text):
+            more, self._is_empty, self._break = self._break + more, False, ""
+        return more

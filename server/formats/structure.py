@@ -1,0 +1,123 @@
+"""The structure of an answer: reasoning, then calls of functions or content. Composes Lark rules of a chat format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from engine.params import Guided, ThinkingBudget
+from engine.text.guided import rule_of
+from server.formats.base import ChatFormat, Tool
+
+_ANYTHING = "/(?s:.*)/"
+_GAP = r"gap: /\s{0,4}/"  # between reasoning and what follows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What an answer may be.
+
+    Args:
+        tools: functions that it may call.
+        must_call: it consists of calls alone.
+        several: it may call more than one.
+        content: the structure of its content, if it is no call.
+        starts_in_reasoning: its text begins inside of the reasoning.
+        thinking_budget: most tokens of reasoning; None: no limit.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    must_call: bool = False
+    several: bool = True
+    content: Guided | None = None
+    starts_in_reasoning: bool = False
+    thinking_budget: int | None = None
+
+    @property
+    def parts(self) -> Iterator[tuple[str, Guided]]:
+        """The structures that the caller sent, each with the name of its field: one of them is at fault."""
+        if self.content is not None:
+            yield "", self.content
+        for i, tool in enumerate(self.tools):
+            yield f"messages.tools[{i}].parameters", Guided(json_schema=tool.parameters)
+
+    def tool_of(self, field: str) -> int | None:
+        """Which tool the field of a part belongs to; None for the structure of the content."""
+        return next((i for i in range(len(self.tools)) if field == f"messages.tools[{i}].parameters"), None)
+
+    def relaxed(self, index: int) -> Answer:
+        """The same with any object as the arguments of one tool."""
+        tools = list(self.tools)
+        tools[index] = replace(tools[index], parameters='{"type": "object"}')
+        return replace(self, tools=tuple(tools))
+
+
+def structure_of(answer: Answer, chat_format: ChatFormat) -> Guided | None:
+    """Return the structure of the whole text; None if it may be anything.
+
+    Raises:
+        ValueError: the structure of the content, or a tool's schema, is wrong.
+    """
+    body = _body(answer, chat_format)
+    thinking = _thinking(answer, chat_format)
+    if body is None:
+        return None if thinking is None else Guided(thinking=thinking)
+    if chat_format.reasoning is None and answer.content is not None and not answer.tools and not chat_format.prefix(
+        has_reasoned=False
+    ):  # fmt: skip
+        return answer.content  # as it is, so that its errors are the caller's
+    return Guided(grammar="\n".join([*_start(answer, chat_format), *body]), thinking=thinking)
+
+
+def _thinking(answer: Answer, chat_format: ChatFormat) -> ThinkingBudget | None:
+    marks = chat_format.reasoning
+    if answer.thinking_budget is None or marks is None:
+        return None
+    begin = None if answer.starts_in_reasoning else marks.begin
+    return ThinkingBudget(max_tokens=answer.thinking_budget, end=marks.end, begin=begin)
+
+
+def _start(answer: Answer, chat_format: ChatFormat) -> Iterator[str]:
+    """The rule `start`: the reasoning, if the model marks it, then what the rules of the body say."""
+    marks = chat_format.reasoning
+    if marks is None:
+        yield "start: plain"
+        return
+    end = chat_format.literal(marks.end)
+    if answer.starts_in_reasoning:
+        yield "start: inside gap reasoned"
+    else:
+        yield f"start: {chat_format.literal(marks.begin)} inside gap reasoned | plain"
+    if marks.end in chat_format.special:
+        yield f"inside: {_ANYTHING} {end}"
+    else:
+        yield f"inside[suffix={end}]: {_ANYTHING}"
+    yield _GAP
+
+
+def _body(answer: Answer, chat_format: ChatFormat) -> Iterator[str] | None:
+    """The rules `plain` and `reasoned`: an answer without reasoning before it, and with it."""
+    has_strict = any(tool.strict for tool in answer.tools)
+    if not (answer.must_call or answer.content is not None or has_strict):
+        return None
+    return _rules(answer, chat_format, has_strict=has_strict)
+
+
+def _rules(answer: Answer, chat_format: ChatFormat, *, has_strict: bool) -> Iterator[str]:
+    marks = chat_format.reasoning
+    calls = bool(answer.tools) and (answer.must_call or answer.content is not None)
+    for name, has_reasoned in (("plain", False), ("reasoned", True))[: 1 + (marks is not None)]:
+        before = chat_format.prefix(has_reasoned=has_reasoned)
+        if answer.must_call:
+            yield f"{name}: calls"
+        elif answer.content is not None:
+            yield f"{name}: {before} content{' | calls' if calls else ''}"
+        else:
+            yield f"{name}: auto"
+    if answer.content is not None and not answer.must_call:
+        yield f"content: {rule_of(answer.content)}"
+    if calls:
+        yield chat_format.calls(answer.tools, several=answer.several)
+    elif has_strict:
+        unlike = None if marks is None or answer.starts_in_reasoning else marks.begin
+        yield chat_format.auto(answer.tools, several=answer.several, unlike=unlike)

@@ -1,0 +1,121 @@
+"""Laws of what parsers are made of: cuts do not matter, nothing is lost, and little is held back."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.formats.base import JsonEnd, Scanner, Trimmed
+from tests.server.formats.walks import VALUES, cuts
+
+MARKERS = ("<a>", "<ab>", "<a>b", "x")
+
+
+def split(parts: list[str]) -> list[tuple[str, str | None]]:
+    """What `until` gives: the texts before the markers, joined, each with its marker."""
+    scanner, found, text = Scanner(), [], ""
+    for part in [*parts, None]:
+        scanner.end() if part is None else scanner.push(part)
+        while True:
+            more, marker = scanner.until(*MARKERS)
+            text += more
+            if marker is None:
+                break
+            found.append((text, marker))
+            text = ""
+        assert len(scanner.held) < max(map(len, MARKERS))
+    return [*found, (text, None)]
+
+
+def plain_split(text: str) -> list[tuple[str, str | None]]:
+    """The same by the definition: the first marker, the longest at its place."""
+    for at in range(len(text)):
+        if found := [marker for marker in MARKERS if text.startswith(marker, at)]:
+            marker = max(found, key=len)
+            return [(text[:at], marker), *plain_split(text[at + len(marker) :])]
+    return [(text, None)]
+
+
+@given(st.text("<ab>x ", max_size=30), st.integers(0, 9))
+def test_text_is_split_at_markers_however_it_is_cut(text, seed):
+    for parts in [[text], *cuts(text, random.Random(seed))]:
+        assert split(parts) == plain_split(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "rest"),
+    [
+        ("<a>", None, "<a>"),
+        ("<a>c", "<a>", "c"),
+        ("<a>bc", "<a>b", "c"),
+        ("<", None, "<"),
+        ("", None, ""),
+        ("?", "", "?"),
+    ],
+)
+def test_one_of_waits_for_the_longest(text, found, rest):
+    scanner = Scanner()
+    scanner.push(text)
+    assert scanner.one_of(*MARKERS) == found
+    assert scanner.held == rest
+
+
+def test_at_the_end_nothing_is_awaited():
+    scanner = Scanner()
+    scanner.push("<a>")
+    assert scanner.starts_with("<a>b") is None
+    scanner.end()
+    assert scanner.starts_with("<a>b") is False
+    assert scanner.is_cut("<a>b")
+    assert not scanner.is_cut("<a>", "b")
+    assert scanner.one_of(*MARKERS) == "<a>"
+    assert scanner.is_cut("b")
+    assert not scanner.is_waiting
+
+
+def test_a_text_that_goes_on_is_not_cut():
+    scanner = Scanner()
+    scanner.push("<a> and more")
+    scanner.end()
+    assert not scanner.is_cut("<a>b", "<a> and")
+
+
+def test_white_space_is_taken():
+    scanner = Scanner()
+    scanner.push(" \t\r\n")
+    assert scanner.take_space() == " \t\r\n"
+    assert scanner.is_waiting
+    scanner.push("\u00a0a")
+    assert scanner.take_space() == ""
+    assert scanner.take(5) == "\u00a0a"
+
+
+@given(VALUES, st.sampled_from([None, 2]), st.booleans(), st.integers(0, 9))
+def test_the_end_of_a_value_is_found(value, indent, ascii_only, seed):
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
+    for parts in [[text], *cuts(text, random.Random(seed))]:
+        end = JsonEnd()
+        for part in parts:
+            assert not (end.is_over and part)
+            assert end.length(part) == len(part)
+        assert end.length(', "b": 1}') == 0
+        assert end.is_over
+    assert JsonEnd().length(f"?{text}, {text}]", 1) == len(text)
+
+
+@given(st.lists(st.text(" \na", max_size=4)), st.booleans())
+def test_white_space_at_the_end_is_held_back(parts, leading):
+    text, trimmed = "".join(parts), Trimmed(leading=leading)
+    expected = text.lstrip() if leading else text
+    passed = ""
+    for i, part in enumerate(parts):
+        passed += trimmed.add(part)
+        so_far = "".join(parts[: i + 1])
+        assert passed == (so_far.strip() if leading else so_far.rstrip())
+    assert passed + trimmed.end(keep=True) == expected
+    assert trimmed.add(" \n") + trimmed.add("b ") == "b"
+    assert trimmed.end(keep=False) == ""

@@ -1,0 +1,255 @@
+"""What the tests of every chat format share: readings of a text in all cuts, and walks under the masks of a grammar."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import jsonschema
+import numpy as np
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from server.formats.base import CallArguments, CallStart, ChatFormat, Content, Piece, Reasoning, Tool
+from tests.schemas import Schema, random_schema
+
+TOKENIZER = Path(__file__).resolve().parents[3] / "models" / "target" / "tokenizer.json"
+END = 0
+MOST_HELD = 64  # characters, far above the longest marker
+
+
+class Call(NamedTuple):
+    """A call as the pieces give it: its arguments are JSON text."""
+
+    name: str
+    arguments: str
+
+
+class Reading(NamedTuple):
+    """The joined pieces of one output."""
+
+    reasoning: str
+    content: str
+    calls: list[Call]
+
+
+def tool(name: str, **properties: Any) -> Tool:
+    """A tool with these properties, all of them required."""
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return Tool(name, parameters=json.dumps(schema))
+
+
+# ---------------------------------------------------------------------------------------------------------- readings
+
+
+def joined(pieces: Sequence[Piece]) -> Reading:
+    """Join pieces; calls have to be numbered from 0, and to begin before their arguments."""
+    names: list[str] = []
+    arguments: list[str] = []
+    texts = {Reasoning: "", Content: ""}
+    for piece in pieces:
+        if isinstance(piece, CallStart):
+            assert piece.index == len(names)
+            names.append(piece.name)
+            arguments.append("")
+        elif isinstance(piece, CallArguments):
+            assert piece.index == len(names) - 1, "arguments of another call than the newest"
+            arguments[-1] += piece.text
+        else:
+            assert piece.text, "an empty piece"
+            texts[type(piece)] += piece.text
+    return Reading(texts[Reasoning], texts[Content], [*map(Call, names, arguments)])
+
+
+def pieces_of(
+    chat_format: ChatFormat, tools: Sequence[Tool], parts: Sequence[str], *, starts_in_reasoning: bool = False
+) -> list[Piece]:
+    """The pieces of a text that comes in these parts."""
+    parser = chat_format.parser(tools, starts_in_reasoning=starts_in_reasoning)
+    pieces = [piece for part in parts for piece in parser.push(part)]
+    return [*pieces, *parser.finish()]
+
+
+def read(
+    chat_format: ChatFormat, tools: Sequence[Tool], text: str, *, starts_in_reasoning: bool = False, seed: int = 0
+) -> Reading:
+    """Read a text at once, by characters, in two parts cut everywhere, and in random parts; all have to be the same."""
+
+    def reading(parts: Sequence[str]) -> Reading:
+        return joined(pieces_of(chat_format, tools, parts, starts_in_reasoning=starts_in_reasoning))
+
+    first = reading([text])
+    for parts in cuts(text, random.Random(seed)):
+        assert reading(parts) == first, parts
+    return first
+
+
+def cuts(text: str, rng: random.Random) -> Iterator[list[str]]:
+    """Ways to cut a text."""
+    yield [*text]
+    places = range(len(text)) if len(text) <= 200 else rng.sample(range(len(text)), 20)
+    yield from ([text[:at], text[at:]] for at in places)
+    for _ in range(5):
+        places = sorted(rng.sample(range(len(text) + 1), min(rng.randint(1, 10), len(text) + 1)))
+        yield [text[i:j] for i, j in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------------------- masks
+
+
+class Masks:
+    """Matchers for the tokenizer of the embedded pair, to which tokens may be added: text -> whether it is special."""
+
+    def __init__(self, added: Mapping[str, bool] | None = None) -> None:
+        tokenizer = Tokenizer.from_file(str(TOKENIZER))
+        for text, is_special in (added or {}).items():
+            tokenizer.add_tokens([AddedToken(text, special=is_special, normalized=False)])
+        self.ids = {text: tokenizer.encode(text, add_special_tokens=False).ids[0] for text in added or ()}
+        self.size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.tokenizer = tokenizer
+        self._library = LLTokenizer(tokenizer.to_str(), n_vocab=self.size, eos_token=[END])
+
+    def matcher(self, lark: str) -> LLMatcher:
+        """A matcher of a grammar whose rule `start` is given; what is wrong with the grammar is an AssertionError."""
+        source = f'{lark}\n%llguidance {{"no_forcing": true}}\n'
+        matcher = LLMatcher(self._library, LLMatcher.grammar_from_lark(source), log_level=0)
+        assert not matcher.is_error(), f"{matcher.get_error()}\n{source}"
+        return matcher
+
+    def accepts(self, lark: str, text: str) -> bool:
+        """Whether the grammar matches the whole text, in the tokens that the tokenizer makes of it."""
+        matcher, tokens = self.matcher(lark), self.tokenizer.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    def walk(self, lark: str, rng: random.Random, *ends: str, most: int = 1500) -> str:
+        """A text of random allowed tokens. After a while tokens that close something, and `ends`, are preferred."""
+        matcher = self.matcher(lark)
+        tokens: list[int] = []
+        closers = [self.tokenizer.encode(text, add_special_tokens=False).ids for text in ends]
+        while not (matcher.is_accepting() and (len(tokens) > 100 or rng.random() < 0.3)):
+            for closer in closers if rng.random() < len(tokens) / 100 else ():
+                taken = matcher.try_consume_tokens(closer)
+                tokens += closer if taken == len(closer) else []
+                assert taken == len(closer) or matcher.rollback(taken)
+            allowed = self._allowed(matcher)
+            if not allowed:
+                break
+            closing = [token for token in allowed if token in self._closing] if len(tokens) > 30 else []
+            tokens.append(rng.choice(closing if closing and rng.random() < 0.7 else allowed))
+            assert matcher.try_consume_tokens(tokens[-1:]) == 1, f"{self._text(tokens)!r}: {matcher.get_error()}"
+            assert len(tokens) < most, f"no end: {self._text(tokens)!r}"
+        assert matcher.is_accepting(), f"no way on: {self._text(tokens)!r}: {matcher.get_error()}"
+        return self._text(tokens)
+
+    def _allowed(self, matcher: LLMatcher) -> list[int]:
+        bits = np.zeros(-(-self.size // 32), dtype=np.int32)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        assert not matcher.is_error(), matcher.get_error()
+        mask = np.unpackbits(bits.view(np.uint8), count=self.size, bitorder="little")
+        return [int(token) for token in np.flatnonzero(mask) if token != END]
+
+    def _text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    @functools.cached_property
+    def _closing(self) -> frozenset[int]:
+        """The tokens of one character that end strings, objects, arrays, numbers and marks."""
+        encoded = (self.tokenizer.encode(char, add_special_tokens=False).ids for char in '"}]<>/\n,')
+        return frozenset({tokens[0] for tokens in encoded} | set(self.ids.values()))
+
+
+@functools.cache
+def plain_masks() -> Masks:
+    """Masks of the embedded pair's tokenizer as it is."""
+    return Masks()
+
+
+# -------------------------------------------------------------------------------------------------------------- laws
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x7f")) | st.text("<>/{}\"'\\\n =x_[]:,")
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=8,
+)
+_DEFINED: Schema = {"node": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}}
+_SPECIAL: tuple[Schema, ...] = (
+    {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+    {"type": ["string", "integer", "boolean"]},
+    {"type": ["string", "number"], "maximum": 3, "maxLength": 5},
+    {"$ref": "#/$defs/node"},
+    {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "string", "pattern": "^[a-c]+$"}]},
+    {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+    {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
+    {"type": "string", "pattern": "b+"},
+    {"enum": ["5", "null", "a\nb", 5, None, {"x": 1}]},
+    {"type": "string", "enum": ["red", "green"]},
+    {"const": "x"},
+    {"type": "number", "minimum": -1.5, "exclusiveMaximum": 2},
+    {"oneOf": [{"type": "boolean"}, {"type": "string", "minLength": 2, "maxLength": 3}]},
+    {},
+)
+
+
+def random_tool(seed: int) -> Tool:
+    """A tool with up to three parameters of random schemas; some are optional."""
+    rng = random.Random(seed)
+    schemas = [rng.choice(_SPECIAL) if rng.random() < 0.4 else random_schema(rng.randrange(10**6), 2) for _ in range(3)]
+    properties = dict(zip(("city", "größe", "a-b.c"), schemas[: rng.randint(0, 3)], strict=False))
+    required = [name for name in properties if rng.random() < 0.5]
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return Tool("do_it", parameters=json.dumps(schema | {"$defs": _DEFINED}))
+
+
+def check_walk(chat_format: ChatFormat, masks: Masks, seed: int, *ends: str) -> None:
+    """What is said under the mask is read as calls whose arguments are valid."""
+    tools = (random_tool(seed), tool("ping"))
+    text = masks.walk(f"start: calls\n{chat_format.calls(tools, several=True)}", random.Random(seed), *ends)
+    reading = read(chat_format, tools, text, seed=seed)
+    assert reading.content == reading.reasoning == "", text
+    assert reading.calls, text
+    for call in reading.calls:
+        schema = next(one.parameters for one in tools if one.name == call.name)
+        jsonschema.validate(json.loads(call.arguments), json.loads(schema))
+
+
+def check_prefixes(chat_format: ChatFormat, tools: Sequence[Tool], text: str) -> None:
+    """Of a text that is cut off, no call or content is read that the whole text does not begin with."""
+    whole = read(chat_format, tools, text)
+    for length in range(len(text)):
+        part = joined(pieces_of(chat_format, tools, [text[:length]]))
+        assert len(part.calls) <= len(whole.calls)
+        for call, full in zip(part.calls, whole.calls, strict=False):
+            assert call.name == full.name
+            assert full.arguments.startswith(call.arguments), (text[:length], call)
+
+
+def num_steps(chat_format: ChatFormat, tools: Sequence[Tool], text: str) -> int:
+    """How many functions are called to read a text that comes by characters; checks that little is held back."""
+    parser, count = chat_format.parser(tools), 0
+
+    def see(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        for char in text:
+            parser.push(char)
+            assert len(parser._scanner.held) < MOST_HELD
+        parser.finish()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def check_linear(chat_format: ChatFormat, tools: Sequence[Tool], text: Callable[[int], str]) -> None:
+    """Twice the text is at most little more than twice the work."""
+    assert num_steps(chat_format, tools, text(2000)) < 2.2 * num_steps(chat_format, tools, text(1000))
