@@ -17,17 +17,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_HEAD = 64  # tokens among which reasoning has to begin
-
-
 class Budgeted:
     """A structure whose outputs have at most so many tokens of reasoning. See `engine.types.Grammar`."""
 
     def __init__(self, inner: Grammar, budget: ThinkingBudget, codec: Codec) -> None:
         self.budget, self._inner, self._codec = budget, inner, codec
         self.end_ids = codec.encode(budget.end, bare=True)
-        # An output that is to begin its reasoning itself has to have room for that.
-        self.max_tokens = max(budget.max_tokens, len(codec.encode(budget.begin or "", bare=True)))
 
     def start(self) -> BudgetedState:
         """The state before the first generated token."""
@@ -41,18 +36,22 @@ class Budgeted:
 class BudgetedState:
     """Where one output is: in its reasoning, in the end that follows the budget, or beyond.
 
-    See `engine.types.GrammarState`. After the budget only the end of the reasoning may come, token by token.
+    See `engine.types.GrammarState`. After the budget only the end of the reasoning may come, token by token; if a
+    character is not complete then, and the structure wants it complete, after that.
     """
 
     def __init__(self, grammar: Budgeted, inner: GrammarState) -> None:
         self._grammar, self._inner = grammar, inner
         self._texts: list[str] = []  # of the tokens in the reasoning, with those of its end
         self._num_beyond = 0  # tokens after the reasoning
+        self._num_begin = 0 if grammar.budget.begin is None else None  # tokens that begin it; None: it has not begun
+        self._num_free: int | None = None  # tokens after which the end has to come; None: not yet
         self._is_reasoning = True
+        self._begin_end()
 
     def fill(self, mask: Tensor) -> None:
         """Write which tokens may come next."""
-        required = self._required()
+        required = self._required
         if required is None:
             self._inner.fill(mask)
         else:
@@ -61,44 +60,53 @@ class BudgetedState:
 
     def advance(self, tokens: Seq[int]) -> int:
         """Accept the longest leading part that fits; returns its length."""
-        fitting = 0
-        for token in tokens:
-            if self._required() not in (None, token):
-                break
-            self._count(token)
-            fitting += 1
-        taken = self._inner.advance(tokens[:fitting])
-        self._forget(fitting - taken)
-        return taken
+        for i, token in enumerate(tokens):
+            if not self._is_reasoning:
+                taken = self._inner.advance(tokens[i:])
+                self._num_beyond += taken
+                return i + taken
+            if self._required not in (None, token) or not self._inner.advance([token]):
+                return i
+            self._texts.append(self._grammar.text_of(token))
+            self._is_reasoning = self._reasons()
+            self._begin_end()
+        return len(tokens)
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last `num_tokens` accepted tokens."""
         self._inner.rollback(num_tokens)
-        self._forget(num_tokens)
-
-    def _required(self) -> int | None:
-        """The only token that may come next; None where the budget requires none."""
-        beyond = len(self._texts) - self._grammar.max_tokens
-        has_to_end = self._is_reasoning and 0 <= beyond < len(self._grammar.end_ids)
-        return self._grammar.end_ids[beyond] if has_to_end else None
-
-    def _count(self, token: int) -> None:
-        if self._is_reasoning:
-            self._texts.append(self._grammar.text_of(token))
-            self._is_reasoning = self._reasons()
-        else:
-            self._num_beyond += 1
-
-    def _reasons(self) -> bool:
-        """Whether the output reasons after its newest token, which alone can complete the end."""
-        budget, head = self._grammar.budget, "".join(self._texts[:_HEAD]).lstrip()
-        if budget.begin is not None and not (budget.begin.startswith(head) or head.startswith(budget.begin)):
-            return False
-        return budget.end not in "".join(self._texts[-len(budget.end) :])
-
-    def _forget(self, num_tokens: int) -> None:
         inside = max(0, num_tokens - self._num_beyond)
         self._num_beyond -= num_tokens - inside
         if inside:
             del self._texts[-inside:]
             self._is_reasoning = True
+            if self._grammar.budget.begin is not None and len(self._texts) < (self._num_begin or 0):
+                self._num_begin = None
+            if self._num_free is not None and len(self._texts) < self._num_free:
+                self._num_free = None
+
+    @property
+    def _required(self) -> int | None:
+        """The only token that may come next; None where the budget requires none."""
+        if self._num_free is None or not self._is_reasoning:
+            return None
+        return self._grammar.end_ids[len(self._texts) - self._num_free]
+
+    def _begin_end(self) -> None:
+        """Require the end from here on, if the budget is used up and the structure lets the end come."""
+        if self._num_free is not None or self._num_begin is None or not self._is_reasoning:
+            return
+        first = self._grammar.end_ids[:1]
+        if len(self._texts) >= self._num_begin + self._grammar.budget.max_tokens and self._inner.advance(first):
+            self._inner.rollback(1)
+            self._num_free = len(self._texts)
+
+    def _reasons(self) -> bool:
+        """Whether the output reasons after its newest token, which alone can complete the end."""
+        budget = self._grammar.budget
+        if budget.begin is not None and self._num_begin is None:
+            head = "".join(self._texts).lstrip()
+            if head.startswith(budget.begin):
+                self._num_begin = len(self._texts)
+            return head.startswith(budget.begin) or budget.begin.startswith(head)
+        return budget.end not in "".join(self._texts[-len(budget.end) :])
