@@ -1,7 +1,7 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
 .PHONY: help install demo quick test test-lowest test-cuda first-light first-light-2 check check-deploy test-image test-ray \
-	dashboards features serve proto \
+	test-clients dashboards features serve proto \
 	train heads bench loadtest overload chaos survive simulate clean
 .DELETE_ON_ERROR:
 
@@ -74,7 +74,7 @@ check: install ## Format, lint, types, layers, fresh stubs
 	@$(MAKE) --no-print-directory check-deploy
 
 check-deploy: install ## Validate deploy/: hadolint, compose, Grafana's types, Kubernetes' schemas
-	$(BIN)/python -m pytest -q -n 0 $(addprefix tests/deploy/test_, containers.py dashboards.py kubernetes.py)
+	$(BIN)/python -m pytest -q -n 0 $(addprefix tests/deploy/test_, containers.py dashboards.py gateway.py kubernetes.py)
 
 test-image: install ## Run the image's install steps in a clean directory, and its commands as its user
 	$(BIN)/python -m pytest -q -n 0 tests/deploy/try_image.py
@@ -82,6 +82,28 @@ test-image: install ## Run the image's install steps in a clean directory, and i
 test-ray: install ## Run two replicas on a real Ray of this machine, and kill one under load
 	$(BIN)/python -m pip install --quiet --editable '.[ray]'
 	$(BIN)/python -m pytest -q -n 0 -W default --disable-warnings tests/deploy/try_ray.py
+
+# Other people's clients, each with what it needs, apart from ours. vLLM's benchmark needs few of its packages.
+CLIENTS := build/clients
+CLIENT_VENVS := $(addprefix $(CLIENTS)/,sdk benchmarks aiperf)
+
+$(addsuffix /.installed,$(CLIENT_VENVS)): $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --requirement $<
+	@touch $@
+
+$(CLIENTS)/benchmarks/.vllm: tests/clients/requirements/vllm.txt $(CLIENTS)/benchmarks/.installed
+	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
+	@touch $@
+
+$(CLIENTS)/npm/.installed: tests/clients/npm/package.json tests/clients/npm/package-lock.json
+	mkdir -p $(@D)
+	cp $^ $(@D)
+	npm ci --prefix $(@D) --no-audit --no-fund
+	@touch $@
+
+test-clients: install $(addsuffix /.installed,$(CLIENT_VENVS) $(CLIENTS)/npm) $(CLIENTS)/benchmarks/.vllm ## Run other people's clients against a server: SDKs, evaluations, load generators, agents
+	$(BIN)/python -m pytest -q -n 0 $(sort $(wildcard tests/clients/try_*.py))
 
 dashboards: install ## Write the Grafana dashboards of deploy/grafana/dashboards.py as JSON
 	$(BIN)/python -m deploy.grafana.dashboards

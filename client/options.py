@@ -12,7 +12,7 @@ SpeculationMode = Literal["auto", "off", "fixed"]
 Verification = Literal["coupled", "rejection"]
 
 
-class ToolCall(TypedDict, total=False):
+class ChatToolCall(TypedDict, total=False):
     """A call that the assistant made; `arguments` is the text of a JSON object."""
 
     id: str
@@ -26,12 +26,12 @@ class ChatMessage(TypedDict, total=False):
     role: Required[str]
     content: str
     name: str
-    tool_calls: Sequence[ToolCall]
+    tool_calls: Sequence[ChatToolCall]
     tool_call_id: str
     reasoning: str
 
 
-class Tool(TypedDict, total=False):
+class ChatTool(TypedDict, total=False):
     """A function that the model may call; `parameters` is a JSON Schema: its text, or Python values."""
 
     name: Required[str]
@@ -88,7 +88,7 @@ class GenerateOptions(TypedDict, total=False):
     prediction: str | Sequence[int] | None
     skip_special_tokens: bool | None
     prompt_token_ids: bool | None
-    tools: Sequence[Tool]
+    tools: Sequence[ChatTool]
     tool_choice: str | None
     parallel_tool_calls: bool | None
     template_arguments: Mapping[str, Any] | None
@@ -153,7 +153,7 @@ def _message(turn: ChatMessage) -> pb.ChatMessage:
     return pb.ChatMessage(tool_calls=calls, **fields)
 
 
-def _tool(tool: Tool) -> pb.Tool:
+def _tool(tool: ChatTool) -> pb.Tool:
     fields: dict[str, Any] = dict(tool)
     if not isinstance(parameters := fields.get("parameters", ""), str):
         fields["parameters"] = json.dumps(parameters)

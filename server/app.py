@@ -33,11 +33,13 @@ from server.grpc.health import Health
 from server.grpc.inference import InferenceService
 from server.grpc.server import listen, make_server
 from server.http.gateway import HttpServer, gateway
+from server.http.render import add_render
 from server.http.routes import add_generation
 from server.lifecycle import Lifecycle, State
 from server.model import Load, ServedModel, model_name
 from server.queue import AdmissionQueue
 from server.telemetry.exposition import Exposition
+from server.telemetry.kv_events import ZmqKvEvents
 from server.telemetry.lag import watch_lag
 from server.telemetry.metrics import Metrics
 from server.telemetry.tracing import NoTracing, OpenTelemetry, Tracing
@@ -74,6 +76,7 @@ class App:
         self.grpc_port = self.http_port = 0
         self._on_ready = on_ready
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
+        self._kv_events = ZmqKvEvents.configured(config, model_name(config.target))
         self.host = self._make_host(load, program or EngineProgram(), forks)
         self._grammars, self._slow = GrammarPool(), SlowWork()
         self._callers = Callers.load(config.token_file)
@@ -87,9 +90,11 @@ class App:
         config = self.config
         if load is None and config.engine_process:
             return RemoteEngine(
-                config.engine(), program, config.hang_seconds, config.log_format, forks, standby=config.standby
-            )
-        return LocalHost(load or ServedModel.load, config.engine(), self._compute, config.hang_seconds)
+                config.engine(), program, config.hang_seconds, config.log_format, forks, standby=config.standby,
+                watches_cache=self._kv_events is not None,
+            )  # fmt: skip
+        load, watches = load or ServedModel.load, self._kv_events is not None
+        return LocalHost(load, config.engine(), self._compute, config.hang_seconds, watches_cache=watches)
 
     async def run(self) -> int:
         """Serve until `stop` is called; return the exit code."""
@@ -114,10 +119,13 @@ class App:
         self._http = self._http_server()
         self.http_port = self._http.port
         tasks.create_task(self._http.run_until_stopped())
-        self._lag = tasks.create_task(watch_lag(self.metrics.loop_lag.observe, time.monotonic))
+        self._beside = [tasks.create_task(watch_lag(self.metrics.loop_lag.observe, time.monotonic))]
+        if self._kv_events is not None:
+            self._beside.append(tasks.create_task(self._kv_events.answer_replays()))
         model = await self._load_model()
         if model is not None:
             self.driver = self._make_driver(model)
+            self.metrics.requests.set_cache(model.engine.page_size, model.engine.total_pages)
             tasks.create_task(self.driver.run())
             await self._open()
 
@@ -137,6 +145,7 @@ class App:
             self.lifecycle,
             supervisor,
             ageing_seconds=config.ageing_seconds,
+            kv_events=self._kv_events,
         )
 
     def _http_server(self) -> HttpServer:
@@ -144,6 +153,7 @@ class App:
         exposition = Exposition(self.metrics.registry, model_name(config.target) if config.vllm_metrics else None)
         app = gateway(self.lifecycle, lambda: self.driver, exposition, config, self._callers)
         add_generation(app, self._admission, self._require_driver, self._slow, config.stall_seconds)
+        add_render(app, self._admission, self._require_driver, self._slow)
         return HttpServer(app, config)
 
     async def _open_grpc(self) -> None:
@@ -223,10 +233,13 @@ class App:
             await self._drain(self.driver)
         await self._grpc.stop(LAST_MESSAGES_SECONDS)
         self._http.stop()
-        self._lag.cancel()
+        for task in self._beside:
+            task.cancel()
         self._grammars.close()
         self._slow.close()
         await self.host.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().remove_signal_handler(number)

@@ -30,6 +30,7 @@ commands:
   check [MODEL] [--draft MODEL]   say whether and how this machine can serve a pair
   bench [MODEL] [--draft MODEL]   measure what speculation gains with a pair on this machine
   health [ADDRESS]                ask a server whether it serves; the exit code answers
+  verify [ADDRESS]                check that a running server's tokens depend on nothing but the request
   quantize MODEL OUT              save a model with int8 or int4 weights in the folder OUT
   version                         print the version
 
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "check": check,
         "bench": bench,
         "health": health,
+        "verify": verify,
         "quantize": quantize,
         "version": show_version,
     }
@@ -125,6 +127,19 @@ def health(arguments: list[str]) -> int:
         return 2
     print(answer)
     return 0 if serves else 1
+
+
+def verify(arguments: list[str]) -> int:
+    """Check that a running server's answers are equal whoever drafts; 0 if they are, else 1. No model is loaded."""
+    from server.commands.verify import CannotVerify, VerifyCommand
+
+    try:
+        text, is_equal = VerifyCommand.of(arguments).run(lambda stage: print(stage, file=sys.stderr))
+    except CannotVerify as error:
+        print(f"pilotfish verify: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0 if is_equal else 1
 
 
 def quantize(arguments: list[str]) -> int:

@@ -114,6 +114,17 @@ class ServerConfig(BaseSettings, EngineConfig):
     vllm_metrics: bool = Field(
         False, description="Export metrics under vLLM's names, too, for dashboards and autoscalers that know those."
     )
+    kv_events_endpoint: str | None = Field(
+        None,
+        description="Where to publish what the prefix cache holds, for routers that use vLLM's K/V events: "
+        "tcp://ADDRESS:PORT, for example tcp://*:5556 (extra kv-events). The events contain the tokens of prompts.",
+    )
+    kv_events_replay_endpoint: str | None = Field(
+        None, description="Where routers can ask for earlier K/V events again, for example tcp://*:5557."
+    )
+    kv_events_topic: str | None = Field(
+        None, description="Topic of the K/V events, kv@POD@MODEL; default the name of this machine and of the model."
+    )
     log_format: LogFormat = Field("auto", description="Form of the log; auto is text on a terminal, else json.")
 
     @model_validator(mode="before")
@@ -131,6 +142,15 @@ class ServerConfig(BaseSettings, EngineConfig):
             raise ValueError("TLS needs both tls_cert and tls_key, and tls_client_ca needs them too")
         if (self.max_requests_per_token or self.requests_per_second) and self.token_file is None:
             raise ValueError("max_requests_per_token and requests_per_second are of tokens; they need a token_file")
+        return self
+
+    @model_validator(mode="after")
+    def _events_can_be_published(self) -> Self:
+        for name in ("kv_events_replay_endpoint", "kv_events_topic"):
+            if getattr(self, name) is not None and self.kv_events_endpoint is None:
+                raise ValueError(f"{name} is of K/V events; they need a kv_events_endpoint")
+        if self.kv_events_endpoint is not None and not self.prefix_cache:
+            raise ValueError("kv_events_endpoint needs the prefix cache, whose changes are the events")
         return self
 
     @classmethod

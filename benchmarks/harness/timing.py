@@ -43,6 +43,7 @@ class Batch:
         salt: str | None = None,
         sampling: SamplingParams | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        prediction: tuple[int, ...] = (),
     ) -> None:
         self.seconds, self.num_tokens, self._now = 0.0, tokens, clock
         self._clock = Clock.of(len(prompts), lambda: self.seconds)
@@ -57,6 +58,7 @@ class Batch:
                     sampling=sampling,
                     speculation=speculation,
                     cache_salt=f"{salt}-{i}",
+                    prediction=prediction,
                 )
                 engine.add(request)
 

@@ -7,8 +7,8 @@
 set -eu
 
 case "$1" in
-    cpu) torch_index="${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" extras="" ;;
-    cuda) torch_index="${TORCH_INDEX-https://download.pytorch.org/whl/cu130}" extras="[tensor-parallel]" ;;
+    cpu) torch_index="${TORCH_INDEX-https://download.pytorch.org/whl/cpu}" extras="[kv-events]" ;;
+    cuda) torch_index="${TORCH_INDEX-https://download.pytorch.org/whl/cu130}" extras="[tensor-parallel,kv-events]" ;;
     *)
         echo "install.sh: '$1' is neither cpu nor cuda" >&2
         exit 2

@@ -43,6 +43,9 @@ WITHOUT_EFFECT = (
     "vllm_metrics",
     "reflection",
     "stall_seconds",
+    "kv_events_endpoint",
+    "kv_events_replay_endpoint",
+    "kv_events_topic",
 )
 
 

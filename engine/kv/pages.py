@@ -16,10 +16,20 @@ from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import count
+from typing import Any, NamedTuple
 
 from engine.types import KVCursor
 
 Key = tuple[Hashable, tuple[int, ...]]
+
+
+class CacheChange(NamedTuple):
+    """A page was entered into the prefix cache, or it was removed: then there are no `tokens`."""
+
+    number: int  # of the page in the prefix cache
+    before: int | None = None  # number of its predecessor; None: it holds the beginning of a text
+    salt: Any = None  # of a page without a predecessor
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +38,14 @@ class _CachedPage:
 
     number: int
     key: Key
+
+    def as_entered(self) -> CacheChange:
+        """The change that entered this page."""
+        before, tokens = self.key
+        if isinstance(before, int):
+            return CacheChange(self.number, before, tokens=tokens)
+        assert isinstance(before, tuple), "neither a number nor a salt"
+        return CacheChange(self.number, salt=before[1], tokens=tokens)
 
 
 class PagePool:
@@ -42,6 +60,7 @@ class PagePool:
         self._pages: dict[Key, int] = {}  # the prefix cache
         self._entries: dict[int, _CachedPage] = {}  # by page
         self._kept: OrderedDict[int, None] = OrderedDict()  # cached pages that no page table holds, oldest first
+        self._changes: list[CacheChange] | None = None  # of the prefix cache, not taken yet; None: nobody watches
 
     @property
     def num_free(self) -> int:
@@ -75,7 +94,7 @@ class PagePool:
         """Take a free page; the one after `previous` if it is free, so that most K/V of a sequence is contiguous."""
         if not self._free:
             oldest, _ = self._kept.popitem(last=False)
-            del self._pages[self._entries.pop(oldest).key]
+            self._remove(oldest)
             self._free.add(oldest)
         page = self._best_free(previous)
         self._free.remove(page)
@@ -132,18 +151,35 @@ class PagePool:
     def forget(self, cursor: KVCursor) -> None:
         """Remove these pages from the prefix cache, because their content cannot be trusted."""
         for page in cursor.page_table:
-            entry = self._entries.pop(page, None)
-            if entry is not None:
-                del self._pages[entry.key]
+            if page in self._entries:
+                self._remove(page)
         cursor.kv_len = 0
+
+    def watch(self) -> None:
+        """Keep the changes of the prefix cache from now on; the first ones enter the pages that are in it already."""
+        self._changes = [entry.as_entered() for entry in self._entries.values()]  # in the order of their numbers
+
+    def take_changes(self) -> tuple[CacheChange, ...]:
+        """The changes since the last call, in order; none where nobody watches."""
+        changes, self._changes = self._changes, None if self._changes is None else []
+        return tuple(changes or ())
 
     def _enter(self, key: Key, page: int) -> int:
         """Enter a page under `key` and return the number of the entry; an existing entry with this key stays."""
         known = self._pages.get(key)
         if known is None:
-            self._pages[key], self._entries[page] = page, _CachedPage(next(self._numbers), key)
+            entry = _CachedPage(next(self._numbers), key)
+            self._pages[key], self._entries[page] = page, entry
             known = page
+            if self._changes is not None:
+                self._changes.append(entry.as_entered())
         return self._entries[known].number
+
+    def _remove(self, page: int) -> None:
+        entry = self._entries.pop(page)
+        del self._pages[entry.key]
+        if self._changes is not None:
+            self._changes.append(CacheChange(entry.number))
 
     def _span(self, tokens: Seq[int], i: int) -> tuple[int, ...]:
         return tuple(tokens[i * self.page_size : (i + 1) * self.page_size])

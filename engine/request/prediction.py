@@ -71,7 +71,8 @@ class TextAlignment:
 
     def __init__(self, prediction: Prediction, most: int = MAX_PREDICTED_DRAFTS) -> None:
         self._prediction, self._text, self._most = prediction, prediction.tokens, most
-        self._is_predicted = bytearray()  # of each token of the output
+        self._is_predicted = bytearray()  # of each token of the output: whether the prediction has it
+        self._is_had = bytearray(len(self._text))  # of each token of the prediction: whether the output has it
         self._at: int | None = 0  # position of the next token; None: the output has left the prediction
         self._run = _CERTAIN  # tokens in a row that were as predicted
         self._anchor = 0  # where the output left the prediction, or where it is while that is certain
@@ -82,8 +83,8 @@ class TextAlignment:
 
     @property
     def num_had(self) -> int:
-        """Tokens of the prediction that the output has."""
-        return min(sum(self._is_predicted), len(self._text))
+        """Tokens of the prediction that the output has; where one repeats the other, none counts twice."""
+        return min(sum(self._is_predicted), sum(self._is_had))
 
     def follow(self, tokens: Sequence[int], prompt_len: int, most: int = _MOST_FOLLOWED) -> bool:
         """Take what is new of a sequence's tokens, up to `most`; return whether all of them were taken."""
@@ -140,7 +141,7 @@ class TextAlignment:
         if self._at is None:
             self._remember(at - length, self._since[:-length])
             self._run = 0
-        self._is_predicted[-length:] = b"\1" * length
+        self._is_predicted[-length:] = self._is_had[at - length : at] = b"\1" * length
         self._at, self._run = at, self._run + length
         if self._is_certain:
             self._anchor, self._since = at, []

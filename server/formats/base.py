@@ -143,11 +143,6 @@ class Scanner:
         rest = self._text[self._at : self._at + len(marker)]
         return None if marker.startswith(rest) and not self._is_over else False
 
-    def skip_space(self) -> bool:
-        """Drop leading white space; return whether other text has come, or no more will come."""
-        self.take_space()
-        return not self.is_waiting
-
     def take_space(self) -> str:
         """Take leading white space."""
         found = _SPACE.match(self._text, self._at)
@@ -321,12 +316,11 @@ class ChatFormat(ABC):
         """
         # A lexer that has read the beginning of a trigger as text does not go back: so text and trigger are one lexeme.
         is_token, trigger = self.trigger in self.special, self.literal(self.trigger)
-        free = "/(?s:.*)/" + ("" if unlike is None else rf" & ~/\s*{pattern(unlike)}(?s:.*)/")
+        others = "" if unlike is None else rf" & ~/\s*{pattern(unlike)}(?s:.*)/"
         return "\n".join([
             "auto: TEXT | before rest",
-            f"before: BEFORE {trigger}" if is_token else f"before[suffix={trigger}]: BEFORE",
-            f"TEXT: {free} & ~/(?s:.*){pattern(self.trigger)}(?s:.*)/",
-            f"BEFORE: {free}",
+            f"before: TEXT {trigger}" if is_token else f"before[suffix={trigger}]: TEXT",
+            f"TEXT: /(?s:.*)/{others}",
             self.rest(tools, several=several),
         ])  # fmt: skip
 

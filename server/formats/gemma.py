@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from server.formats.base import ChatFormat, Parser, ReasoningMarks, Tool, quoted
-from server.formats.gemma_schema import argument_rules
+from server.formats.schemas.gemma import argument_rules
 from server.formats.steps import CallParser, Steps
 
 GemmaVariant: TypeAlias = Literal["functiongemma", "gemma4"]
@@ -135,9 +135,7 @@ class _GemmaParser(CallParser):
             is_complete = yield from self._take_until(quote)
             name = json.dumps("".join(self._raw[first:-1]), ensure_ascii=False)
         elif (yield from self._sees('"')):
-            first = len(self._raw)
-            yield from self._ignored_value()
-            name = "".join(self._raw[first:])
+            name = yield from self._kept_value()
             is_complete = _is_json(name)
         else:
             return (yield from self._bare_key())
@@ -173,9 +171,7 @@ class _GemmaParser(CallParser):
 
     def _scalar(self) -> Steps[str | None]:
         """Take a number, a JSON string or one of the constants; return it as JSON, None if it is none."""
-        first = len(self._raw)
-        yield from self._ignored_value()
-        text = "".join(self._raw[first:])
+        text = yield from self._kept_value()
         text = _AS_JSON.get(text, text)
         return text if _is_json(text) else None
 

@@ -1,9 +1,9 @@
 """Calls of gpt-oss, whose answers are messages: each has a header with its channel and its recipient, and a body.
 
 `<|channel|>analysis<|message|>...<|end|>` is reasoning, `<|start|>assistant<|channel|>final<|message|>...` content. So
-is a message of the channel `commentary`, unless a function is its recipient, as in `<|start|>assistant<|channel|>commentary
-to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>`. The recipient may also stand before the channel. The
-prompt ends with `<|start|>assistant`.
+is a message of the channel `commentary`, unless a function is its recipient, which may also stand before the channel:
+`<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>`. The prompt ends
+with `<|start|>assistant`.
 """
 
 from __future__ import annotations

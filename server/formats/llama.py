@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from engine.text.guided import json_rule
 from server.formats.base import ChatFormat, Parser, Tool, arguments_rule, pattern, quoted
 from server.formats.steps import CallParser, Steps
 
@@ -26,31 +27,45 @@ class LlamaFormat(ChatFormat):
         return _LlamaParser(self, tools, (_TAG,), starts_in_reasoning=starts_in_reasoning)
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """As the chat templates write calls, with the name first."""
-        return "\n".join([
-            f"rest: call ({quoted(_SEPARATOR)} call)*" if several else "rest: call",
-            f"call: ({' | '.join(f'call_{i}' for i in range(len(tools)))}) \"}}\"",
-            *(f"call_{i}: {_head(tool)} {arguments_rule(tool)}" for i, tool in enumerate(tools)),
-        ])  # fmt: skip
+        """Calls as JSON, so that content of a JSON Schema may stand in their place: the lexer finds the same parts."""
+        objects = (json_rule(json.dumps(_object(f"tool:{i}", tool))) for i, tool in enumerate(tools))
+        return _calls(objects, several=several)
 
     def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
         """Calls with the tag before them, or without."""
         return f"calls: {self.literal(_TAG)}? rest\n{self.rest(tools, several=several)}"
 
     def auto(self, tools: Sequence[Tool], *, several: bool, unlike: str | None = None) -> str:
-        """A text that does not begin as a call does, or calls. After the tag there may be a call alone."""
-        names = "|".join(pattern(tool.name) for tool in tools)
-        like_calls = rf'\s*\{{\s*"name"\s*:\s*"({names})"'
+        """A text that is no object with the name of a function, or calls. After the tag there may be a call alone."""
+        names = "|".join(pattern(json.dumps(tool.name)) for tool in tools)
+        like_calls = rf'\s*\{{(?s:.*)"name"\s*:\s*({names})'
         others = "" if unlike is None else rf" & ~/\s*{pattern(unlike)}(?s:.*)/"
         return "\n".join([
-            "auto: TEXT | calls",
+            f"auto: TEXT | {self.literal(_TAG)}? rest",
             rf"TEXT: /(?s:.*)/ & ~/{like_calls}(?s:.*)/ & ~/(?s:.*){pattern(_TAG)}(?s:.*)/{others}",
-            self.calls(tools, several=several),
+            # A lexer that has read the beginning of a call as text does not go back: so it is one lexeme.
+            _calls((f'{_head(tool)} {arguments_rule(tool)} "}}"' for tool in tools), several=several),
         ])  # fmt: skip
 
 
 def _head(tool: Tool) -> str:
     return quoted(f'{{"name": {json.dumps(tool.name)}, "parameters": ')
+
+
+def _object(identifier: str, tool: Tool) -> dict[str, object]:
+    """The schema of a call. That of the arguments has an identifier, so that its references keep their meaning."""
+    parameters = {"$id": identifier, "type": "object"} | json.loads(tool.parameters)
+    properties = {"name": {"const": tool.name}, "parameters": parameters}
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def _calls(objects: Iterable[str], *, several: bool) -> str:
+    choices = [f"call_{i}: {matched}" for i, matched in enumerate(objects)]
+    return "\n".join([
+        f"rest: call ({quoted(_SEPARATOR)} call)*" if several else "rest: call",
+        f"call: {' | '.join(f'call_{i}' for i in range(len(choices)))}",
+        *choices,
+    ])  # fmt: skip
 
 
 class _LlamaParser(CallParser):

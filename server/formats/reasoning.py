@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from engine.errors import InvalidRequest
@@ -24,8 +24,8 @@ Step: TypeAlias = Callable[[], bool]  # reads some text; returns False to wait f
 class TextParser(Parser):
     """Reads reasoning at the beginning of the text, and then content. A subclass reads calls of functions.
 
-    A subclass reads a call in steps. It takes text with `_go`, `_accept` and `_skip_space`, which remember what they
-    took so that `_no_call` can make it content. What begins a call is forgotten at `_start_call`.
+    A subclass reads a call in steps. It takes text with `_accept` and `_skip_space`, which remember what they took
+    so that `_no_call` can make it content. What begins a call is forgotten at `_start_call`.
 
     Args:
         chat_format: whose marks and tokens the text has.
@@ -49,8 +49,6 @@ class TextParser(Parser):
         while self._step():
             pass
         if self._scanner.is_over:
-            if self._raw:
-                self._cut_call()
             self._add_content(self._text.end(keep=True))
         pieces, self._pieces = self._pieces, []
         return pieces
@@ -96,10 +94,6 @@ class TextParser(Parser):
         """A call may begin: `_step` becomes what reads it."""
         raise NotImplementedError
 
-    def _cut_call(self) -> None:
-        """The text has ended in a call that is perhaps none."""
-        self._no_call()
-
     def _accept(self, *markers: str) -> str | None:
         """Take that of `markers` with which the text goes on: "" if with none, None if more text has to come first."""
         marker = self._scanner.one_of(*markers)
@@ -111,24 +105,6 @@ class TextParser(Parser):
         self._raw.append(self._scanner.take_space())
         return not self._scanner.is_waiting
 
-    def _go(self, steps: Mapping[str, Step]) -> bool:
-        """Skip white space, take the text of a step and go on with that; there is no call if no such text follows."""
-        if not steps:
-            return self._no_call()
-        if not self._skip_space() or (found := self._accept(*steps)) is None or self._is_cut(*steps):
-            return False
-        if not found:
-            return self._no_call()
-        self._step = steps[found]
-        return True
-
-    def _is_cut(self, *markers: str) -> bool:
-        """Whether the text has ended where one of `markers` could have gone on; then take the rest of it."""
-        is_cut = self._scanner.is_cut(*markers)
-        if is_cut:
-            self._raw.append(self._scanner.take(max(map(len, markers))))
-        return is_cut
-
     def _start_call(self, name: str) -> None:
         """A call is certain: white space before it is no content."""
         self._text.end(keep=False)
@@ -139,13 +115,6 @@ class TextParser(Parser):
     def _add_arguments(self, text: str) -> None:
         if text:
             self._pieces.append(CallArguments(self._num_calls - 1, text))
-
-    def _close(self, marker: str) -> bool:
-        """A call has ended; `marker` may follow."""
-        if not self._skip_space() or self._accept(marker) is None:
-            return False
-        self._is_cut(marker)
-        return self._end_call()
 
     def _no_call(self) -> bool:
         """What was taken is no call but content, and so is what follows."""

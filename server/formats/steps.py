@@ -31,6 +31,8 @@ class CallParser(TextParser):
     ) -> None:
         super().__init__(chat_format, openings if tools else (), starts_in_reasoning=starts_in_reasoning)
         self._names = tuple(tool.name for tool in tools)
+        escapes = (True, False)
+        self._written = {json.dumps(name, ensure_ascii=escape): name for name in self._names for escape in escapes}
         self._steps: Steps[None] = self._run("")
 
     def _open(self, marker: str) -> None:
@@ -88,24 +90,31 @@ class CallParser(TextParser):
 
     def _json_call(self) -> Steps[bool]:
         """Read an object with the name and the arguments of a call; return whether all that was taken belongs to it."""
-        name = ""
-        if not (yield from self._expect("{")):
-            return False
+        name = early = mark = ""
+        yield from self._expect("{")
         while key := (yield from self._key()):
             if key == _NAME and not name:
-                name = (yield from self._expect(*map(json.dumps, self._names))).strip('"')
-            elif key in _ARGUMENTS and name and (yield from self._sees("{")):
-                self._start_call(name)
-                yield from self._json_arguments()
-                return (yield from self._rest_of_object())
+                written = yield from self._expect(*self._written)
+                name = self._written.get(written, "")
+                if name and early:
+                    self._start_call(name)
+                    self._add_arguments(early)
+                    return (yield from self._rest_of_object())
+            elif key in _ARGUMENTS and not early and (yield from self._sees("{")):
+                if name:
+                    self._start_call(name)
+                    yield from self._json_arguments()
+                    return (yield from self._rest_of_object())
+                early = yield from self._kept_value()
             elif key in _IGNORED:
-                yield from self._ignored_value()
+                yield from self._kept_value()
             else:
                 break
             yield from self._space()
-            if not (yield from self._expect(",")):
+            mark = yield from self._expect(",", "}")
+            if mark != ",":
                 break
-        return self._call_without_arguments(name)
+        return self._call_without_arguments(name, is_closed=mark == "}")
 
     def _key(self) -> Steps[str]:
         """Take the name of a member, and the colon; "" if it is none of a call's."""
@@ -116,16 +125,19 @@ class CallParser(TextParser):
         yield from self._space()
         return key if colon else ""
 
-    def _ignored_value(self) -> Steps[None]:
-        end = JsonEnd()
+    def _kept_value(self) -> Steps[str]:
+        """Take a JSON value."""
+        first, end = len(self._raw), JsonEnd()
         while text := (yield from self._value_part(end)):
             self._raw.append(text)
+        return "".join(self._raw[first:])
 
-    def _call_without_arguments(self, name: str) -> bool:
-        """What could not be read on is a call if the text has ended after its name."""
-        if not (name and self._scanner.is_over):
+    def _call_without_arguments(self, name: str, *, is_closed: bool = False) -> bool:
+        """What could not be read on is a call if the text has ended after its name, or the call without arguments."""
+        if not name or not (is_closed or self._scanner.is_over):
             return False
         self._start_call(name)
+        self._add_arguments("{}" if is_closed else "")
         return True
 
     def _rest_of_object(self) -> Steps[bool]:
@@ -138,4 +150,4 @@ class CallParser(TextParser):
                 return True
             if not mark or (yield from self._key()) not in _IGNORED:
                 return False
-            yield from self._ignored_value()
+            yield from self._kept_value()

@@ -7,15 +7,14 @@ in which the value ends there. What comes of a value that is cut off is passed o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from server.formats.base import ChatFormat, Parser, Tool, quoted
-from server.formats.reasoning import Step, TextParser
-from server.formats.value_rules import ValueEnd, value_rules
-from server.formats.values import STRING, Parameters
+from server.formats.schemas.value_rules import ValueEnd, ValueRules
+from server.formats.schemas.values import STRING, Parameters
+from server.formats.steps import CallParser, Steps
 
 # What a schema may say of all arguments together. They are written one by one, so this cannot be held.
 _UNWRITABLE = (
@@ -59,167 +58,135 @@ class TaggedFormat(ChatFormat):
 
     def parser(self, tools: Sequence[Tool], *, starts_in_reasoning: bool = False) -> Parser:
         """Make a parser of one output."""
-        if not tools:
-            return TextParser(self, starts_in_reasoning=starts_in_reasoning)
         return _TaggedParser(self, tools, starts_in_reasoning=starts_in_reasoning)
 
     def rest(self, tools: Sequence[Tool], *, several: bool) -> str:
         """As the chat templates write calls: parameters in the order of the schema."""
         calls = [f"call_{i}" for i in range(len(tools))]
         begin, before_name = self.literal(self.tags.begin), "line " if self.tags.name[0] else ""
+        values = ValueRules(self._value_end())
         return "\n".join([
             f"rest: function (line {begin} function)*" if several else "rest: function",
             f"function: {before_name}({' | '.join(calls)}) {self._lark(self.tags.end[1])}",
             f"line: {self.tags.line}",
-            *(rule for call, tool in zip(calls, tools, strict=True) for rule in self._call_rules(call, tool)),
+            *(f"{call}: {self._call(tool, values)}" for call, tool in zip(calls, tools, strict=True)),
+            *values.rules,
         ])  # fmt: skip
 
-    def _call_rules(self, rule: str, tool: Tool) -> Iterator[str]:
+    def _value_end(self) -> ValueEnd:
+        mark = self.tags.value[1]
+        return ValueEnd(
+            line_break=self._line_break,
+            mark=mark,
+            token=self.literal(mark) if mark in self.special else None,
+            followers=self.tags.after_value,
+        )
+
+    def _call(self, tool: Tool, values: ValueRules) -> str:
+        """A call from the name of the function to the end of its parameters, in Lark."""
         parameters, tags = Parameters(tool), self.tags
         schema = parameters.schema
         if found := next((key for key in _UNWRITABLE if key in schema), None):
             parameters.refuse(f"has {found}")
-        names = dict.fromkeys([*schema.get("properties", {}), *schema.get("required", ())])
-        parts = [f"{rule}_{i}{'' if name in schema.get('required', ()) else '?'}" for i, name in enumerate(names)]
+        required = schema.get("required", ())
+        parts = [self._lark(tags.name[0]), quoted(tool.name), self._lark(tags.name[1]), "line"]
+        parts += [
+            f"({self._parameter(parameters, name, values)}){'' if name in required else '?'}"
+            for name in dict.fromkeys([*schema.get("properties", {}), *required])
+        ]
         if "properties" not in schema and schema.get("additionalProperties") is not False:
-            parts.append(f"{rule}_any*")
-            yield from self._parameter_rules(parameters, None, f"{rule}_any")
-        head = f"{self._lark(tags.name[0])} {quoted(tool.name)} {self._lark(tags.name[1])}"
-        tail = f"{self._lark(tags.end[0])} line" if tags.end[0] else ""
-        yield f"{rule}: {head} line {' '.join(parts)} {tail}"
-        for i, name in enumerate(names):
-            yield from self._parameter_rules(parameters, name, f"{rule}_{i}")
+            parts.append(f"({self._parameter(parameters, None, values)})*")
+        return " ".join([*parts, f"{self._lark(tags.end[0])} line" if tags.end[0] else ""])
 
-    def _parameter_rules(self, parameters: Parameters, name: str | None, rule: str) -> Iterator[str]:
-        """Rules of a parameter; with None of one that has any name."""
+    def _parameter(self, parameters: Parameters, name: str | None, values: ValueRules) -> str:
+        """A parameter in Lark; with None one that has any name."""
         tags = self.tags
         if name is not None and (tags.key[1] in name or name != name.strip()):
             parameters.refuse(f"has a parameter named {name!r}")
         key = quoted(name) if name is not None else r"/[^<>\s]+/"
         before = f"line {self._lark(tags.value[0])}" if tags.value[0] else ""
-        line_break = "\n" if tags.is_indented else ""
-        end = ValueEnd(
-            line_break=line_break,
-            mark=tags.value[1],
-            token=self._lark(tags.value[1]) if tags.value[1] in self.special else None,
-            followers=tags.after_value,
-        )
-        yield (
-            f"{rule}: {self._lark(tags.key[0])} {key} {self._lark(tags.key[1])} {before}"
-            f" {self._lark(line_break)} {rule}_value line"
-        )
-        yield from value_rules(parameters, name or "", f"{rule}_value", end)
+        value = f"{self._lark(self._line_break)} {values.name(parameters, name or '')}"
+        return f"{self._lark(tags.key[0])} {key} {self._lark(tags.key[1])} {before} {value} line"
+
+    @property
+    def _line_break(self) -> str:
+        return "\n" if self.tags.is_indented else ""
 
     def _lark(self, marker: str) -> str:
         return self.literal(marker) if marker else ""
 
 
-class _TaggedParser(TextParser):
+class _TaggedParser(CallParser):
     """Reads a call tag by tag. The value of a parameter that is always a string is passed on as it comes."""
 
     def __init__(self, chat_format: TaggedFormat, tools: Sequence[Tool], *, starts_in_reasoning: bool) -> None:
-        self._tags = chat_format.tags
-        super().__init__(chat_format, (self._tags.begin,), starts_in_reasoning=starts_in_reasoning)
-        end = self._tags.name[1]
-        self._names: dict[str, Step] = {f"{tool.name}{end}": partial(self._take_name, tool) for tool in tools}
-        self._tool: Tool | None = None
-        self._has_started, self._separator = False, "{"  # what stands before the next parameter
-        self._key: list[str] = []
+        self._tags = tags = chat_format.tags
+        super().__init__(chat_format, tools, (tags.begin,), starts_in_reasoning=starts_in_reasoning)
+        self._tools = {f"{tool.name}{tags.name[1]}": tool for tool in tools}
 
-    # From the beginning of a call to its first parameter
-
-    def _open(self, marker: str) -> None:
-        self._tool, self._has_started, self._separator = None, False, "{"
-        self._step = self._begin_name
-
-    def _begin_name(self) -> bool:
-        before = self._tags.name[0]
-        return self._go({before: self._read_name}) if before else self._read_name()
-
-    def _read_name(self) -> bool:
-        return self._go(self._names)
-
-    def _take_name(self, tool: Tool) -> bool:
-        self._tool, self._step = tool, self._read_tag
-        return True
-
-    def _cut_call(self) -> None:
-        if self._tool is None:
-            self._no_call()
-        elif not self._has_started:
-            self._start_call(self._tool.name)
-
-    def _read_tag(self) -> bool:
-        return self._go(self._steps())
-
-    def _steps(self) -> dict[str, Step]:
-        between, last = self._tags.end
-        steps: dict[str, Step] = {self._tags.key[0]: self._begin_key, last: self._end_both}
-        return steps | ({between: self._end_arguments} if between else {})
-
-    def _start(self) -> None:
-        if not self._has_started:
-            assert self._tool is not None, "a call without a name"
-            self._has_started, self._parameters = True, Parameters(self._tool)
-            self._start_call(self._tool.name)
-        self._raw = []
-
-    # A parameter
-
-    def _begin_key(self) -> bool:
-        self._start()
-        self._key, self._step = [], self._read_key
-        return True
-
-    def _read_key(self) -> bool:
-        text, marker = self._scanner.until(self._tags.key[1])
-        self._key.append(text)
-        if marker is None:
+    def _call(self, marker: str) -> Steps[bool]:
+        before_name = self._tags.name[0]
+        if before_name and not (yield from self._next(before_name)):
             return False
-        self._step = self._begin_value if not self._tags.value[0] else self._read_value_tag
-        return True
-
-    def _read_value_tag(self) -> bool:
-        return self._go({self._tags.value[0]: self._begin_value})
-
-    def _begin_value(self) -> bool:
-        name = "".join(self._key)
-        self._value = _Value(self._parameters, name, self._separator, is_indented=self._tags.is_indented)
-        self._separator, self._raw, self._step = ", ", [], self._read_value
-        self._add_arguments(self._value.begin())
-        return True
-
-    def _read_value(self) -> bool:
-        text, marker = self._scanner.until(self._tags.value[1])
-        self._add_arguments(self._value.add(text))
-        if marker is not None:
-            self._raw, self._step = [marker], self._end_value
-        return marker is not None
-
-    def _end_value(self) -> bool:
-        """Read on: the mark ends the value before another tag or the end of the text; else it is part of the value."""
-        if not self._skip_space() or (found := self._accept(*self._steps())) is None:
+        name = yield from self._next(*self._tools)
+        may_go_on = self._scanner.is_over and any(other.startswith(name) for other in self._tools if other != name)
+        if not name or may_go_on:
             return False
-        if found or self._is_cut(*self._steps()):
-            self._add_arguments(self._value.end())
-            self._step = self._steps().get(found, self._content)
-        else:
-            self._add_arguments(self._value.add("".join(self._raw)))
-            self._step = self._read_value
+        tag = yield from self._next(*self._tags.after_value)
+        if not (tag or self._scanner.is_cut(*self._tags.after_value)):
+            return False
+        self._start_call(self._tools[name].name)
+        return (yield from self._parameters(Parameters(self._tools[name]), tag))
+
+    def _parameters(self, parameters: Parameters, tag: str) -> Steps[bool]:
+        """Read from the first tag to the end of the call."""
+        separator = "{"
+        while tag == self._tags.key[0]:
+            name = yield from self._key_text()
+            before_value = self._tags.value[0]
+            if before_value and not (yield from self._next(before_value)):
+                return False
+            tag = yield from self._value(_Value(parameters, name, separator, is_indented=self._tags.is_indented))
+            separator = ", "
+        if tag:
+            self._add_arguments("{}" if separator == "{" else "}")
+        if tag == self._tags.end[0]:
+            yield from self._next(self._tags.end[1])
+        return bool(tag)
+
+    def _next(self, *tags: str) -> Steps[str]:
+        """Take that of `tags` which comes after white space; "" if there is none."""
+        yield from self._space()
+        return (yield from self._expect(*tags))
+
+    def _key_text(self) -> Steps[str]:
+        """Take the name of a parameter and the tag behind it."""
+        parts, mark = [], None
+        while mark is None:
+            text, mark = self._scanner.until(self._tags.key[1])
+            parts.append(text)
+            if mark is None:
+                yield
+        return "".join(parts)
+
+    def _value(self, value: _Value) -> Steps[str]:
+        """Take a value and the tag that follows its end, which is no end if no such tag follows."""
         self._raw = []
-        return True
-
-    # The end of a call
-
-    def _end_arguments(self) -> bool:
-        self._start()
-        self._add_arguments("{}" if self._separator == "{" else "}")
-        self._step = lambda: self._close(self._tags.end[1])
-        return True
-
-    def _end_both(self) -> bool:
-        self._end_arguments()
-        return self._end_call()
+        self._add_arguments(value.begin())
+        while True:
+            text, mark = self._scanner.until(self._tags.value[1])
+            if mark is None and self._scanner.is_over:
+                return ""  # nothing is left but what may begin the mark
+            self._add_arguments(value.add(text))
+            if mark is None:
+                yield
+                continue
+            self._raw = [mark]
+            tag = yield from self._next(*self._tags.after_value)
+            if tag or self._scanner.is_cut(*self._tags.after_value):
+                self._add_arguments(value.end())
+                return tag
+            self._add_arguments(value.add("".join(self._raw)))
 
 
 class _Value:

@@ -21,6 +21,7 @@ VLLM_NAMES = MappingProxyType(
         "pilotfish_requests_running": "vllm:num_requests_running",
         "pilotfish_requests_waiting": "vllm:num_requests_waiting",
         "pilotfish_kv_usage_ratio": "vllm:kv_cache_usage_perc",  # in vLLM it is also a share from 0 to 1
+        "pilotfish_cache_config_info": "vllm:cache_config_info",
         "pilotfish_prefix_cache_queries": "vllm:prefix_cache_queries",
         "pilotfish_prefix_cache_hits": "vllm:prefix_cache_hits",
         "pilotfish_preemptions": "vllm:num_preemptions",

@@ -107,7 +107,13 @@ class _Compiling:
 class EngineServer:
     """Executes orders of the front ends on the engine, and reports the results."""
 
-    def __init__(self, link: Link, engine: Engine, compile_grammar: CompileGrammar | None, beat_seconds: float) -> None:
+    def __init__(
+        self, link: Link, engine: Engine, compile_grammar: CompileGrammar | None, beat_seconds: float,
+        *, watches_cache: bool = False,
+    ) -> None:  # fmt: skip
+        self._watches_cache = watches_cache
+        if watches_cache:
+            engine.pages.watch()
         self._link, self._engine, self._compile = link, engine, compile_grammar
         self._beat_seconds, self._spoke = beat_seconds, time.monotonic()
         self._order = 0  # number of the last order that was executed
@@ -244,7 +250,8 @@ class EngineServer:
             if event.prompt_logprobs:
                 self._send(wire.StepReport((event,), None, self._load()))
         rest = tuple(event for event in events if not event.prompt_logprobs)
-        self._send(wire.StepReport(rest, stats, self._load()))
+        changes = self._engine.pages.take_changes() if self._watches_cache else ()
+        self._send(wire.StepReport(rest, stats, self._load(), changes))
 
     def _send(self, message: wire.StepReport | wire.Beat) -> None:
         self._lead += isinstance(message, wire.StepReport)
@@ -295,7 +302,8 @@ def serve(link: Link, load: LoadEngine) -> None:
     engine = cast("Engine", model.engine)  # a model that was loaded here has its engine in this process
     freeze_loaded()
     link.send(ready(model, engine, verdicts.found))
-    EngineServer(link, engine, model.compile_grammar, start.beat_seconds).run()
+    compiler, beat = model.compile_grammar, start.beat_seconds
+    EngineServer(link, engine, compiler, beat, watches_cache=start.watches_cache).run()
 
 
 class LoadEngine(Protocol):

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.config import EngineConfig
+from engine.kv.pages import CacheChange
 from engine.stats import StepStats
 from engine.types import FinishReason, Request, TokenEvent
 from server.errors import EngineGone, EngineHung
@@ -28,6 +29,7 @@ class TurnOutput:
 
     events: tuple[TokenEvent, ...]
     stats: StepStats | None
+    cache_changes: tuple[CacheChange, ...] = ()  # of the prefix cache, if they are watched
 
 
 class Host(Protocol):
@@ -77,8 +79,11 @@ class Host(Protocol):
 class LocalHost:
     """An engine that steps on one worker thread. All other changes of the engine happen between two steps."""
 
-    def __init__(self, load: Load, config: EngineConfig, compute: Executor, hang_seconds: float | None = None) -> None:
-        self.is_hung = False
+    def __init__(
+        self, load: Load, config: EngineConfig, compute: Executor, hang_seconds: float | None = None,
+        *, watches_cache: bool = False,
+    ) -> None:  # fmt: skip
+        self.is_hung, self._watches_cache = False, watches_cache
         self._load, self._config = load, config
         self._compute, self._hang_seconds = compute, hang_seconds
         self._ended: list[TokenEvent] = []  # events of ordered ends, not yet returned by a turn
@@ -100,6 +105,7 @@ class LocalHost:
         loading = partial(self._load, self._config, progress)
         model = await asyncio.get_running_loop().run_in_executor(self._compute, loading)
         self._loaded = cast("Engine", model.engine)  # a model that was loaded here has its engine in this process
+        self._watch()
         return model
 
     def add(self, request: Request) -> None:
@@ -136,7 +142,13 @@ class LocalHost:
             )  # retrieve the outcome, which is not needed any more
             raise EngineHung(f"a step has taken more than {self._hang_seconds:g} seconds")
         output = step.result()
-        return TurnOutput(output.events, output.stats)
+        changes = self.engine.pages.take_changes() if self._watches_cache else ()
+        return TurnOutput(output.events, output.stats, changes)
+
+    def _watch(self) -> None:
+        """Let the next steps' outputs contain all that is cached, and its changes."""
+        if self._watches_cache:
+            self.engine.pages.watch()
 
     async def restart(self) -> None:
         """End every request and test the engine in place, with the same weights and pages."""
@@ -147,6 +159,7 @@ class LocalHost:
             await asyncio.get_running_loop().run_in_executor(self._compute, self.engine.recover)
         except Exception as error:
             raise EngineGone("it does not work any more, with nothing to do but a trial") from error
+        self._watch()
 
     async def close(self) -> None:
         """Do nothing: the caller owns the compute thread."""

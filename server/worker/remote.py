@@ -64,16 +64,17 @@ class RemoteEngine:
 
     def __init__(
         self, config: EngineConfig, program: EngineProgram, hang_seconds: float, log_format: LogFormat = "text",
-        forks: ForkServer | None = None, *, standby: bool = False,
+        forks: ForkServer | None = None, *, standby: bool = False, watches_cache: bool = False,
     ) -> None:  # fmt: skip
         """`forks` runs already and forks `program`; without it, `start` starts a fork server.
 
-        With `standby` a second engine is loaded, and takes over when the first is lost.
+        With `standby` a second engine is loaded, and takes over when the first is lost. With `watches_cache` outputs
+        contain the changes of the prefix cache.
         """
         self.config = config
         self._program, self._hang_seconds, self._log_format = program, hang_seconds, log_format
         self._limit = wire.most_bytes(config)
-        self._forks, self._has_standby = forks, standby
+        self._forks, self._has_standby, self._watches_cache = forks, standby, watches_cache
         self._worker: Worker | None = None
         self._standby: Standby | None = None
         self._load_seconds = 0.0  # that another engine may take, besides `hang_seconds`
@@ -125,7 +126,8 @@ class RemoteEngine:
         try:
             beat = beat_seconds(self._hang_seconds)
             verdicts = self._facts.verdicts if is_successor else ()
-            start = wire.Start(self.config.model_dump_json(), self._log_format, beat, is_successor, verdicts)
+            config, watches = self.config.model_dump_json(), self._watches_cache
+            start = wire.Start(config, self._log_format, beat, is_successor, verdicts, watches)
             await worker.connect(start)
             limit = self._hang_seconds + self._load_seconds if is_successor else None
             return worker, await worker.ready(self._hang_seconds, limit)
@@ -164,7 +166,8 @@ class RemoteEngine:
             worker.send(wire.Taken())
             output = worker.outputs.popleft()
             read = [(event, self._reader(event)) for event in output.events]
-            return TurnOutput(tuple(event.named(name) for event, name in read if name is not None), output.stats)
+            events = tuple(event.named(name) for event, name in read if name is not None)
+            return TurnOutput(events, output.stats, output.cache_changes)
         if worker.loss is not None:
             raise await worker.cause()
         return None
@@ -294,6 +297,11 @@ class RemoteEngine:
     def num_waiting(self) -> int:
         """The last reported value."""
         return self._load.num_waiting
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page of the target's arena."""
+        return self._facts.page_size
 
     @property
     def total_pages(self) -> int:

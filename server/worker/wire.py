@@ -13,6 +13,7 @@ import msgspec
 
 from engine.config import Bounds
 from engine.errors import PilotfishError
+from engine.kv.pages import CacheChange
 from engine.stats import StepStats
 from engine.types import FinishedOutput, FinishReason, Logprob, Request, TokenEvent
 from server.config import LogFormat
@@ -45,6 +46,7 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
         beat_seconds: most seconds between two messages from the engine once it is ready and no step runs.
         is_successor: an engine with this configuration ran here before, so this one calibrates nothing at load.
         verdicts: the outcomes of the tests of that engine's load.
+        watches_cache: the reports contain the changes of the prefix cache.
     """
 
     config: str
@@ -52,6 +54,7 @@ class Start(msgspec.Struct, tag=True, array_like=True, frozen=True):
     beat_seconds: float
     is_successor: bool = False
     verdicts: tuple[bool, ...] = ()
+    watches_cache: bool = False
 
 
 class Add(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -187,6 +190,7 @@ class StepReport(msgspec.Struct, tag=True, array_like=True, frozen=True):
     events: tuple[Event, ...]
     stats: StepStats | None
     load: LoadReport
+    cache_changes: tuple[CacheChange, ...] = ()
 
 
 class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):

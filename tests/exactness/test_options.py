@@ -11,16 +11,22 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
+from functools import cache
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from engine.control.controller import FixedK, within
 from engine.engine import Engine
 from engine.llm import LLM, CompletionOutput
-from engine.params import Guided, SamplingParams, SpeculationMode
+from engine.params import Guided, SamplingParams, SpeculationMode, ThinkingBudget
 from engine.types import Request, Sequence
+from server.formats.base import ReasoningMarks, Tool
+from server.formats.hermes import HermesFormat
+from server.formats.structure import Answer, structure_of
 from tests.sameness import (
     PROMPTS,
     PROPOSERS,
@@ -68,6 +74,7 @@ ALONE = {
     "regex": SamplingParams(guided=Guided(regex="(ab|cd)+ [0-9]{3}"), temperature=1.0, seed=9),
     "grammar": SamplingParams(guided=Guided(grammar='start: "(" start ")" | /[xyz]+/'), temperature=1.0, seed=10),
     "choice": SamplingParams(guided=Guided(choice=("yes", "yesterday", "no", "not at all"))),
+    "thinking": SamplingParams(guided=Guided(thinking=ThinkingBudget(max_tokens=4, end="</t>")), seed=11),
 }
 
 
@@ -119,6 +126,148 @@ def test_each_condition(condition: str, proposer: str) -> None:
         for ours, (prompt, params) in zip(got, REQUESTS, strict=False):
             assert_same(ours, random_pair().plain(prompt, params)[0])
     engine.engine.check_invariants()
+
+
+THINK, BUDGET = ReasoningMarks("<t>", "</t>"), 4
+ARGUMENTS = '{"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": false}'
+TOOLS = (Tool("f", parameters=ARGUMENTS, strict=True), Tool("g"))
+ANSWERS = {
+    "tools, required": Answer(tools=TOOLS[:1], must_call=True),
+    "tools, one call": Answer(tools=TOOLS[:1], must_call=True, several=False, starts_in_reasoning=True, thinking_budget=2),
+    "tools, strict": Answer(tools=TOOLS),
+    "reasoning": Answer(starts_in_reasoning=True, thinking_budget=BUDGET),
+    "reasoning, then a schema": Answer(content=Guided(json_schema=SCHEMA), starts_in_reasoning=True, thinking_budget=BUDGET),
+    "reasoning or none, then a choice": Answer(content=Guided(choice=("yes", "no")), thinking_budget=BUDGET),
+}
+
+
+@pytest.mark.feature
+@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_each_answer_of_a_conversation(answer: str, proposer: str) -> None:
+    """Tools and reasoning; by turns with pages to spare and without."""
+    guided = structure_of(ANSWERS[answer], HermesFormat({}, THINK))
+    starved = (list(ANSWERS).index(answer) + PROPOSERS.index(proposer)) % 2 == 0
+    engine = llm(proposer, plenty=not starved, prefix_cache=not starved)
+    sampling = SamplingParams(guided=guided, temperature=1.0, seed=12, max_tokens=40, logprobs=1)
+    assert_speculation_changes_nothing(random_pair(), engine, sampling, proposer, 4 if starved else 8)
+
+
+def edited(tokens: Seq[int]) -> list[int]:
+    return [*tokens[:5], 7, 8, *tokens[6:]]
+
+
+PREDICTIONS: dict[str, Callable[[Seq[int]], Seq[int]]] = {
+    "right": list,
+    "edited": edited,
+    "wrong": lambda tokens: [(token + 1) % 2048 for token in tokens],
+    "of something else": lambda tokens: range(500, 500 + len(tokens)),
+}
+
+
+@pytest.mark.feature
+@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+def test_each_prediction(prediction: str, proposer: str) -> None:
+    """The same requests with what the caller expects, greedy and sampled, with penalties and log-probabilities."""
+    engine = llm(proposer, plenty=True, prefix_cache=True)
+    for prompt, params in REQUESTS:
+        (want,) = random_pair().plain(prompt, params)
+        expected = PREDICTIONS[prediction](want.token_ids)
+        for how in (asking(proposer, 4), replace(asking(proposer, 8), mode=SpeculationMode.AUTO)):
+            (got,) = engine.generate(prompt, params, speculation=how, prediction=expected)
+            assert_same(got, want)
+            assert prediction != "right" or got.accepted_prediction_tokens == len(want.token_ids)
+    engine.engine.check_invariants()
+
+
+WHOLE, CHUNKED = {"max_batch_tokens": 256}, {"max_batch_tokens": 5, "max_batch_size": 4}
+CROSSED = {
+    "whole prompt": WHOLE | {"prefix_cache": False},
+    "whole prompt, cold cache": WHOLE,
+    "whole prompt, warm cache": WHOLE,
+    "chunked prefill": CHUNKED | {"prefix_cache": False},
+    "chunked prefill, cold cache": CHUNKED,
+    "chunked prefill, warm cache": CHUNKED,
+    "chunked prefill, preemption": CHUNKED | {"prefix_cache": False, "pages": 18},
+    "chunked prefill, preemption, warm cache": CHUNKED | {"pages": 18},
+}
+
+
+@pytest.mark.feature
+@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("crossing", CROSSED)
+def test_prompt_logprobs_crossed(crossing: str, proposer: str) -> None:
+    """Those of one pass over the whole prompt by transformers, also of a request for several outputs."""
+    engine, asked = random_pair().llm(proposer, **CROSSED[crossing]), asking(proposer, 4)
+    prompts, params = [prompt for prompt, _ in SCORED], [params for _, params in SCORED]
+    salt = f"{crossing} {proposer}"  # what the engine has cached for other tests is cold for this one
+    if "warm" in crossing:
+        engine.generate(prompts, SamplingParams(max_tokens=9), speculation=asked, cache_salt=salt)
+    got = engine.generate(prompts, params, speculation=asked, cache_salt=salt)
+    want = [(prompt, done) for prompt, sampling in SCORED for done in random_pair().plain(prompt, sampling)]
+    for ours, (prompt, theirs) in zip(got, want, strict=True):
+        assert_same(ours, theirs)
+        if not ours.index:
+            assert_scores_are_those_of_one_pass(ours, prompt)
+    engine.engine.check_invariants()
+
+
+SCORED = [
+    (PROMPTS[0], SamplingParams(max_tokens=12, prompt_logprobs=2, logprobs=1, seed=0)),
+    (PROMPTS[1], SamplingParams(max_tokens=12, prompt_logprobs=0, temperature=1.0, seed=1, n=3)),
+    (PROMPTS[3], SamplingParams(max_tokens=12, prompt_logprobs=1, temperature=0.8, seed=2)),
+    (PROMPTS[0] * 2, SamplingParams(max_tokens=12, prompt_logprobs=3, temperature=1.2, top_k=20, seed=3, n=2)),
+]
+
+
+def assert_scores_are_those_of_one_pass(done: CompletionOutput, prompt: str) -> None:
+    tokens, (first, *scores) = codec().encode(prompt), done.prompt_logprobs or [None]
+    assert first is None
+    for i, (score, law) in enumerate(zip(scores, one_pass(tokens), strict=True), 1):
+        assert score.logprob == pytest.approx(float(law[tokens[i]]), abs=1e-4)
+        best = law.topk(len(score.top)).values.tolist()
+        assert [candidate.logprob for candidate in score.top] == pytest.approx(best, abs=1e-4)
+
+
+@cache
+def one_pass(tokens: tuple[int, ...]) -> torch.Tensor:
+    """What transformers says of each token but the first."""
+    target = random_pair(as_served=False).target
+    model = AutoModelForCausalLM.from_config(target.config, attn_implementation="eager").eval()
+    model.load_state_dict(target.state_dict())
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+
+
+PREFILLS = {"whole prompt": WHOLE, "chunked prefill": CHUNKED}
+TURNS = [f"{turn}, {prefill}" for turn in ("repeat", "next turn") for prefill in PREFILLS]
+
+
+@pytest.mark.feature
+@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("turn", TURNS)
+def test_prefix_cache_crossed(turn: str, proposer: str) -> None:
+    """Repeats of a prompt, and prompts that go on where an output ended: no draft changes them, or costs a hit."""
+    again, prefill = turn.split(", ")
+    engine = embedded_pair().llm(proposer, **PREFILLS[prefill])
+    hits: list[list[int]] = []
+    for i, name in enumerate(("none", proposer)):
+        hits.append([])
+        for prompt in PROMPTS[::3]:
+            for _ in range(3):
+                done = embedded_pair().plain(prompt, TURN)[0]
+                salt = f"{turn} {proposer} {i}"
+                [got] = engine.generate(prompt, TURN, speculation=asking(name, 4), cache_salt=salt)
+                assert_same(got, done)
+                hits[-1].append(got.cached_prompt_tokens)
+                prompt += (done.text or "") if again == "next turn" else ""
+    assert hits[0] == hits[1]
+    assert sum(hits[0]) > 0
+    engine.engine.check_invariants()
+
+
+TURN = SamplingParams(max_tokens=18, seed=5)
 
 
 class AnyK(FixedK):
@@ -250,6 +399,7 @@ def test_the_starved_engine_preempts_and_the_cache_is_hit() -> None:
     starved = llm("model", plenty=False, prefix_cache=False).engine
     warm = llm("model", plenty=True, prefix_cache=True)
     assert _count(starved, "preempted") > 0
+    assert _count(random_pair().llm("none", **CROSSED["chunked prefill, preemption"]).engine, "preempted") > 0
     warm.generate(PROMPTS[0])
     [again] = warm.generate(PROMPTS[0])
     assert again.cached_prompt_tokens > 0

@@ -61,13 +61,9 @@ MADE = {
     "deepseek-v3.1": lambda ids: DeepSeekFormat(ids, THINK, variant="v3.1"),
     "harmony": lambda ids: HarmonyFormat(ids),
 }
-SPECIAL = (
-    "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]",
-    "<start_function_call>", "<end_function_call>", "<escape>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>",
-    "<channel|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>",
-    "<|call|>",
-)  # fmt: skip
+OF_TOKENS = [name for name in MADE if name not in ("hermes", "qwen_coder", "glm")]
+MARKS = ("[THINK]", "[/THINK]", "<|channel>", "<channel|>")
+SPECIAL = tuple(dict.fromkeys([*MARKS, *(marker for name in OF_TOKENS for marker in MADE[name]({}).markers)]))
 PROPOSERS = ("ngram", "suffix", "model", "self", "medusa", "eagle", "auto")
 PROMPT = "import json\n\nprint(json.dumps(value)) # -> "
 BUDGET, MOST = 6, 220
@@ -124,12 +120,16 @@ def cases():
     names = [*MADE]
     for number in range(len(SCHEMAS)):
         name = names[number % len(names)]
-        yield name, number, Answer(
-            tools=(tool_of(number), OTHER),
-            must_call=True,
-            several=number % 3 == 0,
-            starts_in_reasoning=number % 2 == 0 and formats()[name].reasoning is not None and name != "harmony",
-            thinking_budget=BUDGET if formats()[name].reasoning is not None else None,
+        yield (
+            name,
+            number,
+            Answer(
+                tools=(tool_of(number), OTHER),
+                must_call=True,
+                several=number % 3 == 0,
+                starts_in_reasoning=number % 2 == 0 and formats()[name].reasoning is not None and name != "harmony",
+                thinking_budget=BUDGET if formats()[name].reasoning is not None else None,
+            ),
         )
 
 
@@ -246,8 +246,11 @@ CONTENTS = (
 
 @pytest.mark.parametrize("name", MADE)
 def test_a_structure_begins_where_reasoning_ends(name):
-    """vllm#46118 and #36138 (a structure is lost when reasoning ends inside of drafts), vllm#50188 (repeats of a request
-    with a cached prefix are other ones): plain, drafted, predicted, and all of it again."""
+    """Plain, drafted, predicted, and all of it again.
+
+    vllm#46118 and #36138: a structure is lost when reasoning ends inside of drafts. vllm#50188: repeats of a request
+    whose prefix is cached are other ones.
+    """
     chat_format = formats()[name]
     for content in CONTENTS:
         answer = Answer(

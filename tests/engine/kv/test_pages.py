@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.kv.pages import PagePool
+from engine.kv.pages import CacheChange, PagePool
 from engine.types import KVCursor
 
 PAGE = 2
@@ -21,6 +21,8 @@ class Arena(RuleBasedStateMachine):
         self.pool = PagePool(9, PAGE, run=4, prefix_cache=True)
         self.rows: dict[int, tuple[str | None, tuple[int, ...]]] = {}  # row -> salt, tokens up to and with its own
         self.live: list[tuple[KVCursor, list[int], str | None]] = []
+        self.pool.watch()
+        self.told: dict[int, CacheChange] = {}  # what the changes say is cached
 
     @precondition(lambda self: len(self.live) < 3)
     @rule(tokens=TEXT, salt=SALT)
@@ -63,6 +65,20 @@ class Arena(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self) -> None:
         self.pool.check_invariants(cursor for cursor, _, _ in self.live)
+
+    @invariant()
+    def changes_tell_what_is_cached(self) -> None:
+        for change in self.pool.take_changes():
+            self.heard(change)
+        self.pool.watch()
+        assert list(self.pool.take_changes()) == list(self.told.values()), "who begins to watch now hears of the same"
+
+    def heard(self, change: CacheChange) -> None:
+        if change.tokens:
+            assert change.number not in self.told
+            self.told[change.number] = change
+        else:
+            del self.told[change.number]
 
 
 TestArena = Arena.TestCase
@@ -142,6 +158,21 @@ def test_kept_pages_give_way_oldest_and_deepest_first() -> None:
     assert pool.reserve(cursor, 4)
     assert len(pool.find([1, 2, 3, 4, 5], None)) == 1, "the deeper page of the oldest goes first"
     assert len(pool.find([6, 7, 8], None)) == 1
+
+
+def test_changes_name_the_predecessor_or_the_salt() -> None:
+    pool = _pool(num_pages=4)
+    pool.release(_fed(pool, [1, 2, 3, 4, 5], "a"))
+    assert not pool.take_changes(), "nobody watches"
+    pool.watch()
+    first, second = pool.take_changes()
+    assert first == CacheChange(first.number, None, "a", (1, 2))
+    assert second == CacheChange(second.number, first.number, None, (3, 4))
+    pool.release(_fed(pool, [6, 7, 8]))
+    assert [change[1:] for change in pool.take_changes()] == [(None, None, (6, 7))], "there was a free page"
+    assert pool.reserve(KVCursor(), 4)
+    assert pool.take_changes() == (CacheChange(second.number),)
+    assert not pool.take_changes()
 
 
 def test_without_prefix_cache_nothing_is_kept() -> None:

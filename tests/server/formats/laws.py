@@ -42,6 +42,7 @@ _BY_HAND: tuple[Schema, ...] = (
     {"properties": {"u": {"anyOf": [{"type": "integer", "maximum": 9}, {"const": "none"}]}}, "required": ["u"]},
     {"properties": {"s": {"type": "string", "pattern": "^[a-z]+$", "description": "letters"}}, "required": ["s"]},
     {"properties": {"q": {"$ref": "#/properties/r"}, "r": {"type": "integer", "minimum": 3}}, "required": ["q"]},
+    {"properties": {"q": {"allOf": [{"$ref": "#/properties/r"}]}, "r": {"type": "integer", "maximum": 5}}},
     {"properties": {"t": {"type": "array", "prefixItems": [{"const": 1}], "items": False, "minItems": 1}}},
     {"properties": {"d": {"type": "string", "format": "date"}}, "required": ["d"], "additionalProperties": False},
 )
@@ -103,10 +104,10 @@ def _matcher(masks: Masks, lark: str) -> LLMatcher:
     return masks.matcher(lark)
 
 
-def check_walk(chat_format: ChatFormat, masks: Masks, schema: Schema, seed: int) -> None:
-    """Random tokens that the masks allow are calls with valid arguments."""
+def check_walk(chat_format: ChatFormat, masks: Masks, schema: Schema, seed: int, *ends: str) -> None:
+    """Random tokens that the masks allow, after a while more and more often `ends`, are calls with valid arguments."""
     tools = [Tool("get", parameters=json.dumps(schema)), *FREE[1:]]
-    text = masks.walk(f"start: calls\n{chat_format.calls(tools, several=True)}", random.Random(seed))
+    text = masks.walk(f"start: calls\n{chat_format.calls(tools, several=True)}", random.Random(seed), *ends)
     found = joined(pieces_of(chat_format, tools, [text]))
     assert (found.reasoning, found.content) == ("", ""), text
     assert found.calls, text

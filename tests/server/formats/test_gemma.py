@@ -30,7 +30,7 @@ from tests.server.formats.walks import Call, Masks, Reading, read
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 MARKS = {"functiongemma": ("<start_function_call>", "<end_function_call>", "<escape>"), "gemma4": (BEGIN, END, QUOTE)}
 TOKENS = Masks(dict.fromkeys([*GemmaFormat.markers, "<|channel>", "<channel|>", "<|tool_response>"], True))
-THOUGHT = ReasoningMarks("<|channel>thought\n", "<channel|>")
+THOUGHT = ReasoningMarks("<|channel>thought", "<channel|>")
 VARIANTS: tuple[GemmaVariant, ...] = ("functiongemma", "gemma4")
 GET = Call("get", '{"a": 1}')
 
@@ -75,7 +75,7 @@ def test_marks_in_strings_are_text(calls: Calls) -> None:
 
 @pytest.mark.parametrize("index", range(len(SCHEMAS)))
 def test_a_walk_under_the_masks_is_a_valid_call(index: int) -> None:
-    check_walk(format_of(VARIANTS[index % 2]), TOKENS, SCHEMAS[index], seed=index)
+    check_walk(format_of(VARIANTS[index % 2]), TOKENS, SCHEMAS[index], index, ":")
 
 
 @given(
@@ -88,30 +88,23 @@ def test_hostile_texts_are_read_the_same_in_all_cuts(text: str) -> None:
 @given(hostile_texts(QUOTE, "a:", "null", "1", "[1", "{a:"))
 def test_arguments_are_always_json_or_the_beginning_of_it(text: str) -> None:
     for call in read(format_of("gemma4"), FREE, f"{BEGIN}call:get{{{text}").calls[:1]:
-        closed = Draft(call.arguments).closed()
-        assert isinstance(json.loads(closed), dict)
+        assert isinstance(json.loads(closed(call.arguments)), dict)
 
 
-class Draft:
-    """The beginning of a JSON text, which `closed` completes."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def closed(self) -> str:
-        """The text with what is missing."""
-        closing: list[str] = []
-        is_in_string = is_escaped = False
-        for char in self._text:
-            if is_in_string:
-                is_in_string = is_escaped or char != '"'
-                is_escaped = char == "\\" and not is_escaped
-            elif char in '"{[':
-                is_in_string = char == '"'
-                closing += [] if is_in_string else [{"{": "}", "[": "]"}[char]]
-            elif char in "]}":
-                assert closing.pop() == char
-        return self._text + '"' * is_in_string + "".join(reversed(closing))
+def closed(text: str) -> str:
+    """The beginning of a JSON text, with what is missing at its end."""
+    closing: list[str] = []
+    is_in_string = is_escaped = False
+    for char in text:
+        if is_in_string:
+            is_in_string = is_escaped or char != '"'
+            is_escaped = char == "\\" and not is_escaped
+        elif char in '"{[':
+            is_in_string = char == '"'
+            closing += [] if is_in_string else [{"{": "}", "[": "]"}[char]]
+        elif char in "]}":
+            assert closing.pop() == char
+    return text + '"' * is_in_string + "".join(reversed(closing))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -181,7 +174,9 @@ def test_a_call_ends_where_its_notation_is_broken(written: str, arguments: str, 
 def test_reasoning_content_and_calls_follow_each_other() -> None:
     text = f"<|channel>thought\nhm\n<channel|>Hi \n{BEGIN}call:get{{a:1}}{END}\n Bye"
     assert read(format_of("gemma4"), FREE, text) == Reading("hm", "HiBye", [GET])
-    assert read(format_of("gemma4"), FREE, text[18:], starts_in_reasoning=True) == Reading("hm", "HiBye", [GET])
+    assert read(format_of("gemma4"), FREE, text.removeprefix(THOUGHT.begin), starts_in_reasoning=True) == Reading(
+        "hm", "HiBye", [GET]
+    )
 
 
 _STRICT = {

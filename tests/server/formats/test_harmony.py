@@ -54,7 +54,7 @@ def test_markers_in_strings_are_text(calls: Calls) -> None:
 
 @pytest.mark.parametrize("index", range(len(SCHEMAS)))
 def test_a_walk_under_the_masks_is_a_valid_call(index: int) -> None:
-    check_walk(FORMAT, TOKENS, SCHEMAS[index], seed=index)
+    check_walk(FORMAT, TOKENS, SCHEMAS[index], index)
 
 
 @given(

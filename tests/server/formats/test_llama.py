@@ -7,8 +7,10 @@ import json
 import pytest
 from hypothesis import given
 
-from server.formats.base import ReasoningMarks
+from engine.text.guided import json_rule
+from server.formats.base import ReasoningMarks, Tool
 from server.formats.llama import LlamaFormat
+from tests.schemas import Schema
 from tests.server.formats.laws import (
     FREE,
     SCHEMAS,
@@ -51,7 +53,7 @@ def test_the_tag_may_be_text_that_is_no_token(calls: Calls) -> None:
 
 @pytest.mark.parametrize("index", range(len(SCHEMAS)))
 def test_a_walk_under_the_masks_is_a_valid_call(index: int) -> None:
-    check_walk(FORMAT, TOKENS, SCHEMAS[index], seed=index)
+    check_walk(FORMAT, TOKENS, SCHEMAS[index], index)
 
 
 @given(hostile_texts(TAG, ONE, '{"name": "get", "parameters": {}'))
@@ -78,7 +80,8 @@ def test_what_is_no_call_is_content() -> None:
         '{"name": "other", "parameters": {}}',
         '{"name": "get", "size": 3}',
         '{"name": "get", "parameters": 3}',
-        '{"parameters": {}, "name": "get"}',
+        '{"parameters": {}, "name": "other"}',
+        '{"parameters": {}}',
         '[{"name": "get", "parameters": {}}]',
         '{"name": "get_y", "parameters": {}}',
         ' {"name": ["get"]}',
@@ -96,6 +99,7 @@ def test_an_answer_that_begins_with_a_brace_and_is_no_call_is_content(text: str)
         ONE,
         f"\n {TAG} {ONE}",
         '{"name": "get", "arguments": {"a": 1}}',
+        '{"parameters": {"a": 1}, "name": "get"}',
         '{"type": "function", "name": "get", "parameters": {"a": 1}, "id": null}\n',
         '{ "name" : "get" ,\n"parameters" : {"a": 1} }<|eom_id|>',
         '{"name": "get", "parameters": {"a": 1}',
@@ -103,6 +107,11 @@ def test_an_answer_that_begins_with_a_brace_and_is_no_call_is_content(text: str)
 )
 def test_a_call_may_be_written_in_several_ways(text: str) -> None:
     assert read(FORMAT, FREE, text) == Reading("", "", [Call("get", '{"a": 1}')])
+
+
+def test_a_call_without_arguments_has_none() -> None:
+    assert read(FORMAT, FREE, '{"name": "get"}') == Reading("", "", [Call("get", "{}")])
+    assert read(FORMAT, FREE, '{"name": "get"') == Reading("", "", [Call("get", "")])
 
 
 def test_calls_are_separated_by_semicolons_or_space() -> None:
@@ -131,6 +140,7 @@ def test_a_call_follows_the_reasoning() -> None:
         ('{"name": "get", "parameters": {}}', True),
         (f'{TAG}{{"name": "get", "parameters": {{}}}}', True),
         ('{"name": "get", "size": 3}', False),
+        ('{"parameters": 3, "name": "get"', False),
         (f"Hello {TAG}", False),
         (f"{TAG}print(1)", False),
     ],
@@ -138,6 +148,16 @@ def test_a_call_follows_the_reasoning() -> None:
 def test_a_free_answer_has_calls_in_their_structure(text: str, is_allowed: bool) -> None:
     rules = FORMAT.auto(FREE, several=True)
     assert TOKENS.accepts(f"start: auto\n{rules}", text) == is_allowed
+
+
+@pytest.mark.parametrize("names", [{}, {"name": {"type": "string"}}])
+def test_content_of_a_schema_may_stand_in_the_place_of_calls(names: Schema) -> None:
+    content = json_rule(json.dumps({"type": "object", "properties": names}))
+    calls = FORMAT.calls([Tool("get", parameters=json.dumps(SCHEMAS[0]))], several=True)
+    rules = f"start: content | calls\ncontent: {content}\n{calls}"
+    assert TOKENS.accepts(rules, '{"name": "getter"}')
+    assert TOKENS.accepts(rules, '{"name": "get", "parameters": {"of": {}}}; {"name": "get", "parameters": {}}')
+    assert not TOKENS.accepts(rules, '{"name": "get", "parameters": {}}; {"name": "get", "parameters": {"x": 1}}')
 
 
 def test_a_free_answer_does_not_begin_like_reasoning() -> None:

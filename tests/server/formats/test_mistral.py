@@ -73,7 +73,7 @@ def test_the_markers_may_be_text_that_is_no_token(variant: MistralVariant, calls
 
 @pytest.mark.parametrize("index", range(len(SCHEMAS)))
 def test_a_walk_under_the_masks_is_a_valid_call(index: int) -> None:
-    check_walk(format_of(VARIANTS[index % 3]), TOKENS, SCHEMAS[index], seed=index)
+    check_walk(format_of(VARIANTS[index % 3]), TOKENS, SCHEMAS[index], index)
 
 
 @given(hostile_texts("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]", "[TOOL_CALLS]get[ARGS]"))

@@ -57,11 +57,11 @@ def written(value: Any) -> str:
         (rendered("write", path="5", data="5"), "", [("write", {"path": "5", "data": 5})]),
         (rendered("write", path="\n a\n\n", data=""), "", [("write", {"path": "\n a\n\n", "data": ""})]),
         (rendered("write", data=None), "", [("write", {"data": None})]),
-        (rendered("write", path="x</parameter>y\n</function>"), "", [("write", {"path": "x</parameter>y\n</function>"})]),
+        (rendered("write", path="</parameter>\n</x>"), "", [("write", {"path": "</parameter>\n</x>"})]),
         ("<tool_call><function=write><parameter=path>a</parameter><parameter=mode>5</parameter></function></tool_call>",
          "", [("write", {"path": "a", "mode": 5})]),
-        ("<tool_call>\n<function=write>\n<parameter=path>\na\n</parameter>\n</tool_call> b", "b", [("write", {"path": "a"})]),
-        ("<tool_call>\n<function=write>\n<parameter=path>\na\n</parameter>\n</function> b", "b", [("write", {"path": "a"})]),
+        ("<tool_call><function=write><parameter=path>a</parameter></tool_call> b", "b", [("write", {"path": "a"})]),
+        ("<tool_call><function=write><parameter=path>a</parameter></function> b", "b", [("write", {"path": "a"})]),
     ],
 )  # fmt: skip
 def test_calls_are_read(text, content, calls):
@@ -157,6 +157,8 @@ def test_what_is_not_allowed_cannot_be_said():
         {"mode": 5, "path": "a", "data": 1},
     ):
         assert not plain_masks().accepts(grammar, rendered("write", **arguments))
+    for path in ("a</parameter>\n</function>", "a</parameter><parameter=mode>"):  # the parser would see its end
+        assert not plain_masks().accepts(grammar, rendered("write", path=path, mode=5, data="b"))
     assert not plain_masks().accepts(grammar, PING)
 
 
@@ -217,6 +219,12 @@ def test_a_tool_that_declares_no_properties_takes_all():
 def test_a_schema_that_cannot_be_written_is_refused(schema, problem):
     with pytest.raises(ValueError, match=f"the schema of f .*{problem}.*cannot express"):
         QWEN.calls((Tool("f", parameters=json.dumps(schema)),), several=True)
+
+
+def test_parameters_of_the_same_schema_share_their_rules():
+    text, noted = {"type": "string"}, {"type": "string", "description": "A text."}
+    grammar = QWEN.calls((tool("f", a=text, b=noted), tool("g", a=text, b={"type": "null"})), several=True)
+    assert [name for name in ("value_0:", "value_1:", "value_2:") if name in grammar] == ["value_0:", "value_1:"]
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -188,7 +188,7 @@ _SPECIAL: tuple[Schema, ...] = (
     {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "string", "pattern": "^[a-c]+$"}]},
     {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
     {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
-    {"type": "string", "pattern": "b+"},
+    {"type": "string", "pattern": "b+", "maxLength": 3},
     {"enum": ["5", "null", "a\nb", 5, None, {"x": 1}]},
     {"type": "string", "enum": ["red", "green"]},
     {"const": "x"},

@@ -14,7 +14,7 @@ from typing import Any
 from engine.params import Guided
 from engine.text.guided import json_rule, rule_of
 from server.formats.base import pattern, quoted
-from server.formats.values import STRING, Parameters, Schema, declared, type_of
+from server.formats.schemas.values import STRING, Parameters, Schema, declared, type_of
 
 _ANY = "/(?s:.*)/"
 _SPACE = r"[ \t\r\n]*"
@@ -30,7 +30,6 @@ _WRITTEN = {  # how a value begins, or what it is, that is no string beside this
     "null": f"(null|None){_SPACE}",
 }
 _SIMPLE = {"boolean": "true|false", "null": "null", "number": _NUMBER, "integer": _INTEGER}
-_NOTES = ("title", "description", "default", "examples", "deprecated")
 _MAX_DEPTH = 16
 
 
@@ -56,6 +55,27 @@ class ValueEnd:
         return quoted(self.line_break + self.mark) if self.token is None else f"{quoted(self.line_break)} {self.token}"
 
 
+class ValueRules:
+    """The rules of the values of all parameters: those with the same schema share them."""
+
+    def __init__(self, end: ValueEnd) -> None:
+        self._end = end
+        self._names: dict[str, str] = {}
+        self.rules: list[str] = []
+
+    def name(self, parameters: Parameters, parameter: str) -> str:
+        """The name of the rule that matches a value of a parameter and its end.
+
+        Raises:
+            ValueError: the schema allows strings, and is none that can be written.
+        """
+        schema = json.dumps(parameters.whole(parameters.property(parameter)), sort_keys=True)
+        if schema not in self._names:
+            self._names[schema] = f"value_{len(self._names)}"
+            self.rules += _value_rules(parameters, parameter, self._names[schema], self._end)
+        return self._names[schema]
+
+
 @dataclass(slots=True)
 class _Leaves:
     """What a value may be: regexes that strings match, regexes of other values, and schemas of what is JSON."""
@@ -65,12 +85,8 @@ class _Leaves:
     schemas: list[Schema] = field(default_factory=list)
 
 
-def value_rules(parameters: Parameters, name: str, rule: str, end: ValueEnd) -> Iterator[str]:
-    """Lark rules of which `rule` matches a value of a parameter and its end.
-
-    Raises:
-        ValueError: the schema allows strings, and is none that can be written.
-    """
+def _value_rules(parameters: Parameters, name: str, rule: str, end: ValueEnd) -> Iterator[str]:
+    """Lark rules of which `rule` matches a value of a parameter and its end."""
     schema, types = parameters.property(name), parameters.types(name)
     if "string" not in types:
         yield f"{rule}: {json_rule(json.dumps(parameters.whole(schema)))} {end.lark}"
@@ -79,7 +95,7 @@ def value_rules(parameters: Parameters, name: str, rule: str, end: ValueEnd) -> 
     for leaf in _leaves(parameters, schema, 0):
         _add_leaf(leaves, leaf)
     terminal, is_json = rule.upper(), bool(leaves.schemas)
-    banned = dict.fromkeys([*_banned(types - STRING, leaves.schemas), _early_end(end)])
+    banned = dict.fromkeys([*_banned(types - STRING, leaves.schemas), *_early_ends(end)])
     exclusions = "".join(f" & ~/{regex}/" for regex in banned)
     strings = [f"{string}{exclusions}" for string in leaves.strings]
     yield f"{terminal}: {' | '.join([*strings, *(f'/{other}/' for other in leaves.others)])}"
@@ -97,9 +113,11 @@ def value_rules(parameters: Parameters, name: str, rule: str, end: ValueEnd) -> 
         yield f"{rule}_json: ({' | '.join(f'{rule}_{i}' for i in range(len(rules)))}) {end.lark}"
 
 
-def _early_end(end: ValueEnd) -> str:
-    """A text that the parser would read as a value that ends earlier."""
-    return rf"(?s:.*){pattern(end.mark)}{_SPACE}({'|'.join(map(pattern, end.followers))})(?s:.*)"
+def _early_ends(end: ValueEnd) -> Iterator[str]:
+    """Texts that contain their end, or that the parser would read as values that end earlier."""
+    yield rf"(?s:.*){pattern(end.line_break + end.mark)}(?s:.*)"
+    if end.line_break:
+        yield rf"(?s:.*){pattern(end.mark)}{_SPACE}({'|'.join(map(pattern, end.followers))})(?s:.*)"
 
 
 def _banned(types: frozenset[str], schemas: Sequence[Schema]) -> Iterator[str]:
@@ -116,7 +134,7 @@ def _leaves(parameters: Parameters, schema: Schema, depth: int) -> Iterator[Sche
         parameters.refuse("has too many unions in each other")
     for union in ("anyOf", "oneOf"):
         if union in schema:
-            rest = {key: value for key, value in schema.items() if key != union and key not in _NOTES}
+            rest = {key: value for key, value in schema.items() if key != union}
             for part in map(parameters.resolved, schema[union]):
                 if any(part.get(key, value) != value for key, value in rest.items()):
                     parameters.refuse(f"has {union} beside a keyword that a part has too")

@@ -18,6 +18,7 @@ STRING = frozenset({"string"})
 SPACE = " \t\r\n"
 _TYPES = frozenset({"string", "integer", "number", "object", "array", "boolean", "null"})
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # templates show the calls of the past with these words
+_NOTES = ("title", "description", "default", "examples", "deprecated")
 _MAX_DEPTH = 16  # of references and unions in each other
 
 
@@ -30,9 +31,10 @@ class Parameters:
         self._types: dict[str, frozenset[str]] = {}
 
     def property(self, name: str) -> Schema:
-        """The schema of a parameter, without a reference."""
-        others = self.schema.get("additionalProperties", True)
-        return self.resolved(_mapping(self.schema.get("properties")).get(name, others))
+        """The schema of a parameter, without a reference and without notes for readers."""
+        others = self.schema.get("additionalProperties") or True  # one that is forbidden may have any value
+        found = self.resolved(_mapping(self.schema.get("properties")).get(name, others))
+        return {key: value for key, value in found.items() if key not in _NOTES}
 
     def types(self, name: str) -> frozenset[str]:
         """The types that the value of a parameter can have; with `number` always `integer`."""

@@ -1,0 +1,354 @@
+"""`pilotfish verify`: checks on a running server that a request's tokens depend on model, prompt, parameters and seed.
+
+It knows the public protocol only. What plain decoding answers a request that is alone is the expected answer. The same
+request is then sent with every proposer and several numbers of drafts: alone, in company, as a stream, and as a stream
+that is cut and resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from secrets import token_hex
+
+from client import Client, GenerateOptions, ModelInfo, Output, RequestFailedError, Tls, errors
+from client.connection import Connection
+from client.terminal import VARIABLE
+from server.commands.verify_answers import (
+    WAYS,
+    FirstDifference,
+    VerifyClient,
+    Way,
+    first_difference,
+    largest_gap,
+)
+from server.commands.verify_cases import (
+    PLAIN,
+    Tokens,
+    VerifyCase,
+    VerifySetting,
+    cases,
+    default_prompts,
+    read_prompts,
+    settings,
+)
+
+_MOST_COMPANY = 32
+_LISTED = 50  # differences in the text; the JSON has all
+_GONE = (
+    errors.UnavailableError,
+    errors.UnauthenticatedError,
+    errors.PermissionDeniedError,
+    errors.QueueFullError,
+    errors.CancelledError,
+)
+
+Tell = Callable[[str], None]
+Answers = dict[str, tuple[Output, ...]]
+
+
+class CannotVerify(Exception):
+    """Expected: the server cannot be reached or refuses, or there is nothing to ask it."""
+
+
+@dataclass(slots=True)
+class VerifyRow:
+    """The figures of one setting: answers compared and equal by way, and what drafting did."""
+
+    proposer: str
+    drafts: str
+    compared: dict[Way, int] = field(default_factory=lambda: dict.fromkeys(WAYS, 0))
+    equal: dict[Way, int] = field(default_factory=lambda: dict.fromkeys(WAYS, 0))
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyDifference:
+    """One answer that is not the expected one: to which request, and where it parts from it."""
+
+    proposer: str
+    drafts: str
+    way: Way
+    case: str
+    first: FirstDifference
+
+    def __str__(self) -> str:
+        what, first = self.first.what, self.first
+        where = f"output {first.output}" + ("" if first.position is None else f", token {first.position}")
+        tie = " (a near-tie)" if first.is_near_tie else ""
+        both = f"{what} expected {first.expected}, found {first.found}{tie}"
+        return f"{self.proposer} {self.drafts}, {self.way}: {self.case}, {where}: {both}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyJob:
+    """One answer to ask for. A resumed stream is cut after `cut` tokens."""
+
+    setting: VerifySetting
+    case: VerifyCase
+    way: Way
+    salt: str
+    cut: int = 0
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """Everything that was found."""
+
+    info: ModelInfo
+    is_reproducible: bool
+    left_out: list[str] = field(default_factory=list)
+    rows: dict[VerifySetting, VerifyRow] = field(default_factory=dict)
+    differences: list[VerifyDifference] = field(default_factory=list)
+    largest_gap: float = 0.0
+
+    @property
+    def tolerance(self) -> float:
+        """Return how far rounding may move a log-probability, as docs/reproducibility.md says."""
+        if self.is_reproducible:
+            return 0.0
+        return 1e-4 if self.info.dtype == "float32" else 0.1
+
+    def add(self, job: VerifyJob, expected: tuple[Output, ...], found: tuple[Output, ...] | RequestFailedError) -> None:
+        """Compare an answer with the expected one, and count it."""
+        setting = job.setting
+        row = self.rows.setdefault(setting, VerifyRow(setting.proposer, setting.drafts))
+        row.compared[job.way] += 1
+        if isinstance(found, RequestFailedError):
+            first: FirstDifference | None = FirstDifference("answer", 0, None, "tokens", str(found))
+        else:
+            first = first_difference(expected, found, self.tolerance, is_greedy=job.case.is_greedy)
+            self.largest_gap = max(self.largest_gap, largest_gap(expected, found))
+            row.tokens += sum(len(output.token_ids) for output in found)
+            row.drafted += sum(output.finished.speculation_stats.drafted for output in found)
+            row.accepted += sum(output.finished.speculation_stats.accepted for output in found)
+        if first is None:
+            row.equal[job.way] += 1
+        else:
+            self.differences.append(VerifyDifference(setting.proposer, setting.drafts, job.way, job.case.name, first))
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the report for machines."""
+        return {
+            "model": self.info.model,
+            "device": self.info.device,
+            "dtype": self.info.dtype,
+            "reproducible": self.is_reproducible,
+            "tolerance": self.tolerance,
+            "largest_logprob_difference": self.largest_gap,
+            "left_out": self.left_out,
+            "rows": [asdict(row) for row in self.rows.values()],
+            "differences": [asdict(difference) for difference in self.differences],
+            "equal": not self.differences,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyCommand:
+    """The parsed command."""
+
+    connection: Connection
+    prompts: Path | None
+    tokens: int
+    company: int
+    rounds: int
+    seed: int
+    as_json: bool
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> VerifyCommand:
+        """Parse the command line."""
+        parser = _parser()
+        asked = parser.parse_args(arguments)
+        for name in ("tokens", "company", "rounds"):
+            if getattr(asked, name) < 1:
+                parser.error(f"--{name} is {getattr(asked, name)}; expected at least 1")
+        tls = Tls(authority=asked.tls_ca) if asked.tls or asked.tls_ca else None
+        connection = Connection(address=asked.address, token=os.environ.get(VARIABLE), tls=tls)
+        return cls(connection, asked.prompts, asked.tokens, asked.company, asked.rounds, asked.seed, asked.json)
+
+    def run(self, tell: Tell = lambda _: None) -> tuple[str, bool]:
+        """Verify, and return the report as text and whether all answers are equal; `tell` gets the progress.
+
+        Raises:
+            CannotVerify: the server cannot be reached or refuses, or the prompts cannot be used.
+        """
+        try:
+            with VerifyClient(self.connection) as asker:
+                report = self._verify(asker, tell)
+        except (RequestFailedError, OSError, ValueError) as error:
+            raise CannotVerify(str(error)) from error
+        return json.dumps(report.as_dict(), indent=1) if self.as_json else as_text(report), not report.differences
+
+    def _verify(self, asker: VerifyClient, tell: Tell) -> VerifyReport:
+        info = asker.client.model_info()
+        prompts = self._prompts(asker.client, info)
+        run = token_hex(8)  # names the caches of this run, which are empty at first
+        is_reproducible = _refuses_rejection(asker.client, prompts[0])
+        report = VerifyReport(info, is_reproducible)
+        wanted, expected = self._expected(asker, prompts, run, report)
+        draw, every = Random(self.seed), settings(info, with_rejection=not is_reproducible)  # noqa: S311
+        for setting in every:
+            tell(f"alone: {setting.proposer}, {setting.drafts}")
+            for job in _alone(setting, wanted, run):
+                report.add(job, expected[job.case.name], _answer(asker, job))
+        others = [job for number in range(self.rounds) for job in company(every, wanted, run, number, draw)]
+        draw.shuffle(others)
+        together = min(self.company, info.max_batch_size)
+        tell(f"in company: {len(others)} requests, {together} at a time")
+        with ThreadPoolExecutor(together) as pool:
+            try:
+                answers = pool.map(lambda job: _answer(asker, job), others)
+                for job, found in zip(others, answers, strict=True):
+                    report.add(job, expected[job.case.name], found)
+            finally:
+                pool.shutdown(cancel_futures=True)
+        return report
+
+    def _prompts(self, client: Client, info: ModelInfo) -> list[Tokens]:
+        tokenize = client.tokenize if info.has_tokenizer else None
+        if self.prompts is None:
+            return default_prompts(info, self.tokens, tokenize)
+        return read_prompts(self.prompts, tokenize)
+
+    def _expected(
+        self, asker: VerifyClient, prompts: Sequence[Tokens], run: str, report: VerifyReport
+    ) -> tuple[list[VerifyCase], Answers]:
+        """Return the cases that the server serves, and the answers of plain decoding, alone and over empty caches."""
+        probe = asker.client.generate(
+            prompts[0], temperature=0.0, max_tokens=self.tokens, ignore_eos=True, cache_salt=run, speculation="off"
+        )
+        wanted: list[VerifyCase] = []
+        expected: Answers = {}
+        for number, case in enumerate(cases(prompts, self.tokens, probe.outputs[0])):
+            try:
+                options: GenerateOptions = {**PLAIN.of(case), "cache_salt": f"{run}-{number}"}
+                expected[case.name] = asker.ask(case, options, "alone", 0)
+            except (errors.UnsupportedError, errors.InvalidRequestError) as error:
+                report.left_out.append(f"{case.name}: {error}")
+                continue
+            wanted.append(case)
+        if not wanted:
+            raise ValueError(f"the server refuses every request; {report.left_out[0]}")
+        return wanted, expected
+
+
+def _parser() -> argparse.ArgumentParser:
+    port = os.environ.get("PILOTFISH_GRPC_PORT", "50051")
+    parser = argparse.ArgumentParser(
+        prog="pilotfish verify",
+        description="Check on a running server that tokens depend on model, prompt, parameters and seed alone. "
+        "Exit with 0 if all answers are equal, 1 if any differs, 2 if the server cannot be asked.",
+        epilog=f"A token, where the server asks for one, is read from the variable {VARIABLE}.",
+    )
+    parser.add_argument("address", nargs="?", default=f"127.0.0.1:{port}", help="HOST:PORT (default: %(default)s)")
+    parser.add_argument("--tls", action="store_true", help="speak TLS, trusting the system's authorities")
+    parser.add_argument("--tls-ca", metavar="PATH", help="speak TLS, trusting this authority (PEM)")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="your own prompts, one per line; a .jsonl file has objects with `prompt` or `token_ids`",
+    )
+    parser.add_argument("--tokens", type=int, default=16, help="most tokens of an answer (default: %(default)s)")
+    parser.add_argument(
+        "--company", type=int, default=_MOST_COMPANY, help="most requests at a time (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="how often all is sent in company (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order in company (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _refuses_rejection(client: Client, prompt: Tokens) -> bool:
+    """Whether the server is a reproducible one: such a server, and no other, refuses the rejection rule."""
+    try:
+        client.generate(prompt, max_tokens=1, verification="rejection")
+    except errors.UnsupportedError:
+        return True
+    return False
+
+
+def _fitting(setting: VerifySetting, wanted: Sequence[VerifyCase]) -> list[VerifyCase]:
+    """The cases in which a setting must give plain decoding's tokens: under rejection the greedy ones."""
+    return [case for case in wanted if setting.rule == "coupled" or case.is_greedy]
+
+
+def _alone(setting: VerifySetting, wanted: Sequence[VerifyCase], run: str) -> Iterator[VerifyJob]:
+    """Every case under one setting, over a cache that they share."""
+    for case in _fitting(setting, wanted):
+        yield VerifyJob(setting, case, "alone", run)
+
+
+def company(
+    every: Sequence[VerifySetting], wanted: Sequence[VerifyCase], run: str, number: int, draw: Random
+) -> Iterator[VerifyJob]:
+    """Yield every case under every setting, in one of the other ways by turns: after three rounds in each of them.
+
+    Most share a cache with the others; every fourth has its own, so that its prompt is computed among others.
+    """
+    for i, setting in enumerate(every):
+        for j, case in enumerate(_fitting(setting, wanted)):
+            way = WAYS[1 + (i + j + number) % (len(WAYS) - 1)]
+            salt = run if draw.randrange(4) else f"{run}-{draw.getrandbits(64):x}"
+            yield VerifyJob(setting, case, way, salt, draw.randint(1, max(1, (case.options["max_tokens"] or 1) - 1)))
+
+
+def _answer(asker: VerifyClient, job: VerifyJob) -> tuple[Output, ...] | RequestFailedError:
+    """Ask; an answer that the server failed to give is a difference, too."""
+    try:
+        return asker.ask(job.case, {**job.setting.of(job.case), "cache_salt": job.salt}, job.way, job.cut)
+    except _GONE:
+        raise
+    except RequestFailedError as error:
+        return error
+
+
+def as_text(report: VerifyReport) -> str:
+    """Format the report: what is promised, a row per setting, every difference, and the verdict."""
+    info, rows = report.info, list(report.rows.values())
+    title = f"{info.model} on {info.device} in {info.dtype}{', reproducible' * report.is_reproducible}"
+    head = ["proposer", "drafts", *WAYS, "tokens", "drafted", "accepted"]
+    table = [head, *(_cells(row) for row in rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(head))]
+    lines = [title, _promise(report), ""]
+    lines += ["  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip() for line in table]
+    lines.append("")
+    lines += [f"left out: {text}" for text in report.left_out]
+    for row in rows:
+        if row.proposer != PLAIN.proposer and not row.drafted:
+            lines.append(f"{row.proposer} {row.drafts} drafted nothing: its row says nothing about drafts")
+    if any(setting.rule == "rejection" for setting in report.rows):
+        lines.append("under rejection only greedy answers are compared: sampled ones depend on the drafts")
+    lines += [f"different: {difference}" for difference in report.differences[:_LISTED]]
+    if more := len(report.differences[_LISTED:]):
+        lines.append(f"different: {more} more, which --json lists")
+    return "\n".join([*lines, _verdict(report)])
+
+
+def _cells(row: VerifyRow) -> list[str]:
+    ways = [f"{row.equal[way]}/{row.compared[way]}" for way in WAYS]
+    return [row.proposer, row.drafts, *ways, str(row.tokens), str(row.drafted), str(row.accepted)]
+
+
+def _promise(report: VerifyReport) -> str:
+    if report.is_reproducible:
+        return "promised: equal tokens, and log-probabilities of the same bits"
+    return f"promised: equal tokens except for near-ties, and log-probabilities within {report.tolerance:g}"
+
+
+def _verdict(report: VerifyReport) -> str:
+    total = sum(sum(row.compared.values()) for row in report.rows.values())
+    gap = f"log-probabilities differ by {report.largest_gap:.2g} at most"
+    if not report.differences:
+        return f"All {total} answers are equal; {gap}."
+    ties = sum(difference.first.is_near_tie for difference in report.differences)
+    return f"{len(report.differences)} of {total} answers differ, {ties} of them by near-ties; {gap}."

@@ -1,0 +1,1 @@
+"""What schemas of parameters mean in formats whose arguments are no JSON."""

@@ -1,0 +1,449 @@
+"""`pilotfish verify`: a server that keeps the law passes; each planted fault is found, and named by where it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import pytest
+
+from client import ModelInfo, Output, TokenLogprob
+from client.results import Candidate, Finished, Speculation, SpeculationStats, Timing, Usage
+from engine.sampling import verification
+from engine.verify import NO_DRAFT, Verdict
+from server import cli
+from server.admission import answers, resume
+from server.commands.verify import VerifyJob, VerifyReport, as_text, company
+from server.commands.verify_answers import WAYS, first_difference, largest_gap
+from server.commands.verify_cases import VerifyCase, VerifySetting, cases, default_prompts, read_prompts, settings
+from tests.server import certificates
+from tests.serving import serving, serving_embedded
+
+QUICK = ["--tokens", "10", "--company", "8"]
+SMALL = {"num_draft_tokens": 2, "max_model_len": 256, "max_batch_tokens": 64, "max_batch_size": 16}
+PROMPTS = "def mean(values):\n    \nOne, two, three. One, two, three. One,\n"
+
+
+async def verify(server, *options):
+    return await asyncio.to_thread(cli.main, ["verify", f"127.0.0.1:{server.app.grpc_port}", *options])
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text(PROMPTS)
+    return ["--prompts", str(path)]
+
+
+async def found(capsys, prompts, **config):
+    """The report of a server without a draft model, whose exit code says that answers differ."""
+    async with serving_embedded(**SMALL | {"draft": None} | config) as server:
+        code = await verify(server, *QUICK, *prompts, "--json")
+    report = json.loads(capsys.readouterr().out)
+    assert (code, report["equal"]) == (1, False)
+    assert report["left_out"] == []
+    for difference in report["differences"]:
+        assert difference["first"]["expected"] != difference["first"]["found"]
+    return report
+
+
+def all_equal(report, way):
+    """By proposer and drafts: whether all answers that came in this way are equal."""
+    return {(row["proposer"], row["drafts"]): row["equal"][way] == row["compared"][way] for row in report["rows"]}
+
+
+# ------------------------------------------------------------------------------------------ a server that keeps the law
+
+
+async def test_the_embedded_pair_gives_equal_answers(capsys):
+    async with serving_embedded(**SMALL) as server:
+        proposers = server.app.driver.model.engine.proposer_names
+        assert await verify(server, *QUICK) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines()[4:]]
+    assert "All " in out.splitlines()[-1]
+    assert "under rejection only greedy answers are compared" in out
+    assert {"none", "ngram", "suffix", "model", "auto"} <= set(proposers) <= {row[0] for row in rows if row}
+    model = next(row for row in rows if row[:2] == ["model", "K=2"])
+    assert int(model[-1]) > 0, "drafts were accepted"
+
+
+async def test_under_rejection_only_greedy_answers_are_compared(capsys, prompts):
+    """Sampled ones would differ: they depend on the drafts."""
+    async with serving_embedded(**SMALL | {"draft": None}) as server:
+        assert await verify(server, *prompts, "--json") == 0
+    rows = {(row["proposer"], row["drafts"]): row for row in json.loads(capsys.readouterr().out)["rows"]}
+    greedy = [f"greedy, prompt {number}" for number in (1, 2)] + ["JSON schema", "stop token", "stop string"]
+    assert rows["suffix", "K=2, rejection"]["drafted"] > 0
+    for proposer in ("ngram", "suffix"):
+        row = rows[proposer, "K=2, rejection"]
+        assert row["compared"]["alone"] == len(greedy) < rows[proposer, "K=2"]["compared"]["alone"]
+
+
+def test_after_three_rounds_every_answer_came_in_every_way():
+    every = settings(info(), with_rejection=True)
+    wanted = cases([(1, 2), (3, 4, 5)], 8, output((5, 6), (-1.0, -0.5)))
+    rounds = [list(company(every, wanted, "run", number, Random(0))) for number in range(3)]
+    for setting in every:
+        mine = [job for jobs in rounds for job in jobs if job.setting == setting]
+        asked = {job.case.name for job in mine}
+        assert {(job.case.name, job.way) for job in mine} == set(product(asked, WAYS[1:]))
+        assert len(asked) == sum(case.is_greedy for case in wanted) if setting.rule == "rejection" else len(wanted)
+    assert {job.salt == "run" for job in rounds[0]} == {True, False}
+
+
+async def test_a_reproducible_server_promises_bits(capsys, prompts):
+    async with serving_embedded(**SMALL | {"draft": None, "reproducible": True, "dtype": "float32"}) as server:
+        assert await verify(server, *QUICK, *prompts, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["reproducible"], report["tolerance"], report["largest_logprob_difference"]) == (True, 0.0, 0.0)
+    assert not any("rejection" in row["drafts"] for row in report["rows"])
+
+
+async def test_without_a_tokenizer_prompts_are_token_ids(capsys):
+    async with serving_embedded(**SMALL | {"draft": None}, load=without_tokenizer) as server:
+        assert await verify(server, *QUICK) == 0
+    out = capsys.readouterr().out
+    left = [line.split(",")[0] for line in out.splitlines() if line.startswith("left out")]
+    assert left == ["left out: JSON schema", "left out: regex", "left out: choice"]
+
+
+def without_tokenizer(config, progress):
+    from server.model import ServedModel
+
+    return replace(ServedModel.load(config, progress), codec=None, compile_grammar=None)
+
+
+# ------------------------------------------------------------------------------------------------------ planted faults
+
+
+async def test_a_draft_too_many_is_found_where_there_are_drafts(monkeypatch, capsys, prompts):
+    right, calls = verification.coupled, Counter()
+
+    def one_too_many(target_tokens, drafts):
+        verdict = right(target_tokens, drafts)
+        more = (verdict.num_accepted + 1).clamp(max=(drafts != NO_DRAFT).sum(1))
+        calls["refused"] += int((more > verdict.num_accepted).any())
+        if calls["refused"] % 3:
+            return verdict
+        return Verdict(more, target_tokens.gather(1, more[:, None]).squeeze(1))
+
+    monkeypatch.setattr(verification, "coupled", one_too_many)
+    report = await found(capsys, prompts)
+    assert {difference["proposer"] for difference in report["differences"]} <= {"ngram", "suffix"}
+    assert not all(all_equal(report, "alone").values())
+
+
+async def test_a_stale_row_of_keys_is_found_after_drafts(capsys, prompts):
+    def stale(config, progress):
+        from server.model import ServedModel
+
+        model = ServedModel.load(config, progress)
+        leave_stale_rows(model.engine._target_pass._target)
+        return model
+
+    report = await found(capsys, prompts, load=stale)
+    assert {difference["proposer"] for difference in report["differences"]} <= {"ngram", "suffix"}
+
+
+def leave_stale_rows(runner):
+    """After a pass with drafts the row of a sequence's newest token holds again what was there before the pass."""
+    right, arena = runner.forward, runner.arena
+
+    def forward(feeds):
+        with_drafts = [feed for feed in feeds if 1 < feed.num_logits == len(feed.tokens)]
+        places = [feed.page_table[feed.start // arena.page_size] * arena.page_size for feed in with_drafts]
+        rows = [at + feed.start % arena.page_size for at, feed in zip(places, with_drafts, strict=True)]
+        before = [(layer, layer[rows].clone()) for layer in (*arena.k, *arena.v)] if rows else []
+        logits = right(feeds)
+        for layer, kept in before:
+            layer[rows] = kept
+        return logits
+
+    runner.forward = forward
+
+
+async def test_noise_that_depends_on_the_place_in_the_batch_is_found_in_company(monkeypatch, capsys, prompts):
+    right = verification._params
+
+    def by_place(fed, logits, stream):
+        params = right(fed, logits, stream)
+        for place, one in enumerate(fed):
+            first = sum(other.num_rows for other in fed[:place])
+            params.position[first : first + one.num_rows] += place
+        return params
+
+    monkeypatch.setattr(verification, "_params", by_place)
+    report = await found(capsys, prompts)
+    cases = Counter(
+        difference["case"].split(",")[0] for difference in report["differences"] if difference["way"] == "alone"
+    )
+    assert set(cases) <= {"three outputs"}, "three outputs are company to each other"
+    assert not any("greedy" in difference["case"] for difference in report["differences"])
+    assert not all(all_equal(report, "in company").values())
+
+
+async def test_a_token_that_is_sent_again_is_found_in_resumed_streams(monkeypatch, capsys, prompts):
+    right = resume._received
+
+    def without_last(output, ends, most):
+        received = right(output, ends, most)
+        return replace(received, token_ids=received.token_ids[:-1])
+
+    monkeypatch.setattr(resume, "_received", without_last)
+    report = await found(capsys, prompts)
+    assert {difference["way"] for difference in report["differences"]} == {"resumed"}
+
+
+async def test_a_character_that_streams_lose_is_found_in_streams(monkeypatch, capsys, prompts):
+    right = answers.stream_responses
+
+    def without_last(chunk, asked, *, first):
+        for message in right(chunk, asked, first=first):
+            if len(message.delta.token_ids) > 1:
+                message.delta.text = message.delta.text[:-1]
+            yield message
+
+    monkeypatch.setattr(answers, "stream_responses", without_last)
+    report = await found(capsys, prompts)
+    assert {difference["way"] for difference in report["differences"]} == {"streamed", "resumed"}
+    assert {difference["first"]["what"] for difference in report["differences"]} == {"text"}
+
+
+async def test_a_refusal_where_plain_decoding_answers_is_a_difference(capsys, prompts, monkeypatch):
+    async with serving_embedded(**SMALL | {"draft": None}) as server:
+        intake = server.app.driver.model.engine._intake
+        names = tuple(name for name in intake.proposers if name != "suffix")
+        monkeypatch.setattr(server.app.driver.model.engine, "_intake", replace(intake, proposers=names))
+        assert await verify(server, *QUICK, *prompts) == 1
+    assert "suffix K=1, alone: greedy, prompt 1, output 0: answer expected tokens, found UNIMPLEMENTED" in (
+        capsys.readouterr().out
+    )
+
+
+# --------------------------------------------------------------------------------------- servers that cannot be asked
+
+
+def test_where_nobody_is(monkeypatch, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound but not listening
+        port = str(taken.getsockname()[1])
+        monkeypatch.setenv("PILOTFISH_GRPC_PORT", port)
+        assert cli.main(["verify"]) == 2
+    assert port in capsys.readouterr().err
+
+
+async def test_a_server_that_wants_a_token(capsys, monkeypatch, tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("alice " + "s" * 40 + "\n")
+    monkeypatch.delenv("PILOTFISH_TOKEN", raising=False)
+    async with serving(token_file=tokens) as server:
+        assert await verify(server) == 2
+    assert "UNAUTHENTICATED" in capsys.readouterr().err
+
+
+async def test_over_tls(capsys, tmp_path):
+    papers = certificates.make(tmp_path)
+    async with serving(tls_cert=papers.server_cert, tls_key=papers.server_key) as server:
+        assert await verify(server, *QUICK, "--tls-ca", str(papers.authority)) == 0
+        assert await verify(server) == 2, "in the clear"
+        assert await verify(server, "--tls-ca", str(tmp_path / "none")) == 2
+    assert capsys.readouterr().out.splitlines()[-1].startswith("All ")
+
+
+async def test_a_prompt_that_the_server_refuses(capsys, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("a b\n" + "a b " * 5000)
+    async with serving() as server:
+        assert await verify(server, *QUICK, "--prompts", str(path)) == 0
+    left = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    assert any("prompt 2: INVALID_ARGUMENT" in line for line in left)
+    assert not any("greedy, prompt 1" in line for line in left)
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--company", "--rounds"])
+def test_numbers_below_one_are_refused(option, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["verify", option, "0"])
+    assert end.value.code == 2
+    assert f"{option} is 0; expected at least 1" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------- the report
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1), ("float16", 0.1)])
+def test_what_is_promised_depends_on_the_type(dtype, tolerance):
+    report = VerifyReport(info(dtype=dtype), is_reproducible=False)
+    assert report.tolerance == tolerance
+    assert f"except for near-ties, and log-probabilities within {tolerance:g}" in as_text(report)
+
+
+def test_the_report_names_differences_and_rows_without_drafts():
+    report = VerifyReport(info(), is_reproducible=False)
+    case = VerifyCase("greedy, prompt 1", (1,), {})
+    found = {"fixed": output((5, 9), (-1.0, -0.5)), "auto": output((5, 8), (-1.0, -0.5)), "off": WANT}
+    for mode, got in found.items():
+        setting = VerifySetting("none" if mode == "off" else "ngram", mode, 2 if mode == "fixed" else None)
+        report.add(VerifyJob(setting, case, "streamed", "salt"), (WANT,), (got,))
+    lines = as_text(report).splitlines()
+    assert lines[3].split() == [
+        "proposer",
+        "drafts",
+        "alone",
+        "in",
+        "company",
+        "streamed",
+        "resumed",
+        "tokens",
+        "drafted",
+        "accepted",
+    ]
+    assert lines[4].split() == ["ngram", "K=2", "0/0", "0/0", "0/1", "0/0", "2", "0", "0"]
+    assert lines[-5:] == [
+        "ngram K=2 drafted nothing: its row says nothing about drafts",
+        "ngram auto drafted nothing: its row says nothing about drafts",
+        "different: ngram K=2, streamed: greedy, prompt 1, output 0, token 1: token expected 6, found 9",
+        "different: ngram auto, streamed: greedy, prompt 1, output 0, token 1: token expected 6, found 8 (a near-tie)",
+        "2 of 3 answers differ, 1 of them by near-ties; log-probabilities differ by 0 at most.",
+    ]
+
+
+def test_the_text_lists_fifty_differences():
+    report = VerifyReport(info(), is_reproducible=False)
+    for number in range(52):
+        job = VerifyJob(VerifySetting("ngram", "auto"), VerifyCase(f"case {number}", (1,), {}), "alone", "salt")
+        report.add(job, (WANT,), (output((5, 9), (-1.0, -0.5)),))
+    different = [line for line in as_text(report).splitlines() if line.startswith("different: ")]
+    assert different[50:] == ["different: 2 more, which --json lists"]
+    assert "case 49" in different[49]
+    assert len(report.as_dict()["differences"]) == 52
+
+
+# -------------------------------------------------------------------------------------------------------- the prompts
+
+
+def encode(text):
+    return tuple(map(ord, text))
+
+
+def test_prompts_of_a_file(tmp_path):
+    lines, objects = tmp_path / "lines.txt", tmp_path / "objects.jsonl"
+    lines.write_text("ab\n\n{c\n")
+    assert read_prompts(lines, encode) == [encode("ab"), encode("{c")]
+    objects.write_text('{"prompt": "a\\nb"}\n{"token_ids": [5, 6]}\n')
+    assert read_prompts(objects, encode) == [encode("a\nb"), (5, 6)]
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", "7", '{"token_ids": []}', '{"token_ids": [-1]}', '{"text": "a"}', '{"prompt": ""}', "{"]
+)
+def test_a_line_that_is_no_prompt(tmp_path, line):
+    path = tmp_path / "odd.jsonl"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=r"prompt|Expecting"):
+        read_prompts(path, encode)
+
+
+def test_text_for_a_server_without_a_tokenizer(tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("ab\n")
+    with pytest.raises(ValueError, match=r"lines\.txt, prompt 1 is text, and the server has no tokenizer"):
+        read_prompts(path, None)
+
+
+def info(**changed):
+    speculation = Speculation(mode="auto", num_draft_tokens=5, proposer="auto", verification="coupled")
+    usual = {
+        "model": "m", "draft_model": "", "device": "cpu", "dtype": "float32", "vocab_size": 99, "max_model_len": 1000,
+        "eos_token_ids": (), "has_tokenizer": True, "proposers": ("auto", "ngram", "none"), "speculation": speculation,
+        "max_batch_size": 8, "max_batch_tokens": 100,
+    }  # fmt: skip
+    return ModelInfo(**usual | changed)
+
+
+@pytest.mark.parametrize("tokenize", [encode, None], ids=["text", "token ids"])
+def test_the_longest_prompt_is_fed_in_chunks_where_the_context_has_room(tokenize):
+    lengths = list(map(len, default_prompts(info(), 8, tokenize)))
+    assert len(set(lengths)) == len(lengths)
+    assert lengths[-1] > info().max_batch_tokens
+    assert max(map(len, default_prompts(info(max_model_len=50), 8, tokenize))) <= 50 - 8
+
+
+def test_every_proposer_with_every_number_of_drafts():
+    names = [(setting.proposer, setting.drafts) for setting in settings(info(), with_rejection=True)]
+    drafts = ["K=1", "K=2", "K=4", "K=5", "auto", "K=5, rejection"]
+    assert names == [("none", "off"), *[(who, number) for who in ("auto", "ngram") for number in drafts]]
+
+
+# ---------------------------------------------------------------------------------------------- the first difference
+
+
+def output(tokens, logprobs, top=(), text="text", reason="length"):
+    """One output; `top` are the likeliest tokens at its last position."""
+    finished = Finished(
+        index=0,
+        finish_reason=reason,
+        stop_token_id=None,
+        stop_string=None,
+        usage=Usage(prompt_tokens=1, completion_tokens=len(tokens), cached_prompt_tokens=0),
+        speculation_stats=SpeculationStats(
+            rounds=0, drafted=0, accepted=0, accepted_per_position=(), acceptance_length=0.0, gain_ratio=1.0
+        ),
+        timing=Timing(queue_seconds=0.0, time_to_first_token_seconds=0.0, total_seconds=0.0),
+        seed=1,
+        speculation=Speculation(mode="off", num_draft_tokens=0, proposer="none", verification="coupled"),
+        interruptions=0,
+    )
+    candidates = tuple(Candidate(*pair) for pair in top)
+    *first, last = logprobs
+    found = (*map(TokenLogprob, first), TokenLogprob(last, candidates))
+    return Output(
+        index=0, text=text, token_ids=tokens, from_draft=(False,) * len(tokens), logprobs=found, finished=finished
+    )
+
+
+WANT = output((5, 6), (-1.0, -0.5), top=((6, -0.5), (8, -0.50005), (9, -2.0)))
+OTHERS = {
+    "equal": (output((5, 6), (-1.00005, -0.5)), None),
+    "a log-probability": (output((5, 6), (-1.001, -0.5)), ("log-probability", 0, False)),
+    "not a number": (output((5, 6), (float("nan"), -0.5)), ("log-probability", 0, False)),
+    "a near-tie": (output((5, 8), (-1.0, -0.5)), ("token", 1, True)),
+    "a near-tie after other log-probabilities": (output((5, 8), (-1.001, -0.5)), ("token", 1, False)),
+    "a token far below": (output((5, 9), (-1.0, -0.5)), ("token", 1, False)),
+    "an unlikely token": (output((5, 10), (-1.0, -0.5)), ("token", 1, False)),
+    "too short": (output((5,), (-1.0,)), ("token", 1, False)),
+    "too long": (output((5, 6, 7), (-1.0, -0.5, -1.0)), ("token", 2, False)),
+    "another text": (output((5, 6), (-1.0, -0.5), text="texts"), ("text", None, False)),
+    "another end": (output((5, 6), (-1.0, -0.5), reason="stop"), ("end", None, False)),
+    "a missing log-probability": (
+        replace(WANT, logprobs=WANT.logprobs[:1]),
+        ("number of log-probabilities", None, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_first_difference(name):
+    got, expected = OTHERS[name]
+    first = first_difference((WANT,), (got,), 1e-4, is_greedy=True)
+    assert (first and (first.what, first.position, first.is_near_tie)) == expected
+
+
+def test_a_near_tie_is_one_of_greedy_answers_within_the_tolerance():
+    got = output((5, 8), (-1.0, -0.5))
+    for tolerance, is_greedy in ((1e-4, False), (0.0, True), (1e-5, True)):
+        assert not first_difference((WANT,), (got,), tolerance, is_greedy=is_greedy).is_near_tie
+
+
+def test_another_number_of_outputs():
+    assert first_difference((WANT,), (WANT, WANT), 1e-4, is_greedy=True).what == "number of outputs"
+
+
+def test_the_largest_gap_is_of_equal_tokens():
+    assert largest_gap((WANT,), (output((5, 8), (-1.25, -9.0)),)) == 0.25

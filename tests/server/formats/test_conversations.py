@@ -1,0 +1,221 @@
+"""Conversations over gRPC: what the template is given, what the answer may be, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from client import InvalidRequestError, UnsupportedError
+from engine.text.codec import Codec
+from models import embedded_target
+from server.chat import ChatTemplate
+from server.formats.base import ReasoningMarks
+from server.formats.detect import detect
+from server.formats.hermes import HermesFormat
+from server.model import ServedModel
+from tests.server.fake_engine import FakeEngine
+from tests.serving import grpc_client, serving, serving_embedded
+
+CODEC = Codec.load(embedded_target())
+DAYS = {
+    "type": "object",
+    "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["days"],
+    "additionalProperties": False,
+}
+TOOL = {"name": "weather", "description": "for some days", "parameters": DAYS}
+ASKED = [{"role": "user", "content": "What will the weather be?"}]
+UNSERVED = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}  # the library has no `not`
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client():
+    async with serving_embedded() as server, grpc_client(server) as connected:
+        yield connected
+
+
+async def test_a_required_call_has_the_format_and_the_schema(client):
+    for seed in range(3):
+        done = await client.generate(ASKED, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, seed=seed)
+        start, end = '<tool_call>\n{"name": "weather", "arguments": ', "}\n</tool_call>"
+        assert done.text.startswith(start)
+        assert done.text.endswith(end)
+        assert 1 <= json.loads(done.text[len(start) : -len(end)])["days"] <= 9
+        assert done.finished.finish_reason == "stop"
+
+
+async def test_a_named_tool_is_the_one_that_is_called(client):
+    other = {"name": "other", "parameters": DAYS}
+    done = await client.generate(ASKED, tools=[other, TOOL], tool_choice="weather", parallel_tool_calls=False)
+    assert '"name": "weather"' in done.text
+
+
+async def test_the_template_is_told_of_tools_unless_none_may_be_called(client):
+    lengths = [
+        len((await client.generate(ASKED, max_tokens=1, prompt_token_ids=True, **how)).prompt_token_ids)
+        for how in ({}, {"tools": [TOOL]}, {"tools": [TOOL], "tool_choice": "none"})
+    ]
+    assert lengths[0] == lengths[2] < lengths[1]
+
+
+async def test_tokens_of_the_prompt_are_those_of_the_template(client):
+    turns = [*ASKED, {"role": "assistant", "tool_calls": [{"id": "c1", "name": "weather", "arguments": '{"days": 2}'}]}]
+    turns.append({"role": "tool", "content": "sun", "tool_call_id": "c1"})
+    done = await client.generate(turns, max_tokens=1, prompt_token_ids=True)
+    text = CODEC.decode(done.prompt_token_ids)
+    assert '{"name": "weather", "arguments": {"days": 2}}' in text
+    assert "<tool_response>\nsun\n</tool_response>" in text
+    assert text.endswith("<|im_start|>assistant\n")
+    events = [event async for event in client.stream(turns, max_tokens=1, prompt_token_ids=True)]
+    assert events[0].prompt_token_ids == done.prompt_token_ids
+    assert all(event.prompt_token_ids is None for event in events[1:] if hasattr(event, "prompt_token_ids"))
+
+
+async def test_the_last_message_is_continued(client):
+    turns = [*ASKED, {"role": "assistant", "content": "It will "}]
+    done = await client.generate(turns, max_tokens=1, prompt_token_ids=True, continue_final_message=True)
+    assert CODEC.decode(done.prompt_token_ids).endswith("<|im_start|>assistant\nIt will ")
+    closed = await client.generate(turns, max_tokens=1, prompt_token_ids=True, add_generation_prompt=False)
+    assert CODEC.decode(closed.prompt_token_ids).endswith("It will <|im_end|>\n")
+
+
+async def test_a_structure_of_the_content_leaves_calls_open(client):
+    done = await client.generate(ASKED, tools=[TOOL], regex="[ab]{3}", seed=1, max_tokens=60)
+    assert done.text.startswith("<tool_call>") or len(done.text) == 3
+    done = await client.generate(ASKED, tools=[TOOL], tool_choice="none", regex="[ab]{3}")
+    assert len(done.text) == 3
+
+
+async def test_a_schema_that_is_not_served(client):
+    """Of a strict tool it is refused by name; another tool may then be called with any object."""
+    strange = {"name": "f", "parameters": UNSERVED}
+    with pytest.raises(InvalidRequestError, match=r"messages\.tools\[1\]\.parameters is .*not"):
+        await client.generate(ASKED, tools=[TOOL, strange | {"strict": True}], tool_choice="required")
+    done = await client.generate(
+        ASKED,
+        tools=[strange],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=150,
+        temperature=0.5,
+        seed=2,
+    )
+    assert done.text.startswith('<tool_call>\n{"name": "f", "arguments": {')
+
+
+REFUSED = {
+    "unknown name": ({"tools": [TOOL], "tool_choice": "other"}, r"messages\.tool_choice\.name is 'other'"),
+    "required without tools": ({"tool_choice": "required"}, r"messages\.tool_choice\.mode requires a call"),
+    "twice": ({"tools": [TOOL, TOOL]}, r"messages\.tools\[1\]\.name is 'weather', which is there twice"),
+    "name": ({"tools": [TOOL | {"name": "a b"}]}, r"messages\.tools\[0\]\.name is 'a b'"),
+    "no schema": ({"tools": [TOOL | {"parameters": "[]"}]}, r"messages\.tools\[0\]\.parameters is '\[\]'"),
+    "no JSON": ({"tools": [TOOL | {"parameters": "{"}]}, r"messages\.tools\[0\]\.parameters is '{', which is no JSON"),
+    "variables": ({"template_arguments": {"messages": 1}}, r"messages\.template_arguments has 'messages'"),
+    "both": (
+        {"continue_final_message": True, "add_generation_prompt": True}, r"messages\.add_generation_prompt is true"
+    ),
+    "budget": ({"thinking_budget": 3}, r"messages\.thinking_budget is 3; the model marks no reasoning"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_is_wrong_is_named(client, name):
+    options, problem = REFUSED[name]
+    with pytest.raises(InvalidRequestError, match=problem):
+        await client.generate(ASKED, **options)
+
+
+async def test_arguments_of_earlier_calls_have_to_be_json(client):
+    turns = [*ASKED, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{x"}]}]
+    with pytest.raises(InvalidRequestError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments is '{x'"):
+        await client.generate(turns)
+
+
+async def test_predictions(client):
+    source = "def add(a, b):\n    return a + b\n\n\ndef "
+    plain = await client.generate(source, max_tokens=120, ignore_eos=True)
+    done = await client.generate(source, max_tokens=120, ignore_eos=True, prediction=plain.text)
+    assert done.token_ids == plain.token_ids
+    assert done.finished.usage.accepted_prediction_tokens >= 110
+    assert done.finished.speculation_stats.rounds <= 30
+    assert plain.finished.usage.accepted_prediction_tokens == plain.finished.usage.rejected_prediction_tokens == 0
+    ids = await client.generate(source, max_tokens=120, ignore_eos=True, prediction=[*plain.token_ids[:50], 7, 8, 9])
+    assert ids.finished.usage.accepted_prediction_tokens == 50
+    assert ids.finished.usage.rejected_prediction_tokens == 3
+    with pytest.raises(InvalidRequestError, match=r"prediction\.token_ids\[0\] is 5000; expected 0 to 2047"):
+        await client.generate(source, prediction=[5000])
+    with pytest.raises(InvalidRequestError, match=r"prediction.* 1024"):
+        await client.generate(source, prediction=[1] * 1025)
+
+
+async def test_as_many_tokens_as_fit(client):
+    from pilotfish.v1 import generation_pb2 as pb
+
+    async def asked(**stopping):
+        request = pb.GenerateRequest(prompt="x = 1\n" * 150, stopping=pb.StoppingParams(ignore_eos=True, **stopping))
+        return await client._inference.Generate(request)
+
+    with pytest.raises(grpc.aio.AioRpcError, match=r"max_tokens"):
+        await asked(max_tokens=5000)
+    answer = await asked(max_tokens=5000, fit_context=True)
+    usage = answer.outputs[0].finished.usage
+    assert usage.prompt_tokens + usage.completion_tokens == 1024
+    assert (await asked(max_tokens=3, fit_context=True)).outputs[0].finished.usage.completion_tokens == 3
+
+
+# ------------------------------------------------------------------------------------ models that reason, or do not
+
+
+def reasoning_load(template, marks):
+    """The embedded pair with another template and format."""
+
+    def load(config, progress):
+        model = ServedModel.load(config, progress)
+        return replace(model, chat=ChatTemplate(template, {}), format=HermesFormat({}, marks))
+
+    return load
+
+
+OPENED = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
+
+
+async def test_reasoning_has_a_budget_and_structure_follows_it():
+    async with serving_embedded(load=reasoning_load(OPENED, ReasoningMarks())) as server, grpc_client(server) as client:
+        for how in ({}, {"regex": "[a-d]{5}"}, {"tools": [TOOL], "tool_choice": "required"}):
+            done = await client.generate(ASKED, thinking_budget=4, max_tokens=80, ignore_eos=None, **how)
+            assert done.starts_in_reasoning
+            reasoning, _, answer = done.text.partition("</think>")
+            assert len(CODEC.encode(reasoning)) <= 8
+            if "regex" in how:
+                assert len(answer.strip()) == 5
+            if "tools" in how:
+                assert answer.lstrip().startswith("<tool_call>")
+            for speculation in ("off", "fixed"):
+                same = await client.generate(
+                    ASKED, thinking_budget=4, max_tokens=80, speculation=speculation, **how
+                )  # fmt: skip
+                assert same.token_ids == done.token_ids
+        turns = [*ASKED, {"role": "assistant", "content": "<think>so far"}]
+        inside = await client.generate(turns, max_tokens=1, continue_final_message=True)
+        assert inside.starts_in_reasoning
+        turns[-1]["content"] += "</think>and"
+        assert not (await client.generate(turns, max_tokens=1, continue_final_message=True)).starts_in_reasoning
+
+
+async def test_tools_of_a_model_whose_calls_are_not_known():
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    async with serving(FakeEngine(), chat=template) as server, grpc_client(server) as client:
+        with pytest.raises(UnsupportedError, match="does not tell how this model calls them"):
+            await client.generate(ASKED, tools=[TOOL])
+
+
+async def test_the_embedded_pair_has_a_template_and_the_format_of_hermes():
+    template = ChatTemplate.load(str(embedded_target()))
+    assert type(detect(template.source, {})) is HermesFormat

@@ -1,0 +1,351 @@
+"""K/V events: a router that hears them knows what the prefix cache holds, and for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis.stateful import invariant
+
+from engine.kv.pages import CacheChange
+from server import cli
+from server.config import ServerConfig
+from server.telemetry.kv_events import EXTRA, CachedBlocks, ZmqKvEvents
+from tests.engine.kv.test_pages import PAGE, Arena
+from tests.serving import http_client, serving_embedded, until
+
+TOPIC = "kv@pod@pilotfish-embedded"
+TEXT = "def double(values):\n    return [2 * value for value in values]\n\n\n" * 6
+PAGE_SIZE = 32  # the default
+SECONDS = 30  # to wait for what has to come
+
+
+class Router:
+    """Reads events as llm-d's router does: by position, with hashes that mean nothing to it but who follows whom."""
+
+    def __init__(self):
+        self.blocks = {}  # hash -> the salt and all tokens up to the end of the page
+        self.numbers = []
+
+    def hear(self, number, payload):
+        _, events, rank = msgspec.msgpack.decode(payload)
+        assert rank == 0
+        self.numbers.append(number)
+        for event in events:
+            self.apply(*event)
+
+    def apply(self, tag, *fields):
+        if tag == "AllBlocksCleared":
+            self.blocks = {}
+        elif tag == "BlockRemoved":
+            for name in fields[0]:
+                del self.blocks[name]
+        else:
+            assert tag == "BlockStored"
+            (name,), parent, tokens, size, lora, medium, *others = fields
+            assert (lora, medium, len(tokens)) == (None, "GPU", size)
+            salt, before = self.blocks[parent] if parent is not None else (None, ())
+            if others:
+                assert parent is None, "only the beginning has the salt"
+                _, ((salt,),) = others
+            assert name not in self.blocks
+            self.blocks[name] = (salt, (*before, *tokens))
+
+    def num_known(self, tokens, salt=None):
+        """Tokens of a prompt for which the server has keys and values; its newest token is always fed."""
+        known = set(self.blocks.values())
+        size = min((len(text) for _, text in known), default=len(tokens))
+        ends = range(size, len(tokens), size)
+        return next((end - size for end in ends if (salt, tuple(tokens[:end])) not in known), len(ends) * size)
+
+
+class Told(Arena):
+    """What a router hears of the changes is what can be found in the pool, whatever is entered and removed."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.router = CachedBlocks("m"), Router()
+
+    def heard(self, change):
+        super().heard(change)
+        event = self.blocks.apply(change._replace(salt=[change.salt, 0] if change.before is None else None))
+        if event is not None:
+            self.router.apply(*msgspec.msgpack.decode(event))
+
+    @invariant()
+    def the_router_knows_what_can_be_found(self):
+        self.changes_tell_what_is_cached()
+        found = set()
+        for salt in (None, "a", "b"):
+            beginnings = [()]
+            while beginnings:
+                text = beginnings.pop()
+                for page in ((a, b) for a in (0, 1) for b in (0, 1)):
+                    longer = (*text, *page)
+                    if len(self.pool.find([*longer, 9], salt)) * PAGE == len(longer):
+                        found.add((salt, longer))
+                        beginnings.append(longer)
+        assert set(self.router.blocks.values()) == found
+        assert len(self.router.blocks) == len(found) == len(self.blocks)
+
+
+TestTold = Told.TestCase
+
+
+def entered(number, before=None, salt=None, tokens=(1, 2)):
+    return CacheChange(number, before, None if before is not None else (salt, 0), tokens)
+
+
+def name_of(blocks, *changes):
+    *_, event = [blocks.apply(change) for change in changes]
+    return msgspec.msgpack.decode(event)[1][0]
+
+
+def test_a_name_is_the_same_on_every_server_of_a_model_and_covers_salt_and_beginning():
+    texts = {
+        "plain": [entered(0)],
+        "salted": [entered(0, salt="a")],
+        "otherwise salted": [entered(0, salt="b")],
+        "the long rotary table": [CacheChange(0, None, (None, 1), (1, 2))],
+        "other tokens": [entered(0, tokens=(1, 3))],
+        "second": [entered(0), entered(1, 0)],
+        "second of the salted": [entered(0, salt="a"), entered(1, 0)],
+    }
+    names = {text: name_of(CachedBlocks("m"), *changes) for text, changes in texts.items()}
+    assert len(set(names.values())) == len(texts)
+    renumbered = [entered(70), entered(71, 70)]
+    assert name_of(CachedBlocks("m"), *renumbered) == names["second"]
+    assert name_of(CachedBlocks("other"), *renumbered) != names["second"]
+    over_the_wire = [change._replace(salt=change.salt and list(change.salt)) for change in texts["salted"]]
+    assert name_of(CachedBlocks("m"), *over_the_wire) == names["salted"]
+    assert all(0 <= name < 1 << 64 for name in names.values())
+
+
+# ------------------------------------------------------------------------------------------------- over ZeroMQ
+
+
+@asynccontextmanager
+async def listening(events, endpoint, replays):
+    """A socket that hears the events from now on, and one that asks for earlier ones."""
+    context = zmq.asyncio.Context()
+    reader, asking = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+    reader.subscribe(b"kv@")
+    reader.connect(endpoint)
+    asking.connect(replays)
+    try:
+        async with asyncio.timeout(SECONDS):
+            while not await reader.poll(20):
+                events.clear()  # nothing is cached yet; it is heard once the subscription has arrived
+        yield reader, asking
+    finally:
+        context.destroy(linger=0)
+
+
+async def hear(reader, router):
+    """Let the router hear the next batch."""
+    async with asyncio.timeout(SECONDS):
+        topic, number, payload = await reader.recv_multipart()
+    assert topic == TOPIC.encode()
+    router.hear(int.from_bytes(number, "big"), payload)
+
+
+async def hear_of(tokens, reader, router, salt=None):
+    """Let the router hear until it knows all pages of a prompt that can be found."""
+    while router.num_known(tokens, salt) < (len(tokens) - 1) // PAGE_SIZE * PAGE_SIZE:
+        await hear(reader, router)
+
+
+async def replay(asking, router, first=0):
+    """Let the router hear the log from this number on."""
+    await asking.send_multipart((b"", first.to_bytes(8, "big")))
+    async with asyncio.timeout(SECONDS):
+        while True:
+            delimiter, topic, number, payload = await asking.recv_multipart()
+            assert delimiter == b""
+            if not payload:
+                assert int.from_bytes(number, "big", signed=True) == -1
+                return
+            assert topic == TOPIC.encode()
+            router.hear(int.from_bytes(number, "big"), payload)
+
+
+@pytest.fixture
+def endpoints(tmp_path):
+    return f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replays"
+
+
+@asynccontextmanager
+async def publishing(endpoints, **options):
+    """A publisher that answers who asks for the log."""
+    events = ZmqKvEvents(*endpoints, TOPIC, "m", **options)
+    answering = asyncio.create_task(events.answer_replays())
+    try:
+        yield events
+    finally:
+        answering.cancel()
+        await asyncio.wait([answering])
+        events.close()
+
+
+async def test_a_router_that_comes_late_asks_for_the_log(endpoints):
+    async with publishing(endpoints) as events, listening(events, *endpoints) as (reader, asking):
+        router = Router()
+        await replay(asking, router)
+        begun = router.numbers[-1] + 1
+        assert router.numbers == list(range(begun)), "the first batch clears what was known of an earlier server"
+        events.publish([entered(0), entered(1, 0), entered(2, salt="a")])
+        events.publish([])
+        events.publish([CacheChange(1)])
+        await replay(asking, router, first=begun)
+        assert router.numbers == list(range(begun + 2)), "nothing to tell is no batch"
+        assert sorted(router.blocks.values(), key=str) == [("a", (1, 2)), (None, (1, 2))]
+        nothing = Router()
+        await replay(asking, nothing, first=begun + 2)
+        assert not nothing.numbers
+        events.publish([entered(3, 0)])
+        heard, late = Router(), Router()
+        while begun + 2 not in heard.numbers:
+            await hear(reader, heard)
+        await replay(asking, late)
+        assert late.blocks == heard.blocks
+        assert (None, (1, 2, 1, 2)) in heard.blocks.values()
+
+
+async def test_a_request_that_is_none_is_not_answered_and_does_no_harm(endpoints):
+    async with publishing(endpoints) as events, listening(events, *endpoints) as (_, asking):
+        for wrong in ((b"",), (b"", b"1"), (b"", b"12345678", b""), (b"12345678",)):
+            await asking.send_multipart(wrong)
+        router = Router()
+        await replay(asking, router)
+        assert router.numbers
+
+
+async def test_a_long_log_begins_anew_with_all_that_is_cached(endpoints):
+    async with publishing(endpoints, most=60) as events, listening(events, *endpoints) as (reader, asking):
+        for number in range(100):
+            events.publish([entered(number, tokens=(number, 0)), *([CacheChange(number - 3)] if number > 2 else [])])
+        router, late = Router(), Router()
+        while (None, (99, 0)) not in router.blocks.values():
+            await hear(reader, router)
+        await replay(asking, late)
+        assert late.numbers == list(range(len(late.numbers)))
+        assert router.numbers.count(0) > 1
+        assert len(late.numbers) < 60
+        assert late.blocks == router.blocks
+        assert {tokens for _, tokens in late.blocks.values()} == {(97, 0), (98, 0), (99, 0)}
+
+
+def test_what_cannot_be_listened_on_is_named(tmp_path):
+    taken = f"ipc://{tmp_path}/no/such/folder"
+    with pytest.raises(OSError, match=r"kv_events_endpoint is 'ipc://.*/no/such/folder'; it cannot be listened on"):
+        ZmqKvEvents(taken, None, TOPIC, "m")
+    with pytest.raises(OSError, match="kv_events_replay_endpoint is 'nonsense'"):
+        ZmqKvEvents(f"ipc://{tmp_path}/events", "nonsense", TOPIC, "m")
+
+
+def test_a_missing_extra_is_named(capsys, monkeypatch):
+    monkeypatch.setattr("server.telemetry.logs.configure", lambda _: None)  # leave pytest's own handlers alone
+    monkeypatch.setitem(__import__("sys").modules, "zmq", None)
+    assert cli.main(["serve", "nothing", "--kv-events-endpoint", "tcp://127.0.0.1:*"]) == 1
+    assert EXTRA in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"kv_events_topic": "kv@a@b"}, "kv_events_topic is of K/V events; they need a kv_events_endpoint"),
+        ({"kv_events_replay_endpoint": "tcp://*:1"}, "kv_events_replay_endpoint is of K/V events"),
+        ({"kv_events_endpoint": "tcp://*:1", "prefix_cache": False}, "kv_events_endpoint needs the prefix cache"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, problem):
+    with pytest.raises(ValueError, match=problem):
+        ServerConfig(**options)
+
+
+# -------------------------------------------------------------------------------------------------- of a server
+
+
+async def complete(http, prompt, **fields):
+    """The tokens that a router is told of the prompt, and how many of them the server had cached."""
+    body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, **fields}
+    [rendered] = (await http.post("/v1/completions/render", json=body)).json()
+    usage = (await http.post("/v1/completions", json=body)).json()["usage"]
+    assert usage["prompt_tokens"] == len(rendered["token_ids"])
+    return rendered["token_ids"], usage["prompt_tokens_details"]["cached_tokens"]
+
+
+@asynccontextmanager
+async def hearing_server(endpoints, engine_process):
+    """A server of the embedded pair, its HTTP client, and who hears its events."""
+    events, replays = endpoints
+    names = {"kv_events_endpoint": events, "kv_events_replay_endpoint": replays, "kv_events_topic": TOPIC}
+    async with (
+        serving_embedded(engine_process=engine_process, **names) as server,
+        http_client(server) as http,
+        listening(server.app._kv_events, *endpoints) as (reader, asking),
+    ):
+        yield server, http, reader, asking
+
+
+@pytest.mark.parametrize("engine_process", [False, pytest.param(True, marks=pytest.mark.slow)])
+async def test_a_router_knows_before_what_a_request_will_find_cached(endpoints, engine_process):
+    async with hearing_server(endpoints, engine_process) as (_, http, reader, _):
+        router = Router()
+        asked = [(TEXT, None), (TEXT, "a"), (TEXT[: len(TEXT) // 2], None), (TEXT + "x = 1", "a"), (TEXT, "b")]
+        for prompt, salt in asked:
+            [rendered] = (await http.post("/v1/completions/render", json={"prompt": prompt})).json()
+            expected = router.num_known(rendered["token_ids"], salt)
+            tokens, cached = await complete(http, prompt, cache_salt=salt)
+            assert cached == expected, (prompt, salt)
+            await hear_of(tokens, reader, router, salt)
+        assert expected == 0, "nobody has had this salt"
+        assert {salt for salt, _ in router.blocks.values()} == {None, "a", "b"}
+
+
+@pytest.mark.slow
+async def test_with_the_engine_all_that_was_cached_is_gone(endpoints):
+    async with hearing_server(endpoints, engine_process=True) as (server, http, reader, asking):
+        router = Router()
+        await complete(http, TEXT)
+        while not router.blocks:
+            await hear(reader, router)
+        os.kill(server.app.host._worker.process.pid, signal.SIGKILL)
+        while router.blocks:
+            await hear(reader, router)
+        await until(lambda: server.app.metrics.registry.get_sample_value("pilotfish_engine_restarts_total") == 1)
+        tokens, cached = await complete(http, TEXT)
+        assert cached == 0, "the next engine has an empty cache"
+        await hear_of(tokens, reader, router)
+        late = Router()
+        await replay(asking, late)
+        while late.numbers[-1] > router.numbers[-1]:
+            await hear(reader, router)
+        assert late.blocks == router.blocks
+
+
+async def test_a_recovered_engine_on_a_thread_tells_again_what_it_kept(endpoints):
+    async with hearing_server(endpoints, engine_process=False) as (server, http, reader, _):
+        router = Router()
+        await complete(http, TEXT)
+        while not router.blocks:
+            await hear(reader, router)
+        engine = server.app.host.engine
+        step = engine.step
+
+        def fails_once():
+            engine.step = step
+            raise RuntimeError("the step failed")
+
+        engine.step = fails_once
+        await complete(http, "x = ")
+        while router.blocks:
+            await hear(reader, router)
+        [rendered] = (await http.post("/v1/completions/render", json={"prompt": TEXT})).json()
+        await hear_of(rendered["token_ids"], reader, router)
