@@ -97,9 +97,10 @@ class PredictionBench:
     def _batch(self, name: str, number: int, prediction: tuple[int, ...] = ()) -> Batch:
         mode = SpeculationMode.OFF if name == PLAIN else SpeculationMode.AUTO
         sampling = SamplingParams(temperature=TEMPERATURE, seed=number, max_tokens=self._tokens)
+        prompt, speculation = self.subject.prompts[number][-self._room :], SpeculationParams(mode=mode)
         return Batch(
-            self._engines[name], [self.subject.prompts[number][-self._room :]], self._tokens, SpeculationParams(mode=mode),
-            f"text-{next(_salts)}", sampling, time.process_time, prediction,
+            self._engines[name], [prompt], self._tokens, speculation, f"text-{next(_salts)}", sampling,
+            time.process_time, prediction,
         )  # fmt: skip
 
     @property

@@ -33,7 +33,9 @@ from server.grpc.health import Health
 from server.grpc.inference import InferenceService
 from server.grpc.server import listen, make_server
 from server.http.gateway import HttpServer, gateway
+from server.http.messages.routes import add_messages
 from server.http.render import add_render
+from server.http.responses.routes import add_responses
 from server.http.routes import add_generation
 from server.lifecycle import Lifecycle, State
 from server.model import Load, ServedModel, model_name
@@ -153,6 +155,8 @@ class App:
         exposition = Exposition(self.metrics.registry, model_name(config.target) if config.vllm_metrics else None)
         app = gateway(self.lifecycle, lambda: self.driver, exposition, config, self._callers)
         add_generation(app, self._admission, self._require_driver, self._slow, config.stall_seconds)
+        add_responses(app, self._admission, self._require_driver, self._slow, config.stall_seconds)
+        add_messages(app, self._admission, self._require_driver, self._slow, config.stall_seconds)
         add_render(app, self._admission, self._require_driver, self._slow)
         return HttpServer(app, config)
 

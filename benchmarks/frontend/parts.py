@@ -21,7 +21,7 @@ from server.admission import admission, answers
 from server.driver import Driver
 from server.grpc.inference import InferenceService
 from server.http import calls, native_answers
-from server.http.openai_answers import TextAnswers
+from server.http.openai.text import TextAnswers
 from server.streams.output import OutputBuffer
 from server.telemetry.metrics import RequestMetrics, StepMetrics
 

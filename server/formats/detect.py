@@ -17,7 +17,7 @@ from server.formats.qwen_coder import QwenCoderFormat
 from server.formats.reasoning import PlainFormat
 
 _REASONING = (ReasoningMarks("<think>", "</think>"), ReasoningMarks("[THINK]", "[/THINK]"))
-_GEMMA_REASONING = ReasoningMarks("<|channel>thought\n", "<channel|>")
+_GEMMA_REASONING = ReasoningMarks("<|channel>thought", "<channel|>")
 _DEEPSEEK_CALLS = "<\uff5ctool▁calls▁begin\uff5c>"
 
 

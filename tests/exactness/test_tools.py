@@ -45,7 +45,7 @@ from tests.server.formats.walks import joined
 
 THINK = ReasoningMarks("<think>", "</think>")
 BRACKETS = ReasoningMarks("[THINK]", "[/THINK]")
-GEMMA = ReasoningMarks("<|channel>thought\n", "<channel|>")
+GEMMA = ReasoningMarks("<|channel>thought", "<channel|>")
 # Formats as their checkpoints have them: the tokens that are special there, and the marks of reasoning.
 MADE = {
     "hermes": lambda ids: HermesFormat({}, THINK),

@@ -18,7 +18,7 @@ from server.formats.qwen_coder import QwenCoderFormat
 from server.formats.reasoning import PlainFormat
 
 THINK = ReasoningMarks("<think>", "</think>")
-GEMMA = ReasoningMarks("<|channel>thought\n", "<channel|>")
+GEMMA = ReasoningMarks("<|channel>thought", "<channel|>")
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 HERMES = CHATML + '<tool_call>\n{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}\n</tool_call>'
 LLAMA = "<|start_header_id|>ipython<|end_header_id|>" + '{"name": "{{ call.name }}", "parameters": {{ arguments }}}'
