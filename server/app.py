@@ -184,13 +184,21 @@ class App:
         if self._stop.is_set():
             return None
         try:
-            return loading.result()
+            return self._with_format(loading.result())
         except ModelError as error:
             logger.error("cannot serve %s: %s", self.config.target, error)  # noqa: TRY400  # an error of the user: no traceback
         except Exception:
             logger.exception("cannot load %s", self.config.target)
         await self.lifecycle.move(State.FAILED)
         return None
+
+    def _with_format(self, model: ServedModel) -> ServedModel:
+        """Return the model with the chat format of the configuration. Raises ModelError if there is no such format."""
+        if self.config.chat_format is not None:
+            model = model.with_format(self.config.chat_format)
+        if model.chat is not None:
+            logger.info("calls of functions have the format %s", model.format.name)
+        return model
 
     def _progress(self, stage: str) -> None:
         """Log a stage of loading; called on any thread. Raises InterruptedError to stop the load."""

@@ -105,6 +105,11 @@ class ServerConfig(BaseSettings, EngineConfig):
     max_connection_seconds: float | None = Field(
         None, gt=0, description="Age at which a gRPC client is asked to connect anew, so that it finds new replicas."
     )
+    chat_format: str | None = Field(
+        None,
+        description="How the model writes calls of functions: hermes, qwen_coder, glm, llama, mistral, gemma, "
+        "deepseek, harmony or plain; default what its chat template shows.",
+    )
     playground: bool = Field(True, description="Serve a page at / that shows tokens as they stream.")
     reflection: bool = Field(False, description="Let gRPC clients list the services (reflection).")
     tracing: bool = Field(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -123,17 +123,14 @@ class ServedModel:
             codec,
             None if compiler is None else compiler.compile,
             chat,
-            _format(chat, codec),
+            PLAIN if chat is None or codec is None else detect(chat.source, codec.added_tokens),
             fingerprint(config, engine.dtype),
         )
 
-
-def _format(chat: ChatTemplate | None, codec: Codec | None) -> ChatFormat:
-    """Return the format of the model's calls and reasoning, as far as its chat template tells."""
-    if chat is None or codec is None:
-        return PLAIN
-    added = {token.content: i for i, token in codec.tokenizer.get_added_tokens_decoder().items()}
-    return detect(chat.source, added)
+    def with_format(self, name: str) -> ServedModel:
+        """Return the same model with the chat format of this name. Raises ModelError if there is no such format."""
+        source = None if self.chat is None else self.chat.source
+        return replace(self, format=detect(source, {} if self.codec is None else self.codec.added_tokens, name))
 
 
 def model_name(source: str) -> str:

@@ -42,6 +42,11 @@ class Codec:
         except Exception as error:  # the tokenizers library raises bare Exception
             raise ModelError(f"cannot read the tokenizer {path}: {error}") from error
 
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Ids of the tokens that were added to the vocabulary, special or not, by their texts."""
+        return {token.content: i for i, token in self.tokenizer.get_added_tokens_decoder().items()}
+
     def encode(self, text: str, *, bare: bool = False) -> tuple[int, ...]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds, or without them if `bare`."""
         if len(text) <= _SHORT:

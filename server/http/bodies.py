@@ -39,7 +39,7 @@ def read_body(kind: type[BodyT], data: bytes, content_type: str) -> tuple[BodyT,
         InvalidRequest: the body cannot be read as JSON.
         WrongBody: fields of it are invalid.
     """
-    found = _json(data, content_type)
+    found = read_json(data, content_type)
     try:
         body = kind.model_validate(found)
         return body, asked(body)
@@ -79,7 +79,7 @@ def _real(digits: str) -> float:
     return float(digits)
 
 
-def _json(data: bytes, content_type: str) -> Any:
+def read_json(data: bytes, content_type: str) -> Any:
     """Decode JSON; the content type has to say that it is JSON, so that no web page can send it to another site."""
     described = Message()
     described["content-type"] = content_type or "text/plain"  # a page can send a body of no type, too

@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import chain
 from typing import Any, TypeVar
@@ -14,13 +15,13 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.errors import PilotfishError
+from engine.errors import InvalidRequest, PilotfishError, Violation
 from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Admission, Call, Origin
 from server.admission.resume import EventIds
 from server.admission.stalls import Writes, stall_limit
-from server.errors import Aborted, DeadlinePassed
+from server.errors import Aborted, DeadlinePassed, QueueFull
 from server.http.errors import INTERNAL, HttpError, http_error
 from server.http.long_json import Encoder, HasLongList, in_turns, refuse
 from server.http.requests import ParsedBody
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 _COMPACT, _SPACED = Encoder(",", ":"), Encoder()  # whole answers and events
 T = TypeVar("T")
 Messages = AsyncIterator[pb.GenerateStreamResponse]
+Shape = Callable[[list[pb.GenerateResponse]], Awaitable[dict[str, Any]]]  # the answer
 Render = Callable[[Messages], AsyncIterator[list[dict[str, Any]]]]  # the events of one message after the other
 
 
@@ -46,9 +48,7 @@ async def unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T:
             raise CallerGone
         return working.result()
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await _cancelled([working, leaving])
 
 
 async def _gone(receive: Receive) -> None:
@@ -71,35 +71,140 @@ async def in_time(origin: Origin) -> AsyncIterator[None]:
 
 
 async def admit(admission: Admission, asked: ParsedBody, origin: Origin) -> Call:
-    """Admit the request. The function that gets the call has to release it."""
+    """Admit a request of one prompt. The function that gets the call has to release it."""
     async with in_time(origin):
         return await admission.admit(asked.message, origin, asked.wrong)
+
+
+class Calls:
+    """The calls of one body, one for each of its prompts. Their outputs are numbered in the order of the prompts."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = tuple(calls)
+
+    @classmethod
+    async def admit(cls, admission: Admission, asked: ParsedBody, origin: Origin) -> Calls:
+        """Admit a request for each prompt, or none. The function that gets the calls has to release them."""
+        if not asked.others:
+            return cls([await admit(admission, asked, origin)])
+        admitted = list[Call]()
+        try:
+            async with in_time(origin):
+                for prompt, message in enumerate((asked.message, *asked.others)):
+                    admitted.append(await _admitted(admission, message, origin, asked.wrong, f"prompt[{prompt}]"))
+        except BaseException:
+            cls(admitted).end(Aborted("another prompt of the same request was refused"))
+            cls(admitted).release()
+            raise
+        return cls(admitted)
+
+    async def responses(self) -> list[pb.GenerateResponse]:
+        """Wait for the ends and return the whole responses, one for each prompt. The first error ends the wait."""
+        tasks = [asyncio.ensure_future(call.response()) for call in self.calls]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            await _cancelled(tasks)
+
+    async def messages(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        """Yield the messages of all calls as they come."""
+        if len(self.calls) == 1:
+            async with aclosing(self.calls[0].messages()) as messages:
+                async for message in messages:
+                    yield message
+            return
+        n = self.calls[0].wanted.request.sampling.n
+        async with aclosing(merged([call.messages() for call in self.calls])) as numbered:
+            async for prompt, message in numbered:
+                part = message.delta if message.HasField("delta") else message.finished
+                part.index += prompt * n
+                yield message
+
+    def end(self, error: PilotfishError) -> None:
+        """End all calls that have not ended yet."""
+        for call in self.calls:
+            if not call.stream.ended:
+                call.driver.end(call.stream, FinishReason.ABORTED, error)
+
+    def release(self, *, late: bool = False) -> None:
+        """End the calls after their reader has gone; see `Call.release`."""
+        for call in self.calls:
+            call.release(late=late)
+
+
+async def _admitted(
+    admission: Admission, message: pb.GenerateRequest, origin: Origin, wrong: Sequence[Violation], name: str
+) -> Call:
+    """Admit the request of one of several prompts. An error names the prompt."""
+    try:
+        return await admission.admit(message, origin, wrong)
+    except InvalidRequest as invalid:
+        raise InvalidRequest(_violation_of(violation, name) for violation in invalid.violations) from None
+    except QueueFull as full:
+        full.args = (f"{name}: {full}",)
+        raise
+
+
+def _violation_of(wrong: Violation, name: str) -> Violation:
+    field = re.fullmatch(r"(?:prompt|token_ids)(\[\d+\])?", wrong.field)
+    if field is not None:
+        return Violation(f"{name}{field[1] or ''}", wrong.problem)
+    return Violation(wrong.field, f"{wrong.problem} (in the request of {name})")
+
+
+async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield what the sources yield, each with the number of its source. One is taken in advance from each."""
+    taken: asyncio.Queue[tuple[int, T | Exception | None]] = asyncio.Queue(maxsize=1)
+
+    async def take(number: int, source: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(source):
+                async for value in source:
+                    await taken.put((number, value))
+            await taken.put((number, None))
+        except Exception as error:  # noqa: BLE001  # it is raised again where the values are read
+            await taken.put((number, error))
+
+    tasks = [asyncio.create_task(take(number, source)) for number, source in enumerate(sources)]
+    try:
+        unfinished = len(tasks)
+        while unfinished:
+            number, value = await taken.get()
+            if isinstance(value, Exception):
+                raise value
+            if value is None:
+                unfinished -= 1
+            else:
+                yield number, value
+    finally:
+        await _cancelled(tasks)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class WholeAnswer(Response):
     """The JSON of a whole response. Its call is released when it is written, so an answer nobody reads still counts."""
 
-    def __init__(self, call: Call, pieces: list[bytes]) -> None:
+    def __init__(self, call: Call | Calls, pieces: list[bytes]) -> None:
         length = str(sum(map(len, pieces)))
         super().__init__(media_type="application/json", headers={"content-length": length})
         self._call, self._pieces = call, pieces
 
     @classmethod
-    async def of(
-        cls,
-        admission: Admission,
-        asked: ParsedBody,
-        origin: Origin,
-        shape: Callable[[pb.GenerateResponse], dict[str, Any]],
-    ) -> WholeAnswer:
+    async def of(cls, admission: Admission, asked: ParsedBody, origin: Origin, shape: Shape) -> WholeAnswer:
         """Admit the request, wait for its whole response, and encode what `shape` makes of it."""
-        call = await admit(admission, asked, origin)
+        calls = await Calls.admit(admission, asked, origin)
         try:
             async with in_time(origin):
-                response = await call.response()
-            return cls(call, [piece async for piece in in_turns(_COMPACT.parts(shape(response)))])
+                answer = await shape(await calls.responses())
+            return cls(calls, [piece async for piece in in_turns(_COMPACT.parts(answer))])
         except BaseException:
-            call.release(late=origin.remaining() <= 0)
+            calls.release(late=origin.remaining() <= 0)
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,10 +225,11 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, call: Call, render: Render, origin: Origin, stall_seconds: float, ids: EventIds, has_ids: bool
+        self, call: Call | Calls, render: Render, origin: Origin, stall_seconds: float, ids: EventIds, has_ids: bool
     ) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]  # the length is not known yet
+        self._calls = call if isinstance(call, Calls) else Calls([call])
         self._call, self._render, self._origin, self._stall_seconds = call, render, origin, stall_seconds
         self._ids, self._has_ids, self._is_known = ids, has_ids, False
 
@@ -132,11 +238,10 @@ class EventStream(Response):
         try:
             await unless_gone(self._write(send), receive)
         except CallerGone:
-            logger.info("request %s: its caller left", self._call.stream.request_id)
+            logger.info("request %s: its caller left", self._calls.calls[0].stream.request_id)
         except TimeoutError:
-            self._call.metrics.requests.stalls.inc()
-            error = Aborted(f"the reader took no event for {self._stall_seconds:g} seconds")
-            self._call.driver.end(self._call.stream, FinishReason.ABORTED, error)
+            self._calls.calls[0].metrics.requests.stalls.inc()
+            self._calls.end(Aborted(f"the reader took no event for {self._stall_seconds:g} seconds"))
         finally:
             self._call.release(late=self._origin.remaining() <= 0)
 

@@ -14,9 +14,11 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from engine.errors import shown
 from server.admission.security import Callers
 from server.config import LOOPBACK, ServerConfig
 from server.driver import Driver
+from server.errors import NotFound
 from server.http.guard import HostGuard, HttpGuard
 from server.http.limits import HttpProtocol, RequestLimits
 from server.http.playground import add_playground
@@ -37,6 +39,7 @@ def gateway(
     """Create the application with the routes that do not generate; `driver` returns None until the model is loaded."""
     # Without the pages of documentation, which load scripts of others.
     app, started = FastAPI(title="Pilotfish", version=version(), docs_url=None, redoc_url=None), time.monotonic()
+    created = int(time.time())  # of the server: when the model was made is not known
     app.add_middleware(HttpGuard, callers=callers)
     if config.host in LOOPBACK and not callers.are_known:
         app.add_middleware(HostGuard, host=config.host)
@@ -73,10 +76,29 @@ def gateway(
     async def models() -> dict[str, Any]:
         """Return the served model in the format of OpenAI's list of models."""
         loaded = driver()
-        data = [] if loaded is None else [{"id": loaded.model.name, "object": "model", "owned_by": "pilotfish"}]
-        return {"object": "list", "data": data}
+        return {"object": "list", "data": [] if loaded is None else [_model(loaded, created)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """Return the served model; a name may have slashes."""
+        loaded = driver()
+        if loaded is None or name != loaded.model.name:
+            served = "none yet" if loaded is None else repr(loaded.model.name)
+            raise NotFound(f"model is {shown(name)}; this server has {served}")
+        return _model(loaded, created)
 
     return app
+
+
+def _model(driver: Driver, created: int) -> dict[str, Any]:
+    """Return the model as OpenAI's list has it, and the longest context."""
+    return {
+        "id": driver.model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "pilotfish",
+        "max_model_len": driver.model.engine.max_model_len,
+    }
 
 
 def _vitals(driver: Driver) -> dict[str, Any]:

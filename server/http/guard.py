@@ -11,6 +11,7 @@ from server.admission.security import Callers
 from server.errors import Unauthenticated
 from server.http import playground
 from server.http.errors import HttpError, http_error
+from server.http.messages.errors import MessagesError
 
 OPEN_PATHS = frozenset({"/health"}) | playground.PATHS
 
@@ -53,11 +54,22 @@ class HttpGuard:
         """Answer 401 unless the path is open or the token is known."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
-                scope["caller"] = self._callers.of_metadata(_headers(scope))
+                scope["caller"] = self._callers.of_metadata(_credentials(scope))
             except Unauthenticated as error:
-                await http_error(error).response()(scope, receive, send)
+                told = http_error(error)
+                if scope["path"].startswith("/v1/messages"):
+                    told = MessagesError.of(told)
+                await told.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _credentials(scope: Scope) -> list[tuple[str, str | bytes]]:
+    """Return the headers; Anthropic's `x-api-key` counts as a bearer token where there is no `authorization`."""
+    headers = _headers(scope)
+    if any(name == "authorization" for name, _ in headers):
+        return headers
+    return [("authorization", f"Bearer {value!s}") if name == "x-api-key" else (name, value) for name, value in headers]
 
 
 def _headers(scope: Scope) -> list[tuple[str, str | bytes]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,8 +17,9 @@ FINISH_REASONS = {
 }
 
 
-def answer(response: pb.GenerateResponse) -> Json:
+async def answer(responses: Sequence[pb.GenerateResponse]) -> Json:
     """Return the whole answer."""
+    (response,) = responses
     (output,) = response.outputs
     return {"generated_text": output.text} | _figures(output.finished)
 

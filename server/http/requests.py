@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import singledispatch
 from typing import Any
 
 from engine.errors import InvalidRequest, Violation
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.resume import parse_event_id
-from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields, OpenAiBody
+from server.http.openai.conversation import conversation
+from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields, OpenAiBody, text_of
 
 OPENAI_TEMPERATURE = 1.0  # OpenAI's default; the default of `/generate` and gRPC is 0
 
@@ -27,11 +29,13 @@ class ParsedBody:
     wrong: tuple[Violation, ...] = ()
     timeout: float | None = None  # seconds
     resume: pb.Resume | None = None  # what the caller received of an interrupted stream
+    others: tuple[pb.GenerateRequest, ...] = ()  # of the prompts after the first
 
 
 def asked(body: GenerationFields) -> ParsedBody:
     """Convert a body whose fields are valid by themselves."""
-    return ParsedBody(_message(body), tuple(body.conflicts()), body.timeout)
+    message, *others = messages_of(body)
+    return ParsedBody(message, tuple(body.conflicts()), body.timeout, others=tuple(others))
 
 
 def rest(kind: type[GenerationFields], found: Any, faulty: Iterable[str]) -> ParsedBody | None:
@@ -54,6 +58,9 @@ def continued(read: ParsedBody, event_id: str, max_n: int) -> ParsedBody:
 
     Outputs that were finished are computed again, too, because the usage at the end includes them.
     """
+    if read.others:
+        wrong = Violation("Last-Event-ID", f"continues a stream of one prompt; the body has {1 + len(read.others)}")
+        return replace(read, wrong=(*read.wrong, wrong))
     try:
         seed, resume = parse_event_id(event_id, max_n)
     except InvalidRequest as invalid:
@@ -69,50 +76,56 @@ def continued(read: ParsedBody, event_id: str, max_n: int) -> ParsedBody:
     return replace(read, resume=resume)
 
 
-def _message(body: GenerationFields) -> pb.GenerateRequest:
-    match body:
-        case GenerateBody():
-            return generate_request(body)
-        case CompletionBody():
-            return completion_request(body)
-        case ChatBody():
-            return chat_request(body)
+@singledispatch
+def messages_of(body: GenerationFields) -> list[pb.GenerateRequest]:
+    """Convert a body to one message for each of its prompts. Every kind of body registers its own conversion."""
     raise AssertionError(f"no route takes a {type(body).__name__}")
 
 
-def generate_request(body: GenerateBody) -> pb.GenerateRequest:
+@messages_of.register
+def _(body: GenerateBody) -> list[pb.GenerateRequest]:
     """Convert a body of `POST /generate`. `k_draft` is the number of drafts in every round; 0 turns speculation off."""
-    request = _common(body, body.max_new_tokens)
+    request = common(body, body.max_new_tokens)
     request.prompt = body.prompt
     if body.k_draft is not None:
         request.speculation.num_draft_tokens = body.k_draft
         request.speculation.mode = pb.SPECULATION_MODE_FIXED if body.k_draft else pb.SPECULATION_MODE_OFF
-    return request
+    return [request]
 
 
-def completion_request(body: CompletionBody) -> pb.GenerateRequest:
+@messages_of.register
+def _(body: CompletionBody) -> list[pb.GenerateRequest]:
     """Convert a body of `POST /v1/completions`."""
-    request = _common(body, body.max_tokens)
+    request = common(body, 1 if body.is_only_scored else body.max_tokens)  # one token is generated and left out
     _ask_as_openai(request, body)
-    if isinstance(body.prompt, str):
-        request.prompt = body.prompt
-    else:
-        request.token_ids.CopyFrom(pb.TokenIds(ids=body.prompt))
     if body.logprobs is not None:
         request.output.logprobs, request.output.top_logprobs = True, body.logprobs
-    return request
+    if body.echo:
+        request.output.prompt_logprobs = request.output.logprobs
+        request.output.prompt_token_ids = True
+    return [_with_prompt(request, prompt) for prompt in body.prompts]
 
 
-def chat_request(body: ChatBody) -> pb.GenerateRequest:
+def _with_prompt(request: pb.GenerateRequest, prompt: str | list[int]) -> pb.GenerateRequest:
+    asked = pb.GenerateRequest()
+    asked.CopyFrom(request)
+    if isinstance(prompt, str):
+        asked.prompt = prompt
+    else:
+        asked.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
+    return asked
+
+
+@messages_of.register
+def _(body: ChatBody) -> list[pb.GenerateRequest]:
     """Convert a body of `POST /v1/chat/completions`."""
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    request = _common(body, limit)
+    request = common(body, limit)
     _ask_as_openai(request, body)
-    turns = [pb.ChatMessage(role=turn.role, content=turn.text) for turn in body.messages]
-    request.messages.CopyFrom(pb.ChatMessages(messages=turns))
+    request.messages.CopyFrom(conversation(body))
     request.output.logprobs = bool(body.logprobs)
     request.output.top_logprobs = body.top_logprobs or 0
-    return request
+    return [request]
 
 
 def _ask_as_openai(request: pb.GenerateRequest, body: OpenAiBody) -> None:
@@ -120,14 +133,11 @@ def _ask_as_openai(request: pb.GenerateRequest, body: OpenAiBody) -> None:
         request.sampling.temperature = OPENAI_TEMPERATURE
     if body.n is not None:
         request.sampling.n = body.n
-    if body.response_format is None or body.response_format.type == "text":
-        return
-    wanted = body.response_format.json_schema
-    schema = {"type": "object"} if wanted is None else wanted.schema_
-    request.guided.CopyFrom(pb.GuidedDecoding(json_schema=json.dumps(schema)))
+    request.output.prompt_token_ids = body.has_running_usage  # their number is the usage before the end
 
 
-def _common(body: GenerationFields, max_tokens: int | None) -> pb.GenerateRequest:
+def common(body: GenerationFields, max_tokens: int | None) -> pb.GenerateRequest:
+    """Convert the fields that all routes have; the input is still missing."""
     return pb.GenerateRequest(
         model=body.model,
         sampling=_sampling(body),
@@ -142,7 +152,8 @@ def _common(body: GenerationFields, max_tokens: int | None) -> pb.GenerateReques
         guided=_guided(body),
         cache_salt=body.cache_salt,
         priority=body.priority,
-        output=pb.OutputOptions(digests=body.event_ids),
+        output=pb.OutputOptions(digests=body.event_ids, skip_special_tokens=body.skip_special_tokens),
+        prediction=None if body.prediction is None else pb.Prediction(text=text_of(body.prediction.content)),
     )
 
 
@@ -177,12 +188,15 @@ def _speculation(body: GenerationFields) -> pb.SpeculationOptions:
 
 
 def _guided(body: GenerationFields) -> pb.GuidedDecoding | None:
-    schema = body.guided_json
-    if schema is not None:
-        return pb.GuidedDecoding(json_schema=schema if isinstance(schema, str) else json.dumps(schema))
-    if body.guided_regex is not None:
-        return pb.GuidedDecoding(regex=body.guided_regex)
-    if body.guided_grammar is not None:
-        return pb.GuidedDecoding(grammar=body.guided_grammar)
-    choice = body.guided_choice
-    return None if choice is None else pb.GuidedDecoding(choice=pb.Choice(choices=choice))
+    structure = next(body.structures(), None)
+    if structure is None:
+        return None
+    if structure.kind == "choice":
+        return pb.GuidedDecoding(choice=pb.Choice(choices=structure.source))
+    source = structure.source if isinstance(structure.source, str) else json.dumps(structure.source)
+    match structure.kind:
+        case "json":
+            return pb.GuidedDecoding(json_schema=source)
+        case "regex":
+            return pb.GuidedDecoding(regex=source)
+    return pb.GuidedDecoding(grammar=source)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -21,11 +20,14 @@ from server.admission.slow_work import SlowWork
 from server.driver import Driver
 from server.http import native_answers
 from server.http.bodies import WrongBody, read_body
-from server.http.calls import CallerGone, EventStream, WholeAnswer, admit, unless_gone
+from server.http.calls import CallerGone, Calls, EventStream, WholeAnswer, unless_gone
 from server.http.errors import INTERNAL, HttpError, http_error
-from server.http.openai_answers import AnswerFormat, ChatAnswers, TextAnswers
+from server.http.openai.chat import ChatAnswers, fitted
+from server.http.openai.conversation import as_in_the_body
+from server.http.openai.text import TextAnswers
 from server.http.requests import ParsedBody, continued
-from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields, OpenAiBody
+from server.http.types import ChatBody, CompletionBody, GenerateBody, GenerationFields
+from server.model import ServedModel
 
 BodyT = TypeVar("BodyT", bound=GenerationFields)
 
@@ -33,13 +35,16 @@ BodyT = TypeVar("BodyT", bound=GenerationFields)
 class Answers(Protocol):
     """Conversion of messages to JSON, as a whole answer and as a stream."""
 
-    def answer(self, response: pb.GenerateResponse, /) -> dict[str, Any]:
-        """Return the whole answer."""
+    async def answer(self, responses: list[pb.GenerateResponse], /) -> dict[str, Any]:
+        """Return the whole answer, made of a response for each prompt."""
         ...
 
     def events(self, messages: AsyncIterator[pb.GenerateStreamResponse], /) -> AsyncIterator[list[dict[str, Any]]]:
         """Yield the events of each message of a stream."""
         ...
+
+
+AnswersTo: TypeAlias = Callable[[BodyT, ServedModel], Answers]
 
 
 def add_generation(
@@ -51,17 +56,17 @@ def add_generation(
     @router.post("/generate", response_model=None, openapi_extra=_schema(GenerateBody, "/generate"))
     async def generate(request: Request) -> Response:
         """Continue one prompt: return the text and its speed, or stream the tokens."""
-        return await routes.respond(GenerateBody, lambda _: native_answers, request)
+        return await routes.respond(GenerateBody, lambda _, __: native_answers, request)
 
     @router.post("/v1/completions", response_model=None, openapi_extra=_schema(CompletionBody, "/v1/completions"))
     async def completions(request: Request) -> Response:
         """Continue a prompt, in the format of OpenAI's completions."""
-        return await routes.respond(CompletionBody, partial(routes.shape, TextAnswers), request)
+        return await routes.respond(CompletionBody, TextAnswers.of, request)
 
     @router.post("/v1/chat/completions", response_model=None, openapi_extra=_schema(ChatBody, "/v1/chat/completions"))
     async def chat_completions(request: Request) -> Response:
         """Continue a conversation, in the format of OpenAI's chat completions."""
-        return await routes.respond(ChatBody, partial(routes.shape, ChatAnswers), request)
+        return await routes.respond(ChatBody, ChatAnswers.of, request)
 
     app.include_router(router)
     _add_errors(app)
@@ -75,32 +80,32 @@ class _Routes:
     ) -> None:
         self._admission, self._driver, self._slow, self._stall_seconds = admission, driver, slow, stall_seconds
 
-    def shape(self, kind: type[AnswerFormat], body: OpenAiBody) -> AnswerFormat:
-        """Create the format of OpenAI's answers to `body`."""
-        model = self._driver().model
-        return kind(model.name, model.codec, include_usage=body.stream_options.include_usage)
-
-    async def respond(self, kind: type[BodyT], answers_to: Callable[[BodyT], Answers], request: Request) -> Response:
+    async def respond(self, kind: type[BodyT], answers_to: AnswersTo[BodyT], request: Request) -> Response:
         """Return one answer or a stream of events. If the request is refused, raise before anything is sent."""
         data = await request.body()
-        async with self._slow.turn(len(data)):
-            return await self._respond(await self._read(kind, data, request), answers_to, request)
+        try:
+            async with self._slow.turn(len(data)):
+                return await self._respond(await self._read(kind, data, request), answers_to, request)
+        except InvalidRequest as invalid:
+            raise InvalidRequest(map(as_in_the_body, invalid.violations)) from None
 
     async def _respond(
-        self, parsed: tuple[BodyT, ParsedBody], answers_to: Callable[[BodyT], Answers], request: Request
+        self, parsed: tuple[BodyT, ParsedBody], answers_to: AnswersTo[BodyT], request: Request
     ) -> Response:
         body, read = parsed
-        answers, origin = answers_to(body), _origin(request, body.timeout)
+        model = self._driver().model
+        answers, origin = answers_to(body, model), _origin(request, body.timeout)
         after = request.headers.get("last-event-id")
         if after is not None:
             if not body.stream:
                 raise InvalidRequest.of("Last-Event-ID", "continues a stream; it needs stream: true")
-            max_n = self._driver().model.engine.config.max_n
-            read = continued(read, after, max_n)
+            read = continued(read, after, model.engine.config.max_n)
+        if isinstance(body, ChatBody):
+            read = fitted(read, body, model, has_ids=body.event_ids or after is not None)
         if not body.stream:
             return await unless_gone(WholeAnswer.of(self._admission, read, origin, answers.answer), request.receive)
-        call = await unless_gone(admit(self._admission, read, origin), request.receive)
-        return EventStream(call, answers.events, origin, self._stall_seconds, EventIds(read.resume), body.event_ids)
+        calls = await unless_gone(Calls.admit(self._admission, read, origin), request.receive)
+        return EventStream(calls, answers.events, origin, self._stall_seconds, EventIds(read.resume), body.event_ids)
 
     async def _read(self, kind: type[BodyT], data: bytes, request: Request) -> tuple[BodyT, ParsedBody]:
         """Read the body. Raises the error that the request gets if fields of it are invalid."""

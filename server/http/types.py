@@ -1,120 +1,36 @@
-"""Fields of the bodies of the HTTP routes: names, types and defaults. `requests.py` interprets their values.
-
-Unknown fields are refused by name, because most of them would change the output. A field that is null counts as
-missing. So does an unsupported field of OpenAI if its value requests nothing.
-"""
+"""The bodies of the HTTP routes: names, types and defaults of their fields. `requests.py` interprets their values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from engine.errors import Violation
+from engine.errors import Violation, shown
+from server.admission.conversation import MAX_TOOLS
 from server.chat import MAX_MESSAGES
-
-
-def _is_text(value: str) -> str:
-    r"""Refuse text with half of a surrogate pair (`\ud800`), which JSON can contain but UTF-8 cannot."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"has {value[error.start]!r} at {error.start}, which is no character") from None
-    return value
-
-
-# Strict types: "3" and true are not accepted as numbers, and 1 is not accepted as a boolean.
-UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)]
-UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1, strict=True)]
-TokenKey = Annotated[int, Field(ge=0, le=2**32 - 1)]  # a key of a JSON object, where keys are strings; so not strict
-Real = Annotated[float, Field(strict=True)]
-Seconds = Annotated[float, Field(gt=0, strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
-Text = Annotated[str, AfterValidator(_is_text)]
-
-# Lists and objects are counted before their entries are looked at, and the first bad entry of a list ends its check.
-MAX_FIELDS = 100  # of an object with known fields
-MAX_TEXTS = 1024  # text parts of a message; stop strings, of which the server allows fewer
-MAX_CHOICES = 65_536
-MAX_BIASES = 16_384
-MAX_IDS = 1 << 20
-MAX_SCHEMA = 1 << 20  # characters and values; what the server allows is less
-MAX_DEPTH = 128  # of a schema
-
-
-def _at_most(most: int) -> BeforeValidator:
-    def check(value: Any) -> Any:
-        if isinstance(value, list | dict) and len(value) > most:
-            raise ValueError(f"has {len(value)} entries; the limit is {most}")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _is_schema(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse a schema that is too large or too deep for any server, or contains half of a surrogate pair."""
-    level, left = list[Any]([value]), MAX_SCHEMA
-    for _ in range(MAX_DEPTH):
-        inner: list[Any] = []
-        for part in level:
-            if isinstance(part, dict):
-                inner += part.keys()
-                inner += part.values()
-            elif isinstance(part, list):
-                inner += part
-            elif isinstance(part, str):
-                left -= len(_is_text(part))
-        left -= len(inner)
-        if left < 0:
-            raise ValueError(f"is larger than {MAX_SCHEMA} characters and values, which is the limit")
-        if not inner:
-            return value
-        level = inner
-    raise ValueError(f"is deeper than {MAX_DEPTH} levels, which is the limit")
-
-
-Schema = Annotated[dict[str, Any], AfterValidator(_is_schema)]
-Ids = Annotated[list[UInt32], Field(fail_fast=True), _at_most(MAX_IDS)]
-Texts = Annotated[list[Text], Field(fail_fast=True), _at_most(MAX_TEXTS)]
-
-# Fields about the caller, not about the output: they are accepted and have no effect.
-IGNORED = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
-# Values of unsupported fields that request nothing.
-NEUTRAL: dict[str, Any] = {
-    "best_of": 1,
-    "echo": False,
-    "suffix": "",
-    "tools": [],
-    "tool_choice": "none",
-    "parallel_tool_calls": True,
-    "modalities": ["text"],
-}
-
-
-class Body(BaseModel):
-    """Base of all parts of a body. It drops null fields and fields without effect, and refuses unknown ones."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_asks_for_nothing(cls, found: Any) -> Any:
-        if not isinstance(found, dict):
-            return found
-        if len(found) > MAX_FIELDS:
-            raise ValueError(f"has {len(found)} fields; the limit is {MAX_FIELDS}")
-        fields = cls.model_fields
-        return {
-            name: value
-            for name, value in found.items()
-            if value is not None and (name in fields or not (name in IGNORED or _is_neutral(name, value)))
-        }
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    return name in NEUTRAL and type(value) is type(NEUTRAL[name]) and value == NEUTRAL[name]
+from server.http.fields import (
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    MAX_TEXTS,
+    Body,
+    Flag,
+    Ids,
+    Int32,
+    Real,
+    Schema,
+    Seconds,
+    Text,
+    Texts,
+    TokenKey,
+    UInt32,
+    UInt64,
+    at_most,
+    not_served,
+)
 
 
 class SpeculationFields(Body):
@@ -126,13 +42,17 @@ class SpeculationFields(Body):
     verification: Literal["coupled", "rejection"] | None = None
 
 
+ANY_OBJECT = {"type": "object"}
+Choices = Annotated[list[Text], Field(fail_fast=True), at_most(MAX_CHOICES)]
+
+
 class JsonSchema(Body):
     """A JSON schema. Its name and description are not used."""
 
     name: Text | None = None
     description: Text | None = None
     strict: Flag | None = None  # no effect: the schema is always enforced strictly
-    schema_: Schema = Field(default_factory=lambda: {"type": "object"}, alias="schema")
+    schema_: Schema = Field(ANY_OBJECT, alias="schema")
 
 
 class ResponseFormat(Body):
@@ -152,11 +72,69 @@ class StreamOptions(Body):
     """Additional parts of a stream."""
 
     include_usage: Flag = False
+    continuous_usage_stats: Flag = False  # with include_usage: the usage so far in every chunk
     include_obfuscation: Flag = False  # no effect: on loopback or over TLS a stream needs none
+
+
+class TextPart(Body):
+    """A part of a message that is text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+def _only_text_parts(value: Any) -> Any:
+    """Refuse parts that are no text by their type, before their other fields are refused by name."""
+    for part in value if isinstance(value, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(f"has a part of type {shown(kind)}; this server takes text alone")
+    return value
+
+
+TextParts = Annotated[list[TextPart], Field(fail_fast=True), at_most(MAX_TEXTS)]
+TextContent = Annotated[Text | TextParts, BeforeValidator(_only_text_parts)]
+
+
+def text_of(content: str | list[TextPart] | None) -> str:
+    """Return the whole text of a content; it is empty if there is none."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text for part in content)
+
+
+class PredictionBody(Body):
+    """An expected output."""
+
+    type: Literal["content"]
+    content: TextContent
+
+
+def _as_prediction(value: Any) -> Any:
+    return {"type": "content", "content": value} if isinstance(value, str) else value
+
+
+class StructuredOutputs(Body):
+    """A structure of the text, in one of several notations."""
+
+    json_: Text | Schema | None = Field(None, alias="json")
+    json_object: Flag = False  # any JSON object
+    regex: Text | None = None
+    grammar: Text | None = None
+    choice: Choices | None = None
 
 
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A structure of the text: the field that asks for it, its notation, and its source."""
+
+    field: str
+    kind: str  # "json", "regex", "grammar" or "choice"
+    source: Any
 
 
 class GenerationFields(Body):
@@ -172,7 +150,7 @@ class GenerationFields(Body):
     repetition_penalty: Real | None = None
     presence_penalty: Real | None = None
     frequency_penalty: Real | None = None
-    logit_bias: Annotated[dict[TokenKey, Real], _at_most(MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Real], at_most(MAX_BIASES)] | None = None
     allowed_token_ids: Ids | None = None
     banned_token_ids: Ids | None = None
     seed: UInt64 | None = None
@@ -183,7 +161,10 @@ class GenerationFields(Body):
     guided_json: Text | Schema | None = None
     guided_regex: Text | None = None
     guided_grammar: Text | None = None
-    guided_choice: Annotated[list[Text], Field(fail_fast=True), _at_most(MAX_CHOICES)] | None = None
+    guided_choice: Choices | None = None
+    structured_outputs: StructuredOutputs | None = None
+    skip_special_tokens: Flag | None = None
+    prediction: Annotated[PredictionBody, BeforeValidator(_as_prediction)] | None = None
     cache_salt: Text | None = None
     speculation: SpeculationFields | None = None
     priority: Int32 | None = None
@@ -193,19 +174,22 @@ class GenerationFields(Body):
 
     def conflicts(self) -> Iterator[Violation]:
         """Yield a violation for fields that are valid by themselves but exclude each other."""
-        structures = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "response_format")
-        given = [name for name in structures if getattr(self, name, None) is not None]
+        given = [structure.field for structure in self.structures()]
         if len(given) > 1:
             yield Violation("body", f"has {' and '.join(given)}; expected one structure")
 
-
-def _one_prompt(value: Any) -> Any:
-    """Return the only prompt of a list; refuse a list of several prompts."""
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            raise ValueError(f"has {len(value)} prompts; send a request for each")
-        return value[0]
-    return value
+    def structures(self) -> Iterator[Structure]:
+        """Yield the structures that the text is to have; more than one are a conflict."""
+        wanted = self.structured_outputs or StructuredOutputs.model_construct()
+        if wanted.json_object:
+            yield Structure("structured_outputs.json_object", "json", ANY_OBJECT)
+        for kind in ("json", "regex", "grammar", "choice"):
+            named = {f"guided_{kind}": self, f"structured_outputs.{kind}": wanted}
+            for field, owner in named.items():
+                name = field.removeprefix("structured_outputs.")
+                value = getattr(owner, "json_" if name == "json" else name)
+                if value is not None:
+                    yield Structure(field, kind, value)
 
 
 class GenerateBody(GenerationFields):
@@ -223,32 +207,173 @@ class OpenAiBody(GenerationFields):
     max_tokens: UInt32 | None = None
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat | None = None
+    return_speculation_stats: Flag = False
+
+    @property
+    def has_running_usage(self) -> bool:
+        """Whether every chunk of a stream tells the usage so far."""
+        return self.stream_options.include_usage and self.stream_options.continuous_usage_stats
+
+    def structures(self) -> Iterator[Structure]:
+        """Yield the structures of all routes, and the one of `response_format`."""
+        yield from super().structures()
+        wanted = self.response_format
+        if wanted is not None and wanted.type != "text":
+            schema = ANY_OBJECT if wanted.json_schema is None else wanted.json_schema.schema_
+            yield Structure("response_format", "json", schema)
+
+    def conflicts(self) -> Iterator[Violation]:
+        """Yield the violations of all routes, and one for what a continued stream could not tell."""
+        yield from super().conflicts()
+        if self.event_ids and self.has_running_usage:
+            yield Violation("event_ids", "is true; not served with stream_options.continuous_usage_stats")
+
+
+def _kind_of_prompt(value: Any) -> str:
+    return "list[int]" if isinstance(value, list) else "str"
+
+
+def _kind_of_prompts(value: Any) -> str:
+    is_list_of_prompts = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
+    return "list[prompt]" if is_list_of_prompts else _kind_of_prompt(value)
+
+
+# The tags are names that errors leave out of a field's path, as they do with those of a plain union.
+Prompt = Annotated[
+    Annotated[Text, Tag("str")] | Annotated[Ids, Tag("list[int]")],
+    Discriminator(_kind_of_prompt),
+]
+Prompts = Annotated[
+    Annotated[Text, Tag("str")]
+    | Annotated[Ids, Tag("list[int]")]
+    | Annotated[list[Prompt], Field(fail_fast=True), at_most(MAX_PROMPTS), Tag("list[prompt]")],
+    Discriminator(_kind_of_prompts),
+]
+
+
+def _no_suffix(value: Any) -> None:
+    if value != "":
+        told = shown(value) if isinstance(value, str) else "no text"
+        raise ValueError(f"is {told}; text after the prompt is not served: the model only continues texts at their end")
 
 
 class CompletionBody(OpenAiBody):
     """Body of `POST /v1/completions`."""
 
-    prompt: Annotated[Text | Ids, BeforeValidator(_one_prompt)]
+    prompt: Prompts
     logprobs: UInt32 | None = None  # number of likeliest tokens beside each; 0: only the token's own
+    echo: Flag = False
+    suffix: Annotated[None, BeforeValidator(_no_suffix)] = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, of which most requests have one."""
+        is_list = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+        return self.prompt if is_list else [self.prompt]  # type: ignore[return-value,list-item]
+
+    @property
+    def is_only_scored(self) -> bool:
+        """Whether only the prompt is wanted, and nothing after it."""
+        return self.echo and self.max_tokens == 0
+
+    def conflicts(self) -> Iterator[Violation]:
+        """Yield the violations of both routes, and those of fields that a stream with ids cannot have."""
+        yield from super().conflicts()
+        if self.event_ids and len(self.prompts) > 1:
+            yield Violation("event_ids", f"is true; not served with several prompts, here {len(self.prompts)}")
+        if self.event_ids and self.echo:
+            yield Violation("event_ids", "is true; not served with echo")
 
 
-class TextPart(Body):
-    """A part of a message that is text."""
+class FunctionBody(Body):
+    """A function that the model may call."""
 
-    type: Literal["text"]
-    text: Text
+    name: Text
+    description: Text = ""
+    parameters: Schema | None = None
+    strict: Flag = False
+
+
+class ToolBody(Body):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+Tools = Annotated[list[ToolBody], Field(fail_fast=True), at_most(MAX_TOOLS)]
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: Text
+
+
+class ToolChoiceBody(Body):
+    """Whether, or which function, the model has to call."""
+
+    type: Literal["none", "auto", "required", "function"]
+    function: FunctionName | None = None
+
+    @model_validator(mode="after")
+    def _function_where_it_is_named(self) -> ToolChoiceBody:
+        if (self.type == "function") != (self.function is not None):
+            raise ValueError(f"is of type {self.type!r}; function goes with the type function and with no other")
+        return self
+
+
+def _as_tool_choice(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        raise ValueError("is of type 'allowed_tools', which is not served; send only the allowed tools as tools")
+    if isinstance(value, str) and value not in ("none", "auto", "required"):
+        raise ValueError(f"is {shown(value)}; expected 'none', 'auto', 'required' or a function")
+    return {"type": value} if isinstance(value, str) else value
+
+
+ToolChoiceField = Annotated[ToolChoiceBody, BeforeValidator(_as_tool_choice)]
+
+
+class CalledFunction(Body):
+    """The function of a call, and the JSON text of its arguments."""
+
+    name: Text
+    arguments: Text = ""
+
+
+class ToolCallBody(Body):
+    """A call that the assistant made."""
+
+    id: Text = ""
+    type: Literal["function"] = "function"
+    index: UInt32 | None = None  # no effect: a client may send a stream's deltas back
+    function: CalledFunction
+
+
+ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True), at_most(MAX_TOOLS)]
 
 
 class ChatTurn(Body):
     """A message of a conversation."""
 
     role: Text
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True), _at_most(MAX_TEXTS)]
+    content: TextContent | None = None
+    name: Text | None = None
+    tool_calls: ToolCalls = []  # noqa: RUF012  # pydantic copies it
+    tool_call_id: Text | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None  # another name of `reasoning`
+    function_call: Annotated[None, not_served("use tool_calls")] = None
 
     @property
     def text(self) -> str:
         """The whole text of the message."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return text_of(self.content)
+
+    @property
+    def thoughts(self) -> str | None:
+        """The reasoning of the message, by either of its names."""
+        return self.reasoning_content if self.reasoning is None else self.reasoning
 
 
 class ChatBody(OpenAiBody):
@@ -256,14 +381,32 @@ class ChatBody(OpenAiBody):
 
     no_input = ("messages", [])
 
-    messages: Annotated[list[ChatTurn], Field(fail_fast=True), _at_most(MAX_MESSAGES)]
+    messages: Annotated[list[ChatTurn], Field(fail_fast=True), at_most(MAX_MESSAGES)]
     max_completion_tokens: UInt32 | None = None
     logprobs: Flag | None = None
     top_logprobs: UInt32 | None = None
+    tools: Tools = []  # noqa: RUF012  # pydantic copies it
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: Flag | None = None
+    functions: Annotated[None, not_served("use tools")] = None
+    function_call: Annotated[None, not_served("use tool_choice")] = None
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag = False
+    chat_template_kwargs: Schema | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    thinking_budget: UInt32 | None = None
+    thinking_token_budget: UInt32 | None = None  # another name of `thinking_budget`
 
     def conflicts(self) -> Iterator[Violation]:
-        """Yield the violations of all routes, and one if both limits on the output are given and differ."""
+        """Yield the violations of all routes, of messages without content, and of fields given twice that differ."""
         yield from super().conflicts()
+        for i, turn in enumerate(self.messages):
+            if turn.content is None and not (turn.role == "assistant" and (turn.tool_calls or turn.thoughts)):
+                yield Violation(f"messages[{i}].content", "is missing")
         newer, older = self.max_completion_tokens, self.max_tokens
         if newer is not None and older is not None and newer != older:
             yield Violation("body", f"has max_completion_tokens {newer} and max_tokens, its older name, {older}")
+        budget, other = self.thinking_budget, self.thinking_token_budget
+        if budget is not None and other is not None and budget != other:
+            yield Violation("body", f"has thinking_budget {budget} and thinking_token_budget, its other name, {other}")

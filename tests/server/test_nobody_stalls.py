@@ -72,7 +72,7 @@ def many(entry: str, count: int) -> str:
             "body has 100000 fields; the limit is 100",
         ),
         (CompletionBody, f'{{"prompt":[{many("-1", 190_000)}]}}', "prompt[0] is -1"),
-        (CompletionBody, f'{{"prompt":[{many("[1]", 150_000)}]}}', "prompt has 150000 prompts"),
+        (CompletionBody, f'{{"prompt":[{many("[1]", 150_000)}]}}', "prompt has 150000 entries; the limit is 128"),
         (GenerateBody, f'{{"prompt":"x","guided_choice":[{many("1", 70_000)}]}}', "guided_choice has 70000 entries"),
         (
             GenerateBody,

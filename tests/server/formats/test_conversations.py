@@ -219,3 +219,12 @@ async def test_tools_of_a_model_whose_calls_are_not_known():
 async def test_the_embedded_pair_has_a_template_and_the_format_of_hermes():
     template = ChatTemplate.load(str(embedded_target()))
     assert type(detect(template.source, {})) is HermesFormat
+
+
+async def test_the_format_can_be_named():
+    async with serving_embedded(chat_format="llama") as server, grpc_client(server) as client:
+        done = await client.generate(ASKED, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+        assert json.loads(done.text.removeprefix("<|python_tag|>"))["name"] == "weather"
+    async with serving_embedded(chat_format="latin", ready=False) as server:
+        await server.running
+        assert server.app.driver is None

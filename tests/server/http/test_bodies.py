@@ -51,7 +51,7 @@ async def test_any_mistakes_are_told_together():
     [
         ("/generate", {}, {"prompt is missing"}),
         ("/v1/completions", {"prompt": None, "n": 0}, {"prompt is missing", "n is 0"}),
-        ("/v1/completions", {"prompt": ["a", "b"], "n": 0}, {"prompt has 2 prompts", "n is 0"}),
+        ("/v1/completions", {"prompt": ["a", 5], "n": 0}, {"prompt[1] is 5", "n is 0"}),
         ("/v1/completions", {"prompt": "", "n": "2"}, {"prompt is empty", "n is '2'"}),
         ("/v1/completions", {"prompt": "a", "stream": 1, "logprobs": 21}, {"stream is 1", "top_logprobs is 21"}),
         ("/v1/chat/completions", {"messages": [{"role": "user"}], "top_p": 7}, {"messages[0].content", "top_p is 7"}),

@@ -6,7 +6,9 @@ import asyncio
 import json
 import math
 import socket
+import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import httpx
 import openai
@@ -18,7 +20,7 @@ from server.chat import ChatTemplate
 from server.lifecycle import State
 from tests.engine.text.test_codec import CODEC
 from tests.server import fake_engine
-from tests.server.fake_engine import SHIFT, TEXT, FakeEngine, logprob_of
+from tests.server.fake_engine import SHIFT, TEXT, FakeEngine, logprob_of, served
 from tests.server.fake_grammar import FakeCompiler
 from tests.server.test_life import metric
 from tests.serving import serving, until
@@ -221,6 +223,8 @@ async def test_a_chat_and_its_stream():
         ({"response_format": {"type": "text"}}, TEXT[:3]),
         ({"extra_body": {"guided_json": {"type": "object"}}}, "{}"),
         ({"extra_body": {"guided_choice": ["over"]}}, "over"),
+        ({"extra_body": {"structured_outputs": {"choice": ["over"]}}}, "over"),
+        ({"extra_body": {"structured_outputs": {"json_object": True}}}, "{}"),
     ],
     ids=str,
 )
@@ -238,55 +242,28 @@ async def test_structures(fields, text):
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "u"}]}
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param", "said"),
-    [
-        ("chat/completions", {"temperature": -1}, "temperature", "-1.0"),
-        ("chat/completions", {"top_p": 1.5}, "top_p", "1.5"),
-        ("chat/completions", {"n": 0}, "n", "0"),
-        ("chat/completions", {"n": -1}, "n", "-1"),
-        ("chat/completions", {"max_tokens": 10**6}, "max_tokens", "1000000"),
-        ("chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, "body", "max_completion_tokens 2"),
-        ("chat/completions", {"top_logprobs": 2}, "top_logprobs", "2"),
-        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "21"),
-        ("chat/completions", {"logit_bias": {"5": 200}}, "logit_bias[5]", "200"),
-        ("chat/completions", {"tools": [{"type": "function"}]}, "tools", "not served"),
-        ("chat/completions", {"temprature": 1}, "temprature", "not served"),
-        ("chat/completions", {"messages": []}, "messages", "0 messages"),
-        ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tools"),
-        ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
-        ("chat/completions", {"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
-        ("chat/completions", {"guided_regex": "a", "guided_choice": ["b"]}, "body", "guided_regex and guided_choice"),
-        ("chat/completions", {"guided_regex": "a"}, "guided.regex", "'a'"),
-        ("chat/completions", {"speculation": {"mode": "often"}}, "speculation.mode", "'often'"),
-        ("chat/completions", {"speculation": {"proposer": "oracle"}}, None, "oracle"),
-        ("completions", {"prompt": ["a", "b"]}, "prompt", "2 prompts"),
-        ("completions", {"prompt": ""}, "prompt", "empty"),
-        ("completions", {"prompt": "a", "echo": True}, "echo", "not served"),
-        ("completions", {"prompt": "a", "best_of": 2}, "best_of", "not served"),
-        ("completions", {"prompt": "a", "logprobs": 21}, "top_logprobs", "21"),
-        ("completions", {"prompt": [10**6]}, "token_ids[0]", "1000000"),
-        ("completions", {}, "prompt", "missing"),
-    ],
-    ids=str,
-)
-async def test_mistakes_are_400_and_name_field_and_value(path, fields, param, said):
-    async with talking() as server:
-        base = CHAT if path.startswith("chat") else {"model": "fake"}
-        answer = await server.http.post(f"/v1/{path}", json=base | fields)
-        assert answer.status_code == 400, answer.text
-        error = answer.json()["error"]
-        assert error["type"] == "invalid_request_error"
-        assert error["param"] == param
-        assert said in error["message"]
-
-
 async def test_what_asks_for_nothing_is_taken():
     async with talking() as server:
         nothing = {"user": "x", "metadata": {"a": "b"}, "tools": [], "stop": None, "logit_bias": None, "store": False}
         assert (await server.http.post("/v1/chat/completions", json=CHAT | nothing)).status_code == 200
-        harmless = {"prompt": "ab", "echo": False, "best_of": 1, "suffix": None}
+        harmless = {"prompt": "ab", "echo": False, "best_of": 1, "suffix": "", "use_beam_search": False}
         assert (await server.http.post("/v1/completions", json=harmless)).status_code == 200
+
+
+async def test_the_model_is_listed_and_found_by_its_name():
+    async with talking() as server:
+        [listed] = (await server.http.get("/v1/models")).json()["data"]
+        found = await server.client.models.retrieve("fake")
+        assert found.to_dict() == listed
+        assert (listed["id"], listed["object"], listed["max_model_len"]) == ("fake", "model", 4096)
+        assert listed["created"] <= time.time() < listed["created"] + 3600
+        for name in ("other", "who/other", "fake/"):
+            missing = await server.http.get(f"/v1/models/{name}")
+            assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+            assert repr(name) in missing.json()["error"]["message"]
+    load = lambda *_: replace(served(FakeEngine()), name="who/it")  # noqa: E731
+    async with talking(load=load) as server:
+        assert (await server.http.get("/v1/models/who/it")).json()["id"] == "who/it"
 
 
 async def test_other_refusals_have_their_status():
@@ -405,11 +382,12 @@ async def test_a_caller_that_leaves_while_queued_is_forgotten():
         assert (await running).status_code == 200
 
 
-async def test_a_reader_that_stalls_is_cut_and_its_pages_are_freed():
+@pytest.mark.parametrize("prompt", ["a", ["a", "b", "c"]], ids=["one", "several"])
+async def test_a_reader_that_stalls_is_cut_and_its_pages_are_freed(prompt):
     engine = FakeEngine(step_seconds=0.0005, burst=40)
-    async with talking(engine, stall_seconds=0.3, max_total_logprobs=10**7) as server:
+    async with talking(engine, stall_seconds=0.3, max_total_logprobs=10**7, max_queue_tokens=10**8) as server:
         engine.max_model_len = 10**6
-        body = json.dumps({"prompt": "a", "max_tokens": 900_000, "stream": True, "logprobs": 5}).encode()
+        body = json.dumps({"prompt": prompt, "max_tokens": 900_000, "stream": True, "logprobs": 5}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
         head += "\r\nContent-Type: application/json"
         with socket.socket() as connection:
@@ -417,7 +395,7 @@ async def test_a_reader_that_stalls_is_cut_and_its_pages_are_freed():
             connection.setblocking(False)
             await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", server.app.http_port))
             await asyncio.get_running_loop().sock_sendall(connection, f"{head}\r\n\r\n".encode() + body)
-            await until(lambda: engine.num_running == 1)
+            await until(lambda: engine.num_running == len(prompt))
             await until(lambda: not server.app.driver.live(), 30)
             assert metric(server, "stream_stalls_total") == 1
             assert engine.free_pages == engine.total_pages

@@ -12,22 +12,22 @@ import pytest
 
 from engine.errors import InvalidRequest
 from loadtest.experiments.hostile import CALLS, SIZE
+from server.admission.conversation import MAX_TOOLS
 from server.chat import MAX_MESSAGES
 from server.http import routes
 from server.http.bodies import MAX_DIGITS, MAX_PARTS, WrongBody, read_body
 from server.http.errors import violations
-from server.http.types import (
+from server.http.fields import (
     MAX_BIASES,
     MAX_CHOICES,
     MAX_DEPTH,
     MAX_FIELDS,
     MAX_IDS,
+    MAX_PROMPTS,
     MAX_SCHEMA,
     MAX_TEXTS,
-    ChatBody,
-    CompletionBody,
-    GenerateBody,
 )
+from server.http.types import ChatBody, CompletionBody, GenerateBody
 from tests.pauses import pauses
 from tests.server.http.test_gateway import talking
 from tests.serving import http_client, serving
@@ -59,6 +59,7 @@ def turn(**fields):
 
 
 PROMPT = {"prompt": "a"}
+TALK = {"messages": [turn()]}
 KEYS = {f"k{i}": 1 for i in range(MAX_FIELDS + 1)}
 SCHEMA = f"is larger than {MAX_SCHEMA} characters and values, which is the limit"
 DEEP = f"is deeper than {MAX_DEPTH} levels, which is the limit"
@@ -98,6 +99,30 @@ TOO_MANY = [
         {"messages": [turn(content=[{}] * (MAX_TEXTS + 1))]},
         f"messages[0].content has {MAX_TEXTS + 1} entries; the limit is {MAX_TEXTS}",
     ),
+    ("/v1/completions", {"prompt": [[]] * (MAX_PROMPTS + 1)}, f"prompt has {MAX_PROMPTS + 1} entries; the limit is"),
+    ("/v1/completions", {"prompt": [[-1] * (MAX_IDS + 1)]}, f"prompt[0] has {MAX_IDS + 1} entries; the limit is"),
+    ("/v1/chat/completions", TALK | {"tools": [{}] * (MAX_TOOLS + 1)}, f"tools has {MAX_TOOLS + 1} entries; the limit"),
+    (
+        "/v1/chat/completions",
+        {"messages": [turn(tool_calls=[{}] * (MAX_TOOLS + 1))]},
+        f"messages[0].tool_calls has {MAX_TOOLS + 1} entries; the limit is {MAX_TOOLS}",
+    ),
+    (
+        "/v1/chat/completions",
+        TALK | {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep(MAX_DEPTH)}}]},
+        f"tools[0].function.parameters {DEEP}",
+    ),
+    ("/v1/chat/completions", TALK | {"chat_template_kwargs": deep(MAX_DEPTH)}, f"chat_template_kwargs {DEEP}"),
+    (
+        "/generate",
+        PROMPT | {"structured_outputs": {"choice": [5] * (MAX_CHOICES + 1)}},
+        f"structured_outputs.choice has {MAX_CHOICES + 1} entries",
+    ),
+    (
+        "/generate",
+        PROMPT | {"prediction": {"type": "content", "content": [{}] * (MAX_TEXTS + 1)}},
+        f"prediction.content has {MAX_TEXTS + 1} entries; the limit is {MAX_TEXTS}",
+    ),
 ]
 
 
@@ -129,7 +154,7 @@ def test_as_many_as_the_limit_are_read(path, body):
     [
         ("/generate", PROMPT | {"stop": ["x", *[5] * 500]}, ["stop[1] is 5; input should be a valid string"]),
         ("/generate", PROMPT | {"stop_token_ids": [-1] * 500}, ["stop_token_ids[0] is -1;"]),
-        ("/v1/chat/completions", {"messages": [{}] * 500}, ["messages[0].role", "messages[0].content"]),
+        ("/v1/chat/completions", {"messages": [{}] * 500}, ["messages[0].role"]),
     ],
     ids=["stop", "ids", "messages"],
 )

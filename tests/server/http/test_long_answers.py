@@ -15,7 +15,9 @@ from server.admission.answers import MAX_AT_ONCE
 from server.admission.stalls import stall_limit
 from server.http.calls import _write_event
 from server.http.long_json import MIN_PIECE, Encoder, LongList, in_turns
-from server.http.openai_answers import ChatAnswers, TextAnswers
+from server.http.openai.chat import ChatAnswers
+from server.http.openai.text import TextAnswers
+from server.http.pieces import CallReader
 from tests.engine.text.test_codec import CODEC
 from tests.server import fake_engine
 from tests.server.fake_engine import FakeEngine, logprob_of
@@ -109,31 +111,48 @@ def at_once(value):
     return [at_once(entry) for entry in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("kind", [TextAnswers, ChatAnswers])
+def text_answers(codec=CODEC):
+    return TextAnswers("m", codec, n=N)
+
+
+def chat_answers(codec=CODEC):
+    return ChatAnswers("m", codec, CallReader(None))
+
+
+@pytest.mark.parametrize("kind", [text_answers, chat_answers])
 @pytest.mark.parametrize("num_tokens", [0, 1, 30, 90, MAX_AT_ONCE, MAX_AT_ONCE + 1, 1000])
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-def test_parts_joined_are_what_one_piece_would_be(kind, num_tokens, separators):
-    answer = kind("m", CODEC).answer(response(num_tokens))
+async def test_parts_joined_are_what_one_piece_would_be(kind, num_tokens, separators):
+    answer = await kind().answer([response(num_tokens)])
     parts = list(Encoder(*separators).parts(answer))
     assert "".join(parts) == json.dumps(at_once(answer), ensure_ascii=False, separators=separators)
     assert (len(parts) == 1) == (N * num_tokens <= MAX_AT_ONCE)
-    per_token = 1 + TOP if kind is ChatAnswers else TOP
+    per_token = 1 + TOP if kind is chat_answers else TOP
     assert max(part.count('"logprob"') for part in parts) <= MAX_AT_ONCE * per_token
     assert max(part.count(separators[1]) for part in parts) < 4 * MAX_AT_ONCE * (1 + TOP) + 100
 
 
-@pytest.mark.parametrize("kind", [TextAnswers, ChatAnswers])
-def test_each_part_is_made_only_when_it_is_encoded(kind):
+@pytest.mark.parametrize("kind", [text_answers, chat_answers])
+async def test_each_part_is_made_only_when_it_is_encoded(kind):
     made = []
-    answers = kind("m", CODEC)
+    answers = kind()
     entry, note = answers._choice, made.append
-    answers._choice = lambda output: [note(output.index), entry(output)][1]
-    parts = Encoder().parts(answers.answer(response(1000)))
+    answers._choice = lambda output, read: [note(output.index), entry(output, read)][1]
+    parts = Encoder().parts(await answers.answer([response(1000)]))
     assert made == []
     for index in range(N):
         while made[-1:] != [index]:
             next(parts)
         assert made == list(range(index + 1))
+
+
+async def test_many_long_texts_are_not_encoded_at_once():
+    outputs = [pb.Output(index=i, text="a" * MIN_PIECE, finished=pb.Finished()) for i in range(4)]
+    for kind in (text_answers, chat_answers):
+        answer = await kind().answer([pb.GenerateResponse(request_id="r", outputs=outputs)])
+        parts = list(Encoder().parts(answer))
+        assert max(map(len, parts)) < 2 * MIN_PIECE
+        assert "".join(parts) == json.dumps(at_once(answer))
 
 
 async def test_others_have_turns_between_pieces_of_some_size():
@@ -149,7 +168,7 @@ async def test_an_event_of_very_many_is_sent_in_pieces_and_a_small_one_in_one():
         async def messages():
             yield pb.GenerateStreamResponse(request_id="r", delta=filled(pb.TokenDelta(), num_tokens))
 
-        [events] = [events async for events in ChatAnswers("m", CODEC).events(messages())]
+        [events] = [events async for events in chat_answers().events(messages())]
         found = []
 
         async def send(message):
@@ -170,7 +189,7 @@ async def test_an_event_of_very_many_is_sent_in_pieces_and_a_small_one_in_one():
     assert max(map(len, pieces)) < MIN_PIECE + 200 * MAX_AT_ONCE * (1 + TOP)
 
 
-def test_each_token_is_decoded_once_for_an_answer():
+async def test_each_token_is_decoded_once_for_an_answer():
     decoded = Counter()
 
     def decode(ids, *, skip_special_tokens):
@@ -178,6 +197,6 @@ def test_each_token_is_decoded_once_for_an_answer():
         return CODEC.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     codec = SimpleNamespace(tokenizer=SimpleNamespace(decode=decode))
-    list(Encoder().parts(ChatAnswers("m", codec).answer(response(400))))
+    list(Encoder().parts(await chat_answers(codec).answer([response(400)])))
     assert set(decoded) == set(range(300))
     assert set(decoded.values()) == {1}

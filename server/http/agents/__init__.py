@@ -1,0 +1,1 @@
+"""What the routes of the agents' protocols, `responses` and `messages`, have in common."""

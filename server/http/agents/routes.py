@@ -1,0 +1,142 @@
+"""One request of an agent: from the bytes of its body to one answer or a stream of events."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import ValidationError
+
+from engine.errors import InvalidRequest, Violation
+from pilotfish.v1 import generation_pb2 as pb
+from server.admission.admission import Admission, Call, Origin
+from server.admission.conversation import ANY_OBJECT
+from server.admission.slow_work import SlowWork
+from server.driver import Driver
+from server.formats.base import Tool
+from server.http.agents.answers import AgentAnswer, whole_of
+from server.http.agents.fields import AgentBody, renamed, without_tags
+from server.http.agents.named_events import NamedEventStream
+from server.http.bodies import MAX_ERRORS, read_json
+from server.http.calls import WholeAnswer, admit, in_time, unless_gone
+from server.http.errors import violations
+from server.http.long_json import Encoder, in_turns
+from server.http.pieces import CallReader
+from server.http.requests import ParsedBody
+from server.model import ServedModel
+
+BodyT = TypeVar("BodyT", bound=AgentBody)
+_COMPACT = Encoder(",", ":")
+
+
+@dataclass(frozen=True, slots=True)
+class AgentProtocol(Generic[BodyT]):
+    """A protocol of agents.
+
+    Args:
+        kind: the body of its requests.
+        convert: makes a message of a body.
+        answer: makes the answer to an admitted body.
+        names: its names of fields that are called differently in messages.
+    """
+
+    kind: type[BodyT]
+    convert: Callable[[BodyT, ServedModel], pb.GenerateRequest]
+    answer: Callable[[BodyT, Call], AgentAnswer]
+    names: Mapping[str, str]
+
+
+class AgentRoutes(Generic[BodyT]):
+    """Answers requests of one protocol."""
+
+    def __init__(
+        self,
+        protocol: AgentProtocol[BodyT],
+        admission: Admission,
+        driver: Callable[[], Driver],
+        slow: SlowWork,
+        stall_seconds: float,
+    ) -> None:
+        self._protocol, self._admission, self._driver = protocol, admission, driver
+        self._slow, self._stall_seconds = slow, stall_seconds
+
+    async def respond(self, request: Request) -> Response:
+        """Return one answer or a stream of events. If the request is refused, raise before anything is sent."""
+        data = await request.body()
+        try:
+            async with self._slow.turn(len(data)):
+                body, message = await self._read(data, request)
+                return await self._respond(body, message, request)
+        except InvalidRequest as invalid:
+            raise InvalidRequest(renamed(wrong, self._protocol.names) for wrong in invalid.violations) from None
+
+    async def _respond(self, body: BodyT, message: pb.GenerateRequest, request: Request) -> Response:
+        origin = origin_of(request, body.timeout)
+        read = ParsedBody(message, tuple(body.conflicts()), body.timeout)
+        if not body.stream:
+            return await unless_gone(self._whole(body, read, origin), request.receive)
+        call = await unless_gone(admit(self._admission, read, origin), request.receive)
+        answer, reader = self._protocol.answer(body, call), _reader(message, call)
+        return NamedEventStream(call, answer, reader, origin, self._stall_seconds)
+
+    async def _whole(self, body: BodyT, read: ParsedBody, origin: Origin) -> WholeAnswer:
+        call = await admit(self._admission, read, origin)
+        try:
+            async with in_time(origin):
+                response = await call.response()
+            answer = await whole_of(self._protocol.answer(body, call), _reader(read.message, call), response)
+            return WholeAnswer(call, [piece async for piece in in_turns(_COMPACT.parts(answer))])
+        except BaseException:
+            call.release(late=origin.remaining() <= 0)
+            raise
+
+    async def _read(self, data: bytes, request: Request) -> tuple[BodyT, pb.GenerateRequest]:
+        """Read the body. A refusal is counted like those of admission."""
+        model = self._driver().model
+        try:
+            return await self._slow.run(self.read, data, request.headers.get("content-type", ""), model)
+        except InvalidRequest as invalid:
+            await self._admission.admit(pb.GenerateRequest(), origin_of(request, None), invalid.violations)
+        raise AssertionError("a request with known violations was admitted")
+
+    def read(self, data: bytes, content_type: str, model: ServedModel) -> tuple[BodyT, pb.GenerateRequest]:
+        """Return the fields of a body, and the message that they make."""
+        body = fields_of(self._protocol.kind, data, content_type)
+        return body, self._protocol.convert(body, model)
+
+
+def fields_of(kind: type[BodyT], data: bytes, content_type: str) -> BodyT:
+    """Return the fields of a body; InvalidRequest with all that is wrong with them."""
+    try:
+        return kind.model_validate(read_json(data, content_type))
+    except ValidationError as error:
+        wrong: tuple[Violation, ...] = violations(
+            [
+                {**about, "loc": ("body", *without_tags(about["loc"]))}
+                for about in error.errors(include_url=False)[:MAX_ERRORS]
+            ]
+        )
+    raise InvalidRequest(wrong)
+
+
+def origin_of(request: Request, timeout: float | None) -> Origin:
+    """Return where a request comes from, and how long it may take."""
+    ends = math.inf if timeout is None else time.monotonic() + timeout
+    return Origin(request.scope["caller"], lambda: ends - time.monotonic(), dict(request.headers))
+
+
+def _reader(message: pb.GenerateRequest, call: Call) -> CallReader:
+    """Return a reader that knows the functions which the answer may call."""
+    asked = message.messages
+    name, mode = asked.tool_choice.name, asked.tool_choice.mode
+    tools = [
+        Tool(tool.name, tool.description, tool.parameters or ANY_OBJECT, tool.strict)
+        for tool in asked.tools
+        if name in ("", tool.name) and (name or mode != pb.TOOL_CHOICE_MODE_NONE)
+    ]
+    return CallReader(call.driver.model.format, tools)

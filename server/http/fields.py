@@ -1,0 +1,143 @@
+"""Types of the fields of HTTP bodies, and the base of the bodies. Knows no route.
+
+Unknown fields are refused by name, because most of them would change the output. A field that is null counts as
+missing. So does an unsupported field of OpenAI or of other servers if its value requests nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from engine.errors import shown
+
+
+def _is_text(value: str) -> str:
+    r"""Refuse text with half of a surrogate pair (`\ud800`), which JSON can contain but UTF-8 cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"has {value[error.start]!r} at {error.start}, which is no character") from None
+    return value
+
+
+# Strict types: "3" and true are not accepted as numbers, and 1 is not accepted as a boolean.
+UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31, strict=True)]
+UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1, strict=True)]
+TokenKey = Annotated[int, Field(ge=0, le=2**32 - 1)]  # a key of a JSON object, where keys are strings; so not strict
+Real = Annotated[float, Field(strict=True)]
+Seconds = Annotated[float, Field(gt=0, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Text = Annotated[str, AfterValidator(_is_text)]
+
+# Lists and objects are counted before their entries are looked at, and the first bad entry of a list ends its check.
+MAX_FIELDS = 100  # of an object with known fields
+MAX_TEXTS = 1024  # text parts of a message; stop strings, of which the server allows fewer
+MAX_CHOICES = 65_536
+MAX_PROMPTS = 128
+MAX_BIASES = 16_384
+MAX_IDS = 1 << 20
+MAX_SCHEMA = 1 << 20  # characters and values; what the server allows is less
+MAX_DEPTH = 128  # of a schema
+
+
+def at_most(most: int) -> BeforeValidator:
+    """Return a validator that refuses lists and objects of more entries before it looks at them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > most:
+            raise ValueError(f"has {len(value)} entries; the limit is {most}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _is_schema(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a schema that is too large or too deep for any server, or contains half of a surrogate pair."""
+    level, left = list[Any]([value]), MAX_SCHEMA
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                inner += part.keys()
+                inner += part.values()
+            elif isinstance(part, list):
+                inner += part
+            elif isinstance(part, str):
+                left -= len(_is_text(part))
+        left -= len(inner)
+        if left < 0:
+            raise ValueError(f"is larger than {MAX_SCHEMA} characters and values, which is the limit")
+        if not inner:
+            return value
+        level = inner
+    raise ValueError(f"is deeper than {MAX_DEPTH} levels, which is the limit")
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(_is_schema)]
+Ids = Annotated[list[UInt32], Field(fail_fast=True), at_most(MAX_IDS)]
+Texts = Annotated[list[Text], Field(fail_fast=True), at_most(MAX_TEXTS)]
+
+# Fields about the caller, not about the output: they are accepted and have no effect.
+IGNORED = frozenset(
+    [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "refusal",
+    ]
+)
+# Values of unsupported fields that request nothing.
+NEUTRAL: dict[str, Any] = {
+    "annotations": [],
+    "best_of": 1,
+    "echo": False,
+    "include_reasoning": True,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1.0,
+    "modalities": ["text"],
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+    "spaces_between_special_tokens": True,
+    "use_beam_search": False,
+}
+
+
+def not_served(advice: str) -> BeforeValidator:
+    """Return a validator of a field that is not served: any value is refused, with advice."""
+
+    def refuse(value: Any) -> Any:
+        told = f"is {shown(value)}" if isinstance(value, str) else "is set"  # other values can be of any size
+        raise ValueError(f"{told}; this field is not served: {advice}")
+
+    return BeforeValidator(refuse)
+
+
+class Body(BaseModel):
+    """Base of all parts of a body. It drops null fields and fields without effect, and refuses unknown ones."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, found: Any) -> Any:
+        if not isinstance(found, dict):
+            return found
+        if len(found) > MAX_FIELDS:
+            raise ValueError(f"has {len(found)} fields; the limit is {MAX_FIELDS}")
+        fields = cls.model_fields
+        return {
+            name: value
+            for name, value in found.items()
+            if value is not None and (name in fields or not (name in IGNORED or _is_neutral(name, value)))
+        }
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    return name in NEUTRAL and type(value) is type(NEUTRAL[name]) and value == NEUTRAL[name]

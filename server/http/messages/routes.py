@@ -1,0 +1,105 @@
+"""The routes of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from engine.errors import InvalidRequest, PilotfishError, Unsupported, Violation
+from pilotfish.v1 import generation_pb2 as pb
+from server.admission import convert
+from server.admission.admission import Admission, Call
+from server.admission.slow_work import SlowWork, release_turn
+from server.driver import Driver
+from server.http.agents.answers import AgentAnswer
+from server.http.agents.routes import AgentProtocol, AgentRoutes, fields_of
+from server.http.calls import unless_gone
+from server.http.errors import HttpError, http_error
+from server.http.messages.answers import MessagesAnswer
+from server.http.messages.errors import MessagesError
+from server.http.messages.requests import conversation, messages_request
+from server.http.messages.types import ConversationBody, MessagesBody
+from server.model import ServedModel
+
+_NAMES = {
+    "prompt": "prompt is too long:",  # agents look for these words, and then make the conversation shorter
+    "stop": "stop_sequences",
+    "guided.json_schema": "output_config.format.schema",
+    "thinking_budget": "thinking.budget_tokens",
+}
+
+
+def add_messages(
+    app: FastAPI, admission: Admission, driver: Callable[[], Driver], slow: SlowWork, stall_seconds: float
+) -> None:
+    """Add the routes; `driver` raises until the model is loaded."""
+    router = APIRouter()
+    protocol = AgentProtocol(MessagesBody, _converted, _answer, _NAMES)
+    routes = AgentRoutes(protocol, admission, driver, slow, stall_seconds)
+    counter = _Counter(admission, driver, slow)
+
+    @router.post("/v1/messages", response_model=None)
+    async def messages(request: Request) -> Response:
+        """Continue a conversation, in the format of Anthropic's messages."""
+        return await _told(routes.respond(request))
+
+    @router.post("/v1/messages/count_tokens", response_model=None)
+    async def count_tokens(request: Request) -> Response:
+        """Return how many tokens the prompt of the same conversation has."""
+        return await _told(unless_gone(counter.count(request), request.receive))
+
+    app.include_router(router)
+
+
+class _Counter:
+    """Renders and encodes conversations, as admission does, to count their tokens."""
+
+    def __init__(self, admission: Admission, driver: Callable[[], Driver], slow: SlowWork) -> None:
+        self._admission, self._driver, self._slow = admission, driver, slow
+
+    async def count(self, request: Request) -> Response:
+        """Return the number of tokens, or raise what the same conversation would be refused with."""
+        data = await request.body()
+        with self._admission.conversion(request.scope["caller"]):
+            async with self._slow.turn(len(data)):
+                return JSONResponse({"input_tokens": await self._count(data, request.headers.get("content-type", ""))})
+
+    async def _count(self, data: bytes, content_type: str) -> int:
+        model, found = self._driver().model, list[Violation]()
+        if model.codec is None or model.chat is None:
+            raise Unsupported(f"{model.name} has no tokenizer or no chat template, so it reads no conversations")
+        message = await self._slow.run(_read, data, content_type)
+        text = await self._slow.run(convert.text_of, message, model, found, is_slow=True)
+        if text is None:
+            raise InvalidRequest(found)
+        release_turn()
+        return len(await self._slow.encode(text, partial(model.codec.encode, bare=True)))
+
+
+def _read(data: bytes, content_type: str) -> pb.GenerateRequest:
+    body = fields_of(ConversationBody, data, content_type)
+    return pb.GenerateRequest(model=body.model, messages=conversation(body))
+
+
+async def _told(responding: Awaitable[Response]) -> Response:
+    """Return the response, or the error in the format of these routes."""
+    try:
+        return await responding
+    except PilotfishError as error:
+        return MessagesError.of(http_error(error)).response()
+    except HTTPException as error:
+        refused = HttpError(error.status_code, "invalid_request_error", "http", str(error.detail))
+        return MessagesError.of(refused).response()
+
+
+def _converted(body: MessagesBody, model: ServedModel) -> pb.GenerateRequest:
+    return messages_request(body, can_reason=model.format.reasoning is not None)
+
+
+def _answer(_: MessagesBody, call: Call) -> AgentAnswer:
+    request = call.wanted.request
+    return MessagesAnswer(call.wanted.request_id, call.driver.model.name, len(request.token_ids))

@@ -1,0 +1,177 @@
+"""Fields of the bodies of `/v1/messages`: names, types and defaults. `requests.py` interprets their values.
+
+Unknown fields are refused by name. Fields that have no effect on the output are declared with a comment that says so,
+because agents send them with every request.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from server.admission.conversation import MAX_TOOLS
+from server.chat import MAX_MESSAGES
+from server.http.agents.fields import MAX_PARTS, PARTS, TEXT, TEXT_OR_PARTS, AgentBody, Ignored, of_types
+from server.http.fields import Body, Flag, Schema, Text, Texts, UInt32, at_most
+from server.http.types import Structure
+
+
+class Block(Body):
+    """Base of the blocks of a message."""
+
+    cache_control: Ignored = None  # no effect: every prompt is cached
+
+
+class TextBlock(Block):
+    """A text."""
+
+    type: Literal["text"]
+    text: Text
+    citations: Ignored = None  # no effect
+
+
+TextBlockList = Annotated[list[Annotated[TextBlock, of_types([TextBlock])]], Field(fail_fast=True), at_most(MAX_PARTS)]
+
+TextBlocks = Annotated[Annotated[Text, TEXT] | Annotated[TextBlockList, PARTS], TEXT_OR_PARTS]
+
+
+class ToolUseBlock(Block):
+    """A call of a function."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: Schema
+    caller: Ignored = None  # no effect
+
+
+class ToolResultBlock(Block):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: TextBlocks = ""
+    is_error: Flag = False  # no effect: no template has a place for it, and the text tells
+
+
+class ThinkingBlock(Body):
+    """Reasoning of the model."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Ignored = None  # no effect
+
+
+class RedactedThinkingBlock(Body):
+    """Reasoning that another server has sealed. It has no effect."""
+
+    type: Literal["redacted_thinking"]
+    data: Ignored = None
+
+
+_BLOCKS = (TextBlock, ToolUseBlock, ToolResultBlock, ThinkingBlock, RedactedThinkingBlock)
+AnyBlock = Annotated[
+    Annotated[
+        TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
+    ],
+    of_types(_BLOCKS),
+]
+
+
+BlockList = Annotated[list[AnyBlock], Field(fail_fast=True), at_most(MAX_PARTS)]
+_BLOCKS_OF = {
+    "user": ("text", "tool_result"),
+    "system": ("text",),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+}
+
+
+class MessageTurn(Body):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[Annotated[Text, TEXT] | Annotated[BlockList, PARTS], TEXT_OR_PARTS]
+
+    @model_validator(mode="after")
+    def _blocks_where_they_belong(self) -> MessageTurn:
+        for block in self.content if isinstance(self.content, list) else ():
+            if block.type not in _BLOCKS_OF[self.role]:
+                raise ValueError(f"has a block of type {block.type!r} in a message of role {self.role!r}")
+        return self
+
+
+class ClientTool(Block):
+    """A function that the model may call."""
+
+    type: Literal["custom"]
+    name: Text
+    description: Text = ""
+    input_schema: Schema
+    strict: Flag = False
+    eager_input_streaming: Ignored = None  # no effect: arguments are always sent as they come
+
+
+class AnyToolChoice(Body):
+    """Whether, or what, the model has to call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: Flag = False
+
+    @model_validator(mode="after")
+    def _name_where_it_belongs(self) -> AnyToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError(f"is of type {self.type!r}; a name goes with the type tool and with no other")
+        return self
+
+
+class ThinkingFields(Body):
+    """How to reason."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: UInt32 | None = None
+    display: Ignored = None  # no effect: the reasoning itself is sent
+
+
+class OutputFormat(Body):
+    """The required format of the text."""
+
+    type: Literal["json_schema"]
+    schema_: Schema = Field(alias="schema")
+
+
+class OutputFields(Body):
+    """What the answer has to be like."""
+
+    effort: Text | None = None
+    format: OutputFormat | None = None
+
+
+class ConversationBody(AgentBody):
+    """Body of `POST /v1/messages/count_tokens`."""
+
+    messages: Annotated[list[MessageTurn], Field(fail_fast=True), at_most(MAX_MESSAGES)]
+    system: TextBlocks = ""
+    tools: Annotated[
+        list[Annotated[ClientTool, of_types([ClientTool], lambda _: "custom")]],
+        Field(fail_fast=True),
+        at_most(MAX_TOOLS),
+    ] = []  # noqa: RUF012  # pydantic copies it
+    tool_choice: AnyToolChoice = AnyToolChoice(type="auto")
+    thinking: ThinkingFields | None = None
+    output_config: OutputFields = OutputFields()
+    cache_control: Ignored = None  # no effect: every prompt is cached
+    context_management: Ignored = None  # no effect: the whole conversation is read
+
+    def structure(self) -> Structure | None:
+        """Return the structure of the text."""
+        wanted = self.output_config.format
+        return None if wanted is None else Structure("output_config.format", "json", wanted.schema_)
+
+
+class MessagesBody(ConversationBody):
+    """Body of `POST /v1/messages`."""
+
+    max_tokens: UInt32
+    stop_sequences: Texts = []  # noqa: RUF012

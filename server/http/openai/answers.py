@@ -1,0 +1,194 @@
+"""Messages of the protocol in OpenAI's formats: whole answers and the chunks of a stream. Knows no engine."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from engine.text.codec import Codec
+from pilotfish.v1 import generation_pb2 as pb
+from server.admission.answers import MAX_AT_ONCE
+from server.http.long_json import MIN_PIECE, LongList, list_of
+from server.http.openai.usage import Json, metrics_of, speculation_of, usage_of, usage_so_far
+from server.http.types import OpenAiBody
+
+ReadT = TypeVar("ReadT")  # what is read of an output before its choice is made
+Messages = AsyncIterator[pb.GenerateStreamResponse]
+
+IMPOSSIBLE = -9999.0  # for minus infinity, which a model's own mask may give and JSON does not have
+MAX_NAMES = 4096  # of tokens, kept for an answer
+_FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}  # all other reasons: "abort"
+
+
+class TokenNames(dict[int, str]):
+    """Tokens as text, or by their ids if they are no text by themselves; so different tokens have different names."""
+
+    def __init__(self, codec: Codec | None) -> None:
+        super().__init__()
+        self._codec = codec
+
+    def __missing__(self, token: int) -> str:
+        """Decode a token that this answer did not have before."""
+        if len(self) >= MAX_NAMES:
+            self.clear()
+        text = "" if self._codec is None else self._codec.tokenizer.decode([token], skip_special_tokens=False)
+        self[token] = name = text if text and "\ufffd" not in text else f"token_id:{token}"
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What an answer tells besides the outputs.
+
+    Args:
+        include_usage: a stream ends with the usage.
+        running_usage: every chunk has the usage so far.
+        speculation_stats: what drafting did.
+        metrics: the same once more, beside the only output.
+    """
+
+    include_usage: bool = False
+    running_usage: bool = False
+    speculation_stats: bool = False
+    metrics: bool = False
+
+    @classmethod
+    def of(cls, body: OpenAiBody, num_prompts: int) -> AnswerOptions:
+        """Return what a body asks for."""
+        has_stats, is_single = body.return_speculation_stats, num_prompts == 1 and body.n in (None, 1)
+        return cls(body.stream_options.include_usage, body.has_running_usage, has_stats, has_stats and is_single)
+
+
+class _UsageSoFar:
+    """Counts the tokens of a stream."""
+
+    def __init__(self) -> None:
+        self._prompt_tokens = self._completion_tokens = 0
+
+    def after(self, message: pb.GenerateStreamResponse, counted: Callable[[int], int]) -> Json:
+        """Include a message; return the usage with it. `counted`: how many of the generated tokens the caller gets."""
+        self._prompt_tokens += len(message.prompt_token_ids.ids)
+        self._completion_tokens += len(message.delta.token_ids)
+        return usage_so_far(self._prompt_tokens, counted(self._completion_tokens))
+
+
+class AnswerFormat(ABC, Generic[ReadT]):
+    """Base of completions and chat completions. One instance per call.
+
+    Outputs are numbered through all prompts: those of a prompt follow each other.
+    """
+
+    prefix: ClassVar[str]
+    whole: ClassVar[str]  # `object` of an answer
+    chunk: ClassVar[str]  # `object` of an event
+    outputs_per_prompt = 1 << 32  # of a format with one prompt
+
+    def __init__(self, model: str, codec: Codec | None, options: AnswerOptions) -> None:
+        self._model, self._names, self._options = model, TokenNames(codec), options
+        self._created = int(time.time())
+        self._request_id = ""
+
+    async def answer(self, responses: Sequence[pb.GenerateResponse]) -> Json:
+        """Return the whole answer. Many log-probabilities are in long lists, which are made when they are encoded."""
+        self._request_id = responses[0].request_id
+        outputs = [output for response in responses for output in response.outputs]
+        read = await self._read(responses)
+
+        def made(start: int, stop: int) -> list[Json]:
+            return [
+                self._choice(outputs[i], read[i]) | self._ended(outputs[i].finished, i) | {"index": i}
+                for i in range(start, stop)
+            ]
+
+        num_logprobs = sum(len(output.logprobs) for output in outputs) + sum(
+            len(response.prompt_logprobs.logprobs) for response in responses
+        )
+        is_long = num_logprobs > MAX_AT_ONCE or sum(len(output.text) for output in outputs) > MIN_PIECE
+        choices = list_of(len(outputs), made, 1 if is_long else len(outputs))
+        ends = [[output.finished for output in response.outputs] for response in responses]
+        told = self._envelope(self.whole, choices) | {"usage": self._usage(ends)}
+        return told | self._metrics(outputs[0].finished)
+
+    async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
+        """Yield the chunks of each message; last, if requested, the usage of all outputs."""
+        ends: dict[int, list[pb.Finished]] = {}
+        begun: set[int] = set()
+        so_far = _UsageSoFar() if self._options.running_usage else None
+        async for message in messages:
+            self._request_id = self._request_id or message.request_id
+            part = message.delta if message.HasField("delta") else message.finished
+            choices = [] if part.index in begun else self._opening(part.index)
+            begun.add(part.index)
+            choices += await self._pieces(message)
+            if message.HasField("finished"):
+                ends.setdefault(part.index // self.outputs_per_prompt, []).append(message.finished)
+                choices.append(self._closing() | self._ended(message.finished, part.index))
+            usage = None if so_far is None else so_far.after(message, self._counted)
+            events = [
+                self._event({"finish_reason": None} | choice | {"index": part.index}, usage) for choice in choices
+            ]
+            if message.HasField("finished") and not self._options.include_usage:
+                events[-1] |= self._metrics(message.finished)
+            yield events
+        if self._options.include_usage:
+            every = [ends[prompt] for prompt in sorted(ends)]
+            told = self._envelope(self.chunk, []) | {"usage": self._usage(every)}
+            yield [told | self._metrics(every[0][0])]
+
+    def _event(self, choice: Json, usage: Json | None) -> Json:
+        event = self._envelope(self.chunk, [choice])
+        return event | {"usage": usage} if self._options.include_usage else event
+
+    def _envelope(self, kind: str, choices: list[Json] | LongList) -> Json:
+        return {
+            "id": f"{self.prefix}-{self._request_id}",
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _ended(self, finished: pb.Finished, index: int) -> Json:
+        """Return how an output ended, and the seed that reproduces it (not a field of OpenAI; clients ignore it)."""
+        ended = {"finish_reason": self._reason(finished, index), "seed": finished.seed}
+        return ended | ({"speculation_stats": speculation_of(finished)} if self._options.speculation_stats else {})
+
+    def _reason(self, finished: pb.Finished, index: int) -> str:
+        return _FINISH_REASONS.get(finished.finish_reason, "abort")
+
+    def _metrics(self, finished: pb.Finished) -> Json:
+        return metrics_of(finished) if self._options.metrics else {}
+
+    def _usage(self, ends: Sequence[Sequence[pb.Finished]]) -> Json:
+        return usage_of(ends, self._reasoning_tokens())
+
+    def _counted(self, completion_tokens: int) -> int:
+        """How many of the generated tokens the caller gets."""
+        return completion_tokens
+
+    def _reasoning_tokens(self) -> int:
+        return 0
+
+    @abstractmethod
+    async def _read(self, responses: Sequence[pb.GenerateResponse]) -> Sequence[ReadT]:
+        """Return what is read of each output."""
+
+    @abstractmethod
+    def _choice(self, output: pb.Output, read: ReadT) -> Json: ...
+
+    @abstractmethod
+    async def _pieces(self, message: pb.GenerateStreamResponse) -> list[Json]: ...
+
+    @abstractmethod
+    def _opening(self, index: int) -> list[Json]: ...
+
+    @abstractmethod
+    def _closing(self) -> Json: ...
+
+
+def per_token(length: int, make: Callable[[int, int], list[Any]]) -> list[Any] | LongList:
+    """Return a list with an entry for each token; a long one is made in parts."""
+    return list_of(length, make, MAX_AT_ONCE)

@@ -1,0 +1,179 @@
+"""Answers of `/v1/chat/completions`: content, reasoning and calls of functions. Knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from engine.errors import Violation
+from engine.text.codec import Codec
+from pilotfish.v1 import generation_pb2 as pb
+from server.formats.base import CallArguments, CallStart, Content, Piece, Reasoning
+from server.http.long_json import LongList
+from server.http.openai.answers import IMPOSSIBLE, AnswerFormat, AnswerOptions, per_token
+from server.http.openai.conversation import callable_tools
+from server.http.openai.usage import Json
+from server.http.pieces import CallReader, ReadOutput, call_id
+from server.http.requests import ParsedBody
+from server.http.types import ChatBody
+from server.model import ServedModel
+
+PLAIN = AnswerOptions()
+
+
+class ChatAnswers(AnswerFormat[ReadOutput]):
+    """Answers of `/v1/chat/completions`.
+
+    Args:
+        model: name of the model.
+        codec: its tokenizer.
+        reader: reads the outputs.
+        options: what the answer tells besides the outputs.
+        is_parsed: what is read of a text may differ from the text.
+        is_forced: the caller named the function to call. Then a call is what was asked for, and no reason to stop.
+    """
+
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self, model: str, codec: Codec | None, reader: CallReader, options: AnswerOptions = PLAIN,
+        *, is_parsed: bool = False, is_forced: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(model, codec, options)
+        self._reader, self._is_parsed, self._is_forced = reader, is_parsed, is_forced
+        self._num_calls: dict[int, int] = {}  # of each output
+
+    @classmethod
+    def of(cls, body: ChatBody, model: ServedModel) -> ChatAnswers:
+        """Return the format of the answers to a body."""
+        is_read = is_parsed(body, model)
+        reader = CallReader(model.format if is_read else None, callable_tools(body.tools, body.tool_choice))
+        is_forced = body.tool_choice is not None and body.tool_choice.type == "function"
+        return cls(model.name, model.codec, reader, AnswerOptions.of(body, 1), is_parsed=is_read, is_forced=is_forced)
+
+    async def _read(self, responses: Sequence[pb.GenerateResponse]) -> list[ReadOutput]:
+        (response,) = responses
+        found = await self._reader.whole(response)
+        self._num_calls = {i: len(read.calls) for i, read in enumerate(found)}
+        return found
+
+    def _choice(self, output: pb.Output, read: ReadOutput) -> Json:
+        content = None if read.calls and not read.content else read.content
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if read.reasoning:
+            message["reasoning_content"] = read.reasoning
+        if read.calls:
+            message["tool_calls"] = [
+                self._call(output.index, n, call.name, call.arguments) for n, call in enumerate(read.calls)
+            ]
+        return {"message": message, "logprobs": self._logprobs(output)}
+
+    async def _pieces(self, message: pb.GenerateStreamResponse) -> list[Json]:
+        logprobs = self._logprobs(message.delta)
+        if not self._is_parsed:
+            is_text = message.HasField("delta")
+            return [{"delta": {"content": message.delta.text}, "logprobs": logprobs}] if is_text else []
+        index = message.delta.index if message.HasField("delta") else message.finished.index
+        deltas = [self._delta(index, piece) for piece in _merged(await self._reader.read(message))]
+        if not deltas and logprobs is not None:
+            deltas = [{}]
+        return [{"delta": delta, "logprobs": None if i else logprobs} for i, delta in enumerate(deltas)]
+
+    def _delta(self, index: int, piece: Piece) -> Json:
+        match piece:
+            case Reasoning():
+                return {"reasoning_content": piece.text}
+            case Content():
+                return {"content": piece.text}
+            case CallStart():
+                self._num_calls[index] += 1
+                return {"tool_calls": [{"index": piece.index} | self._call(index, piece.index, piece.name, "")]}
+        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+    def _call(self, index: int, number: int, name: str, arguments: str) -> Json:
+        identity = call_id(self._request_id, index, number)
+        return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    def _opening(self, index: int) -> list[Json]:
+        self._num_calls[index] = 0
+        return [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}]
+
+    def _closing(self) -> Json:
+        return {"delta": {}, "logprobs": None}
+
+    def _reason(self, finished: pb.Finished, index: int) -> str:
+        has_called = self._num_calls[index] and not self._is_forced
+        is_own_end = finished.finish_reason == pb.FINISH_REASON_STOP
+        return "tool_calls" if has_called and is_own_end else super()._reason(finished, index)
+
+    def _reasoning_tokens(self) -> int:
+        return sum(map(self._reader.reasoning_tokens, self._num_calls))
+
+    def _logprobs(self, output: pb.Output | pb.TokenDelta) -> Json | None:
+        if not output.logprobs:
+            return None
+
+        def made(start: int, stop: int) -> list[Json]:
+            entries = []
+            for token, of in zip(output.token_ids[start:stop], output.logprobs[start:stop], strict=True):
+                top = [self._entry(candidate.token_id, candidate.logprob) for candidate in of.top]
+                entries.append(self._entry(token, of.logprob) | {"top_logprobs": top})
+            return entries
+
+        content: list[Json] | LongList = per_token(len(output.logprobs), made)
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        name = self._names[token]
+        known = not name.startswith("token_id:")
+        return {"token": name, "logprob": max(logprob, IMPOSSIBLE), "bytes": list(name.encode()) if known else None}
+
+
+def is_parsed(body: ChatBody, model: ServedModel) -> bool:
+    """Whether reasoning or calls are read from the text."""
+    return bool(callable_tools(body.tools, body.tool_choice)) or model.format.reasoning is not None
+
+
+def fitted(read: ParsedBody, body: ChatBody, model: ServedModel, *, has_ids: bool) -> ParsedBody:
+    """Adapt a request to the way in which the text is read. `has_ids`: the stream is to be continued, or continues one.
+
+    What is read of a text depends on all of it from its beginning, and a continued stream has only its end.
+    """
+    if is_parsed(body, model):
+        problem = "is not served where reasoning or calls are read from the text: such a stream cannot be continued"
+        return replace(read, wrong=(*read.wrong, Violation("event_ids", problem))) if has_ids else read
+    if body.skip_special_tokens is None:
+        read.message.output.skip_special_tokens = True  # nothing reads them
+    return read
+
+
+def _merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """Join neighbouring pieces of the same kind: a message has a piece for each token."""
+    groups: list[list[Piece]] = []
+    for piece in pieces:
+        if groups and _continues(piece, groups[-1][-1]):
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return [_one(group) for group in groups]
+
+
+def _continues(piece: Piece, before: Piece) -> bool:
+    match piece, before:
+        case (Reasoning(), Reasoning()) | (Content(), Content()):
+            return True
+        case CallArguments(index=index), CallArguments(index=other):
+            return index == other
+    return False
+
+
+def _one(group: Sequence[Piece]) -> Piece:
+    text = "".join(piece.text for piece in group if not isinstance(piece, CallStart))
+    match group[0]:
+        case Reasoning():
+            return Reasoning(text)
+        case Content():
+            return Content(text)
+        case CallArguments(index=index):
+            return CallArguments(index, text)
+    return group[0]

@@ -1,0 +1,187 @@
+"""Answers of `/v1/completions`: texts, of one prompt or of several, with or without the prompt. Knows no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from engine.text.codec import Codec, OutputText
+from pilotfish.v1 import generation_pb2 as pb
+from server.http.openai.answers import IMPOSSIBLE, AnswerFormat, AnswerOptions, Messages, per_token
+from server.http.openai.usage import Json, usage_so_far
+from server.http.types import CompletionBody
+from server.model import ServedModel
+
+TOKENS_PER_TURN = 256  # that are decoded before others have a turn
+PLAIN = AnswerOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that comes before its outputs; `lengths[i]` is how much of the text came with token i."""
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    lengths: Sequence[int] = ()
+    logprobs: Sequence[pb.TokenLogprob] = ()  # of all tokens but the first
+
+
+NO_ECHO = Echo()
+
+
+@dataclass(frozen=True, slots=True)
+class Echoing:
+    """How prompts are repeated: `prompts` as the caller sent them. With `is_all` nothing follows them."""
+
+    prompts: Sequence[str | list[int]]
+    has_logprobs: bool = False
+    is_all: bool = False
+
+
+class TextAnswers(AnswerFormat[Echo]):
+    """Answers of `/v1/completions`.
+
+    Args:
+        model: name of the model.
+        codec: its tokenizer.
+        options: what the answer tells besides the outputs.
+        n: outputs of each prompt.
+        echoing: how prompts are repeated; None: they are not.
+    """
+
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+
+    def __init__(
+        self, model: str, codec: Codec | None, options: AnswerOptions = PLAIN,
+        *, n: int = 1, echoing: Echoing | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(model, codec, options)
+        self._codec, self._echoing = codec, echoing
+        self.outputs_per_prompt = n
+        self._echoes: dict[int, Echo] = {}  # by prompt
+
+    @classmethod
+    def of(cls, body: CompletionBody, model: ServedModel) -> TextAnswers:
+        """Return the format of the answers to a body."""
+        echoing = Echoing(body.prompts, body.logprobs is not None, body.is_only_scored) if body.echo else None
+        return cls(model.name, model.codec, AnswerOptions.of(body, len(body.prompts)), n=body.n or 1, echoing=echoing)
+
+    async def _read(self, responses: Sequence[pb.GenerateResponse]) -> list[Echo]:
+        found = []
+        for prompt, response in enumerate(responses):
+            echo = await self._echo(prompt, response.prompt_token_ids.ids, response.prompt_logprobs.logprobs)
+            found += [echo] * len(response.outputs)
+        return found
+
+    async def _echo(self, prompt: int, token_ids: Sequence[int], logprobs: Sequence[pb.TokenLogprob]) -> Echo:
+        if self._echoing is None:
+            return NO_ECHO
+        sent, texts = self._echoing.prompts[prompt], list[str]()
+        if self._codec is not None and (logprobs or not isinstance(sent, str)):
+            decoder = OutputText(self._codec)
+            for start in range(0, len(token_ids), TOKENS_PER_TURN):
+                texts += decoder.push(token_ids[start : start + TOKENS_PER_TURN]).texts
+                await asyncio.sleep(0)
+            texts.append(decoder.flush())
+        text = sent if isinstance(sent, str) else "".join(texts)
+        return Echo(text, token_ids, [len(text) for text in texts[:-1]] or [0] * len(token_ids), logprobs)
+
+    async def events(self, messages: Messages) -> AsyncIterator[list[Json]]:
+        """Yield the chunks of each message; the prompt comes before the first text of each of its outputs."""
+        async for events in super().events(messages if self._echoing is None else self._with_echoes(messages)):
+            yield events
+
+    async def _with_echoes(self, messages: Messages) -> Messages:
+        """Yield the messages, those of a prompt only when its log-probabilities have come, with those of output 0."""
+        held: dict[int, list[pb.GenerateStreamResponse]] = {}
+        token_ids: dict[int, Sequence[int]] = {}
+        async for message in messages:
+            self._request_id = self._request_id or message.request_id
+            index = message.delta.index if message.HasField("delta") else message.finished.index
+            prompt, output = divmod(index, self.outputs_per_prompt)
+            if message.HasField("prompt_token_ids"):
+                token_ids[prompt] = message.prompt_token_ids.ids
+            if prompt not in self._echoes and output > 0:
+                held.setdefault(prompt, []).append(message)
+                continue
+            if prompt not in self._echoes:
+                logprobs = message.prompt_logprobs.logprobs
+                self._echoes[prompt] = await self._echo(prompt, token_ids.get(prompt, ()), logprobs)
+            yield message
+            for waiting in held.pop(prompt, ()):
+                yield waiting
+
+    def _choice(self, output: pb.Output, read: Echo) -> Json:
+        if self._is_only_echo:
+            output = pb.Output()
+        return {"text": read.text + output.text, "logprobs": self._logprobs(read, output)}
+
+    async def _pieces(self, message: pb.GenerateStreamResponse) -> list[Json]:
+        if not message.HasField("delta") or self._is_only_echo:
+            return []
+        delta = message.delta
+        start = len(self._echoes.get(delta.index // self.outputs_per_prompt, NO_ECHO).text) + delta.text_offset
+        return [{"text": delta.text, "logprobs": self._logprobs(NO_ECHO, delta, start)}]
+
+    def _opening(self, index: int) -> list[Json]:
+        if self._echoing is None:
+            return []
+        echo = self._echoes[index // self.outputs_per_prompt]
+        return [{"text": echo.text, "logprobs": self._logprobs(echo, pb.Output())}]
+
+    def _closing(self) -> Json:
+        return {"text": "", "logprobs": None}
+
+    @property
+    def _is_only_echo(self) -> bool:
+        return self._echoing is not None and self._echoing.is_all
+
+    def _reason(self, finished: pb.Finished, index: int) -> str:
+        return "length" if self._is_only_echo else super()._reason(finished, index)
+
+    def _counted(self, completion_tokens: int) -> int:
+        return 0 if self._is_only_echo else completion_tokens
+
+    def _usage(self, ends: Sequence[Sequence[pb.Finished]]) -> Json:
+        usage = super()._usage(ends)
+        return usage | usage_so_far(usage["prompt_tokens"], self._counted(usage["completion_tokens"]))
+
+    def _logprobs(self, echo: Echo, output: pb.Output | pb.TokenDelta, start: int = 0) -> Json | None:
+        """Return the log-probabilities of a prompt's tokens and of those after it. `start`: where the text begins."""
+        if not output.logprobs and not (echo.token_ids and self._echoing is not None and self._echoing.has_logprobs):
+            return None
+        names, ids = self._names, (echo.token_ids, output.token_ids)
+        found = ([None] * bool(echo.token_ids), echo.logprobs, output.logprobs)
+        num_tokens, num_found = sum(map(len, ids)), sum(map(len, found))
+        offsets = [  # text that belongs to no token comes last
+            *list(accumulate(echo.lengths, initial=0))[:-1],
+            *list(accumulate(output.text_lengths, initial=start + len(echo.text)))[:-1],
+        ]
+
+        def token_logprobs(i: int, j: int) -> list[float | None]:
+            return [None if of is None else max(of.logprob, IMPOSSIBLE) for of in _cut(found, i, j)]
+
+        def top_logprobs(i: int, j: int) -> list[Json | None]:
+            tops = (None if of is None else of.top for of in _cut(found, i, j))
+            return [
+                None if top is None else {names[of.token_id]: max(of.logprob, IMPOSSIBLE) for of in top} for top in tops
+            ]
+
+        return {
+            "tokens": per_token(num_tokens, lambda i, j: [names[token] for token in _cut(ids, i, j)]),
+            "token_logprobs": per_token(num_found, token_logprobs),
+            "top_logprobs": per_token(num_found, top_logprobs),
+            "text_offset": per_token(len(offsets), lambda i, j: offsets[i:j]),
+        }
+
+
+def _cut(sequences: Sequence[Sequence[Any]], start: int, stop: int) -> list[Any]:
+    """Return a half-open range of the entries of all sequences, as if they were one."""
+    found = list[Any]()
+    for sequence in sequences:
+        found += sequence[max(start, 0) : max(stop, 0)]
+        start, stop = start - len(sequence), stop - len(sequence)
+    return found

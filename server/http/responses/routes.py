@@ -1,0 +1,59 @@
+"""The routes of OpenAI's Responses API, without anything stored: each request has the whole conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from engine.errors import shown
+from pilotfish.v1 import generation_pb2 as pb
+from server.admission.admission import Admission, Call
+from server.admission.slow_work import SlowWork
+from server.driver import Driver
+from server.http.agents.answers import AgentAnswer
+from server.http.agents.routes import AgentProtocol, AgentRoutes
+from server.http.responses.answers import ResponsesAnswer
+from server.http.responses.requests import functions, responses_request
+from server.http.responses.types import ResponsesBody
+from server.model import ServedModel
+
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "guided.json_schema": "text.format.schema"}
+
+
+def add_responses(
+    app: FastAPI, admission: Admission, driver: Callable[[], Driver], slow: SlowWork, stall_seconds: float
+) -> None:
+    """Add the routes; `driver` raises until the model is loaded."""
+    router = APIRouter()
+    protocol = AgentProtocol(ResponsesBody, _converted, _answer, _NAMES)
+    routes = AgentRoutes(protocol, admission, driver, slow, stall_seconds)
+
+    @router.post("/v1/responses", response_model=None)
+    async def responses(request: Request) -> Response:
+        """Continue a conversation, in the format of OpenAI's responses."""
+        return await routes.respond(request)
+
+    @router.get("/v1/responses/{response_id}", response_model=None)
+    @router.delete("/v1/responses/{response_id}", response_model=None)
+    async def stored(response_id: str) -> Response:
+        """Answer 404: nothing is stored."""
+        raise HTTPException(404, f"no response has the id {shown(response_id)}: this server stores none")
+
+    app.include_router(router)
+
+
+def _converted(body: ResponsesBody, _: ServedModel) -> pb.GenerateRequest:
+    return responses_request(body)
+
+
+def _answer(body: ResponsesBody, call: Call) -> AgentAnswer:
+    return ResponsesAnswer(
+        call.wanted.request_id,
+        call.driver.model.name,
+        functions(body),
+        body.echo(),
+        is_sealed="reasoning.encrypted_content" in body.include,
+    )

@@ -1,0 +1,279 @@
+"""Fields of the body of `/v1/responses`: names, types and defaults. `requests.py` interprets their values.
+
+Unknown fields are refused by name. Fields that have no effect on the output are declared with a comment that says so,
+because agents send them with every request.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from server.admission.conversation import MAX_TOOLS
+from server.chat import MAX_MESSAGES
+from server.http.agents.fields import MAX_PARTS, PARTS, TEXT, TEXT_OR_PARTS, AgentBody, Ignored, Json, of_types
+from server.http.fields import Body, Flag, Schema, Text, UInt32, at_most, not_served
+from server.http.types import ANY_OBJECT, Structure
+
+
+class ItemPart(Body):
+    """A text in the content of a message, or in the output of a call."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+    annotations: Ignored = None  # no effect
+    logprobs: Ignored = None  # no effect
+    prompt_cache_breakpoint: Ignored = None  # no effect: every prompt is cached
+
+
+PartList = Annotated[list[Annotated[ItemPart, of_types([ItemPart])]], Field(fail_fast=True), at_most(MAX_PARTS)]
+Content = Annotated[Annotated[Text, TEXT] | Annotated[PartList, PARTS], TEXT_OR_PARTS]
+
+
+class Item(Body):
+    """Base of the items of a conversation."""
+
+    id: Ignored = None  # no effect: nothing is stored, so nothing can be referred to
+    status: Ignored = None  # no effect
+    internal_chat_message_metadata_passthrough: Ignored = None  # no effect
+
+
+class MessageItem(Item):
+    """A message."""
+
+    type: Literal["message"]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    phase: Ignored = None  # no effect
+
+
+class SummaryPart(Body):
+    """A summary of reasoning."""
+
+    type: Literal["summary_text"]
+    text: Text
+
+
+class ReasoningPart(Body):
+    """A text of reasoning."""
+
+    type: Literal["reasoning_text", "text"]
+    text: Text
+
+
+class ReasoningItem(Item):
+    """Reasoning of the model."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[SummaryPart], at_most(MAX_PARTS)] = []  # noqa: RUF012  # pydantic copies it
+    content: Annotated[list[ReasoningPart], at_most(MAX_PARTS)] = []  # noqa: RUF012
+    encrypted_content: Text | None = None
+
+
+class FunctionCallItem(Item):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    namespace: Text | None = None
+    arguments: Text
+    caller: Ignored = None  # no effect
+
+
+class CustomCallItem(Item):
+    """A call of a custom tool."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: Text
+    namespace: Text | None = None
+    input: Text
+    caller: Ignored = None  # no effect
+
+
+class CallOutputItem(Item):
+    """The result of a call."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: Text
+    name: Text | None = None  # no effect: the call has it
+    output: Content
+    caller: Ignored = None  # no effect
+
+
+_ITEMS = (MessageItem, ReasoningItem, FunctionCallItem, CustomCallItem, CallOutputItem)
+InputItem = Annotated[
+    Annotated[
+        MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | CallOutputItem, Field(discriminator="type")
+    ],
+    of_types(_ITEMS, lambda item: "message" if "role" in item else None),
+]
+
+ItemList = Annotated[list[InputItem], Field(fail_fast=True), at_most(MAX_MESSAGES)]
+
+
+class FunctionTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Text
+    description: Text = ""
+    parameters: Schema | None = None
+    strict: Flag = False
+
+
+class GrammarFormat(Body):
+    """The format of the input of a custom tool. The model is told of a grammar, but it is not enforced."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: Text | None = None
+
+
+class CustomTool(Body):
+    """A tool whose input is a text."""
+
+    type: Literal["custom"]
+    name: Text
+    description: Text = ""
+    format: GrammarFormat = GrammarFormat(type="text")
+
+
+class NamespaceTool(Body):
+    """Functions whose names are of their own in a namespace."""
+
+    type: Literal["namespace"]
+    name: Text
+    description: Text = ""
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[FunctionTool | CustomTool, Field(discriminator="type")], of_types((FunctionTool, CustomTool))
+            ]
+        ],
+        Field(fail_fast=True),
+        at_most(MAX_TOOLS),
+    ]
+
+
+class SearchTool(Body):
+    """A search of the web by the server. There is none here: the model is not told of it.
+
+    Codex offers one in every request. What it may contain is therefore of no interest.
+    """
+
+    type: Literal["web_search"]
+    external_web_access: Ignored = None
+    filters: Ignored = None
+    user_location: Ignored = None
+    search_context_size: Ignored = None
+    search_content_types: Ignored = None
+
+
+_TOOLS = (FunctionTool, CustomTool, NamespaceTool, SearchTool)
+OfferedTool = Annotated[
+    Annotated[FunctionTool | CustomTool | NamespaceTool | SearchTool, Field(discriminator="type")], of_types(_TOOLS)
+]
+
+
+class ToolName(Body):
+    """The tool that has to be called."""
+
+    type: Literal["function", "custom"]
+    name: Text
+    namespace: Text | None = None
+
+
+class TextFormat(Body):
+    """The required format of the text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None  # no effect
+    description: Text | None = None  # no effect
+    strict: Flag | None = None  # no effect: the schema is always enforced strictly
+    schema_: Schema | None = Field(default=None, alias="schema")
+
+
+class TextFields(Body):
+    """What the text has to be like."""
+
+    format: Annotated[TextFormat, of_types([TextFormat])] | None = None
+    verbosity: Text | None = None
+
+
+class ReasoningFields(Body):
+    """How to reason."""
+
+    effort: Text | None = None
+    summary: Text | None = None  # no effect: the reasoning itself is sent
+    generate_summary: Text | None = None  # the older name of `summary`
+    context: Ignored = None  # no effect: the template decides which reasoning of earlier turns it has
+
+
+_STORED = not_served("this server stores nothing, so send the whole conversation as input")
+
+
+def _no_top_logprobs(value: object) -> None:
+    if value != 0:
+        raise ValueError("is not 0; this route sends no log-probabilities")
+
+
+def _not_in_background(value: object) -> None:
+    if value is not False:
+        raise ValueError("is not false; an answer is sent to its caller alone, while it is made")
+
+
+class ResponsesBody(AgentBody):
+    """Body of `POST /v1/responses`."""
+
+    input: Annotated[Annotated[Text, TEXT] | Annotated[ItemList, PARTS], TEXT_OR_PARTS]
+    instructions: Text | None = None
+    max_output_tokens: UInt32 | None = None
+    tools: Annotated[list[OfferedTool], Field(fail_fast=True), at_most(MAX_TOOLS)] = []  # noqa: RUF012
+    tool_choice: Literal["none", "auto", "required"] | Annotated[ToolName, of_types([ToolName])] = "auto"
+    parallel_tool_calls: Flag = True
+    text: TextFields = TextFields()
+    reasoning: ReasoningFields = ReasoningFields()
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], at_most(MAX_PARTS)] = []  # noqa: RUF012
+    truncation: Literal["disabled"] = "disabled"
+    previous_response_id: Annotated[None, _STORED] = None
+    conversation: Annotated[None, _STORED] = None
+    prompt: Annotated[None, _STORED] = None
+    background: Annotated[None, BeforeValidator(_not_in_background)] = None
+    top_logprobs: Annotated[None, BeforeValidator(_no_top_logprobs)] = None
+    max_tool_calls: Ignored = None  # no effect: it limits calls of tools of the server, which has none
+    prompt_cache_options: Ignored = None  # no effect
+    client_metadata: Ignored = None  # no effect
+    stream_options: Ignored = None  # no effect: it is about obfuscation
+
+    def structure(self) -> Structure | None:
+        """Return the structure of the text."""
+        wanted = self.text.format
+        if wanted is None or wanted.type == "text":
+            return None
+        return Structure("text.format", "json", wanted.schema_ or ANY_OBJECT)
+
+    def echo(self) -> Json:
+        """Return the fields that an answer repeats. Long ones are left out: instructions and tools."""
+        wanted = self.text.format
+        shape = {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
+        choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump()
+        return {
+            "background": False,
+            "instructions": None,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": {},
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": self.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": self.temperature,
+            "text": {"format": shape},
+            "tool_choice": choice,
+            "tools": [],
+            "top_p": self.top_p,
+            "truncation": self.truncation,
+            "user": None,
+        }

@@ -1,0 +1,74 @@
+"""Messages of several calls in one stream: in order for each call, and none is taken before it is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from server.http.calls import merged
+
+
+async def test_every_value_comes_once_and_in_the_order_of_its_source():
+    async def source(length, pause):
+        for value in range(length):
+            await asyncio.sleep(pause)
+            yield value
+
+    sources = [source(5, 0), source(0, 0), source(3, 0.001), source(4, 0.0005)]
+    found = {number: [] for number in range(4)}
+    async for number, value in merged(sources):
+        found[number].append(value)
+    assert found == {0: [0, 1, 2, 3, 4], 1: [], 2: [0, 1, 2], 3: [0, 1, 2, 3]}
+
+
+async def test_a_slow_reader_leaves_values_where_they_can_be_merged():
+    taken = [0, 0]
+
+    async def source(number):
+        while True:
+            taken[number] += 1
+            yield taken[number]
+
+    async with aclosing(merged([source(0), source(1)])) as values:
+        await anext(values)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert sum(taken) <= 5
+
+
+async def test_the_first_error_ends_all_and_every_source_is_closed():
+    closed = set()
+
+    async def source(number):
+        try:
+            for value in range(100):
+                await asyncio.sleep(0)
+                if number == 1 and value == 3:
+                    raise RuntimeError("broken")
+                yield value
+        finally:
+            closed.add(number)
+
+    with pytest.raises(RuntimeError, match="broken"):
+        async for _ in merged([source(0), source(1), source(2)]):
+            pass
+    assert closed == {0, 1, 2}
+
+
+async def test_a_reader_that_leaves_closes_every_source():
+    closed = set()
+
+    async def source(number):
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield number
+        finally:
+            closed.add(number)
+
+    async with aclosing(merged([source(0), source(1)])) as values:
+        await anext(values)
+        await asyncio.sleep(0)
+    assert closed == {0, 1}

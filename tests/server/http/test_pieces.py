@@ -1,0 +1,114 @@
+"""Outputs read as reasoning, content and calls: the same in whole and in any parts, and each token counted once."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pilotfish.v1 import generation_pb2 as pb
+from server.formats.base import CallArguments, CallStart, Content, Reasoning, ReasoningMarks, Tool
+from server.formats.hermes import HermesFormat
+from server.formats.reasoning import PlainFormat
+from server.http.pieces import CallReader, ReadCall, ReadOutput, call_id, joined
+
+TOOLS = [Tool("f"), Tool("g")]
+MARKED = ReasoningMarks()
+HERMES = HermesFormat({}, MARKED)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "a"}}\n</tool_call>'
+
+
+def messages(texts, parts, *, starts_in_reasoning=False, index=0, tail=""):
+    """A stream of an output with these tokens, `parts[i]` of them in message i, and its end."""
+    left = iter(texts)
+    for i, size in enumerate(parts):
+        some = list(itertools.islice(left, size))
+        last = tail if i == len(parts) - 1 else ""
+        delta = pb.TokenDelta(index=index, text="".join(some) + last, text_lengths=map(len, some))
+        yield pb.GenerateStreamResponse(delta=delta, starts_in_reasoning=starts_in_reasoning and i == 0)
+    yield pb.GenerateStreamResponse(finished=pb.Finished(index=index))
+
+
+def whole(texts, *, starts_in_reasoning=False, tail=""):
+    output = pb.Output(text="".join(texts) + tail, text_lengths=map(len, texts))
+    return pb.GenerateResponse(outputs=[output], starts_in_reasoning=starts_in_reasoning)
+
+
+CASES = {
+    "content": (["a", " b"], False, ReadOutput(content="a b")),
+    "reasoning": (["<think>", "hm", " so", "</think>", "\n\n", "yes"], False, ReadOutput("hm so", "yes", (), 3)),
+    "begun before": (["hm", " so", "</think>", "\n", "yes"], True, ReadOutput("hm so", "yes", (), 3)),
+    "split marks": (["<th", "ink>", "hm</", "thi", "nk>ye", "s"], False, ReadOutput("hm", "yes", (), 3)),
+    "no end": (["<think>", "hm", "", "m"], False, ReadOutput("hmm", "", (), 3)),
+    "a call": (
+        ["<think>", "hm", "</think>", "<tool_", 'call>\n{"name": "f",', ' "arguments": {}', "}\n</tool_call>"],
+        False,
+        ReadOutput("hm", "", (ReadCall("f", "{}"),), 2),
+    ),
+    "content and calls": (["a\n", CALL, "\n", CALL], False, ReadOutput("", "a", (ReadCall("f", '{"x": "a"}'),) * 2)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_parts_do_not_matter(name):
+    texts, starts_in_reasoning, expected = CASES[name]
+    reader = CallReader(HERMES, TOOLS)
+    assert await reader.whole(whole(texts, starts_in_reasoning=starts_in_reasoning)) == [expected]
+    assert reader.reasoning_tokens(0) == expected.reasoning_tokens
+    for parts in ([1] * len(texts), [len(texts)], [2] * (len(texts) // 2 + 1), [1, len(texts)]):
+        reader = CallReader(HERMES, TOOLS)
+        pieces = []
+        for message in messages(texts, parts, starts_in_reasoning=starts_in_reasoning):
+            pieces += await reader.read(message)
+        assert joined(pieces, reader.reasoning_tokens(0)) == expected
+
+
+async def test_outputs_are_read_apart():
+    reader = CallReader(HERMES, TOOLS)
+    streams = zip(
+        messages(["<think>", "a", "</think>b"], [1, 1, 1], index=0),
+        messages(["c", CALL, ""], [1, 1, 1], index=1),
+        strict=True,
+    )
+    found = {0: [], 1: []}
+    for first, second in streams:
+        for message in (first, second):
+            index = message.delta.index if message.HasField("delta") else message.finished.index
+            found[index] += await reader.read(message)
+    assert joined(found[0]) == ReadOutput("a", "b")
+    assert joined(found[1]) == ReadOutput("", "c", (ReadCall("f", '{"x": "a"}'),))
+    assert (reader.reasoning_tokens(0), reader.reasoning_tokens(1)) == (2, 0)
+
+
+async def test_text_of_no_token_is_read_and_not_counted():
+    reader = CallReader(PlainFormat({}, MARKED))
+    assert await reader.whole(whole(["<think>", "a"], tail="b")) == [ReadOutput("ab", "", (), 1)]
+
+
+async def test_without_a_format_text_comes_as_it_is():
+    texts = ["<think> ", "a ", CALL, " "]
+    reader = CallReader(None)
+    for text, message in zip(texts, messages(texts, [1] * 4), strict=False):
+        assert await reader.read(message) == [Content(text)]
+    assert (await CallReader(None).whole(whole(texts)))[0] == ReadOutput(content="".join(texts))
+
+
+def test_pieces_are_joined_by_their_calls():
+    pieces = [
+        Reasoning("a"),
+        Content("b"),
+        CallStart(0, "f"),
+        CallArguments(0, "{"),
+        CallArguments(0, "}"),
+        CallStart(1, "g"),
+        Content("c"),
+        CallArguments(1, "[]"),
+    ]
+    assert joined(pieces, 4) == ReadOutput("a", "bc", (ReadCall("f", "{}"), ReadCall("g", "[]")), 4)
+
+
+def test_every_call_has_an_id_of_its_own():
+    ids = [call_id(name, output, number) for name in ("r", "s") for output in range(12) for number in range(12)]
+    assert len(set(ids)) == len(ids)
+    assert all(len(identity) == 9 and identity.isalnum() for identity in ids)
+    assert call_id("r", 1, 2) == call_id("r", 1, 2)
