@@ -129,14 +129,20 @@ def test_each_condition(condition: str, proposer: str) -> None:
 
 
 THINK, BUDGET = ReasoningMarks("<t>", "</t>"), 4
-ARGUMENTS = '{"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": false}'
+ARGUMENTS = (
+    '{"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": false}'
+)
 TOOLS = (Tool("f", parameters=ARGUMENTS, strict=True), Tool("g"))
 ANSWERS = {
     "tools, required": Answer(tools=TOOLS[:1], must_call=True),
-    "tools, one call": Answer(tools=TOOLS[:1], must_call=True, several=False, starts_in_reasoning=True, thinking_budget=2),
+    "tools, one call": Answer(
+        tools=TOOLS[:1], must_call=True, several=False, starts_in_reasoning=True, thinking_budget=2
+    ),
     "tools, strict": Answer(tools=TOOLS),
     "reasoning": Answer(starts_in_reasoning=True, thinking_budget=BUDGET),
-    "reasoning, then a schema": Answer(content=Guided(json_schema=SCHEMA), starts_in_reasoning=True, thinking_budget=BUDGET),
+    "reasoning, then a schema": Answer(
+        content=Guided(json_schema=SCHEMA), starts_in_reasoning=True, thinking_budget=BUDGET
+    ),
     "reasoning or none, then a choice": Answer(content=Guided(choice=("yes", "no")), thinking_budget=BUDGET),
 }
 
