@@ -295,7 +295,7 @@ class Engine:
             spec_gain=gain,
             stop_token_id=stop_token_id,
             cached_prompt_tokens=sequence.num_cached,
-            accepted_prediction_tokens=num_predicted(sequence, keep),
+            accepted_prediction_tokens=num_predicted(sequence, reason, keep),
             error=error,
         )
         return TokenEvent(request_id=sequence.request_id, index=sequence.index, finished=finished)

@@ -20,6 +20,7 @@ from engine.types import Sequence
 # Of a step, for the masks of structures. A mask takes 10 us, but one of a hostile structure up to 0.1 s: its outputs
 # then take turns, and have no drafts.
 MASK_SECONDS = 0.05
+_MOST_FOLLOWED = 1024  # tokens of a step, of all outputs together that are behind in their predictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,7 @@ class Scheduler:
         """
         before = len(self.waiting)
         self._renew_outgrown()
+        _follow_predictions(self.running)
         both = [Work.feeding(s, 1) for s in self._with_pages() if s.todo == 1 and not s.grammar_lag]
         steady = _in_turn([work for work in both if not work.sequence.on_device])
         budget = self._max_batch_tokens - len(steady)
@@ -247,7 +249,6 @@ class Scheduler:
     def _with_drafts(self, steady: list[Work], budget: int, prompt_rows: int) -> Iterator[Work]:
         """Add as many drafts as control chooses within the budget and free pages hold; drafts preempt no sequence."""
         sequences = [work.sequence for work in steady]
-        _follow_predictions(sequences)
         limits = [min(self._most_drafts(s), most) for s, most in zip(sequences, _most_masked(sequences), strict=True)]
         chosen = self.control.choose(sequences, limits, min(budget, self._max_drafts), prompt_rows)
         return self._with_room(steady, chosen)
@@ -309,11 +310,12 @@ class Scheduler:
 
 
 def _follow_predictions(sequences: list[Sequence]) -> None:
-    """Find where each output is in what was predicted of it."""
-    for sequence in sequences:
-        if sequence.alignment is not None and sequence.most_predicted:
-            is_current = sequence.alignment.follow(sequence.tokens, sequence.prompt_len)
-            sequence.is_predicted = is_current and bool(sequence.alignment.drafts(1))
+    """Find where each output is in what was predicted of it; one that was continued takes several steps."""
+    predicted = [(s, s.alignment) for s in sequences if s.alignment is not None]
+    for sequence, alignment in predicted:
+        most = max(MAX_PREDICTED_DRAFTS + 1, _MOST_FOLLOWED // len(predicted))
+        is_current = alignment.follow(sequence.tokens, sequence.prompt_len, most)
+        sequence.is_predicted = is_current and sequence.most_predicted > 0 and bool(alignment.drafts(1))
 
 
 def _in_turn(works: list[Work]) -> list[Work]:

@@ -102,12 +102,11 @@ class GrammarState(Protocol):
 class Alignment(Protocol):
     """Where one output is in the text that its caller predicted (`engine/request/prediction.py`)."""
 
-    @property
-    def num_had(self) -> int:
-        """Tokens of the prediction that the output has."""
+    def num_had_of(self, num_tokens: int) -> int:
+        """Tokens of the prediction that the first `num_tokens` of the output have; all of those were followed."""
         ...
 
-    def follow(self, tokens: Seq[int], prompt_len: int, most: int = ...) -> bool:
+    def follow(self, tokens: Seq[int], prompt_len: int, most: int) -> bool:
         """Take what is new of a sequence's tokens, up to `most`; return whether all of them were taken."""
         ...
 

@@ -8,9 +8,13 @@ and of equal ones the nearest. What was replaced between is remembered, because 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+import numpy as np
 
 from engine.params import MAX_PREDICTED_DRAFTS
+from engine.types import FinishReason
 from engine.types import Sequence as TokenSequence
 
 _CAUTIOUS = 8  # drafts while the place is not certain
@@ -18,21 +22,19 @@ _CERTAIN = 4  # tokens in a row that make it certain
 _LONGEST = 32  # a longer match is no better
 _MOST_PLACES = 8  # that are compared in each direction
 _LONGEST_EDIT = 8  # tokens that are remembered as replaced, and that replace them
-_MOST_FOLLOWED = 1024  # tokens in a step, of an output that was continued
-_WIDTH = array("I").itemsize
 
 
-def num_predicted(sequence: TokenSequence, keep: int | None) -> int:
+def num_predicted(sequence: TokenSequence, reason: FinishReason, keep: int | None) -> int:
     """Tokens of the prediction that an output has, of which `keep` generated tokens count; None: all.
 
-    It follows from the output alone: the alignment may be behind it, and may have followed tokens that do not count.
+    It follows from the output alone, which the alignment may be behind, or have followed beyond `keep`. Of an output
+    that did not come to its end none are counted.
     """
-    if not sequence.request.prediction:
+    alignment = sequence.alignment
+    if alignment is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
         return 0
-    alignment = TextAlignment(Prediction(sequence.request.prediction))
-    kept = sequence.tokens[: None if keep is None else sequence.prompt_len + keep]
-    alignment.follow(kept, sequence.prompt_len, most=len(kept))
-    return alignment.num_had
+    alignment.follow(sequence.tokens, sequence.prompt_len, most=sequence.num_generated)
+    return alignment.num_had_of(sequence.num_generated if keep is None else keep)
 
 
 class Prediction:
@@ -40,25 +42,19 @@ class Prediction:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tuple(tokens)
-        self._bytes = array("I", self.tokens).tobytes()
+        ids = np.array(self.tokens, dtype=np.uint64)
+        pairs = ids[:-1] << np.uint64(32) | ids[1:]
+        order = np.argsort(pairs, kind="stable")
+        self._pairs = array("Q", pairs[order].tobytes())  # sorted
+        self._places = array("Q", (order + 2).astype(np.uint64).tobytes())  # just after each; of equal pairs in order
 
-    def places(self, pair: Sequence[int], near: int) -> Iterator[int]:
+    def places(self, pair: Sequence[int], near: int) -> Sequence[int]:
         """Positions just after occurrences of two tokens: the nearest ones from `near` on, and those before it."""
-        wanted, start = array("I", pair).tobytes(), near * _WIDTH
-        at = self._bytes.find(wanted, max(0, start - 2 * _WIDTH))
-        for _ in range(_MOST_PLACES):
-            if at < 0:
-                break
-            if at % _WIDTH == 0:
-                yield at // _WIDTH + 2
-            at = self._bytes.find(wanted, at + 1)
-        at = self._bytes.rfind(wanted, 0, start)
-        for _ in range(_MOST_PLACES):
-            if at < 0:
-                return
-            if at % _WIDTH == 0:
-                yield at // _WIDTH + 2
-            at = self._bytes.rfind(wanted, 0, at + len(wanted) - 1)
+        wanted = pair[0] << 32 | pair[1]
+        first = bisect_left(self._pairs, wanted)
+        last = bisect_right(self._pairs, wanted, first)
+        middle = bisect_left(self._places, near, first, last)
+        return self._places[max(first, middle - _MOST_PLACES) : min(last, middle + _MOST_PLACES)]
 
 
 class TextAlignment:
@@ -73,10 +69,12 @@ class TextAlignment:
         self._prediction, self._text, self._most = prediction, prediction.tokens, most
         self._is_predicted = bytearray()  # of each token of the output: whether the prediction has it
         self._is_had = bytearray(len(self._text))  # of each token of the prediction: whether the output has it
+        self._num_predicted = self._num_had = 0  # how many of them are
+        self._had_by_then = array("I")  # `num_had` after each token of the output
         self._at: int | None = 0  # position of the next token; None: the output has left the prediction
         self._run = _CERTAIN  # tokens in a row that were as predicted
         self._anchor = 0  # where the output left the prediction, or where it is while that is certain
-        self._since: list[int] = []  # what the output has had since then
+        self._num_since = 0  # tokens that the output has had since then
         self._edits: dict[tuple[int, ...], tuple[int, ...]] = {}  # by what was replaced: what replaced it
         self._begun: tuple[int, ...] = ()  # what is replaced by the replacement that the output has begun
         self._rest: tuple[int, ...] = ()  # what is left of that
@@ -84,13 +82,18 @@ class TextAlignment:
     @property
     def num_had(self) -> int:
         """Tokens of the prediction that the output has; where one repeats the other, none counts twice."""
-        return min(sum(self._is_predicted), sum(self._is_had))
+        return min(self._num_predicted, self._num_had)
 
-    def follow(self, tokens: Sequence[int], prompt_len: int, most: int = _MOST_FOLLOWED) -> bool:
+    def num_had_of(self, num_tokens: int) -> int:
+        """The same of the first tokens of the output, which were followed."""
+        return self._had_by_then[num_tokens - 1] if num_tokens else 0
+
+    def follow(self, tokens: Sequence[int], prompt_len: int, most: int = 1024) -> bool:
         """Take what is new of a sequence's tokens, up to `most`; return whether all of them were taken."""
         start = prompt_len + len(self._is_predicted)
         for i in range(start, min(len(tokens), start + most)):
             self._take(tokens, i)
+            self._had_by_then.append(self.num_had)
         return len(tokens) == prompt_len + len(self._is_predicted)
 
     def drafts(self, k: int) -> tuple[int, ...]:
@@ -112,12 +115,12 @@ class TextAlignment:
         """Where the next token is; where the output has just left the prediction, as if each token replaced one."""
         if self._at is not None:
             return self._at
-        return self._anchor + len(self._since) if len(self._since) < _CERTAIN else None
+        return self._anchor + self._num_since if self._num_since < _CERTAIN else None
 
     def _take(self, tokens: Sequence[int], i: int) -> None:
         """Take the token at `i`."""
         token, at = tokens[i], self._place
-        self._since.append(token)
+        self._num_since += 1
         self._is_predicted.append(0)
         if self._rest and token == self._rest[0]:
             self._rest = self._rest[1:]
@@ -132,25 +135,23 @@ class TextAlignment:
         elif at is not None and at < len(self._text) and self._text[at] == token:
             if old:
                 del self._edits[old]
-            self._come_to(at + 1, 1)
+            self._come_to(tokens, i, at + 1, 1)
         else:
             self._leave(tokens, i)
 
-    def _come_to(self, at: int, length: int) -> None:
-        """The newest `length` tokens are those before `at`."""
+    def _come_to(self, tokens: Sequence[int], i: int, at: int, length: int) -> None:
+        """The `length` tokens up to the one at `i` are those before `at`."""
         if self._at is None:
-            self._remember(at - length, self._since[:-length])
+            old, new = range(self._anchor, at - length), range(i + 1 - self._num_since, i + 1 - length)
+            if 0 < len(old) <= _LONGEST_EDIT and 0 < len(new) <= _LONGEST_EDIT:
+                self._edits[self._text[old.start : old.stop]] = tuple(tokens[new.start : new.stop])
             self._run = 0
+        self._num_predicted += self._is_predicted.count(0, len(self._is_predicted) - length)
+        self._num_had += self._is_had.count(0, at - length, at)
         self._is_predicted[-length:] = self._is_had[at - length : at] = b"\1" * length
         self._at, self._run = at, self._run + length
         if self._is_certain:
-            self._anchor, self._since = at, []
-
-    def _remember(self, until: int, new: list[int]) -> None:
-        """The prediction from the anchor `until` there was replaced by `new`."""
-        old = self._text[self._anchor : until]
-        if 0 < len(old) <= _LONGEST_EDIT and 0 < len(new) <= _LONGEST_EDIT:
-            self._edits[old] = tuple(new)
+            self._anchor, self._num_since = at, 0
 
     def _leave(self, tokens: Sequence[int], i: int) -> None:
         """The newest token is not as predicted: search where else the output may be."""
@@ -163,7 +164,7 @@ class TextAlignment:
                 best = max(best, (length, -abs(place - length - self._anchor), place))
         length, _, place = best
         if length > 1:
-            self._come_to(place, length)
+            self._come_to(tokens, i, place, length)
 
     def _match_length(self, tokens: Sequence[int], end: int, place: int, num_tokens: int) -> int:
         longest = min(_LONGEST, place, num_tokens)

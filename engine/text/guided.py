@@ -306,7 +306,7 @@ def _with_real_dates(schema: Any, *, is_named: bool = False) -> Any:
         else _with_real_dates(part, is_named=key in _NAMED and not is_named)
         for key, part in schema.items()
     }
-    if not is_named and schema.get("format") in _WITH_DATES:
+    if not is_named and schema.get("format") in _WITH_DATES and isinstance(parts.get("allOf", []), list):
         parts["allOf"] = [*parts.get("allOf", ()), *_DATES]
     return parts
 
@@ -332,9 +332,11 @@ def _check_multiples(texts: Iterable[str]) -> None:
 
 def _common_multiple(numbers: list[Decimal]) -> int:
     """The least common multiple without decimals: 0.25 and 2 -> 25 and 200 hundredths -> 200."""
-    decimals = max(0, *(-int(number.normalize().as_tuple().exponent) for number in numbers))
-    if decimals > _MAX_DECIMALS or any(abs(number) > MAX_MULTIPLE for number in numbers):
+    if any(number.copy_abs() > MAX_MULTIPLE for number in numbers):
         return MAX_MULTIPLE + 1  # avoids integers with an unlimited number of digits
+    decimals = max(0, *(-int(number.normalize().as_tuple().exponent) for number in numbers))
+    if decimals > _MAX_DECIMALS:
+        return MAX_MULTIPLE + 1
     scale = 10**decimals
     return math.lcm(*(int(abs(number) * scale) for number in numbers if number))
 

@@ -42,7 +42,8 @@ class BudgetedState:
 
     def __init__(self, grammar: Budgeted, inner: GrammarState) -> None:
         self._grammar, self._inner = grammar, inner
-        self._texts: list[str] = []  # of the tokens in the reasoning, with those of its end
+        # After each token in the reasoning and its end: as much of the text as the rest of a mark may follow.
+        self._tails: list[str] = []
         self._num_beyond = 0  # tokens after the reasoning
         self._num_begin = 0 if grammar.budget.begin is None else None  # tokens that begin it; None: it has not begun
         self._num_free: int | None = None  # tokens after which the end has to come; None: not yet
@@ -67,8 +68,7 @@ class BudgetedState:
                 return i + taken
             if self._required not in (None, token) or not self._inner.advance([token]):
                 return i
-            self._texts.append(self._grammar.text_of(token))
-            self._is_reasoning = self._reasons()
+            self._read(self._grammar.text_of(token))
             self._begin_end()
         return len(tokens)
 
@@ -78,11 +78,11 @@ class BudgetedState:
         inside = max(0, num_tokens - self._num_beyond)
         self._num_beyond -= num_tokens - inside
         if inside:
-            del self._texts[-inside:]
+            del self._tails[-inside:]
             self._is_reasoning = True
-            if self._grammar.budget.begin is not None and len(self._texts) < (self._num_begin or 0):
+            if self._grammar.budget.begin is not None and len(self._tails) < (self._num_begin or 0):
                 self._num_begin = None
-            if self._num_free is not None and len(self._texts) < self._num_free:
+            if self._num_free is not None and len(self._tails) < self._num_free:
                 self._num_free = None
 
     @property
@@ -90,23 +90,28 @@ class BudgetedState:
         """The only token that may come next; None where the budget requires none."""
         if self._num_free is None or not self._is_reasoning:
             return None
-        return self._grammar.end_ids[len(self._texts) - self._num_free]
+        return self._grammar.end_ids[len(self._tails) - self._num_free]
 
     def _begin_end(self) -> None:
         """Require the end from here on, if the budget is used up and the structure lets the end come."""
         if self._num_free is not None or self._num_begin is None or not self._is_reasoning:
             return
         first = self._grammar.end_ids[:1]
-        if len(self._texts) >= self._num_begin + self._grammar.budget.max_tokens and self._inner.advance(first):
+        if len(self._tails) >= self._num_begin + self._grammar.budget.max_tokens and self._inner.advance(first):
             self._inner.rollback(1)
-            self._num_free = len(self._texts)
+            self._num_free = len(self._tails)
 
-    def _reasons(self) -> bool:
-        """Whether the output reasons after its newest token, which alone can complete the end."""
-        budget = self._grammar.budget
+    def _read(self, text: str) -> None:
+        """Take the text of a token: the reasoning begins, goes on or ends, or the output turns out to have none."""
+        budget, seen = self._grammar.budget, (self._tails[-1] if self._tails else "") + text
         if budget.begin is not None and self._num_begin is None:
-            head = "".join(self._texts).lstrip()
-            if head.startswith(budget.begin):
-                self._num_begin = len(self._texts)
-            return head.startswith(budget.begin) or budget.begin.startswith(head)
-        return budget.end not in "".join(self._texts[-len(budget.end) :])
+            seen = seen.lstrip()
+            if seen.startswith(budget.begin):
+                self._num_begin = len(self._tails) + 1
+                seen = seen[len(budget.begin) :]
+            else:
+                self._is_reasoning = budget.begin.startswith(seen)
+        if self._num_begin is not None:
+            self._is_reasoning = budget.end not in seen
+            seen = seen[-len(budget.end) :]
+        self._tails.append(seen)

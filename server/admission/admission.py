@@ -199,7 +199,11 @@ class Admission:
             answer = await self._with_sound_parts(wanted.answer, compiled, remaining)
             guided = structure_of(answer, model.format)
             assert guided is not None, "the same parts have a structure"
-            grammar = await compiled(guided, remaining())
+            try:
+                grammar = await compiled(guided, remaining())
+            except InvalidRequest as invalid:  # what is wrong is of all parts together, which no field has
+                whole = "messages.tools" if answer.tools else "guided"
+                raise InvalidRequest([Violation(whole, v.problem) for v in invalid.violations]) from None
         await self._in_parts(require_fit(wanted.sending.received, grammar))
         return replace(wanted, request=replace(with_structure(wanted.request, guided), grammar=grammar))
 

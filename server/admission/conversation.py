@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
+from engine.config import Bounds
 from engine.errors import InvalidRequest, Unsupported, Violation, shown
 from engine.params import Guided
+from engine.request.validation import structure_field, structure_texts, structure_violations
 from engine.text.guided import rule_of
 from pilotfish.v1 import generation_pb2 as pb
 from server.chat import MAX_MESSAGES, Message, Rendering, ToolCall, json_object
@@ -18,6 +21,7 @@ from server.model import ServedModel
 MAX_TOOLS = 1024
 ANY_OBJECT = '{"type": "object"}'
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; the request has fields for them
 
 
@@ -33,7 +37,10 @@ def text_of_conversation(asked: pb.ChatMessages, model: ServedModel) -> str:
     found = list(_violations(asked))
     if found:
         raise InvalidRequest(found)
-    return model.chat.render(map(_message, asked.messages), _rendering(asked))
+    text = model.chat.render(map(_message, asked.messages), _rendering(asked))
+    if _SURROGATE.search(text):  # JSON can name one by an escape
+        raise InvalidRequest.of("messages", "have a surrogate without its other half, which is no character")
+    return text
 
 
 def starts_in_reasoning(asked: pb.ChatMessages, text: str, model: ServedModel) -> bool:
@@ -57,6 +64,7 @@ def answer_of(message: pb.GenerateRequest, guided: Guided | None, model: ServedM
     asked = message.messages
     answer = Answer(
         tools=_callable(asked),
+        first_tool=next((i for i, tool in enumerate(asked.tools) if tool.name == asked.tool_choice.name), 0),
         must_call=asked.tool_choice.HasField("name") or asked.tool_choice.mode == pb.TOOL_CHOICE_MODE_REQUIRED,
         several=asked.parallel_tool_calls or not asked.HasField("parallel_tool_calls"),
         content=guided,
@@ -65,21 +73,41 @@ def answer_of(message: pb.GenerateRequest, guided: Guided | None, model: ServedM
     )
     if answer.tools and isinstance(model.format, PlainFormat):
         raise Unsupported("messages.tools has functions; the chat template does not tell how this model calls them")
-    found = list(_answer_violations(answer, model))
+    return _sound(answer, model)
+
+
+def _sound(answer: Answer, model: ServedModel) -> Answer:
+    """Check the parts of the answer's structure. A tool that is not strict may have any object if its schema is wrong.
+
+    Raises:
+        InvalidRequest: another part is wrong, or the budget of reasoning has no effect.
+    """
+    found, sound = list[Violation](), answer
+    if answer.thinking_budget is not None and model.format.reasoning is None:
+        problem = f"is {answer.thinking_budget}; the model marks no reasoning"
+        found.append(Violation("messages.thinking_budget", problem))
+    for field, part in answer.parts if answer.has_structure else ():
+        wrong = list(_part_violations(field, part, model.engine.config))
+        i = answer.tool_of(field) if wrong else None
+        if i is not None and not answer.tools[i].strict:
+            sound = sound.relaxed(i)
+        else:
+            found += wrong
     if found:
         raise InvalidRequest(found)
-    return answer
+    return sound
 
 
-def _answer_violations(answer: Answer, model: ServedModel) -> Iterator[Violation]:
-    if answer.thinking_budget is not None and model.format.reasoning is None:
-        yield Violation("messages.thinking_budget", f"is {answer.thinking_budget}; the model marks no reasoning")
-    for field, part in answer.parts:
-        try:
+def _part_violations(field: str, part: Guided, bounds: Bounds) -> Iterator[Violation]:
+    """What is wrong with a part of a structure; `field` is empty where the part names its own."""
+    found = list(structure_violations(part, bounds.max_structure_bytes, bounds.max_choices))
+    try:
+        if not found:
             rule_of(part)
-        except ValueError as error:
-            if field:  # else the structure's own compilation reports it
-                yield Violation(field, f"is {shown(part.json_schema)}: {error}")
+    except (ValueError, RecursionError) as error:
+        text = " | ".join(text for _, text in structure_texts(part))
+        found = [Violation(structure_field(part), f"is {shown(text)}: {error}")]
+    return (replace(violation, field=field or violation.field) for violation in found)
 
 
 def _callable(asked: pb.ChatMessages) -> tuple[Tool, ...]:

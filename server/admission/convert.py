@@ -255,7 +255,13 @@ def _with_answer(
     if message.WhichOneof("input") != "messages":
         return request, None
     answer = answer_of(message, request.sampling.guided, model, text)
-    return with_structure(request, structure_of(answer, model.format)), answer
+    guided = structure_of(answer, model.format)
+    size = 0 if guided is None or guided == answer.content else len((guided.grammar or "").encode())
+    most = model.engine.config.max_structure_bytes
+    if size > most:
+        field = "messages.tools" if answer.tools else "guided"
+        raise InvalidRequest.of(field, f"make a structure of {size} bytes; the limit is {most}")
+    return with_structure(request, guided), answer
 
 
 def with_structure(request: Request, guided: Guided | None) -> Request:

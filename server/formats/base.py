@@ -317,6 +317,8 @@ class ChatFormat(ABC):
         # A lexer that has read the beginning of a trigger as text does not go back: so text and trigger are one lexeme.
         is_token, trigger = self.trigger in self.special, self.literal(self.trigger)
         others = "" if unlike is None else rf" & ~/\s*{pattern(unlike)}(?s:.*)/"
+        # Other tokens must not spell a trigger that is a token: a parser would read a call that has no structure.
+        others += without(self.trigger) if is_token else ""
         return "\n".join([
             "auto: TEXT | before rest",
             f"before: TEXT {trigger}" if is_token else f"before[suffix={trigger}]: TEXT",
@@ -350,6 +352,11 @@ def pattern(text: str) -> str:
     return "".join(char if char.isalnum() or not char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
+def without(*marks: str) -> str:
+    """The end of a Lark terminal that matches no text with one of these marks."""
+    return f" & ~/(?s:.*)({'|'.join(map(pattern, marks))})(?s:.*)/"
+
+
 def arguments_rule(tool: Tool) -> str:
     """The right-hand side of a Lark rule that matches a JSON object that is valid under the schema of the tool."""
-    return json_rule(json.dumps({"type": "object"} | json.loads(tool.parameters)))
+    return json_rule(json.dumps(json.loads(tool.parameters) | {"type": "object"}))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from server.formats.base import ChatFormat, Parser, Reasoning, ReasoningMarks, Tool, Trimmed, arguments_rule
+from server.formats.base import ChatFormat, Parser, Reasoning, ReasoningMarks, Tool, Trimmed, arguments_rule, without
 from server.formats.steps import CallParser, Steps
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -49,11 +49,13 @@ class HarmonyFormat(ChatFormat):
 
     def auto(self, tools: Sequence[Tool], *, several: bool, unlike: str | None = None) -> str:
         """A final message, or calls with or without a message to the user before them."""
-        preamble = f"role? {self.literal(f'{_CHANNEL}commentary{_MESSAGE}')} {_ANYTHING} {self.literal(_END)}"
+        preamble = f"role? {self.literal(f'{_CHANNEL}commentary{_MESSAGE}')} TEXT {self.literal(_END)}"
         return "\n".join([
             "auto: role? final | preamble? calls",
-            f"final: {self.literal(_FINAL)} {_ANYTHING}",
+            f"final: {self.literal(_FINAL)} TEXT",
             f"preamble: {preamble}",
+            # Other tokens must not spell the markers: a parser would read a call that has no structure.
+            f"TEXT: {_ANYTHING}{without(*_MARKERS)}",
             self.calls(tools, several=several),
         ])  # fmt: skip
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from engine.params import Guided, ThinkingBudget
 from engine.text.guided import rule_of
-from server.formats.base import ChatFormat, Tool
+from server.formats.base import ChatFormat, Tool, without
 
 _ANYTHING = "/(?s:.*)/"
 _GAP = r"gap: /\s{0,4}/"  # between reasoning and what follows
@@ -19,6 +19,7 @@ class Answer:
 
     Args:
         tools: functions that it may call.
+        first_tool: the place of the first of them among the functions of the request.
         must_call: it consists of calls alone.
         several: it may call more than one.
         content: the structure of its content, if it is no call.
@@ -27,6 +28,7 @@ class Answer:
     """
 
     tools: tuple[Tool, ...] = ()
+    first_tool: int = 0
     must_call: bool = False
     several: bool = True
     content: Guided | None = None
@@ -34,16 +36,23 @@ class Answer:
     thinking_budget: int | None = None
 
     @property
+    def has_structure(self) -> bool:
+        """Whether its text cannot be anything: only then do the schemas of its tools matter."""
+        return self.must_call or self.content is not None or any(tool.strict for tool in self.tools)
+
+    @property
     def parts(self) -> Iterator[tuple[str, Guided]]:
         """The structures that the caller sent, each with the name of its field: one of them is at fault."""
         if self.content is not None:
             yield "", self.content
-        for i, tool in enumerate(self.tools):
+        for i, tool in enumerate(self.tools, self.first_tool):
             yield f"messages.tools[{i}].parameters", Guided(json_schema=tool.parameters)
 
     def tool_of(self, field: str) -> int | None:
         """Which tool the field of a part belongs to; None for the structure of the content."""
-        return next((i for i in range(len(self.tools)) if field == f"messages.tools[{i}].parameters"), None)
+        return next(
+            (i for i in range(len(self.tools)) if field == f"messages.tools[{self.first_tool + i}].parameters"), None
+        )
 
     def relaxed(self, index: int) -> Answer:
         """The same with any object as the arguments of one tool."""
@@ -89,7 +98,8 @@ def _start(answer: Answer, chat_format: ChatFormat) -> Iterator[str]:
     else:
         yield f"start: {chat_format.literal(marks.begin)} inside gap reasoned | plain"
     if marks.end in chat_format.special:
-        yield f"inside: {_ANYTHING} {end}"
+        yield f"inside: THOUGHT {end}"  # other tokens must not spell the end, where a reader would find it
+        yield f"THOUGHT: {_ANYTHING}{without(marks.end)}"
     else:
         yield f"inside[suffix={end}]: {_ANYTHING}"
     yield _GAP
@@ -97,13 +107,10 @@ def _start(answer: Answer, chat_format: ChatFormat) -> Iterator[str]:
 
 def _body(answer: Answer, chat_format: ChatFormat) -> Iterator[str] | None:
     """The rules `plain` and `reasoned`: an answer without reasoning before it, and with it."""
-    has_strict = any(tool.strict for tool in answer.tools)
-    if not (answer.must_call or answer.content is not None or has_strict):
-        return None
-    return _rules(answer, chat_format, has_strict=has_strict)
+    return _rules(answer, chat_format) if answer.has_structure else None
 
 
-def _rules(answer: Answer, chat_format: ChatFormat, *, has_strict: bool) -> Iterator[str]:
+def _rules(answer: Answer, chat_format: ChatFormat) -> Iterator[str]:
     marks = chat_format.reasoning
     calls = bool(answer.tools) and (answer.must_call or answer.content is not None)
     for name, has_reasoned in (("plain", False), ("reasoned", True))[: 1 + (marks is not None)]:
@@ -118,6 +125,6 @@ def _rules(answer: Answer, chat_format: ChatFormat, *, has_strict: bool) -> Iter
         yield f"content: {rule_of(answer.content)}"
     if calls:
         yield chat_format.calls(answer.tools, several=answer.several)
-    elif has_strict:
+    elif answer.content is None:
         unlike = None if marks is None or answer.starts_in_reasoning else marks.begin
         yield chat_format.auto(answer.tools, several=answer.several, unlike=unlike)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.request.prediction import Prediction, TextAlignment, num_predicted
-from engine.types import Request, Sequence
+from engine.types import FinishReason, Request, Sequence
 
 PROMPT = [9, 9, 9]
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
@@ -92,14 +92,39 @@ def test_a_wrong_prediction_has_no_drafts():
     assert alignment.num_had == 0
 
 
-def test_tokens_beyond_a_stop_string_do_not_count():
-    output = [1, 2, 3, 4, 5]
-    sequence = Sequence(
-        request=Request(request_id="r", token_ids=tuple(PROMPT), prediction=(1, 2, 3, 4, 5, 6)),
+def finished(output, prediction):
+    """The sequence of an output that was never followed."""
+    return Sequence(
+        request=Request(request_id="r", token_ids=tuple(PROMPT), prediction=tuple(prediction)),
         seed=0, speculation=None, max_len=100, end_token_ids=frozenset(), tokens=[*PROMPT, *output],
+        alignment=TextAlignment(Prediction(prediction)),
     )  # fmt: skip
-    assert num_predicted(sequence, None) == 5
-    assert num_predicted(sequence, 2) == 2
+
+
+def test_tokens_beyond_a_stop_string_do_not_count():
+    sequence = finished([1, 2, 3, 4, 5], range(1, 7))
+    assert num_predicted(sequence, FinishReason.STOP, None) == 5
+    assert num_predicted(sequence, FinishReason.STOP, 2) == 2
+    assert num_predicted(sequence, FinishReason.STOP, 0) == 0
+
+
+@given(TOKENS, TOKENS.filter(bool), st.data())
+@settings(max_examples=200)
+def test_what_counts_does_not_depend_on_what_was_followed(output, prediction, data):
+    """Neither on an alignment that is behind, nor on tokens beyond those that count."""
+    keep, followed = data.draw(st.integers(0, len(output))), data.draw(st.integers(0, len(output)))
+    sequence = finished(output, prediction)
+    sequence.alignment.follow(sequence.tokens, len(PROMPT), most=followed)
+    assert num_predicted(sequence, FinishReason.STOP, keep) == aligned(prediction, output[:keep]).num_had
+
+
+@given(st.lists(st.integers(0, 2) | st.integers(2**17, 2**17 + 1), max_size=80), st.integers(0, 80))
+@settings(max_examples=200)
+def test_the_nearest_places_of_a_pair_are_found(prediction, near):
+    for pair in ((0, 0), (0, 1), (2**17, 0), (0, 2**17), (7, 7)):
+        every = [i for i in range(2, len(prediction) + 1) if tuple(prediction[i - 2 : i]) == pair]
+        nearest = [*[i for i in every if i < near][-8:], *[i for i in every if i >= near][:8]]
+        assert list(Prediction(prediction).places(pair, near)) == nearest
 
 
 def test_an_output_that_was_continued_is_followed_in_parts():

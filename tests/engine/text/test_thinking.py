@@ -95,10 +95,33 @@ def test_an_end_inside_of_one_token_counts():
     """Where reasoning ends early, with other text in the same token, nothing is required later."""
     grammar = compiled(10)
     early = [*CODEC.encode("a</think>", bare=True), *CODEC.encode("b c d e f g h", bare=True)]
-    assert len(state_after(grammar, early)._texts) < len(early)
+    assert len(state_after(grammar, early)._tails) < len(early)
 
 
 def test_an_output_that_does_not_reason_is_free_of_the_budget():
     grammar = compiled(2, "<think>")
     words = CODEC.encode("no thought at all", bare=True)
     assert state_after(grammar, words).advance(words) == len(words)
+
+
+def test_white_space_before_the_reasoning_is_not_kept():
+    """Else each token would take as long as all before it."""
+    state = state_after(compiled(2, "<think>"), CODEC.encode(" ", bare=True) * 200)
+    assert not any(state._tails)
+    for token in CODEC.encode("<think>a b c", bare=True):
+        if state.advance([token]) == 0:
+            break
+    assert fill(state) == [CODEC.encode("</think>", bare=True)[0]]
+
+
+def test_begin_and_end_in_one_token():
+    """A reasoning that has ended where it began requires no end."""
+    grammar = compiled(0, "<think>")
+    grammar.text_of = {1: "<thi", 2: "nk></think>", 3: "x"}.__getitem__
+    assert state_after(grammar, [1, 2]).advance([3, 3]) == 2
+
+
+def test_tokens_without_text_hide_no_end():
+    grammar = compiled(20)
+    grammar.text_of = {1: "</thi", 2: "", 3: "nk>", 4: "x"}.__getitem__
+    assert state_after(grammar, [1, *[2] * 10, 3]).advance([4] * 30) == 30

@@ -141,7 +141,7 @@ async def test_arguments_of_earlier_calls_have_to_be_json(client):
 async def test_predictions(client):
     source = "def add(a, b):\n    return a + b\n\n\ndef "
     plain = await client.generate(source, max_tokens=120, ignore_eos=True)
-    done = await client.generate(source, max_tokens=120, ignore_eos=True, prediction=plain.text)
+    done = await client.generate(source, max_tokens=120, ignore_eos=True, prediction=plain.text, speculation="fixed")
     assert done.token_ids == plain.token_ids
     assert done.finished.usage.accepted_prediction_tokens >= 110
     assert done.finished.speculation_stats.rounds <= 30
@@ -228,3 +228,37 @@ async def test_the_format_can_be_named():
     async with serving_embedded(chat_format="latin", ready=False) as server:
         await server.running
         assert server.app.driver is None
+
+
+NOT_WRITTEN = {"type": "object", "properties": {"a": {"enum": ["\u0001"]}}}  # no output may have a control character
+
+
+async def test_a_schema_that_cannot_be_a_rule(client):
+    """Nothing depends on it where no structure is asked for; in one it is as with other schemas."""
+    wrong = {"name": "f", "parameters": NOT_WRITTEN}
+    assert (await client.generate(ASKED, tools=[wrong], max_tokens=3)).token_ids
+    done = await client.generate(ASKED, tools=[wrong], tool_choice="required", max_tokens=30)
+    assert done.text.startswith('<tool_call>\n{"name": "f", "arguments": {')
+    with pytest.raises(InvalidRequestError, match=r"messages\.tools\[0\]\.parameters is .*control character"):
+        await client.generate(ASKED, tools=[wrong | {"strict": True}])
+    for schema in (NOT_WRITTEN, UNSERVED):
+        named = {"tools": [TOOL, {"name": "f", "parameters": schema, "strict": True}], "tool_choice": "f"}
+        with pytest.raises(InvalidRequestError, match=r"messages\.tools\[1\]\.parameters is "):
+            await client.generate(ASKED, **named)
+
+
+async def test_a_wrong_content_beside_tools_is_refused_by_its_own_name(client):
+    for how, problem in (
+        ({"json_schema": NOT_WRITTEN}, r"guided\.json_schema is .*control character"),
+        ({"json_schema": {"enum": ["x" * 70_000]}}, r"guided\.json_schema has 7\d+ bytes; the limit is 65536"),
+        ({"choice": []}, r"guided\.choice has 0 texts"),
+    ):
+        with pytest.raises(InvalidRequestError, match=problem):
+            await client.generate(ASKED, tools=[TOOL], **how)
+
+
+async def test_half_of_a_character_is_refused(client):
+    """JSON can name it, and text cannot be encoded with it."""
+    half = {"name": "f", "parameters": {"type": "object", "description": "\ud800"}}
+    with pytest.raises(InvalidRequestError, match="messages have a surrogate"):
+        await client.generate(ASKED, tools=[half])
