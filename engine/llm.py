@@ -42,7 +42,7 @@ class CompletionOutput:
     matched_stop: str | int | None  # the stop string, or the id of the token, that ended it
     prompt_tokens: int
     cached_prompt_tokens: int  # of those, tokens found in the prefix cache
-    accepted_prediction_tokens: int  # of the prediction, tokens that the output has
+    accepted_prediction_tokens: int = 0  # of the prediction, tokens that the output has
     speculation: SpeculationSettings  # the effective settings
     seed: int  # with it a request gives the same tokens (rejection rule: if K and the batch are the same too)
     stats: DraftStats
@@ -111,7 +111,7 @@ class LLM:
         params: SamplingParams,
         speculation: SpeculationParams,
         cache_salt: str | None,
-        prediction: tuple[int, ...],
+        prediction: tuple[int, ...] = (),
     ) -> Request:
         if self.codec is None and params.stop:
             raise InvalidRequest.of("stopping.stop", "is text; this checkpoint has no tokenizer")

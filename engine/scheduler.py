@@ -249,8 +249,12 @@ class Scheduler:
     def _with_drafts(self, steady: list[Work], budget: int, prompt_rows: int) -> Iterator[Work]:
         """Add as many drafts as control chooses within the budget and free pages hold; drafts preempt no sequence."""
         sequences = [work.sequence for work in steady]
-        limits = [min(self._most_drafts(s), most) for s, most in zip(sequences, _most_masked(sequences), strict=True)]
-        chosen = self.control.choose(sequences, limits, min(budget, self._max_drafts), prompt_rows)
+        share = self._max_drafts // max(1, len(sequences))  # which a prediction may use beyond K
+        limits = [
+            min(self._most_drafts(s), most, max(share, s.speculation.num_draft_tokens))
+            for s, most in zip(sequences, _most_masked(sequences), strict=True)
+        ]
+        chosen = self.control.choose(sequences, limits, budget, prompt_rows)
         return self._with_room(steady, chosen)
 
     def _for_round(self, works: list[Work]) -> Iterator[Work]:

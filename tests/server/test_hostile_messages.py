@@ -69,7 +69,7 @@ class NeverEncodes(Codec):
     def encode(self, text, *, bare=False):
         raise AssertionError("encoded")
 
-    def decode(self, ids):
+    def decode(self, ids, **how):
         raise AssertionError("decoded")
 
 
@@ -182,7 +182,7 @@ def test_entries_beyond_a_limit_are_counted_and_not_copied(name):
         found = []
         convert.text_of(message, model, found)
         with pytest.raises(InvalidRequest) as refused:
-            convert.wanted(message, model, None, found)
+            convert.wanted(message, model, known=found)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -7,7 +7,11 @@ import json
 import pytest
 
 from engine.params import Guided
-from server.formats.base import Content, Reasoning, ReasoningMarks
+from server.formats.base import Content, Reasoning, ReasoningMarks, Tool
+from server.formats.deepseek import DeepSeekFormat
+from server.formats.gemma import GemmaFormat
+from server.formats.harmony import HarmonyFormat
+from server.formats.mistral import MistralFormat
 from server.formats.reasoning import PlainFormat
 from server.formats.structure import Answer, structure_of
 from tests.server.formats.walks import Masks
@@ -39,3 +43,32 @@ def test_other_tokens_do_not_spell_the_end_of_the_reasoning(starts_in_reasoning)
     pieces = [*parser.push("a</thin</think>5"), *parser.finish()]
     assert "".join(p.text for p in pieces if isinstance(p, Reasoning)) == "a</thin"
     assert "".join(p.text for p in pieces if isinstance(p, Content)) == "5"
+
+
+def made(kind, **variant):
+    """A format whose markers are tokens, and masks that know these."""
+    masks = Masks(dict.fromkeys(kind({}, **variant).markers, True))
+    return kind(masks.ids, **variant), masks
+
+
+OF_TOKENS = {
+    "mistral": (MistralFormat, {"variant": "v13"}),
+    "gemma": (GemmaFormat, {"variant": "gemma4"}),
+    "deepseek": (DeepSeekFormat, {"variant": "v3.1"}),
+    "harmony": (HarmonyFormat, {}),
+}
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_other_tokens_do_not_spell_what_begins_a_call(name):
+    """A reader would find a call there, whose arguments have no structure."""
+    kind, variant = OF_TOKENS[name]
+    chat_format, masks = made(kind, **variant)
+    guided = structure_of(Answer(tools=(Tool("f", strict=True),)), chat_format)
+    begin = masks.tokenizer.encode("<|channel|>final<|message|>", add_special_tokens=False).ids
+    begin = begin if name == "harmony" else []
+    trigger = "<|channel|>" if name == "harmony" else chat_format.trigger
+    text = [*begin, *encoded("text ")]
+    assert masks.matcher(guided.grammar).try_consume_tokens(text) == len(text)
+    spelled = [*text, *encoded(trigger)]
+    assert masks.matcher(guided.grammar).try_consume_tokens(spelled) < len(spelled)
