@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from client import AsyncClient, Delta, QueueFullError, RequestFailedError
+from client.options import Prompt
 from loadtest.experiments.outages import engine_of
 from loadtest.process import ServerProcess
 
@@ -24,6 +25,7 @@ _PROPERTIES = {
     "b": {"type": "array", "items": {"type": "integer"}, "minItems": 9},
 }
 SCHEMA = json.dumps({"type": "object", "properties": _PROPERTIES, "required": ["a", "b"]})
+TOOL = {"name": "f", "parameters": SCHEMA}
 _LONG: dict[str, Any] = {"max_tokens": 160, "ignore_eos": True}
 # Each is a stream by the client: every option, and every way to propose.
 CALLS: tuple[dict[str, Any], ...] = (
@@ -51,6 +53,8 @@ CALLS: tuple[dict[str, Any], ...] = (
     {**_LONG, "speculation": "off", "temperature": 0.9, "seed": 16},
     {**_LONG, "stream_interval": 16, "temperature": 0.9, "seed": 17},
     {**_LONG, "cache_salt": "a", "priority": 5},
+    {**_LONG, "prediction": "    total = 0\n    for value in values:\n        total += value\n" * 6},
+    {"max_tokens": 200, "tools": (TOOL,), "tool_choice": "required", "temperature": 1.0, "seed": 24},
 )
 # And these are bodies of HTTP.
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -99,9 +103,10 @@ async def result_of(client: AsyncClient, http: httpx.AsyncClient, job: Job) -> t
     if job >= len(CALLS):
         path, body = BODIES[job - len(CALLS)]
         return await _over_http(http, path, {"prompt": prompt, "stream": True} | body), 0
+    asked: Prompt = [{"role": "user", "content": prompt}] if "tools" in CALLS[job] else prompt
     outputs: dict[int, list[Any]] = {}
     interruptions = 0
-    async for event in client.stream(prompt, deadline=300, **CALLS[job]):
+    async for event in client.stream(asked, deadline=300, **CALLS[job]):
         output = outputs.setdefault(event.index, ["", (), (), None, None])
         if isinstance(event, Delta):
             output[0] += event.text
