@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from client import AsyncClient, Delta, QueueFullError, RequestFailedError
-from client.options import Prompt
+from client.options import ChatMessage, Prompt
 from loadtest.experiments.outages import engine_of
 from loadtest.process import ServerProcess
 
@@ -103,7 +103,7 @@ async def result_of(client: AsyncClient, http: httpx.AsyncClient, job: Job) -> t
     if job >= len(CALLS):
         path, body = BODIES[job - len(CALLS)]
         return await _over_http(http, path, {"prompt": prompt, "stream": True} | body), 0
-    asked: Prompt = [{"role": "user", "content": prompt}] if "tools" in CALLS[job] else prompt
+    asked: Prompt = [ChatMessage(role="user", content=prompt)] if "tools" in CALLS[job] else prompt
     outputs: dict[int, list[Any]] = {}
     interruptions = 0
     async for event in client.stream(asked, deadline=300, **CALLS[job]):
