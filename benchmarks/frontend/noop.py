@@ -32,6 +32,7 @@ class NoopEngine:
     """Each step gives every request `burst` tokens of one text, all but one as drafts; at most one step per `pause`."""
 
     num_waiting = 0
+    page_size = 16
     spec_gain = 1.0
     max_model_len = MAX_LEN
     eos_token_ids: frozenset[int] = frozenset()

@@ -172,11 +172,18 @@ def _tool_violations(asked: pb.ChatMessages) -> Iterator[Violation]:
         if tool.name in names:
             yield Violation(f"messages.tools[{i}].name", f"is {shown(tool.name)}, which is there twice")
         names.add(tool.name)
-        try:
-            json_object(f"messages.tools[{i}].parameters", tool.parameters or ANY_OBJECT)
-        except InvalidRequest as invalid:
-            yield from invalid.violations
+        yield from _schema_violations(f"messages.tools[{i}].parameters", tool.parameters or ANY_OBJECT)
     yield from _choice_violations(asked.tool_choice, names)
+
+
+def _schema_violations(field: str, text: str) -> Iterator[Violation]:
+    try:
+        kind = json_object(field, text).get("type", "object")
+    except InvalidRequest as invalid:
+        yield from invalid.violations
+        return
+    if kind != "object":
+        yield Violation(field, f"has the type {shown(kind)}; expected object")
 
 
 def _choice_violations(choice: pb.ToolChoice, names: Iterable[str]) -> Iterator[Violation]:

@@ -96,7 +96,7 @@ def prediction_of(message: pb.GenerateRequest, model: ServedModel, found: list[V
     if message.prediction.WhichOneof("content") != "text" or model.codec is None:
         return None
     try:
-        model.codec.require_room("prediction.text", message.prediction.text, model.engine.max_model_len)
+        model.codec.require_room("prediction", message.prediction.text, model.engine.max_model_len)
     except InvalidRequest as invalid:
         found += invalid.violations
         return None

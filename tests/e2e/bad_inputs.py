@@ -132,9 +132,41 @@ def prompts(longest: int) -> Iterator[Bad]:
     yield Bad("prompt", str(longest), {"token_ids": pb.TokenIds(ids=long)}, {"prompt": long})
     text = "x = 1\n" * 100_000
     yield Bad("prompt", "the limit is", {"prompt": text}, {"prompt": text})
-    turn = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
-    yield Bad("messages", "no chat template", {"messages": turn})
+    yield Bad("messages", "0 messages", {"messages": pb.ChatMessages()})
     yield Bad("input", "missing", {})
+    many = [1] * (longest + 2)
+    yield Bad(
+        "prediction", "the limit is", {"prompt": "a", "prediction": pb.Prediction(token_ids=pb.TokenIds(ids=many))}
+    )
+    yield Bad(
+        "prediction", "the limit is", {"prompt": "a", "prediction": pb.Prediction(text=text)}, {"prediction": text}
+    )
+    yield Bad("prediction", "is empty", {"prompt": "a", "prediction": pb.Prediction()})
+
+
+def conversations() -> Iterator[Bad]:
+    """Tools, and what the template is given."""
+    turn, tool = pb.ChatMessage(role="user", content="hi"), pb.Tool(name="f")
+
+    def chat(**fields: Any) -> dict[str, Any]:
+        return {"messages": pb.ChatMessages(messages=[turn], **fields)}
+
+    strict = pb.Tool(name="f", strict=True, parameters='{"type": "nothing"}')
+    for field, said, asked in (
+        ("messages.tools[0].name", "'a b'", chat(tools=[pb.Tool(name="a b")])),
+        ("messages.tools[1].name", "twice", chat(tools=[tool, tool])),
+        ("messages.tools[0].parameters", "'['", chat(tools=[pb.Tool(name="f", parameters="[")])),
+        ("messages.tools[0].parameters", "nothing", chat(tools=[strict])),
+        ("messages.tools", "1025 functions", chat(tools=[tool] * 1025)),
+        ("messages.tool_choice.name", "'g'", chat(tools=[tool], tool_choice=pb.ToolChoice(name="g"))),
+        ("messages.tool_choice.mode", "requires", chat(tool_choice=pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED))),
+        ("messages.tool_choice.mode", "79", chat(tool_choice=pb.ToolChoice(mode=79))),
+        ("messages.template_arguments", "'{'", chat(template_arguments="{")),
+        ("messages.template_arguments", "'tools'", chat(template_arguments='{"tools": 1}')),
+        ("messages.add_generation_prompt", "true", chat(add_generation_prompt=True, continue_final_message=True)),
+        ("messages.thinking_budget", "5", chat(thinking_budget=5)),
+    ):
+        yield Bad(field, said, asked)
 
 
 def names() -> Iterator[Bad]:
@@ -196,11 +228,12 @@ def json_types() -> Iterator[Bad]:
         "logit_bias": [[], 5],
         "ignore_eos": ["yes", 1],
         "stream": [1, "true"],
-        "prompt": [5, {"a": 1}, ["a", "b"], [[1], [2]]],
+        "prompt": [5, {"a": 1}, ["a"] * 129],
         "response_format": ["json", {"type": "xml"}, {"type": "json_schema"}],
         "speculation": ["auto", 5],
         "stream_options": [True],
-        "echo": [True],
+        "echo": ["yes", 1],
+        "prediction": [5],
         "best_of": [2],
         "tools": [[{"type": "function"}]],
         "suffix": ["x"],
@@ -233,14 +266,14 @@ def json_text() -> Iterator[Bad]:
         yield Bad(name, "'\\ud800'", http=body, http_field=name)
     yield Bad("stop[0]", "'\\udc00'", http=b'{"prompt": "a", "stop": "\\udc00"}', http_field="stop[0]")
     deep = b'{"prompt": ' + b"[" * 800 + b"]" * 800 + b"}"
-    yield Bad("prompt", "[[", http=deep, http_field="prompt")
+    yield Bad("prompt[0][0]", "[[", http=deep, http_field="prompt[0][0]")
 
 
 def every(vocab: int, room: int) -> list[Bad]:
     """All of them, for a model of this vocabulary and a prompt of one token that leaves this much room."""
     parts = [
         numbers(), counts(vocab, room), stops(vocab), tokens(vocab), prompts(room + 1), names(), structures(),
-        json_types(), json_text(),
+        conversations(), json_types(), json_text(),
     ]  # fmt: skip
     return [bad for part in parts for bad in part]
 
