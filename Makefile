@@ -29,8 +29,8 @@ test: install ## Run all tests, a file at a time in each of WORKERS processes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # The heart: the engine without matrices, kernels and C, greedy and coupled exactness, the server around a fake engine.
-quick: install ## Test the heart in about a minute: engine, exactness, server; all but what is marked slow
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" --ignore tests/engine/model \
+quick: install ## Test the heart in about two minutes: engine, exactness, server; all but what is marked slow
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" --ignore tests/engine/model --ignore tests/server/formats \
 		tests/style tests/engine tests/server tests/exactness/test_greedy.py tests/exactness/test_coupled.py
 
 # What a GPU machine may have: the lowest releases, and nothing for serving. Another Python that has them saves making one.

@@ -28,6 +28,8 @@ QUICK = ["--tokens", "10", "--company", "8"]
 SMALL = {"num_draft_tokens": 2, "max_model_len": 256, "max_batch_tokens": 64, "max_batch_size": 16}
 PROMPTS = "def mean(values):\n    \nOne, two, three. One, two, three. One,\n"
 
+pytestmark = pytest.mark.slow
+
 
 async def verify(server, *options):
     return await asyncio.to_thread(cli.main, ["verify", f"127.0.0.1:{server.app.grpc_port}", *options])
