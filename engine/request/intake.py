@@ -89,7 +89,6 @@ class Intake:
     ) -> Sequence:
         """A sequence that has been fed nothing, not even the tokens that were emitted: as after a preemption."""
         tokens, speculation = [*request.token_ids, *emitted], self.speculation_of(request)
-        most_predicted = self._most_predicted(request, speculation)
         model_ends = frozenset() if request.sampling.ignore_eos else self.limits.eos_token_ids
         return Sequence(
             request=request,
@@ -105,12 +104,14 @@ class Intake:
             grammar=None if request.grammar is None else request.grammar.start(),
             grammar_lag=0 if request.grammar is None else len(emitted),
             alignment=None if prediction is None else TextAlignment(prediction),
-            most_predicted=most_predicted if request.prediction else 0,
+            most_predicted=self._most_predicted(request, speculation),
         )
 
     @staticmethod
     def _most_predicted(request: Request, speculation: SpeculationSettings) -> int:
         """Most drafts of a prediction: where nobody set a K, more than of a proposer, because long runs are right."""
+        if not request.prediction:
+            return 0
         is_free = speculation.mode is SpeculationMode.AUTO and request.speculation.num_draft_tokens is None
         return MAX_PREDICTED_DRAFTS if is_free and speculation.num_draft_tokens else speculation.num_draft_tokens
 

@@ -88,7 +88,7 @@ class TextAlignment:
         """The same of the first tokens of the output, which were followed."""
         return self._had_by_then[num_tokens - 1] if num_tokens else 0
 
-    def follow(self, tokens: Sequence[int], prompt_len: int, most: int = 1024) -> bool:
+    def follow(self, tokens: Sequence[int], prompt_len: int, most: int) -> bool:
         """Take what is new of a sequence's tokens, up to `most`; return whether all of them were taken."""
         start = prompt_len + len(self._is_predicted)
         for i in range(start, min(len(tokens), start + most)):

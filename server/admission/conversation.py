@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from engine.config import Bounds
 from engine.errors import InvalidRequest, Unsupported, Violation, shown
@@ -13,13 +14,12 @@ from engine.request.validation import structure_field, structure_texts, structur
 from engine.text.guided import rule_of
 from pilotfish.v1 import generation_pb2 as pb
 from server.chat import MAX_MESSAGES, Message, Rendering, ToolCall, json_object
-from server.formats.base import Tool
+from server.formats.base import ANY_OBJECT, Tool
 from server.formats.reasoning import PlainFormat
 from server.formats.structure import Answer
 from server.model import ServedModel
 
 MAX_TOOLS = 1024
-ANY_OBJECT = '{"type": "object"}'
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")  # of a template; the request has fields for them
@@ -34,10 +34,14 @@ def text_of_conversation(asked: pb.ChatMessages, model: ServedModel) -> str:
     assert model.chat is not None, "refused before this"
     if len(asked.messages) > MAX_MESSAGES:  # before they are copied
         raise InvalidRequest.of("messages", f"has {len(asked.messages)} messages; expected 1 to {MAX_MESSAGES}")
-    found = list(_violations(asked))
+    found, arguments = list(_violations(asked)), dict[str, Any]()
+    try:
+        arguments = _template_arguments(asked)
+    except InvalidRequest as invalid:
+        found += invalid.violations
     if found:
         raise InvalidRequest(found)
-    text = model.chat.render(map(_message, asked.messages), _rendering(asked))
+    text = model.chat.render(map(_message, asked.messages), _rendering(asked, arguments))
     if _SURROGATE.search(text):  # JSON can name one by an escape
         raise InvalidRequest.of("messages", "have a surrogate without its other half, which is no character")
     return text
@@ -63,7 +67,7 @@ def answer_of(message: pb.GenerateRequest, guided: Guided | None, model: ServedM
     """
     asked = message.messages
     answer = Answer(
-        tools=_callable(asked),
+        tools=callable_tools(asked),
         first_tool=next((i for i, tool in enumerate(asked.tools) if tool.name == asked.tool_choice.name), 0),
         must_call=asked.tool_choice.HasField("name") or asked.tool_choice.mode == pb.TOOL_CHOICE_MODE_REQUIRED,
         several=asked.parallel_tool_calls or not asked.HasField("parallel_tool_calls"),
@@ -110,8 +114,8 @@ def _part_violations(field: str, part: Guided, bounds: Bounds) -> Iterator[Viola
     return (replace(violation, field=field or violation.field) for violation in found)
 
 
-def _callable(asked: pb.ChatMessages) -> tuple[Tool, ...]:
-    """The tools that the answer may call: of a named one, that one alone."""
+def callable_tools(asked: pb.ChatMessages) -> tuple[Tool, ...]:
+    """Return the tools that the answer may call: of a named one, that one alone."""
     if asked.tool_choice.mode == pb.TOOL_CHOICE_MODE_NONE and not asked.tool_choice.HasField("name"):
         return ()
     name = asked.tool_choice.name
@@ -133,13 +137,12 @@ def _message(turn: pb.ChatMessage) -> Message:
     )
 
 
-def _rendering(asked: pb.ChatMessages) -> Rendering:
+def _rendering(asked: pb.ChatMessages, arguments: Mapping[str, Any]) -> Rendering:
     is_told = asked.tool_choice.HasField("name") or asked.tool_choice.mode != pb.TOOL_CHOICE_MODE_NONE
     opens = asked.add_generation_prompt if asked.HasField("add_generation_prompt") else not asked.continue_final_message
-    arguments = asked.template_arguments if asked.HasField("template_arguments") else "{}"
     return Rendering(
         tools=tuple(map(_tool, asked.tools)) if is_told else (),
-        arguments=json_object("messages.template_arguments", arguments),
+        arguments=arguments,
         opens_turn=opens,
         continues=asked.continue_final_message,
     )
@@ -149,14 +152,16 @@ def _violations(asked: pb.ChatMessages) -> Iterator[Violation]:
     if asked.continue_final_message and asked.add_generation_prompt:
         yield Violation("messages.add_generation_prompt", "is true; the last message is to be continued, not answered")
     yield from _tool_violations(asked)
-    try:
-        arguments = json_object("messages.template_arguments", asked.template_arguments or "{}")
-    except InvalidRequest as invalid:
-        yield from invalid.violations
-        return
-    for name in _OWN_VARIABLES:
-        if name in arguments:
-            yield Violation("messages.template_arguments", f"has {name!r}, for which the request has a field")
+
+
+def _template_arguments(asked: pb.ChatMessages) -> dict[str, Any]:
+    """Decode the variables of the template. Raises InvalidRequest if the request has fields for some of them."""
+    field = "messages.template_arguments"
+    arguments = json_object(field, asked.template_arguments or "{}")
+    own = [name for name in _OWN_VARIABLES if name in arguments]
+    if own:
+        raise InvalidRequest([Violation(field, f"has {name!r}, for which the request has a field") for name in own])
+    return arguments
 
 
 def _tool_violations(asked: pb.ChatMessages) -> Iterator[Violation]:

@@ -22,6 +22,7 @@ from server.admission.settings import MODES, VERIFICATIONS
 from server.errors import NotFound
 from server.formats.structure import Answer, structure_of
 from server.model import ServedModel
+from server.streams.output import ReceivedOutput
 from server.streams.stream import SendOptions
 
 Values = TypeVar("Values", bound=Sized)
@@ -166,14 +167,20 @@ def wanted(
         token_ids=output.token_ids if output.HasField("token_ids") else True,
         prompt_token_ids=output.prompt_token_ids,
         answer=answer,
-        sending=SendOptions(
-            skip_special_tokens=_skips_special_tokens(message, model),
-            interval=output.stream_interval if output.HasField("stream_interval") else 1,
-            digests=output.digests,
-            received=received,
-            interruptions=min(message.resume.interruptions + 1, MAX_INTERRUPTIONS) if received else 0,
-        ),
+        sending=_sending(message, model, received),
         priority=message.priority,
+    )
+
+
+def _sending(message: pb.GenerateRequest, model: ServedModel, received: tuple[ReceivedOutput, ...]) -> SendOptions:
+    """Return how the outputs are sent."""
+    output = message.output
+    return SendOptions(
+        skip_special_tokens=_skips_special_tokens(message, model),
+        interval=output.stream_interval if output.HasField("stream_interval") else 1,
+        digests=output.digests,
+        received=received,
+        interruptions=min(message.resume.interruptions + 1, MAX_INTERRUPTIONS) if received else 0,
     )
 
 

@@ -16,6 +16,8 @@ from typing import ClassVar, TypeAlias
 
 from engine.text.guided import json_rule
 
+ANY_OBJECT = '{"type": "object"}'
+
 
 @dataclass(frozen=True, slots=True)
 class Tool:
@@ -23,7 +25,7 @@ class Tool:
 
     name: str
     description: str = ""
-    parameters: str = '{"type": "object"}'
+    parameters: str = ANY_OBJECT
     strict: bool = False
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from engine.params import Guided, ThinkingBudget
 from engine.text.guided import rule_of
-from server.formats.base import ChatFormat, Tool, without
+from server.formats.base import ANY_OBJECT, ChatFormat, Tool, without
 
 _ANYTHING = "/(?s:.*)/"
 _GAP = r"gap: /\s{0,4}/"  # between reasoning and what follows
@@ -57,7 +57,7 @@ class Answer:
     def relaxed(self, index: int) -> Answer:
         """The same with any object as the arguments of one tool."""
         tools = list(self.tools)
-        tools[index] = replace(tools[index], parameters='{"type": "object"}')
+        tools[index] = replace(tools[index], parameters=ANY_OBJECT)
         return replace(self, tools=tuple(tools))
 
 

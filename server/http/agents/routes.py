@@ -15,10 +15,9 @@ from pydantic import ValidationError
 from engine.errors import InvalidRequest, Violation
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission.admission import Admission, Call, Origin
-from server.admission.conversation import ANY_OBJECT
+from server.admission.conversation import callable_tools
 from server.admission.slow_work import SlowWork
 from server.driver import Driver
-from server.formats.base import Tool
 from server.http.agents.answers import AgentAnswer, whole_of
 from server.http.agents.fields import AgentBody, renamed, without_tags
 from server.http.agents.named_events import NamedEventStream
@@ -132,11 +131,4 @@ def origin_of(request: Request, timeout: float | None) -> Origin:
 
 def _reader(message: pb.GenerateRequest, call: Call) -> CallReader:
     """Return a reader that knows the functions which the answer may call."""
-    asked = message.messages
-    name, mode = asked.tool_choice.name, asked.tool_choice.mode
-    tools = [
-        Tool(tool.name, tool.description, tool.parameters or ANY_OBJECT, tool.strict)
-        for tool in asked.tools
-        if name in ("", tool.name) and (name or mode != pb.TOOL_CHOICE_MODE_NONE)
-    ]
-    return CallReader(call.driver.model.format, tools)
+    return CallReader(call.driver.model.format, callable_tools(message.messages))

@@ -15,7 +15,7 @@ TOKENS = st.lists(st.integers(0, 3), max_size=60)
 def aligned(prediction, output):
     """The alignment after an output that came in one piece."""
     alignment = TextAlignment(Prediction(prediction))
-    assert alignment.follow([*PROMPT, *output], len(PROMPT))
+    assert alignment.follow([*PROMPT, *output], len(PROMPT), 1024)
     return alignment
 
 
@@ -23,7 +23,7 @@ def passes(prediction, output, k=64):
     """Passes of a target that writes `output`, if each verifies the drafts that there are."""
     alignment, tokens, count = TextAlignment(Prediction(prediction)), list(PROMPT), 0
     while (done := len(tokens) - len(PROMPT)) < len(output):
-        assert alignment.follow(tokens, len(PROMPT))
+        assert alignment.follow(tokens, len(PROMPT), 1024)
         drafts, left = alignment.drafts(k), output[done:]
         kept = next((i for i, pair in enumerate(zip(drafts, left, strict=False)) if pair[0] != pair[1]), len(drafts))
         tokens += left[: kept + 1]
@@ -39,7 +39,7 @@ def test_state_is_a_function_of_the_output(prediction, output, data):
     while len(tokens) < len(PROMPT) + len(output):
         size = data.draw(st.integers(1, 7))
         tokens += output[len(tokens) - len(PROMPT) :][:size]
-        alignment.follow(tokens, len(PROMPT))
+        alignment.follow(tokens, len(PROMPT), 1024)
         alignment.drafts(5)
     whole = aligned(prediction, output)
     assert alignment.drafts(64) == whole.drafts(64)
@@ -130,5 +130,5 @@ def test_the_nearest_places_of_a_pair_are_found(prediction, near):
 def test_an_output_that_was_continued_is_followed_in_parts():
     tokens = [*PROMPT, *range(3000)]
     alignment = TextAlignment(Prediction(range(5000)))
-    assert [alignment.follow(tokens, len(PROMPT)) for _ in range(3)] == [False, False, True]
+    assert [alignment.follow(tokens, len(PROMPT), 1024) for _ in range(3)] == [False, False, True]
     assert alignment.drafts(2) == (3000, 3001)
