@@ -23,6 +23,7 @@ from server.admission.resume import EventIds
 from server.admission.stalls import Writes, stall_limit
 from server.errors import Aborted, DeadlinePassed, QueueFull
 from server.http.errors import INTERNAL, HttpError, http_error
+from server.http.limits import STALLED
 from server.http.long_json import Encoder, HasLongList, in_turns, refuse
 from server.http.requests import ParsedBody
 
@@ -238,12 +239,18 @@ class EventStream(Response):
         try:
             await unless_gone(self._write(send), receive)
         except CallerGone:
-            logger.info("request %s: its caller left", self._calls.calls[0].stream.request_id)
+            if scope.get("state", {}).get(STALLED):
+                self._end_as_stalled()
+            else:
+                logger.info("request %s: its caller left", self._calls.calls[0].stream.request_id)
         except TimeoutError:
-            self._calls.calls[0].metrics.requests.stalls.inc()
-            self._calls.end(Aborted(f"the reader took no event for {self._stall_seconds:g} seconds"))
+            self._end_as_stalled()
         finally:
             self._call.release(late=self._origin.remaining() <= 0)
+
+    def _end_as_stalled(self) -> None:
+        self._calls.calls[0].metrics.requests.stalls.inc()
+        self._calls.end(Aborted(f"the reader took no event for {self._stall_seconds:g} seconds"))
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -16,6 +16,7 @@ from server.http.errors import HttpError
 ANSWER_SECONDS = 1.0  # for an answer to a body that has not arrived, before the connection is closed
 # Chunks of a body, besides one per so many bytes: each chunk takes the event loop as long as some kilobytes.
 MAX_CHUNKS, MIN_CHUNK = 1024, 512
+STALLED = "reader_stalled"  # in the state of a request's scope once its connection is aborted for its reader
 
 
 class RequestLimits:
@@ -90,7 +91,8 @@ class HttpProtocol(H11Protocol):
     also where the body is not read, because the answer does not depend on it.
 
     A connection that is closed still waits until what it has written is read. So one whose reader takes nothing is
-    aborted: a little after `stall_seconds`, so that a stream which waits for its reader says so first.
+    aborted: a little after `stall_seconds`, so that a stream which waits for its reader says so first. One that has
+    nothing to write by then learns it from its scope.
     """
 
     head_seconds = stall_seconds = 30.0
@@ -186,7 +188,12 @@ class HttpProtocol(H11Protocol):
 
     def _watch_reader(self) -> None:
         if self._unread is None:
-            self._unread = self.loop.call_later(self.stall_seconds + ANSWER_SECONDS, self.transport.abort)
+            self._unread = self.loop.call_later(self.stall_seconds + ANSWER_SECONDS, self._abort)
+
+    def _abort(self) -> None:
+        if self.scope is not None:
+            self.scope["state"][STALLED] = True
+        self.transport.abort()
 
     def _cancel_reader(self) -> None:
         if self._unread is not None:
