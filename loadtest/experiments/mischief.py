@@ -51,6 +51,11 @@ class ChaosContext:
         """Return whether there is time left."""
         return asyncio.get_running_loop().time() < self.end
 
+    async def pause(self, seconds: float) -> None:
+        """Sleep, but no longer than until the end."""
+        left = self.end - asyncio.get_running_loop().time()
+        await asyncio.sleep(min(seconds, max(left, 0.0)))
+
     async def repeat(self, deed: Misbehaviour, random: Random) -> None:
         """Repeat the action with random pauses."""
         while self.goes_on:
@@ -99,7 +104,7 @@ async def hurry(scene: ChaosContext, random: Random) -> None:
     reads = [_read(scene, ignore_eos=True, deadline=random.uniform(0.001, 0.4)) for _ in range(STORM)]
     for end in await asyncio.gather(*reads):
         scene.note("deadline", end, "DeadlineExceededError", "QueueFullError", "served")
-    await asyncio.sleep(random.uniform(1, 4))
+    await scene.pause(random.uniform(1, 4))
 
 
 async def fail(scene: ChaosContext, random: Random) -> None:
@@ -145,7 +150,7 @@ async def die(scene: ChaosContext, random: Random) -> None:
         process.kill()
     await process.communicate()
     scene.note("killed", "refused" if first.startswith(b"refused") else "in the middle", "in the middle", "refused")
-    await asyncio.sleep(random.uniform(2, 6))  # starting a process costs more than its requests
+    await scene.pause(random.uniform(2, 6))  # starting a process costs more than its requests
 
 
 async def hang_up(scene: ChaosContext, random: Random) -> None:

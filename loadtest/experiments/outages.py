@@ -52,7 +52,7 @@ async def kill_engines(
     `starts` is held by whoever ends the server and starts it again.
     """
     while scene.goes_on:
-        await asyncio.sleep(ENGINE_SECONDS * random.uniform(0.5, 1.5))
+        await scene.pause(ENGINE_SECONDS * random.uniform(0.5, 1.5))
         async with starts:  # a server whose first engine dies before it is loaded ends
             pid = engine_of(server.pid)
             if pid is not None and scene.goes_on:
@@ -65,7 +65,7 @@ async def lose_replicas(scene: ChaosContext, replica: ServerProcess, starts: asy
     """Kill and roll the replica by turns, every `SERVER_SECONDS`, and start it again; hold `starts` meanwhile."""
     rolls = False
     while scene.goes_on:
-        await asyncio.sleep(SERVER_SECONDS * random.uniform(0.8, 1.2))
+        await scene.pause(SERVER_SECONDS * random.uniform(0.8, 1.2))
         if scene.goes_on:
             async with starts:
                 await asyncio.to_thread(replica.stop if rolls else replica.kill)
