@@ -91,8 +91,8 @@ class HttpProtocol(H11Protocol):
     also where the body is not read, because the answer does not depend on it.
 
     A connection that is closed still waits until what it has written is read. So one whose reader takes nothing is
-    aborted: a little after `stall_seconds`, so that a stream which waits for its reader says so first. One that has
-    nothing to write by then learns it from its scope.
+    aborted: a little after `stall_seconds`, so that a stream which waits for its reader says so first. A stream that
+    has nothing to write by then finds `STALLED` in its scope.
     """
 
     head_seconds = stall_seconds = 30.0

@@ -39,8 +39,8 @@ class Served:
 def server(tmp_path_factory):
     """`pilotfish serve` with the embedded pair, as people start it for these clients.
 
-    It always drafts: on a busy machine AUTO may find for a whole benchmark that drafts do not pay, and then vLLM's
-    client reports none of what it says about them.
+    The server always drafts. AUTO may decide on a busy machine that drafts do not pay for a whole benchmark, and then
+    vLLM's client leaves speculation out of its report.
     """
     log = tmp_path_factory.mktemp("server") / "log"
     with ServerProcess("--vllm-metrics", "--speculation", "FIXED", log=log) as process:

@@ -104,13 +104,13 @@ async def test_a_stream_whose_reader_takes_nothing_is_counted_as_stalled_before_
         assert metric(server, "stream_stalls_total") == 1
 
 
-async def test_so_is_one_that_has_nothing_more_to_write_when_its_connection_ends():
+async def test_a_stream_that_has_nothing_more_to_write_is_counted_as_stalled_when_its_connection_is_aborted():
     async with talking(FakeEngine(burst=40), stall_seconds=STALL_SECONDS) as server, deaf(server) as connection:
         server.engine.gate.clear()
         await asyncio.get_running_loop().sock_sendall(connection, post(LARGE | {"max_tokens": 3000, "stream": True}))
         await until(lambda: server.app._http.server_state.connections, 10)
         [protocol] = server.app._http.server_state.connections
-        protocol.pause_writing()  # as when the buffer is full, with no event that could wait for it
+        protocol.pause_writing()  # as if the buffer were full; the engine waits, so no event does
         await until(lambda: protocol._is_lost, 20)
         server.engine.gate.set()
         await until(lambda: not server.app.driver.live(), 10)
