@@ -65,7 +65,7 @@ class Engine:
         self._intake, self._proposers, self._scheduler = Intake(config, limits, proposers.names), proposers, scheduler
         self.pages = scheduler.target_pool  # with the prefix cache, whose changes can be watched
         self._rounds: Rounds = rounds or NoRounds()
-        self._target_pass = TargetPass(target, proposers)
+        self._target_pass = TargetPass(target, proposers, scheduler.target_pool.page_size)
         self.dtype = dtype  # of the target's activations and K/V
         self.control, self.round_control = scheduler.control, scheduler.round_control
         self._keeps_at: float | None = None  # when what was learned is saved again; None: never

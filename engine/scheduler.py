@@ -86,6 +86,8 @@ class Scheduler:
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
         self._max_drafts = max_batch_tokens if max_drafts is None else max_drafts
         self.prefill = prefill or PrefillBudget()
+        pools = [pool for pool in (target_pool, draft_pool) if pool is not None]
+        self._most_logged = [pool.most_drafts for pool in pools if pool.most_drafts is not None]
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._siblings: dict[Sequence, tuple[Sequence, ...]] = {}  # by the sequence that feeds the prompt for them
@@ -104,7 +106,8 @@ class Scheduler:
     @property
     def has_room(self) -> bool:
         """Whether one more sequence would start with the next step, after those that wait already."""
-        return len(self.running) + len(self.waiting) < self._max_batch_size and self.num_spare > 0
+        has_place = len(self.running) + len(self.waiting) < self._max_batch_size and self.target_pool.has_slots
+        return has_place and self.num_spare > 0
 
     @property
     def num_spare(self) -> int:
@@ -149,7 +152,8 @@ class Scheduler:
             sequence = self.waiting[0]
             found = self._find(sequence)
             fresh = self.target_pool.pages_for(len(sequence.tokens)) - len(found)
-            if fresh + self.target_pool.num_kept(found) + self._num_growing() > self.target_pool.num_free:
+            needed = fresh + self.target_pool.num_kept(found) + self._num_growing()
+            if needed > self.target_pool.num_free or not self.target_pool.has_slots:
                 return  # in order: if short sequences overtook, a long one might wait for ever
             self._adopt(sequence, found)
             self.target_pool.reserve(sequence.target, len(sequence.tokens))
@@ -272,17 +276,18 @@ class Scheduler:
             else:
                 yield work
 
-    @staticmethod
-    def _most_drafts(sequence: Sequence) -> int:
+    def _most_drafts(self, sequence: Sequence) -> int:
         """Most K for this step: no draft that could not be emitted before `max_len`.
 
-        And none beyond a change of rotary table: all rows of one verification use the same table.
+        And none beyond a change of rotary table, as all rows of one verification use the same table, nor more than the
+        log of a state holds.
         """
         if sequence.fault is not None:  # of drafts: the same ones would fail again
             return 0
         length = len(sequence.tokens)
         before_border = min(cursor.room_before_border(length) for cursor in (sequence.target, sequence.draft))
-        return max(0, min(sequence.most_drafts, sequence.max_len - length - 1, before_border))
+        most = min(sequence.most_drafts, sequence.max_len - length - 1, before_border, *self._most_logged)
+        return max(0, most)
 
     def _reserve_drafts(self, sequence: Sequence, num_draft: int) -> bool:
         length = _reach(sequence, num_draft)

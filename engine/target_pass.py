@@ -39,8 +39,8 @@ class Verified:
 class TargetPass:
     """Feeds the target and verifies its rows."""
 
-    def __init__(self, target: Runner, proposers: Proposers) -> None:
-        self._target, self._proposers = target, proposers
+    def __init__(self, target: Runner, proposers: Proposers, page_size: int | None = None) -> None:
+        self._target, self._proposers, self._page_size = target, proposers, page_size
 
     def run(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Verified:
         """Feed and verify all sequences of a plan. After an exception feed each alone, to find the one at fault."""
@@ -83,7 +83,7 @@ class TargetPass:
         self, plan: StepPlan, proposal: Proposal, watch: Stopwatch
     ) -> tuple[list[VerifyInput], list[VerifyOutput]]:
         with watch.phase("forward"):
-            feeds = [_feed(work, drafts) for work, drafts in zip(plan.works, proposal.tokens, strict=True)]
+            feeds = [self._feed(work, drafts) for work, drafts in zip(plan.works, proposal.tokens, strict=True)]
             logits = self._target.forward(feeds)
             for sequence, feed in zip(plan.sequences, feeds, strict=True):
                 sequence.target.advance(feed.kv_len)
@@ -92,22 +92,22 @@ class TargetPass:
             fed = _fed_to_the_end(plan, proposal)
             return fed, verify_rows(fed, _without_prompt_rows(plan, feeds, logits))
 
+    def _feed(self, work: Work, drafts: tuple[int, ...]) -> Feed:
+        """I2: the planned part of what the target has not been fed, and the drafts."""
+        start, tokens = work.span.start, [*work.sequence.tokens[work.span.start : work.span.stop], *drafts]
+        num_logits = len(drafts) + 1 if work.reaches_end else 0
+        if work.sequence.wants_prompt_logprobs:
+            num_logits = len(tokens)
+        cursor = work.sequence.target
+        state = cursor.span(start, start + len(tokens), work.length, self._page_size)
+        return Feed(tokens, start, cursor.page_table, num_logits, cursor.table, state)
+
 
 def _take_back(plan: StepPlan) -> None:
     """Put the cursors back to where the plan began. Rows beyond are stale (I4); the draft's cursor drops its drafts."""
     for work in plan.works:
         work.sequence.target.kv_len = work.span.start
         work.sequence.draft.rollback(work.length)
-
-
-def _feed(work: Work, drafts: tuple[int, ...]) -> Feed:
-    """I2: the planned part of what the target has not been fed, and the drafts."""
-    tokens = [*work.sequence.tokens[work.span.start : work.span.stop], *drafts]
-    num_logits = len(drafts) + 1 if work.reaches_end else 0
-    if work.sequence.wants_prompt_logprobs:
-        num_logits = len(tokens)
-    cursor = work.sequence.target
-    return Feed(tokens, work.span.start, cursor.page_table, num_logits, cursor.table)
 
 
 def _fed_to_the_end(plan: StepPlan, proposal: Proposal) -> list[VerifyInput]:

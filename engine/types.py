@@ -19,6 +19,43 @@ PREDICTION = "prediction"  # as the name of a source of drafts; no proposer of a
 _ENDLESS = 2**31
 
 
+EMPTY_STATE = 0  # the slot of the state that every sequence begins with: zeros, and never written
+
+
+@dataclass(slots=True)
+class StateSlot:
+    """A slot that holds the state of one sequence at position `base`, and the inputs of positions `base .. end - 1`."""
+
+    slot: int
+    base: int = -1  # nothing yet
+    end: int = -1
+    is_own: bool = True  # else it is kept with a page of the prefix cache, and only read
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpan:
+    """What a pass does with the state of one sequence (`engine/kv/states.py`).
+
+    It reads slot `read`, which holds the state at `base`, and applies the logged inputs up to its own first position.
+    If `settled` is beyond `base`, it writes the state at `settled` to slot `write`, and the inputs from there on to the
+    log of that slot; else `write` is `read`, and the inputs are appended to the log there. `snapshot` is a second slot
+    to write, and its position.
+    """
+
+    read: int
+    base: int
+    write: int
+    settled: int
+    snapshot: tuple[int, int] | None = None
+
+    def part(self, start: int, stop: int) -> StateSpan:
+        """The same for positions start .. stop - 1 alone, where a pass is cut into parts that run one after another."""
+        base, settled = max(self.base, min(start, self.settled)), max(self.base, min(stop, self.settled))
+        read = self.write if base > self.base else self.read
+        within = self.snapshot is not None and base < self.snapshot[1] <= settled
+        return StateSpan(read, base, self.write if settled > base else read, settled, self.snapshot if within else None)
+
+
 @dataclass(slots=True)
 class KVCursor:
     """What one model has been fed of one sequence. Rollback of drafts is the method `rollback`, nothing else.
@@ -36,6 +73,8 @@ class KVCursor:
     shared: list[int] = field(default_factory=list)  # keys in the prefix cache of the leading pages that it holds
     border: int | None = None  # longest sequence of the model's first rotary table; None: it has but one
     table: int = 0  # the rotary table that the K/V was made with
+    states: list[StateSlot] = field(default_factory=list)  # of a model with state that a length cannot roll back
+    pending: tuple[StateSpan, int] | None = None  # what the pass under way does with them, and where it ends
 
     @classmethod
     def of(cls, border: int | None, num_tokens: int) -> KVCursor:
@@ -58,10 +97,49 @@ class KVCursor:
         """The model has now been fed every position before `stop`."""
         assert stop >= self.kv_len, "a forward pass moves forward"
         self.kv_len = stop
+        if self.pending is not None:
+            self._settle(*self.pending)
+            self.pending = None
+
+    def span(self, start: int, stop: int, known: int, page_size: int | None = None) -> StateSpan | None:
+        """Plan what a pass over positions start .. stop - 1 does with the state; None for a model without.
+
+        The first `known` tokens of the sequence are never taken back. At the last page boundary that the state passes
+        it is written once more, for the prefix cache, if there is a slot for it.
+        """
+        if not self.states:
+            return None
+        held = [state for state in self.states if state.base <= start <= state.end]
+        read = max(held, key=lambda state: state.base, default=StateSlot(EMPTY_STATE, 0, 0))
+        assert held or not start, "no slot holds the state at the first position of a pass"
+        settled = max(read.base, min(stop, known))
+        others = sorted((s for s in self.states if s.is_own and s is not read), key=lambda state: state.base)
+        boundary = 0 if page_size is None else settled // page_size * page_size
+        snapshot = (others[1].slot, boundary) if len(others) > 1 and read.base < boundary < settled else None
+        write = others[0].slot if settled > read.base else read.slot
+        assert write != read.slot or read.is_own, "drafts are logged in a slot that others read"
+        span = StateSpan(read.slot, read.base, write, settled, snapshot)
+        self.pending = span, stop
+        return span
+
+    def _settle(self, span: StateSpan, stop: int) -> None:
+        """Note what a pass that has succeeded left in the slots."""
+        for state in self.states:
+            if state.slot == span.write and state.is_own:
+                state.base, state.end = span.settled, stop
+            elif span.snapshot is not None and state.slot == span.snapshot[0]:
+                state.base = state.end = span.snapshot[1]
+
+    def reset_states(self) -> None:
+        """Forget what the slots hold: the sequence is fed again from its start."""
+        for state in self.states:
+            state.base = state.end = -1
+        self.pending = None
 
     def rollback(self, num_tokens: int) -> None:
         """Keep what a sequence of `num_tokens` has been fed: never its newest token (I1, I3)."""
         self.kv_len = min(self.kv_len, num_tokens - 1)
+        self.pending = None
 
 
 class FinishReason(StrEnum):

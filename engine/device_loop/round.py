@@ -58,7 +58,9 @@ class DeviceModel:
     def group(self) -> int:
         """Query heads to a KV head."""
         heads: int = self.model.config.get_text_config().num_attention_heads
-        return heads // self.arena.layout.kv_heads
+        shape = self.arena.layout.same
+        assert shape is not None, "rounds are for models whose layers are alike"
+        return heads // shape.heads
 
 
 @dataclass(frozen=True, slots=True)

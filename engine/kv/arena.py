@@ -17,43 +17,93 @@ _ALIGNED = 64  # bytes, like torch's own tensors
 
 
 @dataclass(frozen=True, slots=True)
-class KVLayout:
-    """The shape of K/V: one position takes `layers` x 2 x `kv_heads` x `head_dim` numbers of `dtype`."""
+class LayerKV:
+    """What one layer keeps of one position: `heads` keys of `key_dim` and values of `value_dim` numbers."""
 
-    layers: int
-    kv_heads: int
-    head_dim: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    is_latent: bool = False  # the value is the beginning of the key, and is not stored again (MLA)
+    source: int | None = None  # an earlier layer whose keys and values this one reads; it keeps none of its own
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that one position takes."""
+        stored = self.key_dim + (0 if self.is_latent else self.value_dim)
+        return 0 if self.source is not None else self.heads * stored
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The shape of K/V, layer by layer; None for a layer without attention, which keeps nothing by position."""
+
+    layers: tuple[LayerKV | None, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def uniform(cls, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVLayout:
+        """The layout of most models: every layer has the same heads."""
+        return cls((LayerKV(kv_heads, head_dim, head_dim),) * layers, dtype)
+
+    @property
+    def same(self) -> LayerKV | None:
+        """The shape of a layer, where all layers have the same and keys are as wide as values; else None."""
+        first = self.layers[0] if len(set(self.layers)) == 1 else None
+        return first if first is not None and first.key_dim == first.value_dim and not first.is_latent else None
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V that one position takes over all layers."""
-        return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return sum(layer.numbers for layer in self.layers if layer is not None) * self.dtype.itemsize
 
 
 class KVArena:
-    """Keys and values of every sequence of one model: per layer `k` and `v` of `[rows, kv_heads, head_dim]`."""
+    """Keys and values of every sequence of one model: per layer `k` and `v` of `[rows, kv_heads, head_dim]`.
+
+    A layer without attention has empty ones; a layer that reads those of an earlier layer has the same tensors.
+    """
 
     def __init__(
         self, layout: KVLayout, num_pages: int, page_size: int, device: torch.device, spare_rows: int = 0
     ) -> None:
-        # Spare rows are behind the last page and belong to no sequence: padding may write there.
-        shape = (layout.layers, 2, num_pages * page_size + spare_rows, layout.kv_heads, layout.head_dim)
-        # Zeroed once: rows beyond `kv_len` may be read under a mask, and the mask would not remove a NaN.
-        is_cpu = device.type == "cpu"
-        storage = _zeros(shape, layout.dtype) if is_cpu else torch.zeros(shape, dtype=layout.dtype, device=device)
         self.layout, self.num_pages, self.page_size = layout, num_pages, page_size
-        self.k: tuple[Tensor, ...] = tuple(layer[0] for layer in storage)
-        self.v: tuple[Tensor, ...] = tuple(layer[1] for layer in storage)
+        # Spare rows are behind the last page and belong to no sequence: padding may write there.
+        rows = num_pages * page_size + spare_rows
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for layer in layout.layers:
+            if layer is not None and layer.source is not None:
+                pairs.append(pairs[layer.source])
+            else:
+                pairs.append(_pair(layer or LayerKV(0, 0, 0), rows, layout.dtype, device))
+        self.k: tuple[Tensor, ...] = tuple(k for k, _ in pairs)
+        self.v: tuple[Tensor, ...] = tuple(v for _, v in pairs)
 
     def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store `key` and `value` `[tokens, kv_heads, head_dim]` in place at `rows` `[tokens]`."""
+        """Store `key` and `value` `[tokens, kv_heads, head_dim]` in place at `rows` `[tokens]`.
+
+        A layer that reads those of an earlier layer, or whose values are part of its keys, does not store them again.
+        """
+        shape = self.layout.layers[layer]
+        assert shape is not None, "a layer without attention attends"
+        if shape.source is not None:
+            return
         self.k[layer].index_copy_(0, rows, key)
-        self.v[layer].index_copy_(0, rows, value)
+        if not shape.is_latent:
+            self.v[layer].index_copy_(0, rows, value)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Like `torch.zeros`, but the system zeroes each page at first access, so start-up does not wait for all pages."""
+def _pair(layer: LayerKV, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    # Zeroed once: rows beyond `kv_len` may be read under a mask, and the mask would not remove a NaN.
+    key = _zeros((rows, layer.heads, layer.key_dim), dtype, device)
+    if layer.is_latent:
+        return key, key[..., : layer.value_dim]
+    return key, _zeros((rows, layer.heads, layer.value_dim), dtype, device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Like `torch.zeros`, but on a CPU the system zeroes each page at first access, so start-up waits for none."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     memory = np.zeros(size + _ALIGNED, np.uint8)
     start = -memory.ctypes.data % _ALIGNED

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.paging import send
+from engine.types import StateSpan
 
 T = TypeVar("T")
 TABLE_MARK = 1 << 32  # far above any position and exact in int64
@@ -29,6 +30,7 @@ class Feed:
     page_table: Seq[int]
     num_logits: int = 1
     table: int = 0  # the number of the rotary table, for a model that has two
+    state: StateSpan | None = None  # for a model with states that a length cannot roll back
 
     @property
     def kv_len(self) -> int:
@@ -59,6 +61,7 @@ class RaggedBatch:
     page_tables: tuple[Seq[int], ...]  # [B]
     page_size: int
     is_contiguous: tuple[bool, ...]  # [B], whether the sequence's pages are consecutive
+    states: tuple[StateSpan | None, ...] = ()  # [B]
     _worked_out: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def once(self, key: Hashable, work_out: Callable[[], T]) -> T:
@@ -99,6 +102,7 @@ class RaggedBatch:
             page_tables=tuple(feed.page_table for feed in feeds),
             page_size=page_size,
             is_contiguous=tuple(_is_run(feed.page_table) for feed in feeds),
+            states=tuple(feed.state for feed in feeds),
         )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
+from engine.kv.states import StatePool
 from engine.types import KVCursor
 
 Key = tuple[Hashable, tuple[int, ...]]
@@ -49,10 +50,22 @@ class _CachedPage:
 
 
 class PagePool:
-    """The pages of one arena: each is free, or held by page tables, or kept only by the prefix cache (I5)."""
+    """The pages of one arena: each is free, or held by page tables, or kept only by the prefix cache (I5).
 
-    def __init__(self, num_pages: int, page_size: int, *, run: int = 1, prefix_cache: bool = False) -> None:
-        self.num_pages, self.page_size, self.prefix_cache = num_pages, page_size, prefix_cache
+    For a model with states that a length cannot roll back, `states` are theirs: a cursor has slots there while it has
+    pages, and cached pages can be used as far as the state after them is kept.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        run: int = 1,
+        prefix_cache: bool = False,
+        states: StatePool | None = None,
+    ) -> None:
+        self.num_pages, self.page_size, self.prefix_cache, self.states = num_pages, page_size, prefix_cache, states
         self._run = run  # pages of the longest sequence: a new sequence starts where it can grow without a gap
         self._free = set(range(num_pages))
         self._holders = [0] * num_pages
@@ -67,6 +80,16 @@ class PagePool:
         """Available pages: free ones, and those that only the prefix cache keeps."""
         return len(self._free) + len(self._kept)
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether one more sequence could have what it needs besides pages."""
+        return self.states is None or self.states.has_room
+
+    @property
+    def most_drafts(self) -> int | None:
+        """Most tokens of a sequence that may yet be taken back; None for any number."""
+        return None if self.states is None else self.states.log_rows
+
     def pages_for(self, num_tokens: int) -> int:
         """The number of pages for `num_tokens` tokens; page_size 16: 0 -> 0, 1 -> 1, 16 -> 1, 17 -> 2."""
         return -(-num_tokens // self.page_size)
@@ -74,7 +97,7 @@ class PagePool:
     def reserve(self, cursor: KVCursor, num_tokens: int) -> bool:
         """Give `cursor` pages for its first `num_tokens` positions; False, with no change, if too few are free."""
         missing = self.pages_for(num_tokens) - len(cursor.page_table)
-        if missing > self.num_free:
+        if missing > self.num_free or not (self.states is None or self.states.open(cursor)):
             return False
         for _ in range(missing):
             cursor.page_table.append(self._take(cursor.page_table[-1] if cursor.page_table else None))
@@ -89,6 +112,8 @@ class PagePool:
         cursor.page_table.clear()
         cursor.shared.clear()
         cursor.kv_len = 0
+        if self.states is not None:
+            self.states.close(cursor)
 
     def _take(self, previous: int | None) -> int:
         """Take a free page; the one after `previous` if it is free, so that most K/V of a sequence is contiguous."""
@@ -118,6 +143,7 @@ class PagePool:
     def find(self, tokens: Seq[int], salt: Hashable) -> list[int]:
         """The cached pages that hold the beginning of `tokens`, in order; they never cover the newest token."""
         found: list[int] = []
+        numbers: list[int] = []
         before: Hashable = ("salt", salt)
         while self.prefix_cache and (len(found) + 1) * self.page_size < len(tokens):
             page = self._pages.get((before, self._span(tokens, len(found))))
@@ -125,7 +151,8 @@ class PagePool:
                 break
             found.append(page)
             before = self._entries[page].number
-        return found
+            numbers.append(self._entries[page].number)
+        return found if self.states is None else found[: self.states.num_covered(numbers)]
 
     def num_kept(self, pages: Iterable[int]) -> int:
         """How many of these pages are kept only by the prefix cache, and so count as free."""
@@ -140,6 +167,8 @@ class PagePool:
         cursor.page_table += pages
         cursor.shared += [self._entries[page].number for page in pages]
         cursor.kv_len = len(pages) * self.page_size
+        if self.states is not None and pages:
+            self.states.adopt(cursor, cursor.shared[-1], cursor.kv_len)
 
     def share(self, cursor: KVCursor, tokens: Seq[int], salt: Hashable) -> None:
         """Enter the cursor's full pages with written K/V into the prefix cache, if they are not there yet."""
@@ -147,6 +176,8 @@ class PagePool:
             i = len(cursor.shared)
             before: Hashable = cursor.shared[-1] if i else ("salt", salt)
             cursor.shared.append(self._enter((before, self._span(tokens, i)), cursor.page_table[i]))
+        if self.states is not None:
+            self.states.keep(cursor, self.page_size)
 
     def forget(self, cursor: KVCursor) -> None:
         """Remove these pages from the prefix cache, because their content cannot be trusted."""
@@ -154,6 +185,7 @@ class PagePool:
             if page in self._entries:
                 self._remove(page)
         cursor.kv_len = 0
+        cursor.reset_states()
 
     def watch(self) -> None:
         """Keep the changes of the prefix cache from now on; the first ones enter the pages that are in it already."""
@@ -185,7 +217,13 @@ class PagePool:
         return tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
 
     def check_invariants(self, cursors: Iterable[KVCursor]) -> None:
-        """Check I5: free, kept and held pages are disjoint and together all; no `kv_len` exceeds its page table."""
+        """Check I5: free, kept and held pages are disjoint and together all; no `kv_len` exceeds its page table.
+
+        The same for slots of states, and that a slot leads to each `kv_len` (I7).
+        """
+        cursors = list(cursors)
+        if self.states is not None:
+            self.states.check_invariants(cursors)
         holders = [0] * self.num_pages
         for cursor in cursors:
             assert cursor.kv_len <= len(cursor.page_table) * self.page_size, "kv_len beyond the page table"

@@ -76,7 +76,9 @@ def cut(feeds: Iterable[Feed], size: int = TILE) -> Iterator[list[Feed]]:
 def _piece(feed: Feed, start: int, stop: int) -> Feed:
     """Take tokens start .. stop - 1 of a feed; if 5 tokens want 2 logits, tokens 2..4 want 1 and 4..5 the other."""
     num_logits = max(0, stop - max(start, len(feed.tokens) - feed.num_logits))
-    return replace(feed, tokens=feed.tokens[start:stop], start=feed.start + start, num_logits=num_logits)
+    first, end = feed.start + start, feed.start + stop
+    state = None if feed.state is None else feed.state.part(first, end)
+    return replace(feed, tokens=feed.tokens[start:stop], start=first, num_logits=num_logits, state=state)
 
 
 def wanted_rows(tile: Iterable[Feed]) -> list[int]:

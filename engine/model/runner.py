@@ -154,7 +154,7 @@ def kv_layout(config: PreTrainedConfig, dtype: torch.dtype) -> KVLayout:
     text = config.get_text_config()
     kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
     head_dim: int = getattr(text, "head_dim", None) or shape_of(config, "hidden_size") // heads
-    return KVLayout(shape_of(config, "num_hidden_layers"), kv_heads, head_dim, dtype)
+    return KVLayout.uniform(shape_of(config, "num_hidden_layers"), kv_heads, head_dim, dtype)
 
 
 def known_positions(config: PreTrainedConfig) -> int:

@@ -57,7 +57,10 @@ def check_shards(name: str, config: PreTrainedConfig, size: int) -> None:
 
 def shard_layout(layout: KVLayout, config: PreTrainedConfig, size: int) -> KVLayout:
     """The K/V layout of one process: 8 KV heads in 2 shards -> 4, unless every process computes all heads."""
-    return replace(layout, kv_heads=layout.kv_heads // size) if _heads_are_cut(config) else layout
+    if not _heads_are_cut(config):
+        return layout
+    cut = (None if layer is None else replace(layer, heads=layer.heads // size) for layer in layout.layers)
+    return replace(layout, layers=tuple(cut))
 
 
 class ShardedRunner:

@@ -61,4 +61,6 @@ def _feed(chain: Chain, budget: int) -> Feed:
     start, known = sequence.draft.kv_len, len(sequence.tokens)
     unseen = sequence.tokens[start:] + chain.tokens[max(0, start - known) :]
     reaches_end = len(unseen) <= budget
-    return Feed(unseen[:budget], start, sequence.draft.page_table, int(reaches_end), sequence.draft.table)
+    tokens, cursor = unseen[:budget], sequence.draft
+    state = cursor.span(start, start + len(tokens), known) if tokens else None
+    return Feed(tokens, start, cursor.page_table, int(reaches_end), cursor.table, state)

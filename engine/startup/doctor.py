@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -116,7 +117,7 @@ class Facts:
         """The lines of the report: names and values."""
         known = checkpoint.positions(self.config)
         yield "family", f"{self.config.model_type} ({self.class_name})"
-        yield "layers", f"{self.layout.layers}, with {self.layout.kv_heads} K/V heads of {self.layout.head_dim}"
+        yield "layers", _layers(self.layout)
         rounded, dtype = self.held.weights, self.held.type_name
         held = dtype if rounded == "native" else f"{rounded} ({self.kernel} kernel), the rest in {dtype}"
         yield "type", str(self.held)
@@ -256,7 +257,19 @@ def _proposer(config: EngineConfig) -> str:
 
 def _shares(config: EngineConfig, target: Facts) -> str:
     share = _share(config, target)
-    return f"{config.tensor_parallel_size} of the target, one per process of torchrun, K/V heads {share.kv_heads} each"
+    heads = max(layer.heads for layer in share.layers if layer is not None)
+    return f"{config.tensor_parallel_size} of the target, one per process of torchrun, K/V heads {heads} each"
+
+
+def _layers(layout: KVLayout) -> str:
+    """The layers of a model, and what those with attention keep of a position."""
+    attending = [layer for layer in layout.layers if layer is not None]
+    shapes = Counter(f"{layer.heads} K/V heads of {layer.key_dim}" for layer in attending)
+    kinds = " and ".join(shapes) if len(shapes) < 2 else ", ".join(f"{n} with {shape}" for shape, n in shapes.items())
+    found = len(layout.layers)
+    if len(attending) < found:
+        return f"{found}, {len(attending)} of them with attention ({kinds or 'none'})"
+    return f"{found}, with {kinds}" if len(shapes) == 1 else f"{found}: {kinds}"
 
 
 def _share(config: EngineConfig, target: Facts) -> KVLayout:

@@ -63,7 +63,8 @@ class Drafters:
         if config.self_layers is not None or config.proposer == "self":
             layers = config.self_layers or max(1, shape_of(target.config, "num_hidden_layers") // 3)
             models["self"] = first_layers(target, layers)
-            layouts["self"] = replace(kv_layout(target.config, target.dtype), layers=layers)
+            whole = kv_layout(target.config, target.dtype)
+            layouts["self"] = replace(whole, layers=whole.layers[:layers])
         medusa = load_medusa(config.medusa, config.medusa_revision, target) if config.medusa else None
         eagle = load_eagle(config.eagle, config.eagle_revision, target) if config.eagle else None
         if eagle is not None:

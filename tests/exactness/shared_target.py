@@ -63,7 +63,7 @@ def share(llm: LLM) -> dict[str, int]:
     """What rank 0 holds of it."""
     runner = llm.engine._target_pass._target._inner
     held = (p.to_local() if hasattr(p, "to_local") else p for p in runner.model.parameters())
-    return {"kv_heads": runner.arena.layout.kv_heads, "weights": sum(p.numel() for p in held)}
+    return {"kv_heads": runner.arena.layout.same.heads, "weights": sum(p.numel() for p in held)}
 
 
 def run(folder: Path, **options: Any) -> dict[str, Any]:

@@ -279,7 +279,7 @@ class _Page:
     """An arena of one page for an equivalence test, of the recorded shape or of the shape that is written first."""
 
     def __init__(self, dtype: torch.dtype, seen: _RecordedAttention) -> None:
-        self.layout = KVLayout(1, seen.kv_heads, seen.head_dim, dtype)
+        self.layout = KVLayout.uniform(1, seen.kv_heads, seen.head_dim, dtype)
         self.k, self.v = (
             defaultdict[int, Tensor](lambda: torch.zeros(_PAGE, seen.kv_heads, seen.head_dim, dtype=dtype))
             for _ in "kv"

@@ -91,18 +91,20 @@ class Stack(nn.ModuleList):
     def at_once(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
         """Run all layers in C, with the same bits as `one_by_one`."""
         cos, sin = (x[0].contiguous() for x in position_embeddings)
-        layout, first = ragged.arena.layout, cast("Any", self._modules["0"])
-        where = native.args_of(ragged.batch, first.self_attn.seen.heads, layout.kv_heads, layout.head_dim)
+        shape, first = ragged.arena.layout.same, cast("Any", self._modules["0"])
+        assert shape is not None, "`serves` said no"
+        where = native.args_of(ragged.batch, first.self_attn.seen.heads, shape.heads, shape.key_dim)
         hidden = hidden_states[0].clone()
         return self._layers(ragged.arena).run(hidden, cos, sin, ragged.batch.kv_rows, where)[None]
 
     def serves(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> bool:
         """Whether C can run this pass."""
-        layout = ragged.arena.layout
+        layout, shape = ragged.arena.layout, ragged.arena.layout.same
+        if shape is None or shape.key_dim % 2:
+            return False
         ours = getattr(ragged.attend, "func", ragged.attend) is native.attend
         one_type = hidden.dtype == rotary[0].dtype == layout.dtype and hidden.is_cpu and rotary[0].shape[0] == 1
-        sizes = (hidden.shape[-1], layout.head_dim // 2)
-        return ours and one_type and not layout.head_dim % 2 and rows_for(hidden.dtype, *sizes) is not None
+        return ours and one_type and rows_for(hidden.dtype, hidden.shape[-1], shape.key_dim // 2) is not None
 
     def _layers(self, arena: KVArena) -> Layers:
         if self._ready is None or self._ready[0] is not arena:
@@ -134,9 +136,11 @@ def _parts(layer: nn.Module) -> LayerParts | None:
 def _agrees(together: Stack, model: PreTrainedModel) -> bool:
     """Whether an equivalence test gives the same result in C and module by module."""
     layout = kv_layout(model.config, model.dtype)
+    if layout.same is None:
+        return False
     arena = KVArena(layout, 1, _PAGE, model.device)
     ragged = Ragged(RaggedBatch.of([Feed([0] * _ROWS, 4, [0])], _PAGE, model.device), arena, native.attend)
-    angles = random_rows(model, 1, _ROWS, layout.head_dim // 2).float().repeat(1, 1, 2) * 3
+    angles = random_rows(model, 1, _ROWS, layout.same.key_dim // 2).float().repeat(1, 1, 2) * 3
     rotary = angles.cos().to(model.dtype), angles.sin().to(model.dtype)
     x = random_rows(model, 1, _ROWS, model.config.get_text_config().hidden_size)
     if not together.serves(x, rotary, ragged):

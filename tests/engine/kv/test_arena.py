@@ -73,7 +73,7 @@ def test_a_lost_page_is_noticed() -> None:
 
 
 def test_arena_writes_in_place() -> None:
-    layout = KVLayout(layers=2, kv_heads=3, head_dim=4, dtype=torch.float32)
+    layout = KVLayout.uniform(2, 3, 4, torch.float32)
     arena = KVArena(layout, num_pages=2, page_size=5, device=torch.device("cpu"))
     address = arena.k[1].data_ptr()
     key, value = torch.randn(2, 3, 4), torch.randn(2, 3, 4)

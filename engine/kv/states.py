@@ -1,0 +1,131 @@
+"""States that a length cannot roll back: which slot of an arena holds the state of which sequence at which position.
+
+A recurrent layer (Mamba, gated delta rules) or a short convolution keeps no K/V by position but one state per sequence,
+which every token changes. Rollback remains an integer all the same. A slot holds the state at a position `base`, and
+the *inputs* of the layer for the positions since, its log. Only tokens that are never taken back move `base`; drafts
+are only logged. The next pass reads the newest slot whose `base` is not beyond its first position, applies from the log
+what was kept of the drafts, and goes on. It writes to another slot than the one it reads, so a pass can be repeated.
+
+Example: a slot with base 10; a pass feeds the newest token (position 10) and three drafts. It writes the state after
+position 10 to the other slot, base 11, with a log of positions 11, 12, 13. Of the drafts one is kept: the next pass
+starts at position 12, reads base 11 and the log of position 11, and feeds from there.
+
+This module uses no tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from engine.types import EMPTY_STATE, KVCursor, StateSlot
+
+
+class StatePool:
+    """The slots of one arena of states: each is free, or held by sequences, or kept with a page of the prefix cache.
+
+    A sequence holds `per_sequence` slots that it may write: one that is read, one that is written, and with a prefix
+    cache one for the state at the newest page boundary.
+    """
+
+    def __init__(self, num_slots: int, log_rows: int, *, snapshots: bool) -> None:
+        self.num_slots, self.log_rows = num_slots, log_rows
+        self.per_sequence = 3 if snapshots else 2
+        self._snapshots = snapshots
+        self._free = set(range(num_slots)) - {EMPTY_STATE}
+        self._holders = [0] * num_slots  # cursors that hold or read it
+        self._kept: OrderedDict[int, int] = OrderedDict()  # by number of a page in the prefix cache, oldest first
+
+    @property
+    def num_free(self) -> int:
+        """Slots that a new sequence could get: free ones, and those that only the prefix cache keeps."""
+        return len(self._free) + sum(not self._holders[slot] for slot in self._kept.values())
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more sequence could start."""
+        return self.num_free >= self.per_sequence
+
+    def open(self, cursor: KVCursor) -> bool:
+        """Give `cursor` its slots; False, with no change, if too few are free."""
+        missing = self.per_sequence - sum(state.is_own for state in cursor.states)
+        if missing > self.num_free:
+            return False
+        cursor.states += [StateSlot(self._take()) for _ in range(missing)]
+        return True
+
+    def close(self, cursor: KVCursor) -> None:
+        """Take all slots of `cursor` back."""
+        for state in cursor.states:
+            self._let_go(state.slot)
+        cursor.states.clear()
+        cursor.pending = None
+
+    def num_covered(self, numbers: Seq[int]) -> int:
+        """How many of the cached pages `numbers`, in order, can be used: up to the last one whose state is kept."""
+        return max((i + 1 for i, number in enumerate(numbers) if number in self._kept), default=0)
+
+    def adopt(self, cursor: KVCursor, number: int, base: int) -> None:
+        """Begin with the state that is kept with the cached page `number`, which ends at position `base`."""
+        slot = self._kept[number]
+        self._kept.move_to_end(number)
+        self._holders[slot] += 1
+        cursor.states.append(StateSlot(slot, base, base, is_own=False))
+
+    def keep(self, cursor: KVCursor, page_size: int) -> None:
+        """Keep the states that `cursor` has at ends of its cached pages; it gets other slots for them where there are.
+
+        Without a free slot the state is not kept, and a later request computes it again.
+        """
+        for i, state in enumerate(cursor.states):
+            page, rest = divmod(state.base, page_size)
+            if not state.is_own or rest or not 0 < page <= len(cursor.shared):
+                continue
+            number = cursor.shared[page - 1]
+            if number in self._kept or not self._snapshots or not self.num_free:
+                continue
+            cursor.states[i] = StateSlot(state.slot, state.base, state.end, is_own=False)
+            self._kept[number] = state.slot
+            cursor.states.append(StateSlot(self._take()))
+        self._drop_unread(cursor)
+
+    def _drop_unread(self, cursor: KVCursor) -> None:
+        """Let go of kept slots that the cursor does not read any more."""
+        newest = max((s.base for s in cursor.states if s.base <= cursor.kv_len <= s.end), default=None)
+        for state in [s for s in cursor.states if not s.is_own and s.base != newest]:
+            cursor.states.remove(state)
+            self._let_go(state.slot)
+
+    def _take(self) -> int:
+        if not self._free:
+            oldest = next(number for number, slot in self._kept.items() if not self._holders[slot])
+            self._free.add(self._kept.pop(oldest))
+        slot = self._free.pop()
+        self._holders[slot] = 1
+        return slot
+
+    def _let_go(self, slot: int) -> None:
+        self._holders[slot] -= 1
+        if not self._holders[slot] and slot not in self._kept.values():
+            self._free.add(slot)
+
+    def check_invariants(self, cursors: Iterable[KVCursor]) -> None:
+        """Check I5 for states: free, kept and held slots are all there are, and no two sequences write to one."""
+        holders, writers = [0] * self.num_slots, [0] * self.num_slots
+        for cursor in cursors:
+            assert not cursor.states or sum(s.is_own for s in cursor.states) == self.per_sequence, "slots are missing"
+            can_go_on = any(state.base <= cursor.kv_len <= state.end for state in cursor.states)
+            assert not cursor.states or not cursor.kv_len or can_go_on, "no slot leads to what its sequence was fed"
+            for state in cursor.states:
+                holders[state.slot] += 1
+                writers[state.slot] += state.is_own
+        assert holders == self._holders, "a slot has other holders than was counted"
+        assert max(writers) <= 1, "two sequences write to one slot"
+        kept = set(self._kept.values())
+        assert len(kept) == len(self._kept), "a slot is kept with two pages"
+        assert not any(writers[slot] for slot in kept), "a kept slot can be written"
+        held = {slot for slot, number in enumerate(holders) if number}
+        assert not held & self._free, "a free slot is held"
+        assert not kept & self._free, "a free slot is kept"
+        assert self._free | held | kept == set(range(self.num_slots)) - {EMPTY_STATE}, "a slot was lost"
