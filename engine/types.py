@@ -48,9 +48,10 @@ class StateSpan:
     settled: int
     snapshot: tuple[int, int] | None = None
 
-    def part(self, start: int, stop: int) -> StateSpan:
-        """The same for positions start .. stop - 1 alone, where a pass is cut into parts that run one after another."""
-        base, settled = max(self.base, min(start, self.settled)), max(self.base, min(stop, self.settled))
+    def part(self, first: int, start: int, stop: int) -> StateSpan:
+        """The same for positions start .. stop - 1 alone, where a pass that begins at `first` is cut into parts."""
+        base = self.base if start == first else max(self.base, min(start, self.settled))
+        settled = max(base, min(stop, self.settled))
         read = self.write if base > self.base else self.read
         within = self.snapshot is not None and base < self.snapshot[1] <= settled
         return StateSpan(read, base, self.write if settled > base else read, settled, self.snapshot if within else None)
@@ -201,6 +202,15 @@ class Grammar(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """A low-rank adapter of the target that is loaded. `number` is above 0, and no other load of a process has it."""
+
+    name: str
+    number: int
+    fingerprint: str  # depends on all bytes of its files
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmittedOutput:
     """What an output has emitted before this engine: all its tokens so far, and whether it has ended."""
@@ -220,6 +230,7 @@ class Request:
         cache_salt: requests share K/V of equal prompts only if their salts are equal.
         emitted: what its outputs emitted before, by index, if the request is continued; its seed is then set.
         prediction: what the caller expects an output to be; it is drafted where the output follows it.
+        adapter: the name of the adapter with which the target continues it; None for the target alone.
     """
 
     request_id: str
@@ -230,6 +241,7 @@ class Request:
     cache_salt: str | None = None
     emitted: tuple[EmittedOutput, ...] = ()
     prediction: tuple[int, ...] = ()
+    adapter: str | None = None
 
     @property
     def unfinished(self) -> tuple[int, ...]:
@@ -301,6 +313,7 @@ class Sequence:
     end_token_ids: frozenset[int]  # what ends the output: the request's stop tokens and the model's own
     tokens: list[int]
     index: int = 0  # which of the request's outputs
+    adapter: Adapter | None = None  # that the target has for it; it stays in memory while a sequence refers to it
     num_emitted: int = 0  # how many of the generated tokens an earlier engine emitted
     target: KVCursor = field(default_factory=KVCursor)
     draft: KVCursor = field(default_factory=KVCursor)
@@ -349,6 +362,11 @@ class Sequence:
     def todo(self) -> int:
         """Tokens that the target has not been fed; 1 when only the newest is left (I1)."""
         return len(self.tokens) - self.target.kv_len
+
+    def num_before_stop(self, fresh: Seq[int]) -> int:
+        """How many of `fresh` one-token decoding would have generated: up to an end token, or to `max_len`."""
+        room = min(len(fresh), self.max_len - len(self.tokens))
+        return next((i + 1 for i in range(room) if fresh[i] in self.end_token_ids), room)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.kv.batch import Feed
 from engine.model.runner import Runner, Tap
+from engine.types import EMPTY_STATE, StateSpan
 
 TILE = 16
 
@@ -24,11 +25,13 @@ TILE = 16
 class FixedShapeRunner:
     """Runs `inner` in passes of exactly `TILE` tokens; `scratch` is a page of its arena with `TILE` spare rows.
 
+    `scratch_state` is a slot of its states, if it has any, that no sequence uses.
+
     `tap` belongs to the same model: after all passes it holds the same rows as after a single pass.
     """
 
-    def __init__(self, inner: Runner, scratch: int, tap: Tap | None = None) -> None:
-        self._inner, self._scratch, self._tap = inner, scratch, tap
+    def __init__(self, inner: Runner, scratch: int, tap: Tap | None = None, scratch_state: int = 0) -> None:
+        self._inner, self._scratch, self._tap, self._scratch_state = inner, scratch, tap, scratch_state
         self.vocab_size = inner.vocab_size
 
     def forward(self, feeds: Seq[Feed]) -> Tensor:
@@ -51,7 +54,8 @@ class FixedShapeRunner:
     def _run(self, tile: list[Feed], *, logits: bool) -> Tensor:
         """Compute logits of all rows or of none: the number of wanted logits must not change a shape either."""
         missing = TILE - sum(len(feed.tokens) for feed in tile)
-        padding = [Feed([0] * missing, 0, [self._scratch] * missing)] if missing else []
+        state = StateSpan(EMPTY_STATE, 0, self._scratch_state, missing)
+        padding = [Feed([0] * missing, 0, [self._scratch] * missing, state=state)] if missing else []
         return self._inner.forward([replace(f, num_logits=len(f.tokens) if logits else 0) for f in (*tile, *padding)])
 
 
@@ -77,7 +81,7 @@ def _piece(feed: Feed, start: int, stop: int) -> Feed:
     """Take tokens start .. stop - 1 of a feed; if 5 tokens want 2 logits, tokens 2..4 want 1 and 4..5 the other."""
     num_logits = max(0, stop - max(start, len(feed.tokens) - feed.num_logits))
     first, end = feed.start + start, feed.start + stop
-    state = None if feed.state is None else feed.state.part(first, end)
+    state = None if feed.state is None else feed.state.part(feed.start, first, end)
     return replace(feed, tokens=feed.tokens[start:stop], start=first, num_logits=num_logits, state=state)
 
 

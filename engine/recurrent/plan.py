@@ -6,6 +6,7 @@ The same for all layers of a model, so it is worked out once for a batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class ScanPlan:
     replayed_from: Tensor  # int64 [S - T], slot * log_rows + row
     logged: Tensor  # int64, which of the S rows are written to a log
     logged_to: Tensor  # int64, slot * log_rows + row
+    slots: Tensor  # int64 on the CPU: `cu_rows`, `read`, B + 1 first writes, then the writes; what our C reads
 
     @classmethod
     def of(cls, batch: RaggedBatch, log_rows: int) -> ScanPlan:
@@ -70,7 +72,9 @@ class ScanPlan:
         indices = (
             torch.tensor(x, dtype=torch.int64, device=device) for x in (new, replayed, replayed_from, logged, logged_to)
         )
-        return cls(tuple(cu_rows), tuple(span.read for span in spans), tuple(writes), log_rows, *indices)
+        read, first = tuple(span.read for span in spans), accumulate(map(len, writes), initial=0)
+        slots = torch.tensor([*cu_rows, *read, *first, *chain.from_iterable(chain.from_iterable(writes))])
+        return cls(tuple(cu_rows), read, tuple(writes), log_rows, *indices, slots)
 
     def gather(self, fresh: Tensor, log: Tensor) -> Tensor:
         """Rows `[T, ...]` of this pass, with those of `log` `[slots, log_rows, ...]` before them: `[S, ...]`."""

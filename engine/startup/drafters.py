@@ -21,6 +21,7 @@ from engine.proposers.heads.eagle import EagleProposer
 from engine.proposers.heads.eagle_head import EagleHead, EagleRunner, load_eagle
 from engine.proposers.heads.medusa import MedusaHeads, MedusaProposer, load_medusa
 from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
+from engine.startup.states import StatePlan
 from engine.text.codec import TOKENIZER_FILE, Codec, find_file
 from engine.verdicts import verdict
 
@@ -73,7 +74,7 @@ class Drafters:
         return cls(target, models, medusa, eagle, tap, layouts, vocab)
 
     def runners(
-        self, make_arena: MakeArena, attention_of: Callable[[PreTrainedModel, KVLayout], Attend]
+        self, make_arena: MakeArena, attention_of: Callable[[PreTrainedModel, KVLayout], Attend], states: StatePlan
     ) -> dict[str, ModelRunner]:
         """Make a runner for each draft model, each with its own arena.
 
@@ -81,7 +82,12 @@ class Drafters:
             ModelError: a model does not keep the contract of a ragged batch.
         """
         attends = {name: attention_of(model, self.layouts[name]) for name, model in self.models.items()}
-        return {name: ModelRunner(m, make_arena(self.layouts[name]), attends[name]) for name, m in self.models.items()}
+        return {
+            name: ModelRunner(
+                model, make_arena(self.layouts[name]), attends[name], states=states.arena(name, model.device)
+            )
+            for name, model in self.models.items()
+        }
 
     def proposers(
         self, runners: Mapping[str, ModelRunner], make_arena: MakeArena, attend: Attend, prefill: PrefillBudget

@@ -111,6 +111,8 @@ def _why_not(config: EngineConfig, target: ModelRunner) -> str | None:
         return "the model has two rotary tables"
     if is_batch_invariant(target.model):
         return "its weights are packed for a CPU"
+    if target.states is not None or target.arena.layout.same is None:
+        return "its layers are not all alike, or keep a state"
     return None
 
 

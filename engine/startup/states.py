@@ -1,0 +1,94 @@
+"""How many slots of states there are, for models whose layers keep a state that a length cannot roll back.
+
+A state is large (megabytes for each layer), so slots share the memory for keys and values: they take at most half of
+it, and where that is too little for all sequences, fewer run at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.errors import ModelError
+from engine.kv.states import StatePool
+from engine.recurrent.arena import StateArena, StateLayout
+from engine.startup.memory import GIB
+
+if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
+    from engine.config import EngineConfig
+
+TARGET = "target"  # as a key beside the names of proposers
+_SHARE = 0.5  # of the memory for keys and values, at most
+_SPARE = 2  # slots that no sequence gets: the empty state, and one that padding may write
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """The states of a target and of the models that draft for it, by `TARGET` and by proposer name."""
+
+    layouts: Mapping[str, StateLayout]
+    num_slots: int  # of the target's arena
+    num_draft_slots: int  # of each draft model's arena
+    log_rows: int
+    snapshots: bool  # whether the prefix cache keeps states
+
+    @classmethod
+    def of(cls, config: EngineConfig, models: Mapping[str, PreTrainedModel], memory: float) -> StatePlan:
+        """Plan for `models`, by `TARGET` and by proposer name, within `memory` GiB for states, keys and values.
+
+        Raises:
+            ModelError: not even one sequence has room.
+        """
+        layouts = {name: layout for name, layout in ((n, StateLayout.of(m)) for n, m in models.items()) if layout}
+        log_rows, most = max(1, config.num_draft_tokens), config.max_batch_size
+        each = {name: layout.bytes_per_slot(log_rows) for name, layout in layouts.items()}
+        target, drafts = each.pop(TARGET, 0), sum(each.values())
+        own = 3 if config.prefix_cache else 2  # as in StatePool.per_sequence
+        budget = int(memory * GIB * _SHARE) - _SPARE * (target + drafts)
+        one = own * target + 2 * drafts
+        if layouts and budget < one:
+            raise ModelError(
+                f"kv_memory is {memory} GiB, and states take at most half of it; those of one sequence take {one} "
+                "bytes: give more, or fewer num_draft_tokens"
+            )
+        running = min(most, budget // one) if layouts else 0
+        kept = min(2 * most, (budget - running * one) // target) if target and config.prefix_cache else 0
+        return cls(
+            layouts, _SPARE + running * own + kept, _SPARE + running * 2, log_rows, snapshots=config.prefix_cache
+        )
+
+    @property
+    def gib(self) -> float:
+        """GiB that all arenas of states take."""
+        sizes = {name: layout.bytes_per_slot(self.log_rows) for name, layout in self.layouts.items()}
+        target = sizes.pop(TARGET, 0) * self.num_slots
+        return (target + sum(sizes.values()) * self.num_draft_slots) / GIB
+
+    def arena(self, name: str, device: torch.device) -> StateArena | None:
+        """The arena of a model; None where its layers keep no state."""
+        layout = self.layouts.get(name)
+        slots = self.num_slots if name == TARGET else self.num_draft_slots
+        return None if layout is None else StateArena(layout, slots, self.log_rows, device)
+
+    @property
+    def target_pool(self) -> StatePool | None:
+        """A new pool of the target's slots."""
+        if TARGET not in self.layouts:
+            return None
+        return StatePool(self.num_slots - 1, self.log_rows, snapshots=self.snapshots)
+
+    @property
+    def draft_pool(self) -> StatePool | None:
+        """A new pool of slots that the arenas of all draft models share, as they share one pool of pages."""
+        if not self.layouts.keys() - {TARGET}:
+            return None
+        return StatePool(self.num_draft_slots - 1, self.log_rows, snapshots=False)
+
+    @property
+    def scratch(self) -> int:
+        """The target's slot that padding may write: it is behind those of the pool."""
+        return self.num_slots - 1
