@@ -122,6 +122,15 @@ class AsyncClient:
         """End all live requests; their callers receive the partial results. Returns the number of ended requests."""
         return await self._abort(control_pb2.AbortRequest(all=True))
 
+    async def load_adapter(self, name: str, path: str) -> str:
+        """Load an adapter from a folder of the server's machine; return its fingerprint. For operators."""
+        request = control_pb2.LoadAdapterRequest(name=name, path=path)
+        return (await self._ask(self._control.LoadAdapter, request)).fingerprint
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter as soon as no request uses it. For operators."""
+        await self._ask(self._control.UnloadAdapter, control_pb2.UnloadAdapterRequest(name=name))
+
     async def tokenize(self, text: str, *, model: str | None = None) -> tuple[int, ...]:
         """Return the token ids of `text` as a prompt."""
         request = control_pb2.TokenizeRequest(text=text, model=model)

@@ -119,6 +119,7 @@ def model_info(message: control_pb2.GetModelInfoResponse) -> results.ModelInfo:
         speculation=_speculation(message.speculation),
         max_batch_size=message.max_batch_size,
         max_batch_tokens=message.max_batch_tokens,
+        adapters=tuple(message.adapters),
     )
 
 

@@ -54,6 +54,7 @@ class GenerateOptions(TypedDict, total=False):
 
     request_id: str | None
     model: str | None
+    adapter: str | None
     priority: int | None
     cache_salt: str | None
     n: int | None
@@ -112,6 +113,7 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     request = pb.GenerateRequest(
         request_id=options.get("request_id"),
         model=options.get("model"),
+        adapter=options.get("adapter"),
         priority=options.get("priority"),
         cache_salt=options.get("cache_salt"),
         sampling=_sampling(options),

@@ -212,6 +212,7 @@ class ModelInfo:
     speculation: Speculation
     max_batch_size: int
     max_batch_tokens: int
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,15 @@ class Client:
         """End all live requests; their callers receive the partial results. Returns the number of ended requests."""
         return self._abort(control_pb2.AbortRequest(all=True))
 
+    def load_adapter(self, name: str, path: str) -> str:
+        """Load an adapter from a folder of the server's machine; return its fingerprint. For operators."""
+        request = control_pb2.LoadAdapterRequest(name=name, path=path)
+        return (self._ask(self._control.LoadAdapter, request)).fingerprint
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter as soon as no request uses it. For operators."""
+        self._ask(self._control.UnloadAdapter, control_pb2.UnloadAdapterRequest(name=name))
+
     def tokenize(self, text: str, *, model: str | None = None) -> tuple[int, ...]:
         """Return the token ids of `text` as a prompt."""
         request = control_pb2.TokenizeRequest(text=text, model=model)

@@ -8,4 +8,5 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Loop = Literal["auto", "plain", "rounds"]
 Rounded = Literal["int8", "int4"]
-Weights = Literal["native", "fp8", Rounded]
+Weights = Literal["native", "dequantised", "fp8", Rounded]
+ADAPTER_NAME = r"^[A-Za-z0-9._:/-]{1,128}$"

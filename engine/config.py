@@ -6,12 +6,14 @@ The server derives its flags, environment variables and file options from these 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from engine.choices import Device, DType, Loop, Weights
+from engine.choices import ADAPTER_NAME, Device, DType, Loop, Weights
 from engine.params import MAX_NUM_DRAFT, SpeculationMode, Verification
+
+AdapterName = Annotated[str, StringConstraints(pattern=ADAPTER_NAME)]
 
 
 class Bounds(BaseModel):
@@ -62,8 +64,9 @@ class EngineConfig(Bounds):
     )
     weights: Weights = Field(
         "native",
-        description="native keeps the weights in dtype. int8 (CPU only) and int4 round matrices to 8 or 4 bits at "
-        "load, fp8 to 8-bit floats (for CUDA from Hopper on). On CUDA, int4 and fp8 need bfloat16.",
+        description="native keeps the weights in dtype, and on a CPU the integers of a quantised checkpoint as they "
+        "are; dequantised turns those into dtype too. int8 (CPU only) and int4 round matrices of floats to 8 or 4 "
+        "bits at load, fp8 to 8-bit floats (for CUDA from Hopper on). On CUDA, int4 and fp8 need bfloat16.",
     )
     draft_weights: Weights | None = Field(
         None, description="Weights of the draft model, with the same choices; default: as for the target."
@@ -73,6 +76,11 @@ class EngineConfig(Bounds):
     medusa_revision: str | None = Field(None, description="Hub revision of the Medusa heads; a commit pins it.")
     eagle: str | None = Field(None, description="EAGLE head of the target: a local folder or a hub id.")
     eagle_revision: str | None = Field(None, description="Hub revision of the EAGLE head; a commit pins it.")
+    adapter: dict[AdapterName, str] = Field(
+        default_factory=dict,
+        description="Low-rank adapters of the target (LoRA, in the format of peft) that requests may name: "
+        "NAME=FOLDER, once for each.",
+    )
     self_layers: int | None = Field(
         None,
         ge=1,
@@ -168,6 +176,7 @@ class EngineConfig(Bounds):
             f"self_layers is {self.self_layers}, and no process has a whole layer to draft with",
         )
         yield self.proposer == "self", "proposer is self, and no process has a whole layer to draft with"
+        yield bool(self.adapter), f"adapter is {self.adapter}, and adapters are not cut"
         for name, head in (("medusa", self.medusa), ("eagle", self.eagle)):
             yield head is not None, f"{name} is {head!r}, and no process has the whole output matrix that heads use"
 

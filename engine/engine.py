@@ -18,6 +18,7 @@ from engine.control.controller import Control, FixedK
 from engine.control.prefill_budget import PrefillBudget
 from engine.device_loop.results import NoRounds, Progress, Rounds, untold
 from engine.errors import DuplicateRequest
+from engine.model.adapters.store import Adapters
 from engine.model.runner import Runner
 from engine.params import SpeculationSettings
 from engine.proposers import Proposal, Proposers
@@ -60,9 +61,12 @@ class Engine:
         clock: Clock = time.perf_counter,
         rounds: Rounds | None = None,  # None: every sequence decodes in plain steps
         dtype: str = "float32",
+        adapters: Adapters | None = None,  # of the target; default: it can have none
     ) -> None:
         self.config, self.limits, self._clock = config, limits, clock
-        self._intake, self._proposers, self._scheduler = Intake(config, limits, proposers.names), proposers, scheduler
+        self.adapters = Adapters(None) if adapters is None else adapters
+        self._intake = Intake(config, limits, proposers.names, self.adapters)
+        self._proposers, self._scheduler = proposers, scheduler
         self.pages = scheduler.target_pool  # with the prefix cache, whose changes can be watched
         self._rounds: Rounds = rounds or NoRounds()
         self._target_pass = TargetPass(target, proposers, scheduler.target_pool.page_size)
@@ -136,7 +140,7 @@ class Engine:
 
     def _keep(self, sequence: Sequence, num_draft: int, outcome: VerifyOutput) -> TokenEvent:
         """Append the accepted drafts and the next token, cut where plain decoding would stop; move the cursors."""
-        fresh = list(outcome.tokens[: _length_before_stop(sequence, outcome.tokens)])
+        fresh = list(outcome.tokens[: sequence.num_before_stop(outcome.tokens)])
         num_accepted = min(outcome.num_accepted, len(fresh))
         if num_draft:
             sequence.stats = sequence.stats.after(num_draft, num_accepted)
@@ -231,7 +235,7 @@ class Engine:
             raise DuplicateRequest(f"request_id {request.request_id!r} is live")
         outputs = self._intake.open(request)
         for sequence in outputs:
-            sequence.on_device = self._rounds.takes(sequence)
+            sequence.on_device = sequence.adapter is None and self._rounds.takes(sequence)
         self._live[request.request_id] = {sequence.index: sequence for sequence in outputs}
         self._has_learned = True
         self._scheduler.add(*outputs)
@@ -442,9 +446,3 @@ class Engine:
     def free_pages(self) -> int:
         """Pages of the target's arena that no sequence holds."""
         return self._scheduler.target_pool.num_free
-
-
-def _length_before_stop(sequence: Sequence, fresh: tuple[int, ...]) -> int:
-    """How many of `fresh` one-token decoding would have generated: up to an end token, or to `max_len`."""
-    room = min(len(fresh), sequence.max_len - len(sequence.tokens))
-    return next((i + 1 for i in range(room) if fresh[i] in sequence.end_token_ids), room)

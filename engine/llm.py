@@ -78,11 +78,13 @@ class LLM:
         speculation: SpeculationParams | None = None,
         cache_salt: str | None = None,
         prediction: Prompt = (),
+        adapter: str | None = None,
     ) -> list[CompletionOutput]:
         """Continue every prompt, all in one ragged batch; completions are in the order of the prompts, `n` for each.
 
         A prompt is a string or token ids; `params` is one for all prompts, or one for each. `prediction` is what the
-        outputs are expected to be: it is drafted where they follow it.
+        outputs are expected to be: it is drafted where they follow it. `adapter` is the name of one of the loaded
+        adapters (the option `adapter` of the config).
 
         Raises:
             InvalidRequest: a prompt or its parameters are wrong; nothing was run.
@@ -91,7 +93,8 @@ class LLM:
         asked = SpeculationParams() if speculation is None else speculation
         shared = SamplingParams() if params is None else params
         predicted = self._encode(prediction, bare=True) if prediction else ()
-        requests = [self._request(p, s, asked, cache_salt, predicted) for p, s in _paired(_as_list(prompts), shared)]
+        pairs = _paired(_as_list(prompts), shared)
+        requests = [self._request(p, s, asked, cache_salt, predicted, adapter) for p, s in pairs]
         for request in requests:
             self.engine.check(request)
         outputs = {(r.request_id, i): self._output(r, i) for r in requests for i in range(r.sampling.n)}
@@ -112,6 +115,7 @@ class LLM:
         speculation: SpeculationParams,
         cache_salt: str | None,
         prediction: tuple[int, ...] = (),
+        adapter: str | None = None,
     ) -> Request:
         if self.codec is None and params.stop:
             raise InvalidRequest.of("stopping.stop", "is text; this checkpoint has no tokenizer")
@@ -123,6 +127,7 @@ class LLM:
             speculation=speculation,
             cache_salt=cache_salt,
             prediction=prediction,
+            adapter=adapter,
         )
 
     def _compile(self, guided: Guided) -> Grammar:

@@ -361,10 +361,14 @@ def _reach(sequence: Sequence, num_draft: int) -> int:
 
 
 def _target_salt(sequence: Sequence) -> Hashable:
-    """What K/V depends on besides tokens: the tenant's salt and the rotary table."""
-    return sequence.request.cache_salt, sequence.target.table
+    """What K/V depends on besides tokens: the tenant's salt, the rotary table, and the adapter's name and weights."""
+    salt, adapter = (sequence.request.cache_salt, sequence.target.table), sequence.adapter
+    return salt if adapter is None else (*salt, (adapter.name, adapter.fingerprint))
 
 
 def _draft_salt(sequence: Sequence) -> Hashable:
-    """Proposers share one page pool, but each has an arena of its own: their K/V must not be mixed."""
+    """Proposers share one page pool, but each has an arena of its own: their K/V must not be mixed.
+
+    No draft model has adapters, so its K/V is the same for all of them.
+    """
     return sequence.request.cache_salt, sequence.draft.table, sequence.speculation.proposer

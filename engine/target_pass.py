@@ -100,7 +100,8 @@ class TargetPass:
             num_logits = len(tokens)
         cursor = work.sequence.target
         state = cursor.span(start, start + len(tokens), work.length, self._page_size)
-        return Feed(tokens, start, cursor.page_table, num_logits, cursor.table, state)
+        adapter = 0 if work.sequence.adapter is None else work.sequence.adapter.number
+        return Feed(tokens, start, cursor.page_table, num_logits, cursor.table, state, adapter)
 
 
 def _take_back(plan: StepPlan) -> None:

@@ -32,6 +32,7 @@ from server.grpc.control import ControlService
 from server.grpc.health import Health
 from server.grpc.inference import InferenceService
 from server.grpc.server import listen, make_server
+from server.http.adapters import add_adapters
 from server.http.gateway import HttpServer, gateway
 from server.http.messages.routes import add_messages
 from server.http.render import add_render
@@ -158,6 +159,7 @@ class App:
         add_responses(app, self._admission, self._require_driver, self._slow, config.stall_seconds)
         add_messages(app, self._admission, self._require_driver, self._slow, config.stall_seconds)
         add_render(app, self._admission, self._require_driver, self._slow)
+        add_adapters(app, self._require_driver, config.adapter_root)
         return HttpServer(app, config)
 
     async def _open_grpc(self) -> None:

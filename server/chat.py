@@ -22,6 +22,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import InvalidRequest, ModelError, shown
+from engine.model.gguf.files import open_gguf
+from engine.model.gguf.tokenizer import chat_template_in, special_tokens_in
 from engine.text.codec import find_file
 from server.formats.base import Tool
 
@@ -93,7 +95,11 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, source: str, revision: str | None = None) -> ChatTemplate | None:
-        """Load the template of a local folder or hub id; return None if it has none."""
+        """Load the template of a checkpoint; return None if it has none."""
+        gguf = open_gguf(source, revision)
+        if gguf is not None:
+            template = chat_template_in(gguf)
+            return None if template is None else cls(template, special_tokens_in(gguf))
         settings = _json(source, "special_tokens_map.json", revision)
         settings |= _json(source, "tokenizer_config.json", revision)
         file = find_file(source, "chat_template.jinja", revision)

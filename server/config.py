@@ -119,6 +119,11 @@ class ServerConfig(BaseSettings, EngineConfig):
     vllm_metrics: bool = Field(
         False, description="Export metrics under vLLM's names, too, for dashboards and autoscalers that know those."
     )
+    adapter_root: Path | None = Field(
+        None,
+        description="Folder below which operators may load adapters by a call while the server runs; default no call "
+        "loads or unloads any.",
+    )
     kv_events_endpoint: str | None = Field(
         None,
         description="Where to publish what the prefix cache holds, for routers that use vLLM's K/V events: "

@@ -15,7 +15,17 @@ from dataclasses import dataclass
 from engine.errors import DuplicateRequest, PilotfishError, shown
 from engine.stats import Clock
 from engine.types import FinishReason, Request, TokenEvent
-from server.errors import Aborted, DeadlinePassed, EngineHung, EngineKilled, RequestFailed, ResumeRefused, Unavailable
+from server.errors import (
+    Aborted,
+    AdapterExists,
+    DeadlinePassed,
+    EngineHung,
+    EngineKilled,
+    NotFound,
+    RequestFailed,
+    ResumeRefused,
+    Unavailable,
+)
 from server.estimates import Estimates
 from server.lifecycle import Lifecycle
 from server.model import ServedModel
@@ -75,6 +85,8 @@ class Driver:
         self._recovery = Recovery()
         self._left: list[float] | None = None  # tokens that each running output is likely to need; None: to be computed
         self._stopping = asyncio.Event()
+        self._retiring: set[str] = set()  # adapters that go when their last request has ended
+        self._loading: set[str] = set()
 
     # ------------------------------------------------------------------------------------------------- the clock
 
@@ -220,9 +232,12 @@ class Driver:
             DuplicateRequest: a live request has this id.
             QueueFull: the queue's bound in requests, tokens or seconds is reached.
             DeadlinePassed: its deadline has passed, or will pass before it can be served.
+            NotFound: its adapter was unloaded since it was checked.
         """
         self.require_open()
         request = stream.request
+        if request.adapter is not None and request.adapter not in self.adapters:
+            raise NotFound(f"adapter is {shown(request.adapter)}, which is not loaded any more")
         if request.request_id in self._live:
             own = request.request_id.rpartition("/")[2]  # without the caller's name
             raise DuplicateRequest(f"request_id {own!r} is live")
@@ -234,6 +249,43 @@ class Driver:
         self._idle.clear()
         self._wake.set()
         self._report_load()
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the adapters that new requests may use, in alphabetical order."""
+        return sorted(self._engine.adapters.keys() - self._retiring)
+
+    async def load_adapter(self, name: str, folder: str) -> str:
+        """Load an adapter; return its fingerprint.
+
+        Raises:
+            AdapterExists: one of this name is loaded or being loaded, or requests still use it.
+            ModelError: it cannot be served.
+            Unavailable: the engine is being restarted.
+        """
+        self._lifecycle.require_ready()
+        if name in self._engine.adapters or name in self._loading:
+            in_use = "; requests still use it, after which it is gone" if name in self._retiring else ""
+            raise AdapterExists(f"adapter {shown(name)} is loaded{in_use}")
+        self._loading.add(name)
+        try:
+            return await self.host.load_adapter(name, folder)
+        finally:
+            self._loading.remove(name)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let no new request use an adapter, and unload it when its last request has ended. Raises NotFound."""
+        if name not in self.adapters:
+            raise NotFound(f"adapter is {shown(name)}, which is not loaded")
+        self._retiring.add(name)
+        self._retire()
+
+    def _retire(self) -> None:
+        """Unload what no live request uses any more."""
+        for name in self._retiring - {stream.request.adapter for stream in self._live.values()}:
+            self._retiring.remove(name)
+            if name in self._engine.adapters:  # else an engine lost it
+                self.host.unload_adapter(name)
 
     def find(self, request_id: str) -> OutputStream | None:
         """The live request of this id."""
@@ -321,6 +373,8 @@ class Driver:
             self._metrics.requests.end_output(output.timeline, output.num_tokens)
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.estimates.end_output(output.num_tokens, self._most_output(stream.request))
+        if self._retiring:
+            self._retire()
         if not self._live:
             self._idle.set()
 

@@ -37,7 +37,11 @@ class Forbidden(PilotfishError):
 
 
 class NotFound(PilotfishError):
-    """Expected: the model is not served, or no live request has this id."""
+    """Expected: the model or the adapter is not served, or no live request has this id."""
+
+
+class AdapterExists(PilotfishError):
+    """Expected: an adapter of this name is loaded, or requests still use one that is being unloaded."""
 
 
 class ResumeRefused(PilotfishError):

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from engine.config import EngineConfig
+from engine.model.gguf.files import open_gguf
 from engine.text.codec import find_file
 
 VERSION = 1  # to be increased when sampling gives other tokens for the same logits, seed and position
@@ -23,6 +24,12 @@ def fingerprint(config: EngineConfig, dtype: str) -> str:
     nor does the machine: float results of two kinds of machines may differ in the last bits.
     """
     digest = hashlib.blake2b(f"{VERSION} {config.weights} {dtype}".encode(), digest_size=8)
+    gguf = open_gguf(config.target, config.revision)
+    if gguf is not None:
+        with gguf.path.open("rb") as file:
+            digest.update(file.read(gguf.header_bytes))
+        digest.update(_sampled(gguf.path))
+        return digest.hexdigest()
     path = find_file(config.target, "config.json", config.revision)
     folder = Path(config.target) if path is None else path.parent
     for name in _WHOLE:

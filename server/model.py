@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -10,7 +11,7 @@ from typing import Protocol
 from engine.config import EngineConfig
 from engine.params import Guided, SpeculationSettings
 from engine.text.codec import Codec
-from engine.types import Grammar, Request
+from engine.types import Adapter, Grammar, Request
 from models import embedded_draft, embedded_target
 from server.chat import ChatTemplate
 from server.fingerprint import fingerprint
@@ -34,6 +35,8 @@ class EngineView(Protocol):
     def proposer_names(self) -> tuple[str, ...]: ...
     @property
     def default_proposer(self) -> str: ...
+    @property
+    def adapters(self) -> Mapping[str, Adapter]: ...
     @property
     def loop(self) -> str: ...
     @property
@@ -127,6 +130,17 @@ class ServedModel:
             fingerprint(config, engine.dtype),
         )
 
+    def fingerprint_with(self, adapter: str | None) -> str:
+        """Return a name for all that the tokens of a request with this adapter depend on, besides the request."""
+        if adapter is None:
+            return self.fingerprint
+        both = f"{self.fingerprint} {self.engine.adapters[adapter].fingerprint}"
+        return hashlib.blake2b(both.encode(), digest_size=8).hexdigest()
+
+    def named(self, name: str | None) -> ServedModel:
+        """Return the same model under the name of the adapter that a request uses as its model, if it does."""
+        return replace(self, name=name) if name is not None and name in self.engine.adapters else self
+
     def with_format(self, name: str) -> ServedModel:
         """Return the same model with the chat format of this name. Raises ModelError if there is no such format."""
         source = None if self.chat is None else self.chat.source
@@ -134,8 +148,8 @@ class ServedModel:
 
 
 def model_name(source: str) -> str:
-    """Return the name that clients use: the hub id, the name of the folder, or the name of an embedded model."""
+    """Return the name that clients use: the hub id, the name of the folder or file, or that of an embedded model."""
     embedded = {str(embedded_target()): "pilotfish-embedded", str(embedded_draft()): "pilotfish-embedded-draft"}
     if source in embedded:
         return embedded[source]
-    return Path(source).resolve().name if Path(source).is_dir() else source
+    return Path(source).resolve().name if Path(source).exists() else source

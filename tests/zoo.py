@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -71,6 +72,62 @@ _LLAMA_3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 _ALTERNATING = ["sliding_attention", "full_attention"]
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+_DEEPSEEK = LATENT | _EXPERTS | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_GEMMA_N = {
+    "num_hidden_layers": 6,
+    "head_dim": 8,
+    "sliding_window": 9,
+    "layer_types": _ALTERNATING * 3,
+    "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+}
+LLAMA_4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "attention_chunk_size": 9,
+    "no_rope_layers": [1, 1, 1, 0],
+    "attn_temperature_tuning": True,
+    "floor_scale": 4,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 48,
+}
+# By name the model type, and what it has beside the common sizes.
+_BY_KIND: dict[str, tuple[str, dict[str, object]]] = {
+    "gpt-oss": (
+        "gpt_oss",
+        {"head_dim": 16, "sliding_window": 9, "layer_types": _ALTERNATING, "num_local_experts": 4,
+         "num_experts_per_tok": 2},
+    ),
+    "deepseek-v2": ("deepseek_v2", _DEEPSEEK | {"topk_method": "group_limited_greedy", "q_lora_rank": None}),
+    "deepseek-v3": ("deepseek_v3", _DEEPSEEK),
+    "llama-4": ("llama4_text", LLAMA_4),
+    "gemma-3n": (
+        "gemma3n_text",
+        _GEMMA_N | {"laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.5] + [0.0] * 5,
+                    "intermediate_size": [48] * 6},
+    ),
+    "gemma-4": (
+        "gemma4_text",
+        _GEMMA_N | {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    ),
+    "glm-4-moe": (
+        "glm4_moe", _EXPERTS | {"head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True}
+    ),
+    "qwen3-moe": ("qwen3_moe", _EXPERTS | {"head_dim": 8, "num_experts": 4}),
+    "stablelm": ("stablelm", {"qk_layernorm": True}),
+    "gpt-j": ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48, "rotary_dim": 4}),
+}  # fmt: skip
 
 
 def configs() -> dict[str, PreTrainedConfig]:
@@ -89,7 +146,7 @@ BORDER = 32  # where the longrope config changes its table
 
 
 def families() -> dict[str, PreTrainedConfig]:
-    """Every layout that docs/models.md calls tested: the ones above, and these besides."""
+    """The ones above, and other shapes and switches of layers like theirs."""
     gemma = {**_COMMON, "head_dim": 16}
     return configs() | {
         "llama-tied": LlamaConfig(**_COMMON, tie_word_embeddings=True),
@@ -111,6 +168,23 @@ def families() -> dict[str, PreTrainedConfig]:
     }
 
 
+def further_families() -> dict[str, PreTrainedConfig]:
+    """Sinks, chunks, latent K/V, other heads from layer to layer, shared K/V; layers that drop keyword arguments."""
+    return {name: config_of(kind, **extra) for name, (kind, extra) in _BY_KIND.items()}
+
+
+def every_family() -> dict[str, PreTrainedConfig]:
+    """All of the above."""
+    return families() | further_families()
+
+
+def config_of(kind: str, **extra: object) -> PreTrainedConfig:
+    """A tiny config of any model type; windows and chunks in `extra` should be shorter than the prompts."""
+    common = {} if "n_embd" in extra else _COMMON  # such types have names of their own for the common sizes
+    own = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
+    return AutoConfig.for_model(kind, **common | own | extra)
+
+
 def longrope(border: int = BORDER) -> PreTrainedConfig:
     """Phi-3 with two rotary tables, the second for sequences longer than `border`."""
     return Phi3Config(
@@ -130,7 +204,7 @@ def longrope(border: int = BORDER) -> PreTrainedConfig:
 @lru_cache
 def reference(family: str, seed: int = 0) -> PreTrainedModel:
     """The plain transformers model, with weights large enough for attention to matter."""
-    return with_large_weights(families()[family], seed)
+    return with_large_weights(every_family()[family], seed)
 
 
 def with_large_weights(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
@@ -138,9 +212,11 @@ def with_large_weights(config: PreTrainedConfig, seed: int = 0) -> PreTrainedMod
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.25)
+            elif name.endswith("sinks"):
+                parameter.copy_(torch.randn_like(parameter))
     return model
 
 

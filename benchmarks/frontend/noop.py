@@ -10,6 +10,7 @@ from typing import Any, cast
 from engine.config import EngineConfig
 from engine.engine import Engine, StepOutput
 from engine.errors import InvalidRequest
+from engine.model.adapters.store import Adapters
 from engine.params import SpeculationMode, SpeculationSettings, Verification
 from engine.request.validation import violations
 from engine.stats import Forward, StepStats
@@ -37,6 +38,7 @@ class NoopEngine:
     max_model_len = MAX_LEN
     eos_token_ids: frozenset[int] = frozenset()
     proposer_names, default_proposer = ("none",), "none"
+    adapters = Adapters(None)
 
     def __init__(self, config: EngineConfig, codec: Codec, text: str, burst: int, pause: float) -> None:
         self.config, self.vocab_size = config, codec.tokenizer.get_vocab_size()

@@ -13,6 +13,7 @@ from benchmarks.harness.synthetic import SyntheticPair, int8_of
 from benchmarks.peers.remote import NotMeasured, Remote
 
 OURS = "pilotfish int8"
+_GGUF = ("q8_0", "q4_0")  # weights in llama.cpp's files
 _CACHE = 4  # GB of K/V cache for programs that need a fixed size
 
 
@@ -71,6 +72,8 @@ PEERS = (
     Peer("pilotfish int4", "ours", "int4", speculates=True, is_ours=True),
     Peer("pilotfish int4 AUTO", "ours", "int4", plain=False, auto=True, is_ours=True),
     Peer("pilotfish bf16", "ours", "native", speculates=True, is_ours=True),
+    Peer("pilotfish q8_0", "ours", "q8_0", speculates=True, is_ours=True),  # llama.cpp's files
+    Peer("pilotfish q4_0", "ours", "q4_0", speculates=True, is_ours=True),
     Peer("openvino int8", "openvino", "int8"),
     Peer("openvino int8 + draft", "openvino", "int8", speculates=True, plain=False),
     Peer("openvino int4", "openvino", "int4"),
@@ -91,14 +94,17 @@ PEERS = (
 
 def _ours(peer: Peer, setting: PeerSetting) -> dict[str, Any]:
     target, draft = setting.pair.target, setting.pair.draft
-    draft_weights = peer.draft_weights or peer.weights
+    weights, draft_weights, dtype = peer.weights, peer.draft_weights or peer.weights, "bfloat16"
+    if peer.weights in _GGUF:
+        target, draft = _gguf_files(peer, setting)
+        weights, draft_weights, dtype = "native", "native", "auto"
     # int4 weights are quantised at load; int8 weights are stored on disk.
     return {
-        "target": str(int8_of(target) if peer.weights == "int8" else target),
+        "target": str(int8_of(target) if weights == "int8" else target),
         "draft": str(int8_of(draft) if draft_weights == "int8" else draft),
-        "weights": peer.weights,
+        "weights": weights,
         "draft_weights": draft_weights,
-        "dtype": "bfloat16",
+        "dtype": dtype,
         "proposer": "model",
         "num_draft_tokens": 16,
         "max_batch_size": setting.batch,
@@ -116,7 +122,8 @@ def _openvino(peer: Peer, setting: PeerSetting) -> dict[str, Any]:
     return {**_named(models), "batch": setting.batch, "cache": _CACHE}
 
 
-def _llama(peer: Peer, setting: PeerSetting) -> dict[str, Any]:
+def _gguf_files(peer: Peer, setting: PeerSetting) -> list[Path]:
+    """Return the target and the draft, if the program has one, rounded by llama.cpp."""
     models = [model.with_name(f"{model.name}-llama-{peer.weights}.gguf") for model in _both(peer, setting.pair)]
     for source, out in zip(_both(peer, setting.pair), models, strict=True):
         if not out.exists():
@@ -124,6 +131,11 @@ def _llama(peer: Peer, setting: PeerSetting) -> dict[str, Any]:
             _convert(setting, "llama", "export", str(source), str(whole))
             _convert(setting, "llama", "quantize", str(whole), str(out), peer.weights)
             whole.unlink()
+    return models
+
+
+def _llama(peer: Peer, setting: PeerSetting) -> dict[str, Any]:
+    models = _gguf_files(peer, setting)
     return {**_named(models), "batch": setting.batch, "length": setting.length, "how": peer.how}
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention.reference import arena_rows
+from engine.attention.reference import arena_rows, hidden_from
+from engine.attention.spec import AttentionSpec
 from engine.kv.batch import RaggedBatch
 
 BLOCK = 64
@@ -40,37 +41,36 @@ class Pairs:
 
 
 def attend(
-    query: Tensor,  # [T, heads, head_dim]
-    k: Tensor,  # [rows, kv_heads, head_dim]
-    v: Tensor,
+    query: Tensor,  # [T, heads, key_dim]
+    k: Tensor,  # [rows, kv_heads, key_dim]
+    v: Tensor,  # [rows, kv_heads, value_dim]
     batch: RaggedBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:  # [T, heads, head_dim]
+    spec: AttentionSpec,
+) -> Tensor:  # [T, heads, value_dim]
     """Same contract as `reference.attend`; bitwise the same for a query wherever, and beside whom, it stands."""
     kv_heads = k.shape[1]
     group = query.shape[1] // kv_heads
-    pairs = batch.once(("pairs", window), partial(pair_up, batch, window, kv_heads, group))
+    pairs = batch.once(("pairs", spec.reach, kv_heads, group), partial(pair_up, batch, spec, kv_heads, group))
     q = query[pairs.rows].float().unflatten(2, (kv_heads, group))  # [N, ROWS, kv_heads, group, d]
-    q = _padded(q.permute(0, 2, 3, 1, 4).flatten(2, 3) * scale)  # [N, kv_heads, group * ROWS, d]
+    q = _padded(q.permute(0, 2, 3, 1, 4).flatten(2, 3) * spec.scale)  # [N, kv_heads, group * ROWS, d]
     scores = torch.cat([_scores(q, k, pairs.tile[g], pairs.where[g]) for g in _groups(pairs)])
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    weights = _exp(scores.masked_fill_(pairs.hidden, _MASKED), pairs.tile, len(q))
-    out = torch.zeros_like(q)
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    floor = q.new_full(q.shape[:3], _MASKED) if spec.sinks is None else _sinks(spec.sinks, q)
+    weights, largest = _exp(scores.masked_fill_(pairs.hidden, _MASKED), pairs.tile, floor)
+    out = q.new_zeros(*q.shape[:3], v.shape[2] + -v.shape[2] % _LANES)
     for g in _groups(pairs):
         # One after the other in the order of the index: from left to right for each tile.
         out.index_add_(0, pairs.tile[g], _values(weights[g], v, pairs.where[g]))
-    total = out.new_zeros(q.shape[:3]).index_add_(0, pairs.tile, weights.sum(-1))
-    out = (out / total[..., None])[..., : query.shape[2]]
-    out = out.unflatten(2, (group, ROWS)).permute(0, 3, 1, 2, 4).reshape(-1, *query.shape[1:])
+    total = (floor - largest).exp_().index_add_(0, pairs.tile, weights.sum(-1))
+    out = (out / total[..., None])[..., : v.shape[2]]
+    out = out.unflatten(2, (group, ROWS)).permute(0, 3, 1, 2, 4).reshape(-1, query.shape[1], v.shape[2])
     result: Tensor = out[pairs.home].to(query.dtype)
     return result
 
 
-def pair_up(batch: RaggedBatch, window: int | None, kv_heads: int, group: int) -> Pairs:
-    """Which tile of queries meets which block of keys; the same for all layers with this window."""
+def pair_up(batch: RaggedBatch, spec: AttentionSpec, kv_heads: int, group: int) -> Pairs:
+    """Which tile of queries meets which block of keys; the same for all layers with this reach and these heads."""
     device = batch.positions.device
     tiles = [
         (i, range(start, min(start + ROWS, batch.cu_seqlens[i + 1])))
@@ -78,7 +78,7 @@ def pair_up(batch: RaggedBatch, window: int | None, kv_heads: int, group: int) -
         for start in range(batch.cu_seqlens[i], batch.cu_seqlens[i + 1], ROWS)
     ]
     ends = [batch.kv_lens[i] - batch.cu_seqlens[i + 1] for i, _ in tiles]  # position = row + this
-    seen = [_blocks_seen(range(r.start + end, r.stop + end), window) for (_, r), end in zip(tiles, ends, strict=True)]
+    seen = [_blocks_seen(range(r.start + end, r.stop + end), spec) for (_, r), end in zip(tiles, ends, strict=True)]
     pairs = [(n, block) for n, blocks in enumerate(seen) for block in blocks]
     pairs += [(len(tiles), pairs[-1][1])] * (-len(pairs) % GROUP)
     tiles.append(tiles[-1])
@@ -87,7 +87,7 @@ def pair_up(batch: RaggedBatch, window: int | None, kv_heads: int, group: int) -
     tile, block = torch.tensor(pairs, device=device).unbind(1)
     key = block[:, None] * BLOCK + torch.arange(BLOCK, device=device)  # [P, BLOCK]
     where = _arena_rows(batch, torch.tensor([i for i, _ in tiles], device=device)[tile], key)
-    hidden = _hidden(batch.positions[rows][tile][:, :, None], key[:, None, :], window)  # [P, ROWS, BLOCK]
+    hidden = hidden_from(batch.positions[rows][tile][:, :, None], key[:, None, :], spec)  # [P, ROWS, BLOCK]
     return Pairs(
         rows=rows,
         home=torch.tensor(home, device=device),
@@ -97,15 +97,9 @@ def pair_up(batch: RaggedBatch, window: int | None, kv_heads: int, group: int) -
     )
 
 
-def _blocks_seen(positions: range, window: int | None) -> range:
+def _blocks_seen(positions: range, spec: AttentionSpec) -> range:
     """Blocks that hold a key which one of these positions sees; 130..131 -> 0..2, with a window of 5 -> 1..2."""
-    oldest = 0 if window is None else max(0, positions.start - window + 1)
-    return range(oldest // BLOCK, (positions.stop - 1) // BLOCK + 1)
-
-
-def _hidden(position: Tensor, key: Tensor, window: int | None) -> Tensor:
-    hidden = key > position
-    return hidden if window is None else hidden | (key <= position - window)
+    return range(spec.oldest(positions.start) // BLOCK, (positions.stop - 1) // BLOCK + 1)
 
 
 def _arena_rows(batch: RaggedBatch, sequence: Tensor, key: Tensor) -> Tensor:
@@ -147,9 +141,13 @@ def _padded(x: Tensor) -> Tensor:
     return F.pad(x, (0, missing)) if missing else x.contiguous()
 
 
-def _exp(scores: Tensor, tile: Tensor, num_tiles: int) -> Tensor:
-    """exp(scores - the largest of the query); a maximum has no order, so all blocks may have the same."""
+def _sinks(sinks: Tensor, q: Tensor) -> Tensor:
+    """[heads] -> a score for every query of all tiles, `[N, kv_heads, group * ROWS]`."""
+    return sinks.float().view(q.shape[1], -1).repeat_interleave(ROWS, 1).expand(len(q), -1, -1).contiguous()
+
+
+def _exp(scores: Tensor, tile: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(scores - the largest of the query), and that; a maximum has no order, so all blocks may have the same."""
     top = scores.amax(-1)  # [P, kv_heads, group * ROWS]
-    largest = top.new_full((num_tiles, *top.shape[1:]), _MASKED)
-    largest.scatter_reduce_(0, tile[:, None, None].expand_as(top), top, "amax")
-    return scores.sub_(largest[tile][..., None]).exp_()
+    largest = floor.scatter_reduce(0, tile[:, None, None].expand_as(top), top, "amax")
+    return scores.sub_(largest[tile][..., None]).exp_(), largest

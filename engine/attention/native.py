@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from engine.attention import sdpa
+from engine.attention.spec import AttentionSpec
 from engine.kv.batch import RaggedBatch
 from engine.machine.threads import pool_threads
 from engine.native import library
@@ -18,30 +19,42 @@ _LANES = 16  # what a head's size must be a multiple of
 
 
 def attend(
-    query: Tensor,  # [T, heads, head_dim]
-    k: Tensor,  # [rows, kv_heads, head_dim]
-    v: Tensor,
+    query: Tensor,  # [T, heads, key_dim]
+    k: Tensor,  # [rows, kv_heads, key_dim]
+    v: Tensor,  # [rows, kv_heads, value_dim]
     batch: RaggedBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    spec: AttentionSpec,
     *,
     otherwise: Callable[..., Tensor] = sdpa.attend,
-) -> Tensor:  # [T, heads, head_dim]
+) -> Tensor:  # [T, heads, value_dim]
     """Same contract as `reference.attend`. Sizes, types and machines that the kernel is not for take `otherwise`."""
     native = library()
     bits = BITS.get(query.dtype)
-    if native is None or bits is None or k.dtype != query.dtype or query.shape[2] % _LANES or not query.is_cpu:
-        return otherwise(query, k, v, batch, scale, window, softcap)
+    if native is None or bits is None or not query.is_cpu or not all(map(partial(_reads, query), (query, k, v))):
+        return otherwise(query, k, v, batch, spec)
     if query.stride()[1:] != (query.shape[2], 1):
         query = query.contiguous()
-    out = torch.empty(query.shape, dtype=query.dtype)
+    out = query.new_empty(*query.shape[:2], v.shape[2])
     args = args_of(batch, query.shape[1], k.shape[1], k.shape[2])
     args.query, args.key, args.value, args.out = (x.data_ptr() for x in (query, k, v, out))
-    args.query_stride, args.window, args.scale, args.softcap = query.stride(0), window or 0, scale, softcap or 0.0
+    args.query_stride, args.value_stride, args.value_dim = query.stride(0), v.stride(0), v.shape[2]
+    args.scale, args.softcap, args.window, args.chunk = (
+        spec.scale,
+        spec.softcap or 0.0,
+        spec.window or 0,
+        spec.chunk or 0,
+    )
+    sinks = None if spec.sinks is None else spec.sinks.float().contiguous()
+    args.sinks = None if sinks is None else sinks.data_ptr()
     if native.pilotfish_attend(ctypes.byref(args), bits, pool_threads()):
         raise MemoryError("attention had no memory to work in")
     return out
+
+
+def _reads(query: Tensor, x: Tensor) -> bool:
+    """Whether the kernel reads heads like those of `x`."""
+    beside = x.stride(1) == x.shape[2] or x.shape[1] == 1 or x is query
+    return x.dtype == query.dtype and not x.shape[2] % _LANES and beside
 
 
 def args_of(batch: RaggedBatch, heads: int, kv_heads: int, dim: int) -> AttentionArgs:

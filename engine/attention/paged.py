@@ -10,22 +10,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.attention.spec import AttentionSpec
 from engine.kernels import reference
 from engine.kernels.paging import Paging
 from engine.kv.batch import RaggedBatch
 
 
 def attend(
-    query: Tensor,  # [T, heads, head_dim]
-    k: Tensor,  # [rows, kv_heads, head_dim]
-    v: Tensor,
+    query: Tensor,  # [T, heads, key_dim]
+    k: Tensor,  # [rows, kv_heads, key_dim]
+    v: Tensor,  # [rows, kv_heads, value_dim]
     batch: RaggedBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    spec: AttentionSpec,
     *,
     fixed: bool = False,
-) -> Tensor:  # [T, heads, head_dim]
+) -> Tensor:  # [T, heads, value_dim]
     """Same contract as `reference.attend`; in prompts a query's bits depend on how many rows come with it.
 
     With `fixed` they do not depend on how its batch was put together.
@@ -36,8 +35,8 @@ def attend(
     # Tiles of prompts are for tensor cores, which float32 has none of.
     fixed = fixed or query.dtype == torch.float32
     paging = paging_of(batch, shape[0] // shape[2], fixed=fixed)
-    plans = batch.once(("plans", shape, window, fixed), partial(plan.plans_of, query, k, paging, window))
-    attended: Tensor = attention.attend(query, k, v, paging, scale, window, softcap, plans=plans)
+    plans = batch.once(("plans", shape, spec.reach, fixed), partial(plan.plans_of, query, k, paging, spec.window))
+    attended: Tensor = attention.attend(query, k, v, paging, spec.scale, spec.window, spec.softcap, plans=plans)
     return attended
 
 
@@ -49,12 +48,11 @@ def attend_plainly(
     k: Tensor,
     v: Tensor,
     batch: RaggedBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    spec: AttentionSpec,
 ) -> Tensor:
     """As `attend`, without Triton and without a value read on the host: slow, and for small sizes."""
-    return reference.attend(query, k, v, paging_of(batch, query.shape[1] // k.shape[1]), scale, window, softcap)
+    paging = paging_of(batch, query.shape[1] // k.shape[1])
+    return reference.attend(query, k, v, paging, spec.scale, spec.window, spec.softcap)
 
 
 def paging_of(batch: RaggedBatch, group: int, *, fixed: bool = False) -> Paging:

@@ -1,4 +1,4 @@
-"""Attention as the formula says it, for any page size, window and softcap: the oracle of all others."""
+"""Attention as the formula says it, for any page size and `AttentionSpec`: the oracle of all others."""
 
 from __future__ import annotations
 
@@ -7,33 +7,40 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.attention.spec import AttentionSpec
 from engine.kv.batch import RaggedBatch
 
 
 def attend(
-    query: Tensor,  # [T, heads, head_dim]
-    k: Tensor,  # [rows, kv_heads, head_dim], the arena of one layer
-    v: Tensor,  # [rows, kv_heads, head_dim]
+    query: Tensor,  # [T, heads, key_dim]
+    k: Tensor,  # [rows, kv_heads, key_dim], the arena of one layer
+    v: Tensor,  # [rows, kv_heads, value_dim]; may be a view of `k`
     batch: RaggedBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:  # [T, heads, head_dim]
-    """softmax(q k^T * scale + causal mask) v, each sequence over its own pages, in float32."""
-    out = torch.empty_like(query)
+    spec: AttentionSpec,
+) -> Tensor:  # [T, heads, value_dim]
+    """What `AttentionSpec` says, each sequence over its own pages, in float32."""
+    out = query.new_empty(*query.shape[:2], v.shape[2])
     for i, kv_len in enumerate(batch.kv_lens):
         rows = slice(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
         where = batch.once(("rows", i), partial(arena_rows, batch, i, k.device))
         positions = batch.positions[rows]
-        key, value = k[where].float(), v[where].float()  # [kv_len, kv_heads, head_dim]
-        q = query[rows].float().unflatten(1, (k.shape[1], -1))  # [t, kv_heads, group, head_dim]
-        scores = torch.einsum("tkgd,jkd->kgtj", q, key) * scale
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        seen = causal_mask(positions, range(kv_len), window)
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        key, value = k[where].float(), v[where].float()  # [kv_len, kv_heads, dim]
+        q = query[rows].float().unflatten(1, (k.shape[1], -1))  # [t, kv_heads, group, key_dim]
+        scores = torch.einsum("tkgd,jkd->kgtj", q, key) * spec.scale
+        if spec.softcap is not None:
+            scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        seen = causal_mask(positions, range(kv_len), spec)
+        weights = _softmax(scores.masked_fill(~seen, float("-inf")), spec.sinks)
         out[rows] = torch.einsum("kgtj,jkd->tkgd", weights, value).flatten(1, 2).to(query.dtype)
     return out
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights of scores `[kv_heads, group, t, j]`; a sink takes its part and gives nothing."""
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
 
 
 def arena_rows(batch: RaggedBatch, i: int, device: torch.device) -> Tensor:
@@ -43,13 +50,17 @@ def arena_rows(batch: RaggedBatch, i: int, device: torch.device) -> Tensor:
     return pages[position // batch.page_size] * batch.page_size + position % batch.page_size
 
 
-def causal_mask(positions: Tensor, keys: range, window: int | None) -> Tensor:
-    """True where the token at `positions[t]` may see key position `keys[j]`: bool `[t, len(keys)]`.
+def causal_mask(positions: Tensor, keys: range, spec: AttentionSpec) -> Tensor:
+    """True where the token at `positions[t]` may see key position `keys[j]`: bool `[t, len(keys)]`."""
+    key, position = torch.arange(keys.start, keys.stop, device=positions.device), positions[:, None]
+    return ~hidden_from(position, key, spec)
 
-    A window of w sees the w newest positions, its own included.
-    """
-    key = torch.arange(keys.start, keys.stop, device=positions.device)
-    seen = key <= positions[:, None]
-    if window is not None:
-        seen &= key > positions[:, None] - window
-    return seen
+
+def hidden_from(position: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
+    """True where the token at `position` must not see `key`; the two broadcast."""
+    hidden = key > position
+    if spec.window is not None:
+        hidden = hidden | (key <= position - spec.window)
+    if spec.chunk is not None:
+        hidden = hidden | (key < position // spec.chunk * spec.chunk)
+    return hidden

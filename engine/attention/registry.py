@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from engine.attention import fixed, native, paged, reference, rows, sdpa
+from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
 from engine.kernels import faults, has_triton, is_interpreted
 from engine.kv.arena import KVArena
@@ -40,11 +42,9 @@ class Attend(Protocol):
         k: Tensor,
         v: Tensor,
         batch: RaggedBatch,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        spec: AttentionSpec,
     ) -> Tensor:
-        """`[T, heads, head_dim]`, in the type of `query`."""
+        """`[T, heads, value_dim]`, in the type of `query`."""
         ...
 
 
@@ -59,16 +59,40 @@ class Ragged:
     def attend_layer(
         self,
         layer: int,
-        query: Tensor,  # [T, heads, head_dim]
-        key: Tensor,  # [T, kv_heads, head_dim]
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:  # [T, heads, head_dim]
+        query: Tensor,  # [T, heads, key_dim]
+        key: Tensor,  # [T, kv_heads, key_dim]
+        value: Tensor,  # [T, kv_heads, value_dim]
+        spec: AttentionSpec,
+    ) -> Tensor:  # [T, heads, value_dim]
         """Write the new K/V of a layer in place, then attend."""
         self.arena.write(layer, self.batch.kv_rows, key, value)
-        return self.attend(query, self.arena.k[layer], self.arena.v[layer], self.batch, scale, window, softcap)
+        return self.attend(query, self.arena.k[layer], self.arena.v[layer], self.batch, spec)
+
+
+class CurrentPass:
+    """Where the attention modules of a model find the batch of its pass, if a layer drops the keyword on its way."""
+
+    def __init__(self) -> None:
+        self.ragged: Ragged | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> CurrentPass:
+        """The one that the attention modules of `model` look at; installed at the first call."""
+        modules = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+        found = [module.current_pass for module in modules if hasattr(module, "current_pass")]
+        shared: CurrentPass = found[0] if found else cls()
+        for module in modules:
+            module.current_pass = shared  # type: ignore[assignment]  # no parameter, and no module
+        return shared
+
+    @contextmanager
+    def runs(self, ragged: Ragged) -> Iterator[None]:
+        """Within it the model runs a pass over this batch."""
+        self.ragged = ragged
+        try:
+            yield
+        finally:
+            self.ragged = None
 
 
 _BY_NAME: Mapping[str, Attend] = {
@@ -128,20 +152,20 @@ def fitting(
 
 def _hook(
     module: nn.Module,
-    query: Tensor,  # [1, heads, T, head_dim]
-    key: Tensor,  # [1, kv_heads, T, head_dim]
-    value: Tensor,
+    query: Tensor,  # [1, heads, T, key_dim]
+    key: Tensor,  # [1, kv_heads, T, key_dim]
+    value: Tensor,  # [1, kv_heads, T, value_dim]
     attention_mask: Tensor | None,
     *,
     ragged: Ragged | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Called by every layer of a transformers model."""
-    if ragged is None:
-        raise ModelError(f"{type(module).__name__} is not handed the ragged batch: its model drops keyword arguments")
+    ragged = ragged if ragged is not None else _current(module)
     if attention_mask is not None:
         raise ModelError(f"{type(module).__name__} builds its own mask, which knows nothing of ragged batches")
     unknown = [name for name, value in others.items() if value is not None and name not in _HARMLESS]
@@ -150,9 +174,26 @@ def _hook(
     layer = module.layer_idx
     assert isinstance(layer, int)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    spec = AttentionSpec(scale, sliding_window, _chunk(module, layer), softcap, s_aux)
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
-    out = ragged.attend_layer(layer, q, k, v, scale, sliding_window, softcap)
-    return out[None], None  # [1, T, heads, head_dim]
+    return ragged.attend_layer(layer, q, k, v, spec)[None], None  # [1, T, heads, value_dim]
+
+
+def _current(module: nn.Module) -> Ragged:
+    current = getattr(module, "current_pass", None)
+    if not isinstance(current, CurrentPass) or current.ragged is None:
+        raise ModelError(f"{type(module).__name__} runs outside of a pass of a ragged batch")
+    return current.ragged
+
+
+def _chunk(module: nn.Module, layer: int) -> int | None:
+    """The length of a layer's chunks. Models tell their masks alone about them, so the config must say it here."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or kinds[layer] != "chunked_attention":
+        return None
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    return chunk
 
 
 AttentionInterface.register(ATTENTION_NAME, _hook)

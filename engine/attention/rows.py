@@ -13,32 +13,32 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.reference import arena_rows
+from engine.attention.spec import AttentionSpec
 from engine.kv.batch import RaggedBatch
 
 
 def attend(
-    query: Tensor,  # [T, heads, head_dim]
-    k: Tensor,  # [rows, kv_heads, head_dim]
-    v: Tensor,
+    query: Tensor,  # [T, heads, key_dim]
+    k: Tensor,  # [rows, kv_heads, key_dim]
+    v: Tensor,  # [rows, kv_heads, value_dim]
     batch: RaggedBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:  # [T, heads, head_dim]
+    spec: AttentionSpec,
+) -> Tensor:  # [T, heads, value_dim]
     """Same contract as `reference.attend`."""
-    folded: Tensor = query.unflatten(1, (k.shape[1], -1))  # [T, kv_heads, group, head_dim]
-    out = torch.empty_like(folded)
+    folded: Tensor = query.unflatten(1, (k.shape[1], -1))  # [T, kv_heads, group, key_dim]
+    out = folded.new_empty(*folded.shape[:3], v.shape[2])
+    sinks = None if spec.sinks is None else spec.sinks.float().view(*folded.shape[1:3], 1)
     for i, kv_len in enumerate(batch.kv_lens):
         rows = range(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
         key, value = (_sequence(arena, batch, i) for arena in (k, v))
-        for row, stop in zip(rows, range(kv_len - len(rows) + 1, kv_len + 1), strict=True):
-            start = 0 if window is None else max(0, stop - window)
-            out[row] = _one_row(folded[row], key[:, start:stop], value[:, start:stop], scale, softcap)
+        for row, position in zip(rows, range(kv_len - len(rows), kv_len), strict=True):
+            seen = slice(spec.oldest(position), position + 1)
+            out[row] = _one_row(folded[row], key[:, seen], value[:, seen], spec, sinks)
     return out.flatten(1, 2)
 
 
 def _sequence(arena: Tensor, batch: RaggedBatch, i: int) -> Tensor:
-    """K or V of sequence i, `[kv_heads, kv_len, head_dim]`."""
+    """K or V of sequence i, `[kv_heads, kv_len, dim]`."""
     if batch.is_contiguous[i]:
         start = batch.page_tables[i][0] * batch.page_size
         rows = arena[start : start + batch.kv_lens[i]]
@@ -47,10 +47,14 @@ def _sequence(arena: Tensor, batch: RaggedBatch, i: int) -> Tensor:
     return rows.transpose(0, 1)
 
 
-def _one_row(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """[kv_heads, group, d] over [kv_heads, s, d]; SDPA has no softcap."""
-    if softcap is None:
-        attended: Tensor = scaled_dot_product_attention(query[None], key[None], value[None], scale=scale)[0]
+def _one_row(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+    """[kv_heads, group, key_dim] over [kv_heads, s, dim]; SDPA has no softcap and no sinks `[kv_heads, group, 1]`."""
+    if spec.softcap is None and sinks is None:
+        attended: Tensor = scaled_dot_product_attention(query[None], key[None], value[None], scale=spec.scale)[0]
         return attended
-    scores = torch.tanh(query.float() @ key.float().transpose(1, 2) * (scale / softcap)) * softcap
-    return (scores.softmax(-1) @ value.float()).to(query.dtype)
+    scores = query.float() @ key.float().transpose(1, 2) * spec.scale
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    if sinks is not None:
+        scores = torch.cat([scores, sinks], -1)
+    return (scores.softmax(-1)[..., : key.shape[1]] @ value.float()).to(query.dtype)

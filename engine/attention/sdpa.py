@@ -12,37 +12,36 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention import reference
+from engine.attention.spec import AttentionSpec
 from engine.kv.batch import RaggedBatch
 
 
 def attend(
-    query: Tensor,  # [T, heads, head_dim]
-    k: Tensor,  # [rows, kv_heads, head_dim]
-    v: Tensor,
+    query: Tensor,  # [T, heads, key_dim]
+    k: Tensor,  # [rows, kv_heads, key_dim]
+    v: Tensor,  # [rows, kv_heads, value_dim]
     batch: RaggedBatch,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:  # [T, heads, head_dim]
-    """Same contract as `reference.attend`. SDPA has no softcap: those layers take the reference."""
-    if softcap is not None:
-        return reference.attend(query, k, v, batch, scale, window, softcap)
-    out = query.new_empty(query.shape)
+    spec: AttentionSpec,
+) -> Tensor:  # [T, heads, value_dim]
+    """Same contract as `reference.attend`. SDPA has neither softcap nor sinks: those layers take the reference."""
+    if spec.softcap is not None or spec.sinks is not None:
+        return reference.attend(query, k, v, batch, spec)
+    out = query.new_empty(*query.shape[:2], v.shape[2])
     for i, kv_len in enumerate(batch.kv_lens):
         rows = slice(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
         num_rows = rows.stop - rows.start
-        oldest = 0 if window is None else max(0, kv_len - num_rows + 1 - window)
+        oldest = spec.oldest(kv_len - num_rows)
         mask = None
         if num_rows > 1:
-            keys = range(oldest, kv_len)
-            mask = batch.once(("mask", i, window), partial(reference.causal_mask, batch.positions[rows], keys, window))
+            make = partial(reference.causal_mask, batch.positions[rows], range(oldest, kv_len), spec)
+            mask = batch.once(("mask", i, spec.reach), make)
         key, value = (_positions(arena, batch, i, oldest) for arena in (k, v))
-        out[rows] = _one_sequence(query[rows], key, value, mask, scale)
+        out[rows] = _one_sequence(query[rows], key, value, mask, spec.scale)
     return out
 
 
 def _positions(arena: Tensor, batch: RaggedBatch, i: int, oldest: int) -> Tensor:
-    """K or V of sequence i from position `oldest` on, `[s, kv_heads, head_dim]`."""
+    """K or V of sequence i from position `oldest` on, `[s, kv_heads, dim]`."""
     if batch.is_contiguous[i]:
         start = batch.page_tables[i][0] * batch.page_size
         return arena[start + oldest : start + batch.kv_lens[i]]
@@ -51,12 +50,12 @@ def _positions(arena: Tensor, batch: RaggedBatch, i: int, oldest: int) -> Tensor
 
 
 def _one_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """[t, heads, d] over [s, kv_heads, d]. The query heads that share a KV head become further rows of it.
+    """[t, heads, key_dim] over [s, kv_heads, dim]. The query heads that share a KV head become further rows of it.
 
     torch's own grouping (`enable_gqa`) expands the K/V instead, which was 12 times slower on CPU.
     """
     num_rows, kv_heads = query.shape[0], key.shape[1]
-    folded = query.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [kv_heads, group * t, d]
+    folded = query.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [kv_heads, group * t, key_dim]
     group = folded.shape[1] // num_rows
     if mask is not None:
         mask = mask.repeat(group, 1)[None]

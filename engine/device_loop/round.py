@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.attention.paged import key_of
-from engine.attention.registry import Attend, Ragged
+from engine.attention.registry import Attend, CurrentPass, Ragged
 from engine.device_loop import draws
 from engine.device_loop.layout import Layout, Pass
 from engine.device_loop.slots import LENGTH, MAX_LENGTH, NUM_DRAFT, REJECTS, DeviceSlots, Tables
@@ -189,7 +189,7 @@ class _Model:
         self, state: DeviceSlots, tables: Tables, fed: DeviceModel, attend: Attend, size: int, passes: Seq[Pass],
         truncated: bool, apart: Stream | None,
     ) -> None:  # fmt: skip
-        self._fed, self._attend = fed, attend
+        self._fed, self._attend, self._current = fed, attend, CurrentPass.of(fed.model)
         self.layout = Layout(
             state, tables, size, passes, key=key_of(fed.group), tile_rows=tile_of(fed.group).rows,
             page_size=fed.arena.page_size, positions=fed.positions, truncated=truncated, apart=apart,
@@ -198,12 +198,14 @@ class _Model:
     def __call__(self, batch: RaggedBatch) -> Tensor:
         """Run a pass: logits `[B * draws, vocab]`."""
         model: Any = self._fed.model
-        output = model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            use_cache=False,
-            logits_to_keep=batch.logit_rows,
-            ragged=Ragged(batch, self._fed.arena, self._attend),
-        )
+        ragged = Ragged(batch, self._fed.arena, self._attend)
+        with self._current.runs(ragged):
+            output = model(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.position_ids[None],
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+                ragged=ragged,
+            )
         logits: Tensor = output.logits[0]
         return logits

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.paging import send
-from engine.types import StateSpan
+from engine.types import EMPTY_STATE, StateSpan
 
 T = TypeVar("T")
 TABLE_MARK = 1 << 32  # far above any position and exact in int64
@@ -31,6 +31,13 @@ class Feed:
     num_logits: int = 1
     table: int = 0  # the number of the rotary table, for a model that has two
     state: StateSpan | None = None  # for a model with states that a length cannot roll back
+    adapter: int = 0  # the number of the low-rank adapter of these rows; 0: none
+
+    @classmethod
+    def begun(cls, tokens: Seq[int], number: int, num_logits: int) -> Feed:
+        """A sequence from its start, as tests at load feed it: page `number` is its own, and slot `number` + 1."""
+        state = StateSpan(EMPTY_STATE, 0, number + 1, len(tokens))
+        return cls(tokens, 0, [number], num_logits, state=state)
 
     @property
     def kv_len(self) -> int:
@@ -62,6 +69,7 @@ class RaggedBatch:
     page_size: int
     is_contiguous: tuple[bool, ...]  # [B], whether the sequence's pages are consecutive
     states: tuple[StateSpan | None, ...] = ()  # [B]
+    has_adapters: bool = False  # whether any row has one: then code that skips modules cannot run the pass
     _worked_out: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def once(self, key: Hashable, work_out: Callable[[], T]) -> T:
@@ -103,6 +111,7 @@ class RaggedBatch:
             page_size=page_size,
             is_contiguous=tuple(_is_run(feed.page_table) for feed in feeds),
             states=tuple(feed.state for feed in feeds),
+            has_adapters=any(feed.adapter for feed in feeds),
         )
 
 

@@ -219,7 +219,7 @@ class PagePool:
     def check_invariants(self, cursors: Iterable[KVCursor]) -> None:
         """Check I5: free, kept and held pages are disjoint and together all; no `kv_len` exceeds its page table.
 
-        The same for slots of states, and that a slot leads to each `kv_len` (I7).
+        The same for slots of states, and that a slot leads to each `kv_len` (I8).
         """
         cursors = list(cursors)
         if self.states is not None:

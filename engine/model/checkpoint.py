@@ -21,6 +21,9 @@ from transformers.utils.hub import cached_file
 
 from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError
+from engine.model.gguf.architectures import config_of
+from engine.model.gguf.files import gguf_file, open_gguf
+from engine.model.gguf.tokenizer import chat_template_in
 from engine.model.rope import longrope_border
 
 # The errors of transformers and safetensors for a checkpoint that they cannot load.
@@ -42,6 +45,8 @@ _LENGTH, _ABOUT = (
     8,
     "__metadata__",
 )  # bytes of a safetensors file that contain the length of its header; the one header entry that is no tensor
+_LIMITS = ("max_position_embeddings", "max_seq_len")  # fields of configs, MPT's among them
+_UNBOUNDED = 1 << 17  # positions of a model whose config names no limit, as of one without attention
 _LONGEST_COMPLAINT = 300  # characters; some messages of transformers list every class it knows
 
 
@@ -51,6 +56,9 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     Raises:
         ModelError: there is no config, or it describes another kind of model.
     """
+    gguf = open_gguf(name, revision)
+    if gguf is not None:
+        return config_of(gguf)
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise ModelError(f"cannot load model {name!r}: there is no such folder")
     with told_as_model_error(name):
@@ -66,6 +74,8 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
 
 def read_generation_config(name: str, revision: str | None) -> GenerationConfig | None:
     """Read the generation config; None if there is none. A server uses only its end tokens."""
+    if gguf_file(name, revision) is not None:  # its config has the end tokens
+        return None
     try:
         return GenerationConfig.from_pretrained(name, revision=revision or "main")
     except OSError:
@@ -110,6 +120,9 @@ def end_tokens_of(config: PreTrainedConfig, generation: GenerationConfig | None)
 
 def has_chat_template(name: str, revision: str | None) -> bool:
     """Whether the checkpoint contains a chat template."""
+    gguf = open_gguf(name, revision)
+    if gguf is not None:
+        return chat_template_in(gguf) is not None
     optional = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     if cached_file(name, "chat_template.jinja", **optional) is not None:
         return True
@@ -133,7 +146,9 @@ def positions(config: PreTrainedConfig) -> Positions:
     the same table. Beyond it we serve only models for which `engine.model.rope` can give each sequence its own table.
     """
     text, border = config.get_text_config(), longrope_border(config)
-    whole = shape_of(config, "max_position_embeddings")
+    whole = next((n for n in (getattr(text, name, None) for name in _LIMITS) if isinstance(n, int)), None)
+    if whole is None:
+        return Positions(_UNBOUNDED, "its config names no limit")
     if border is not None:
         return Positions(whole, f"max_position_embeddings; longrope, another table beyond {border} tokens")
     found = Positions(whole, "max_position_embeddings")
@@ -159,7 +174,7 @@ def shape_of(config: PreTrainedConfig, name: str) -> int:
 def check_weights(name: str) -> None:
     """Refuse a folder whose weights are pickles only, because reading a pickle can run code of its author."""
     folder = Path(name)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+    if folder.is_dir() and gguf_file(name) is None and not any(folder.glob("*.safetensors")):
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         found = f"only {pickles[0]}, which may run code when it is read" if pickles else "no weights"
         raise ModelError(f"model {name!r} has {found}; expected *.safetensors")
@@ -183,7 +198,10 @@ def check_whole(path: Path) -> None:
 
 
 def weights_size(name: str, revision: str | None) -> int:
-    """Bytes of the safetensors files of a checkpoint that are on this machine."""
+    """Bytes of the files with weights of a checkpoint that are on this machine."""
+    gguf = gguf_file(name, revision)
+    if gguf is not None:
+        return gguf.stat().st_size
     found = cached_file(name, "config.json", revision=revision)
     return sum(path.stat().st_size for path in Path(str(found)).parent.glob("*.safetensors"))
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -25,18 +23,22 @@ from engine.attention.registry import ATTENTION_NAME
 from engine.choices import Rounded, Weights
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
-from engine.model.checkpoint import check_whole, read_config, told_as_model_error
+from engine.model.checkpoint import read_config, told_as_model_error
 from engine.model.linear import fp8, w4
 from engine.model.linear.activations import make_row_wise
 from engine.model.linear.int4 import GROUP, Int4Linear, fits
 from engine.model.linear.int8 import Int8Linear
 from engine.model.linear.packed import MATMULS, matrix
+from engine.model.linear.routing import make_routing_row_wise
 from engine.model.linear.swap import ROUTERS, bytes_after_swap
+from engine.model.linear.unstack import unstack
+from engine.model.published.files import folder_of, read_tensors
+from engine.model.published.methods import quantisation_of
 from engine.model.runner import load_model, prepare
 
 # In `quantization_config`, so that software that does not know the method refuses the weights.
 _METHODS: dict[str, Rounded] = {f"pilotfish-{weights}": weights for weights in get_args(Rounded)}
-_VERSIONS: dict[Rounded, int] = {"int8": 1, "int4": 3}
+_VERSIONS: dict[Rounded, int] = {"int8": 2, "int4": 4}
 # A name that other software does not mistake for the name of a float weight.
 _SCALE = "weight_scale"
 _KINDS = {"weight_int4": Int4Linear, "weight_int8": Int8Linear}
@@ -44,7 +46,7 @@ _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
 def quantise(model: PreTrainedModel, weights: Rounded = "int8") -> None:
-    """Replace every matmul of `model` by a rounded one. Embeddings, norms, routers and unknown modules stay.
+    """Replace every matmul of `model` by a rounded one, each expert's too. Embeddings, norms, routers and others stay.
 
     With int4, the head and matrices that do not consist of whole groups are in int8.
 
@@ -54,6 +56,7 @@ def quantise(model: PreTrainedModel, weights: Rounded = "int8") -> None:
     Raises:
         ModelError: a weight has a number that is not finite.
     """
+    unstack(model)
     make_row_wise(model)
     head = model.get_output_embeddings()
     # By name, one at a time: a list of modules would keep all float weights in memory until the loop ends.
@@ -75,13 +78,17 @@ def _is_matmul(name: str, module: nn.Module) -> bool:
 
 
 def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights, *, on_cuda: bool = False) -> int:
-    """Bytes of the weights of a float model in `dtype`, or rounded; the model may be on the meta device."""
-    if weights == "native":
+    """Bytes of the weights of a float model in `dtype`, or rounded; the model may be on the meta device.
+
+    Of a model that would be rounded on a CPU, stacked experts are replaced by their single matrices.
+    """
+    if weights in ("native", "dequantised"):
         return sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
     if weights == "fp8":
         return bytes_after_swap(model, dtype, fp8.fits, fp8.num_bytes)
     if on_cuda:
         return bytes_after_swap(model, dtype, w4.fits, w4.num_bytes)
+    unstack(model)
     modules = dict(model.named_modules())
     matmuls = [module for name, module in modules.items() if _is_matmul(name, module)]
     # All parameters of other modules, even shared ones: a head that shares the embedding's weights gets its own copy.
@@ -129,13 +136,19 @@ def load_quantised(name: str, revision: str | None, dtype: torch.dtype, weights:
     config = read_config(name, revision)
     with told_as_model_error(name):
         if quantised_as(config):
-            tensors = _read(name, revision)
+            tensors: Mapping[str, Tensor] = read_tensors(name, revision)
         else:
-            tensors = load_model(name, revision, "auto", torch.device("cpu")).state_dict()
+            loaded = load_model(name, revision, "auto", torch.device("cpu"))
+            unstack(loaded)
+            tensors = loaded.state_dict()
+            del loaded
         prepare(config)
         model = skeleton(config, dtype)
+        unstack(model)
         _fill(model, tensors, name, dtype)
+        del tensors  # stacked experts may be no mapped file, but memory that rounding frees
     quantise(model, weights)
+    make_routing_row_wise(model)
     return model
 
 
@@ -195,26 +208,6 @@ def _check_shape(key: str, made: Int8Linear, module: nn.Linear | Conv1D) -> None
         )
 
 
-def _read(name: str, revision: str | None) -> dict[str, Tensor]:
-    """Map every tensor of a checkpoint from its files.
-
-    Raises:
-        ModelError: a file is incomplete.
-    """
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(_folder(name, revision, "*.safetensors").glob("*.safetensors")):
-        check_whole(path)
-        with safe_open(path, "pt") as file:
-            tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
-    return tensors
-
-
-def _folder(name: str, revision: str | None, *patterns: str) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
-    return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
-
-
 def save_quantised(name: str, revision: str | None, out: Path, weights: Rounded = "int8") -> None:
     """Round the checkpoint `name` and write it to the folder `out`; a model loaded from there is bitwise the same.
 
@@ -223,20 +216,22 @@ def save_quantised(name: str, revision: str | None, out: Path, weights: Rounded 
     """
     if out.exists() and any(out.iterdir()):
         raise ModelError(f"{str(out)!r} is not empty; expected a new folder")
-    already = quantised_as(read_config(name, revision))
+    config = read_config(name, revision)
+    others = quantisation_of(name, config)
+    already = others.method if others else quantised_as(config)
     if already:
         raise ModelError(f"{name!r} has {already} weights already")
     model = load_model(name, revision, "auto", torch.device("cpu"))
     quantise(model, weights)
     out.mkdir(parents=True, exist_ok=True)
     save_file(_tensors_of(model), out / "model.safetensors", metadata={"format": "pt"})
-    source = _folder(name, revision, *_BESIDE_WEIGHTS)
+    source = folder_of(name, revision, *_BESIDE_WEIGHTS)
     for pattern in _BESIDE_WEIGHTS:
         for path in source.glob(pattern):
             if not path.name.endswith(".index.json"):
                 shutil.copyfile(path, out / path.name)
-    config = json.loads((source / "config.json").read_text("utf-8")) | {"quantization_config": _mark(weights)}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    written = json.loads((source / "config.json").read_text("utf-8")) | {"quantization_config": _mark(weights)}
+    (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", "utf-8")
 
 
 def _tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
-from engine.attention.registry import ATTENTION_NAME, Attend, Ragged
+from engine.attention.registry import ATTENTION_NAME, Attend, CurrentPass, Ragged
 from engine.errors import ModelError
-from engine.kv.arena import KVArena, KVLayout
+from engine.kv.arena import KVArena, KVLayout, LayerKV
 from engine.kv.batch import Feed, RaggedBatch
 from engine.machine.mapped import reading
 from engine.model.checkpoint import (
@@ -32,6 +36,8 @@ from engine.model.checkpoint import (
 )
 from engine.model.linear.int8 import matmul_shape
 from engine.model.rope import install_tables
+from engine.model.temperature import install_temperatures
+from engine.recurrent.arena import StateArena, StateLayout
 
 
 class Runner(Protocol):
@@ -47,12 +53,30 @@ class Runner(Protocol):
         ...
 
 
-class ModelRunner:
-    """One transformers model with its arena."""
+class RowAdapters(Protocol):
+    """The low-rank adapters of a model, of which each feed may have one (`adapters.store.Adapters`)."""
 
-    def __init__(self, model: PreTrainedModel, arena: KVArena, attend: Attend) -> None:
-        self.model, self.arena, self.attend = model.eval(), arena, attend
+    def during(self, feeds: Seq[Feed]) -> AbstractContextManager[None]:
+        """Within it the model runs a pass over `feeds`."""
+        ...
+
+
+class ModelRunner:
+    """One transformers model with its arena; with states if its layers keep some, and adapters that rows may have."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        arena: KVArena,
+        attend: Attend,
+        adapters: RowAdapters | None = None,
+        states: StateArena | None = None,
+    ) -> None:
+        self.model, self.arena, self.attend, self._adapters = model.eval(), arena, attend, adapters
+        self.states = states
+        self._current = CurrentPass.of(model)
         install_tables(model)
+        install_temperatures(model, self._current)
         self.vocab_size = vocab_size(model)
         self.device = model.device
 
@@ -60,13 +84,16 @@ class ModelRunner:
     def forward(self, feeds: Seq[Feed]) -> Tensor:
         """Run one pass of the model's own code over the ragged batch, with our attention."""
         batch = RaggedBatch.of(feeds, self.arena.page_size, self.device)
-        output: Any = self.model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            use_cache=False,
-            logits_to_keep=batch.logit_rows,
-            ragged=Ragged(batch, self.arena, self.attend),
-        )
+        ragged = Ragged(batch, self.arena, self.attend)
+        with self._current.runs(ragged), nullcontext() if self._adapters is None else self._adapters.during(feeds):
+            output: Any = self.model(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.position_ids[None],
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+                ragged=ragged,
+                **({} if self.states is None else self.states.keywords(batch)),
+            )
         logits: Tensor = output.logits[0]
         return logits.float()
 
@@ -102,22 +129,40 @@ def load_model(
         check_whole(path)
     stays_mapped = device.type == "cpu" and dtype in ("auto", named_type(config))
     with told_as_model_error(name), nullcontext() if stays_mapped else _tensors_told():
-        prepare(config)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        read = partial(
+            AutoModelForCausalLM.from_pretrained,
             name,
-            config=config,
             revision=revision,
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=False,
-            attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `check_complete` reports them in a clearer message
             distributed_config=DistributedConfig(tp_size=shares) if shares > 1 else None,
         )
-    model, report = loaded
+        model, report = _read(read, config)
     check_complete(name, report)
     return model.to(device)  # type: ignore[no-any-return]
+
+
+def _read(read: Callable[..., Any], config: PreTrainedConfig) -> tuple[Any, Any]:
+    """Read a model with our attention; as its class makes it where that has attention or positions of its own."""
+    own = copy.deepcopy(config)
+    try:
+        prepare(config)
+        model, report = read(config=config, attn_implementation=ATTENTION_NAME)
+    except (KeyError, StrictDataclassFieldValidationError) as error:
+        is_attention, is_pad = error.args == (ATTENTION_NAME,), "pad_token_id" in str(error)
+        if not is_attention and not is_pad:
+            raise
+        return tuple(read(config=own))
+    return tuple(read(config=own)) if _counts_from_pad(model) else (model, report)
+
+
+def _counts_from_pad(model: PreTrainedModel) -> bool:
+    """Whether an embedding of positions counts from the pad token, as RoBERTa's; without one it is of no use."""
+    parts = (module for module in model.modules() if not isinstance(module, nn.Embedding | PreTrainedModel))
+    return any(getattr(module, "padding_idx", 0) is None for module in parts)
 
 
 @contextmanager
@@ -144,17 +189,58 @@ def _tensors_told() -> Iterator[None]:
 def prepare(config: PreTrainedConfig) -> None:
     """Change a config of any family so that the model can run ragged batches."""
     # Some embeddings treat the pad token specially and read its place on the host; a ragged batch has no padding.
-    if config.pad_token_id is not None:
-        config.pad_token_id = None
+    for part in (config, config.get_text_config()):
+        if getattr(part, "pad_token_id", None) is not None:
+            part.pad_token_id = None
 
 
 def kv_layout(config: PreTrainedConfig, dtype: torch.dtype) -> KVLayout:
-    """Read the shape of K/V from a transformers config of any family."""
-    heads = shape_of(config, "num_attention_heads")
+    """Read the shape of K/V, layer by layer, from a transformers config of any family."""
     text = config.get_text_config()
-    kv_heads: int = getattr(text, "num_key_value_heads", None) or heads
-    head_dim: int = getattr(text, "head_dim", None) or shape_of(config, "hidden_size") // heads
-    return KVLayout.uniform(shape_of(config, "num_hidden_layers"), kv_heads, head_dim, dtype)
+    depth = shape_of(config, "num_hidden_layers")
+    own = (
+        [text.per_layer_config[i] for i in range(depth)] if getattr(text, "is_heterogeneous", False) else [text] * depth
+    )
+    sources = _sources(text, depth)
+    return KVLayout(tuple(replace(_layer_kv(c), source=s) for c, s in zip(own, sources, strict=True)), dtype)
+
+
+def _layer_kv(config: PreTrainedConfig) -> LayerKV:
+    """The shape of K/V in a layer with this config."""
+    heads = shape_of(config, "num_attention_heads")
+    if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_nope_head_dim", None):
+        # Latent attention (MLA): what reaches the attention function is expanded to a key and a value for each head.
+        key_dim = shape_of(config, "qk_nope_head_dim") + shape_of(config, "qk_rope_head_dim")
+        return LayerKV(heads, key_dim, shape_of(config, "v_head_dim"))
+    kv_heads: int = (
+        1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
+    )
+    head_dim: int = getattr(config, "head_dim", None) or shape_of(config, "hidden_size") // heads
+    return LayerKV(kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim)
+
+
+def _sources(text: PreTrainedConfig, depth: int) -> list[int | None]:
+    """The earlier layer whose K/V each layer reads: the last ones read those of the last layer of their kind before.
+
+    Kinds s f s f | s f with two that share -> [None, None, None, None, 2, 3].
+    """
+    shared: int = getattr(text, "num_kv_shared_layers", None) or 0
+    first, kinds = depth - shared, getattr(text, "layer_types", None) or ["full_attention"] * depth
+    latest = {kind: i for i, kind in enumerate(kinds[:first])}
+    return [None if i < first else latest[kinds[i]] for i in range(depth)]
+
+
+def layout_of_model(model: PreTrainedModel) -> KVLayout:
+    """The shape of K/V of a loaded model. Of one whose layers keep states, a tiny pass shows which of them attend.
+
+    Raises:
+        ModelError: the model keeps a state in a way that we do not know.
+    """
+    states = StateLayout.of(model)
+    if states is None:
+        return kv_layout(model.config, model.dtype)
+    depth = shape_of(model.config, "num_hidden_layers")
+    return KVLayout(tuple(states.attends.get(layer) for layer in range(depth)), model.dtype)
 
 
 def known_positions(config: PreTrainedConfig) -> int:

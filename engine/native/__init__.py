@@ -1,12 +1,14 @@
 """C code for operations that are slow in torch on a CPU: compiled at first use; torch runs where that fails."""
 
 from engine.native.compiled import instructions, library, threads_in_use
+from engine.native.groups import GroupScales
 from engine.native.matmul import ALIGNED, Matrix, PackedMatrix, multiplies
 from engine.native.rows import Rows, rows, rows_for
 from engine.native.weights import round4, round8, rounds
 
 __all__ = [
     "ALIGNED",
+    "GroupScales",
     "Matrix",
     "PackedMatrix",
     "Rows",

@@ -22,24 +22,35 @@ INLINE void fetch(const void *data, int64_t place, int64_t dim, int bits) {
   for (int64_t d = 0; d < dim; d += 512 / bits) __builtin_prefetch((const char *)data + (place + d) * bits / 8);
 }
 
-/* Where the block's keys lie, in elements of the arena; those behind the last stand for it, and nobody sees them. */
-static void find(const Args *a, const int32_t *table, int64_t first, int64_t kv_len, int64_t head, int64_t *places) {
-  int64_t step = a->kv_heads * a->dim, page = -1, at = 0;
+/* The oldest key that a token sees. */
+INLINE int64_t oldest_of(const Args *a, int64_t position) {
+  int64_t in_window = a->window && position >= a->window ? position - a->window + 1 : 0;
+  int64_t in_chunk = a->chunk ? position / a->chunk * a->chunk : 0;
+  return in_chunk > in_window ? in_chunk : in_window;
+}
+
+/* Where the block from position `first` on lies; positions behind the last stand for it, and nobody sees them. */
+static void find(const Args *a, const Job *job, int64_t first, Places *places) {
+  const int32_t *table = a->tables + job->sequence * a->width;
+  int64_t kv_len = a->kv_lens[job->sequence], page = -1, at = 0;
   for (int64_t j = 0; j < BLOCK; j++) {
     int64_t position = first + j < kv_len ? first + j : kv_len - 1;
     if (j == 0 || at == a->page_size) page = position / a->page_size, at = position % a->page_size;
-    places[j] = (table[page] * a->page_size + at) * step + head * a->dim;
+    int64_t row = table[page] * a->page_size + at;
+    places->key[j] = row * a->key_stride + job->head * a->dim;
+    places->value[j] = row * a->value_stride + job->head * a->value_dim;
     at += position < kv_len - 1;
   }
 }
 
-/* The same of the first block that a job will read. */
-static void find_first(const Args *a, const Job *job, int64_t *places) {
-  int64_t tokens = a->first_rows[job->sequence + 1] - a->first_rows[job->sequence], kv_len = a->kv_lens[job->sequence];
-  int64_t token = kv_len - tokens + job->first / (a->heads / a->kv_heads);
-  int64_t oldest = a->window && token >= a->window ? token - a->window + 1 : 0;
-  find(a, a->tables + job->sequence * a->width, oldest / BLOCK * BLOCK, kv_len, job->head, places);
+/* The position of the token of a job's row. */
+INLINE int64_t position_of(const Args *a, const Job *job, int64_t row) {
+  int64_t tokens = a->first_rows[job->sequence + 1] - a->first_rows[job->sequence];
+  return a->kv_lens[job->sequence] - tokens + (job->first + row) / (a->heads / a->kv_heads);
 }
+
+/* The first block that a job reads. */
+INLINE int64_t first_of(const Args *a, const Job *job) { return oldest_of(a, position_of(a, job, 0)) / BLOCK * BLOCK; }
 
 static void cap(const Args *a, float *scores) {
   if (a->softcap > 0)
@@ -48,8 +59,8 @@ static void cap(const Args *a, float *scores) {
 
 /* Scores of a row that its token may not see become -inf; `first` is the block's first position. */
 static void mask(const Args *a, float *scores, int64_t first, int64_t position) {
-  int64_t last = position - first;                               /* the newest key it sees */
-  int64_t oldest = a->window ? position - a->window + 1 - first : 0; /* and the oldest */
+  int64_t last = position - first;                 /* the newest key it sees */
+  int64_t oldest = oldest_of(a, position) - first; /* and the oldest */
   if (last >= BLOCK - 1 && oldest <= 0) return;
   for (int64_t j = 0; j < BLOCK; j++)
     if (j > last || j < oldest) scores[j] = -INFINITY;
@@ -90,14 +101,12 @@ static void load_query(const Args *a, const Work *w, int row, int64_t place, int
 
 /* One strip against one block, for a number of rows and kind of products that are known when this is compiled. */
 INLINE void strip(const Args *a, Work *w, const Job *job, int row, int64_t first, const int rows, const int fast) {
-  int64_t group = a->heads / a->kv_heads, kv_len = a->kv_lens[job->sequence];
-  int64_t tokens = a->first_rows[job->sequence + 1] - a->first_rows[job->sequence];
   float shrink[STRIP];
   multiply_keys(a, w, row, rows, fast);
   for (int i = 0; i < rows; i++) {
     float *scores = w->scores + (row + i) * BLOCK;
     cap(a, scores);
-    mask(a, scores, first, kv_len - tokens + (job->first + row + i) / group);
+    mask(a, scores, first, position_of(a, job, row + i));
     shrink[i] = weigh(scores, &w->maximum[row + i], &w->weight[row + i]);
   }
   multiply_values(a, w, row, shrink, rows, fast);
@@ -115,13 +124,14 @@ static void meet(const Args *a, Work *w, const Job *job, int row, int64_t first,
   }
 }
 
-/* Row r of a job is token r / group and query head head * group + r % group of its sequence. */
+/* Row r of a job is token r / group and query head head * group + r % group of its sequence. A sink is a score that was
+ * seen before any key: its weight is 1 as long as none is larger. */
 INLINE void begin(const Args *a, const Job *job, Work *w, int64_t group, int64_t start, int bits, int fast) {
-  memset(w->sums, 0, sizeof(float) * job->count * a->dim);
-  for (int r = 0; r < job->count; r++) w->maximum[r] = -INFINITY, w->weight[r] = 0;
+  memset(w->sums, 0, sizeof(float) * job->count * a->value_dim);
   for (int r = 0; r < job->count; r++) {
-    int64_t row = job->first + r;
-    int64_t at = (start + row / group) * a->query_stride + (job->head * group + row % group) * a->dim;
+    int64_t row = job->first + r, head = job->head * group + row % group;
+    int64_t at = (start + row / group) * a->query_stride + head * a->dim;
+    w->maximum[r] = a->sinks ? a->sinks[head] : -INFINITY, w->weight[r] = a->sinks ? 1 : 0;
     if (fast)
       memcpy((uint32_t *)w->query + r * (a->dim / 2), (const bf16 *)a->query + at, 2 * a->dim);
     else
@@ -132,36 +142,32 @@ INLINE void begin(const Args *a, const Job *job, Work *w, int64_t group, int64_t
 INLINE void finish(const Args *a, const Job *job, const Work *w, int64_t group, int64_t start, int bits) {
   for (int r = 0; r < job->count; r++) {
     int64_t row = job->first + r;
-    int64_t at = ((start + row / group) * a->heads + job->head * group + row % group) * a->dim;
-    for (int64_t d = 0; d < a->dim; d += LANES)
-      store(a->out, at + d, *(vec *)(w->sums + r * a->dim + d) / w->weight[r], bits);
+    int64_t at = ((start + row / group) * a->heads + job->head * group + row % group) * a->value_dim;
+    for (int64_t d = 0; d < a->value_dim; d += LANES)
+      store(a->out, at + d, *(vec *)(w->sums + r * a->value_dim + d) / w->weight[r], bits);
   }
 }
 
 static void attention_run(const Args *a, const Job *job, const Job *after, Work *w, int bits) {
   int fast = FAST(bits, a->dim);
-  int64_t group = a->heads / a->kv_heads, start = a->first_rows[job->sequence];
-  int64_t tokens = a->first_rows[job->sequence + 1] - start, kv_len = a->kv_lens[job->sequence];
-  int64_t newest_token = kv_len - tokens + (job->first + job->count - 1) / group;
-  int64_t oldest_token = kv_len - tokens + job->first / group;
-  int64_t oldest_key = a->window && oldest_token >= a->window ? oldest_token - a->window + 1 : 0;
-  const int32_t *table = a->tables + job->sequence * a->width;
-  int64_t first = oldest_key / BLOCK * BLOCK, here[BLOCK], next[BLOCK], *places = here, *ahead = next;
+  int64_t group = a->heads / a->kv_heads, start = a->first_rows[job->sequence], first = first_of(a, job);
+  int64_t newest = position_of(a, job, job->count - 1);
+  Places here, next, *places = &here, *ahead = &next;
   begin(a, job, w, group, start, bits, fast);
-  find(a, table, first, kv_len, job->head, places);
+  find(a, job, first, places);
   /* Of a short context everything is the first block, and nobody asked for that ahead of time. */
-  for (int j = 0; j < BLOCK; j++) fetch(a->value, places[j], a->dim, bits);
-  for (; first <= newest_token; first += BLOCK) {
-    if (first + BLOCK <= newest_token) {
-      find(a, table, first + BLOCK, kv_len, job->head, ahead);
+  for (int j = 0; j < BLOCK; j++) fetch(a->value, places->value[j], a->value_dim, bits);
+  for (; first <= newest; first += BLOCK) {
+    if (first + BLOCK <= newest) {
+      find(a, job, first + BLOCK, ahead);
     } else if (after) {
-      find_first(a, after, ahead);
+      find(a, after, first_of(a, after), ahead);
     } else {
-      memcpy(ahead, places, sizeof here);
+      *ahead = *places;
     }
     load_block(a, w, places, ahead, bits);
     for (int row = 0; row < job->count; row += STRIP) meet(a, w, job, row, first, fast);
-    int64_t *done = places;
+    Places *done = places;
     places = ahead, ahead = done;
   }
   finish(a, job, w, group, start, bits);
@@ -187,15 +193,17 @@ static void *aligned_floats(int64_t count) { return aligned_alloc(64, (size_t)(c
 Work *attention_begin(const Args *a, int workers) {
   Work *all = calloc((size_t)workers, sizeof(Work));
   for (Work *w = all; all && w < all + workers; w++) {
-    w->query = aligned_floats(ROWS * a->dim), w->sums = aligned_floats(ROWS * a->dim), w->scores = aligned_floats(ROWS * BLOCK);
-    w->keys = aligned_floats(BLOCK * a->dim), w->values = aligned_floats(BLOCK * a->dim);
+    w->query = aligned_floats(ROWS * a->dim), w->sums = aligned_floats(ROWS * a->value_dim);
+    w->keys = aligned_floats(BLOCK * a->dim), w->values = aligned_floats(BLOCK * a->value_dim);
+    w->scores = aligned_floats(ROWS * BLOCK);
     if (!(w->keys && w->values && w->query && w->scores && w->sums)) return attention_end(all, workers), NULL;
   }
   return all;
 }
 
 void attention_end(Work *w, int workers) {
-  for (int i = 0; i < workers; i++) free(w[i].query), free(w[i].keys), free(w[i].values), free(w[i].scores), free(w[i].sums);
+  for (int i = 0; i < workers; i++)
+    free(w[i].query), free(w[i].keys), free(w[i].values), free(w[i].scores), free(w[i].sums);
   free(w);
 }
 
@@ -224,7 +232,7 @@ double attention_work(const Args *a, int bits) {
   double all = 0;
   for (int64_t i = 0; i < a->sequences; i++)
     all += a->kv_lens[i] * (1 + (double)(a->first_rows[i + 1] - a->first_rows[i]) * (double)(a->heads / a->kv_heads) / 4);
-  return all * (double)(a->kv_heads * a->dim * 2 * bits / 8);
+  return all * (double)(a->kv_heads * (a->dim + a->value_dim) * bits / 8);
 }
 
 /* Returns 0, or 1 if there was no memory. `bits`: 32 for float, 16 for bfloat16. */

@@ -9,28 +9,35 @@
 #define ATTENTION_BLOCK 64 /* keys */
 
 typedef struct {
-  const void *query, *key, *value; /* [tokens, heads, dim], [arena rows, kv_heads, dim] twice */
-  void *out;                       /* [tokens, heads, dim], dense */
+  const void *query, *key, *value; /* [tokens, heads, dim], [arena rows, kv_heads, dim], [.., kv_heads, value_dim] */
+  void *out;                       /* [tokens, heads, value_dim], dense */
   const int32_t *first_rows;       /* [sequences + 1] */
   const int32_t *kv_lens;          /* [sequences] */
   const int32_t *tables;           /* [sequences, width]: page numbers */
-  int64_t query_stride;            /* elements from one token of the query to the next */
-  int64_t sequences, width, page_size, heads, kv_heads, dim, window; /* window 0: none */
-  float scale, softcap;                                               /* softcap 0: none */
+  const float *sinks;              /* [heads], one more score for each; NULL: none */
+  int64_t query_stride, key_stride, value_stride; /* elements from one token, or one row of the arena, to the next */
+  int64_t sequences, width, page_size, heads, kv_heads, dim, value_dim;
+  int64_t window, chunk; /* 0: none */
+  float scale, softcap;  /* softcap 0: none */
 } Args;
 
 typedef struct {
   int32_t sequence, head, first, count; /* `count` rows from `first` on, of group * tokens */
 } Job;
 
-/* What a thread works in. Sizes are for the widest head. */
+/* Where a block's keys and values lie, in elements of the arena. */
+typedef struct {
+  int64_t key[ATTENTION_BLOCK], value[ATTENTION_BLOCK];
+} Places;
+
+/* What a thread works in. */
 typedef struct {
   float *query;  /* [ATTENTION_ROWS, dim] */
   float *keys;   /* [dim, BLOCK]: transposed; or [BLOCK, dim] */
-  float *values; /* [BLOCK, dim] */
+  float *values; /* [BLOCK, value_dim] */
   const float *key_rows[ATTENTION_BLOCK], *value_rows[ATTENTION_BLOCK]; /* where one lies, if it is read in its place */
   float *scores; /* [ATTENTION_ROWS, BLOCK], which become weights */
-  float *sums;   /* [ATTENTION_ROWS, dim], of weighted values */
+  float *sums;   /* [ATTENTION_ROWS, value_dim], of weighted values */
   float maximum[ATTENTION_ROWS], weight[ATTENTION_ROWS];
 } Work;
 

@@ -57,10 +57,10 @@ INLINE void multiply_keys(const Args *a, const Work *w, int row, const int rows,
 /* sums = sums * shrink + weights . values, of `rows` rows. */
 INLINE void multiply_values(const Args *a, const Work *w, int row, const float *shrink, const int rows, int fast) {
   (void)fast;
-  for (int64_t d = 0; d < a->dim; d += SIDE * REGISTER) {
+  for (int64_t d = 0; d < a->value_dim; d += SIDE * REGISTER) {
     floats sums[STRIP][SIDE];
     EACH(int i = 0; i < rows; i++)
-      EACH(int v = 0; v < SIDE; v++) sums[i][v] = ((floats *)(w->sums + (row + i) * a->dim + d))[v] * shrink[i];
+      EACH(int v = 0; v < SIDE; v++) sums[i][v] = ((floats *)(w->sums + (row + i) * a->value_dim + d))[v] * shrink[i];
     for (int j = 0; j < BLOCK; j++) {
       const float *value = w->value_rows[j] + d;
       floats here[SIDE];
@@ -71,21 +71,21 @@ INLINE void multiply_values(const Args *a, const Work *w, int row, const float *
       }
     }
     EACH(int i = 0; i < rows; i++)
-      EACH(int v = 0; v < SIDE; v++) ((floats *)(w->sums + (row + i) * a->dim + d))[v] = sums[i][v];
+      EACH(int v = 0; v < SIDE; v++) ((floats *)(w->sums + (row + i) * a->value_dim + d))[v] = sums[i][v];
   }
 }
 
 /* Where a block's keys or values lie as floats: where they are, or in `wide`. */
-static void load_rows(const Args *a, const void *data, const int64_t *places, const int64_t *ahead, int bits, float *wide,
+static void load_rows(const void *data, const int64_t *places, const int64_t *ahead, int64_t dim, int bits, float *wide,
                       const float **rows) {
   for (int j = 0; j < BLOCK; j++) {
-    fetch(data, ahead[j], a->dim, bits);
-    rows[j] = bits == 32 ? (const float *)data + places[j] : wide + j * a->dim;
-    for (int64_t d = 0; d < a->dim && bits == 16; d += LANES) *(vec *)(wide + j * a->dim + d) = load(data, places[j] + d, 16);
+    fetch(data, ahead[j], dim, bits);
+    rows[j] = bits == 32 ? (const float *)data + places[j] : wide + j * dim;
+    for (int64_t d = 0; d < dim && bits == 16; d += LANES) *(vec *)(wide + j * dim + d) = load(data, places[j] + d, 16);
   }
 }
 
-static void load_block(const Args *a, Work *w, const int64_t *places, const int64_t *ahead, int bits) {
-  load_rows(a, a->key, places, ahead, bits, w->keys, w->key_rows);
-  load_rows(a, a->value, places, ahead, bits, w->values, w->value_rows);
+static void load_block(const Args *a, Work *w, const Places *places, const Places *ahead, int bits) {
+  load_rows(a->key, places->key, ahead->key, a->dim, bits, w->keys, w->key_rows);
+  load_rows(a->value, places->value, ahead->value, a->value_dim, bits, w->values, w->value_rows);
 }

@@ -20,14 +20,14 @@ INLINE void multiply_values_float(const Args *a, const Work *w, int row, int64_t
                                   const int width) {
   vec sums[STRIP][STRIP];
   EACH(int i = 0; i < rows; i++)
-    EACH(int v = 0; v < width; v++) sums[i][v] = ((vec *)(w->sums + (row + i) * a->dim + d))[v] * shrink[i];
+    EACH(int v = 0; v < width; v++) sums[i][v] = ((vec *)(w->sums + (row + i) * a->value_dim + d))[v] * shrink[i];
   for (int j = 0; j < BLOCK; j++)
     EACH(int v = 0; v < width; v++) {
-      vec value = ((const vec *)(w->values + j * a->dim + d))[v];
+      vec value = ((const vec *)(w->values + j * a->value_dim + d))[v];
       EACH(int i = 0; i < rows; i++) sums[i][v] += value * w->scores[(row + i) * BLOCK + j];
     }
   EACH(int i = 0; i < rows; i++)
-    EACH(int v = 0; v < width; v++) ((vec *)(w->sums + (row + i) * a->dim + d))[v] = sums[i][v];
+    EACH(int v = 0; v < width; v++) ((vec *)(w->sums + (row + i) * a->value_dim + d))[v] = sums[i][v];
 }
 
 /* 16 rows of 16 32-bit numbers, rows[i] read from `from[i]`; column c goes to to + c * BLOCK. */
@@ -71,14 +71,16 @@ static void load_keys(const Args *a, const Work *w, const int64_t *places, const
 
 static void load_values(const Args *a, const Work *w, const int64_t *places, const int64_t *ahead, int bits) {
   for (int j = 0; j < BLOCK; j++) {
-    fetch(a->value, ahead[j], a->dim, bits);
-    for (int64_t d = 0; d < a->dim; d += LANES) *(vec *)(w->values + j * a->dim + d) = load(a->value, places[j] + d, bits);
+    fetch(a->value, ahead[j], a->value_dim, bits);
+    for (int64_t d = 0; d < a->value_dim; d += LANES)
+      *(vec *)(w->values + j * a->value_dim + d) = load(a->value, places[j] + d, bits);
   }
 }
 
 #ifdef __AVX512BF16__
 /* The same with bfloat16 products: two neighbours of the summed dimension side by side in each 32-bit lane. `query` is
- * then [ROWS, dim / 2] pairs, `keys` [dim / 2, BLOCK], `values` [BLOCK / 2, dim]; weights are rounded to bfloat16. */
+ * then [ROWS, dim / 2] pairs, `keys` [dim / 2, BLOCK], `values` [BLOCK / 2, value_dim]; weights are rounded to bfloat16.
+ */
 
 INLINE __m512 dot(__m512 sum, __m512i pairs, uint32_t pair) {
   return _mm512_dpbf16_ps(sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32((int)pair));
@@ -110,15 +112,15 @@ INLINE void multiply_values_bf16(const Args *a, const Work *w, int row, int64_t 
       memcpy(weights[i] + j * LANES / 2, &rounded, sizeof rounded);
     }
     EACH(int v = 0; v < width; v++)
-      sums[i][v] = (__m512)(((vec *)(w->sums + (row + i) * a->dim + d))[v] * shrink[i]);
+      sums[i][v] = (__m512)(((vec *)(w->sums + (row + i) * a->value_dim + d))[v] * shrink[i]);
   }
   for (int j = 0; j < BLOCK / 2; j++)
     EACH(int v = 0; v < width; v++) {
-      __m512i value = _mm512_load_si512(w->values + j * a->dim + d + v * LANES);
+      __m512i value = _mm512_load_si512(w->values + j * a->value_dim + d + v * LANES);
       EACH(int i = 0; i < rows; i++) sums[i][v] = dot(sums[i][v], value, weights[i][j]);
     }
   EACH(int i = 0; i < rows; i++)
-    EACH(int v = 0; v < width; v++) ((vec *)(w->sums + (row + i) * a->dim + d))[v] = (vec)sums[i][v];
+    EACH(int v = 0; v < width; v++) ((vec *)(w->sums + (row + i) * a->value_dim + d))[v] = (vec)sums[i][v];
 }
 
 static void load_keys_bf16(const Args *a, const Work *w, const int64_t *places, const int64_t *ahead) {
@@ -136,12 +138,12 @@ static void load_keys_bf16(const Args *a, const Work *w, const int64_t *places, 
 static void load_values_bf16(const Args *a, const Work *w, const int64_t *places, const int64_t *ahead) {
   for (int j = 0; j < BLOCK; j += 2) {
     const bf16 *even = (const bf16 *)a->value + places[j], *odd = (const bf16 *)a->value + places[j + 1];
-    fetch(a->value, ahead[j], a->dim, 16);
-    fetch(a->value, ahead[j + 1], a->dim, 16);
-    for (int64_t d = 0; d < a->dim; d += LANES) {
+    fetch(a->value, ahead[j], a->value_dim, 16);
+    fetch(a->value, ahead[j + 1], a->value_dim, 16);
+    for (int64_t d = 0; d < a->value_dim; d += LANES) {
       __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(even + d)));
       __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(odd + d)));
-      _mm512_store_si512(w->values + j / 2 * a->dim + d, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+      _mm512_store_si512(w->values + j / 2 * a->value_dim + d, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
     }
   }
 }
@@ -163,19 +165,19 @@ INLINE void multiply_keys(const Args *a, const Work *w, int row, const int rows,
 
 INLINE void multiply_values(const Args *a, const Work *w, int row, const float *shrink, const int rows, int fast) {
   int64_t d = 0;
-  for (; d + STRIP * LANES <= a->dim; d += STRIP * LANES)
+  for (; d + STRIP * LANES <= a->value_dim; d += STRIP * LANES)
     fast ? multiply_values_bf16(a, w, row, d, shrink, rows, STRIP)
          : multiply_values_float(a, w, row, d, shrink, rows, STRIP);
-  for (; d < a->dim; d += LANES)
+  for (; d < a->value_dim; d += LANES)
     fast ? multiply_values_bf16(a, w, row, d, shrink, rows, 1) : multiply_values_float(a, w, row, d, shrink, rows, 1);
 }
 
-static void load_block(const Args *a, Work *w, const int64_t *places, const int64_t *ahead, int bits) {
+static void load_block(const Args *a, Work *w, const Places *places, const Places *ahead, int bits) {
   if (FAST(bits, a->dim)) {
-    load_keys_bf16(a, w, places, ahead);
-    load_values_bf16(a, w, places, ahead);
+    load_keys_bf16(a, w, places->key, ahead->key);
+    load_values_bf16(a, w, places->value, ahead->value);
   } else {
-    load_keys(a, w, places, ahead, bits);
-    load_values(a, w, places, ahead, bits);
+    load_keys(a, w, places->key, ahead->key, bits);
+    load_values(a, w, places->value, ahead->value, bits);
   }
 }

@@ -53,6 +53,8 @@ INLINE void block(const char *x, int64_t steps, const char *panel, const char *n
 #define GROUP 64 /* inputs that share a scale in 4 bits */
 #define BLOCK4 (BLOCK < 3 ? BLOCK : 3) /* rows: there are sums of a group and sums of all */
 
+#include "groups.h"
+
 /* The steps of a panel in 4 bits: the weights' own, and one with the scales of every two groups. */
 INLINE int64_t steps4(int64_t in) { return in / 8 + (in / GROUP + 1) / 2; }
 
@@ -106,20 +108,29 @@ typedef void Block(const char *, int64_t, const char *, const char *, int, void 
     block(x, steps, panel, next, lines, sums, rows, bits);                                                        \
   }
 
+#define OF_GROUPS(rows, bits)                                                                                         \
+  static void groups_##rows##_##bits(const Matrix *m, const char *x, const char *panel, int64_t ahead, int lines,     \
+                                     void *sums) {                                                                    \
+    block_of_groups(m, x, panel, ahead, lines, sums, rows, bits);                                                     \
+  }
+
 #if BLOCK == 6
-#define ALL(bits) OF(1, bits) OF(2, bits) OF(3, bits) OF(4, bits) OF(5, bits) OF(6, bits)
-#define NAMES(bits) {block_1_##bits, block_2_##bits, block_3_##bits, block_4_##bits, block_5_##bits, block_6_##bits}
+#define ALL(of, bits) of(1, bits) of(2, bits) of(3, bits) of(4, bits) of(5, bits) of(6, bits)
+#define NAMES(name, bits) {name##_1_##bits, name##_2_##bits, name##_3_##bits, name##_4_##bits, name##_5_##bits, name##_6_##bits}
 #elif BLOCK == 3
-#define ALL(bits) OF(1, bits) OF(2, bits) OF(3, bits)
-#define NAMES(bits) {block_1_##bits, block_2_##bits, block_3_##bits}
+#define ALL(of, bits) of(1, bits) of(2, bits) of(3, bits)
+#define NAMES(name, bits) {name##_1_##bits, name##_2_##bits, name##_3_##bits}
 #else
-#define ALL(bits) OF(1, bits) OF(2, bits)
-#define NAMES(bits) {block_1_##bits, block_2_##bits}
+#define ALL(of, bits) of(1, bits) of(2, bits)
+#define NAMES(name, bits) {name##_1_##bits, name##_2_##bits}
 #endif
-ALL(8)
-ALL(16)
-ALL(32)
-static Block *const BLOCKS[3][BLOCK] = {NAMES(8), NAMES(16), NAMES(32)};
+ALL(OF, 8)
+ALL(OF, 16)
+ALL(OF, 32)
+ALL(OF_GROUPS, 4)
+ALL(OF_GROUPS, 8)
+static Block *const BLOCKS[3][BLOCK] = {NAMES(block, 8), NAMES(block, 16), NAMES(block, 32)};
+static BlockOfGroups *const BLOCKS_OF_GROUPS[2][BLOCK] = {NAMES(groups, 4), NAMES(groups, 8)};
 
 OF4(1) OF4(2)
 #if BLOCK4 == 3
@@ -133,17 +144,21 @@ static int fed_per_step(const Matrix *m) { return m->bits == 16 ? FED16 : 4; }
 
 static int64_t steps_of(const Matrix *m) { return m->in / (m->bits <= 8 ? 4 : 32 / m->bits); }
 
-int64_t fed_bytes(const Matrix *m) { return steps_of(m) * fed_per_step(m); }
+int64_t fed_bytes(const Matrix *m) {
+  return m->groups.size ? m->in + m->in / m->groups.size * 4 : steps_of(m) * fed_per_step(m);
+}
 
 static int fed_signed(const Matrix *m) { return (m->bits == 8 && SIGNED_ROWS(8)) || (m->bits == 4 && SIGNED_ROWS(4)); }
 
-int fed_as_is(const Matrix *m) { return fed_per_step(m) == 4 && !fed_signed(m); }
+int fed_as_is(const Matrix *m) { return !m->groups.size && fed_per_step(m) == 4 && !fed_signed(m); }
 
 void feed(const Matrix *m, const void *row, void *to) {
   int64_t steps = steps_of(m);
   const uint32_t *from = row;
   uint32_t *two = to;
-  if (fed_signed(m)) {
+  if (m->groups.size) {
+    feed_groups(m, row, to);
+  } else if (fed_signed(m)) {
     for (int64_t s = 0; s < steps; s++) two[s] = from[s] ^ 0x80808080;
   } else if (fed_as_is(m)) {
     if (to != row) memcpy(to, row, (size_t)fed_bytes(m));
@@ -157,12 +172,14 @@ INLINE void finish(const Matrix *m, const Product *p, const vec *sums, int64_t r
   int64_t count = m->out - first < PANEL ? m->out - first : PANEL;
   for (int64_t i = 0; i < count; i += LANES) {
     vec y = sums[i / LANES];
-    if (m->bits == 8) {
+    if (m->groups.size) {
+      y = y * p->step[row];
+    } else if (m->bits == 8) {
       ivec whole = (ivec)y;
       if (!SIGNED_ROWS(8)) whole -= *(const ivec_unaligned *)((const int32_t *)m->offset + first + i);
       y = __builtin_convertvector(whole, vec) * *(const vec_unaligned *)(m->scale + first + i) * p->step[row];
     }
-    if (m->bits == 4) y = y * p->step[row];
+    if (m->bits == 4 && !m->groups.size) y = y * p->step[row];
     if (m->bias) y += *(const vec_unaligned *)(m->bias + first + i);
     store_some(p->out, row * m->out + first + i, y, p->bits, p->add, count - i);
   }
@@ -172,7 +189,9 @@ INLINE void finish(const Matrix *m, const Product *p, const vec *sums, int64_t r
 INLINE void meet(const Matrix *m, const Product *p, int64_t row, int64_t count, int64_t panel, const char *weights,
                  const char *next, int lines, void *sums) {
   const char *rows = (const char *)p->in + row * fed_bytes(m);
-  if (m->bits == 4)
+  if (m->groups.size)
+    BLOCKS_OF_GROUPS[m->bits == 8][count - 1](m, rows, weights, next - weights, lines, sums);
+  else if (m->bits == 4)
     BLOCKS4[count - 1](m, rows, weights, next, lines, (const float *)m->offset + panel * PANEL, sums);
   else
     BLOCKS[m->bits == 8 ? 0 : m->bits == 16 ? 1 : 2][count - 1](rows, steps_of(m), weights, next, lines, sums);
@@ -181,14 +200,16 @@ INLINE void meet(const Matrix *m, const Product *p, int64_t row, int64_t count, 
 int64_t matmul_panels(const Matrix *m) { return (m->out + PANEL - 1) / PANEL; }
 
 void multiply_panels(const Matrix *m, const Product *p, int64_t first, int64_t last) {
-  int64_t size = m->bits == 4 ? steps4(m->in) * STEP : m->in * m->bits / 8 * PANEL;
-  int64_t most = m->bits == 4 ? BLOCK4 : BLOCK, parts = (p->rows + most - 1) / most;
+  int64_t size = m->groups.size ? panel_of_groups(m)
+                 : m->bits == 4 ? steps4(m->in) * STEP
+                                : m->in * m->bits / 8 * PANEL;
+  int64_t most = m->bits == 4 && !m->groups.size ? BLOCK4 : BLOCK, parts = (p->rows + most - 1) / most;
   int lines = parts == 1 ? LINES : parts <= 3 ? (LINES + 1) / 2 : 1;
   for (int64_t panel = first; panel < last; panel++) {
     const char *weights = (const char *)m->panels + panel * size;
     for (int64_t part = 0; part < parts; part++) {
       int64_t row = p->rows * part / parts, count = p->rows * (part + 1) / parts - row;
-      const char *next = parts == 1 ? weights + AHEAD : weights + size + part * lines * (size / LINES);
+      const char *next = parts == 1 ? weights + AHEAD : weights + size + part * lines * (m->groups.size ? LINE : size / LINES);
       vec sums[BLOCK * PANEL / LANES];
       meet(m, p, row, count, panel, weights, next, lines, sums);
       for (int64_t r = 0; r < count; r++) finish(m, p, sums + r * (PANEL / LANES), row + r, panel * PANEL);
@@ -198,6 +219,9 @@ void multiply_panels(const Matrix *m, const Product *p, int64_t first, int64_t l
 
 /* The outputs of a panel: whoever packs one must know. */
 int pilotfish_panel(void) { return PANEL; }
+
+/* What codes of 8 bits in groups lie in panels with. */
+int pilotfish_codes_from(void) { return CODES_FROM(8); }
 
 /* The instructions that multiply weights of 4 and 8 bits, and bfloat16. */
 const char *pilotfish_integer_path(void) { return INTEGER_PATH; }

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from engine.machine.threads import pool_threads
 from engine.native.compiled import library
+from engine.native.groups import Groups, GroupScales, panels_of_groups
 from engine.native.weights import GROUP, panels_of, panels_of_levels
 
 _BITS = {torch.uint8: 4, torch.int8: 8, torch.bfloat16: 16, torch.float32: 32}  # uint8: two weights in a byte
@@ -26,6 +27,8 @@ class Matrix(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("panels", "scale", "offset", "bias")),
         *((name, ctypes.c_int64) for name in ("inputs", "outputs", "bits")),
         ("levels", ctypes.c_int8 * 16),
+        ("groups", Groups),
+        ("order", ctypes.c_void_p),
     )
 
 
@@ -50,6 +53,14 @@ def panel() -> int:
     native = library()
     assert native is not None
     return int(native.pilotfish_panel())
+
+
+@cache
+def codes_from() -> int:
+    """The number that is added to codes of 8 bits in groups when they are packed for this processor."""
+    native = library()
+    assert native is not None
+    return int(native.pilotfish_codes_from())
 
 
 class PackedMatrix:
@@ -100,6 +111,24 @@ class PackedMatrix:
         panels, offset = panels_of_levels(parts, scale, levels, panel())
         made = cls(torch.uint8, (outputs, inputs), panels, None, offset, bias)
         made.matrix.levels[:] = levels
+        return made
+
+    @classmethod
+    def of_groups(
+        cls, codes: Tensor | Seq[Tensor], scales: GroupScales, bias: Tensor | None, order: Tensor | None = None
+    ) -> PackedMatrix:
+        """Pack codes in groups as they are: uint8 `[out, in / 2]`, two in a byte, the first low; or int8 `[out, in]`.
+
+        Input j of the codes is `order[j]` of a row, int64 `[in]`, if there is an order.
+        """
+        parts = _parts(codes)
+        dtype, inputs = parts[0].dtype, parts[0].shape[1] * (2 if parts[0].dtype == torch.uint8 else 1)
+        panels = panels_of_groups(parts, scales, panel(), codes_from())
+        made = cls(dtype, (len(scales.scale), inputs), panels, None, None, bias)
+        made.matrix.groups = scales.form(inputs)
+        if order is not None:
+            order = order.contiguous()
+            made.matrix.order, made._held = order.data_ptr(), (*made._held, order)
         return made
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> PackedMatrix:

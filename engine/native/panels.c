@@ -108,3 +108,32 @@ void pilotfish_panels4(const char *rows, const bf16 *scale, int64_t count, int64
     for (int64_t r = row; r < stop; r++) offset[first + r] = (float)(128 * total[r - row]);
   }
 }
+
+#define WIDEST 64 /* outputs of a panel */
+
+/* Codes of 4 or 8 bits in groups of `words` words (Groups in matmul.h): into panels that have `block_head` bytes before
+ * every block of `block` groups and `group_head` before every group, which are the caller's. `from` is 128 where codes of
+ * 8 bits lie with 128 more, else 0. */
+void pilotfish_codes(const char *rows, int64_t count, int64_t groups, int64_t words, int64_t bits, int64_t from,
+                     int64_t width, int64_t first, int64_t block, int64_t block_head, int64_t group_head, char *panels) {
+  int64_t stride = 4 * groups * words, size = groups / block * block_head + groups * (group_head + 4 * words * width);
+  const uint32_t flipped = (uint32_t)from * 0x01010101;
+  for (int64_t row = 0, stop; row < count; row = stop) {
+    stop = less(count, row + width - (first + row) % width);
+    char *panel = panels + (first + row) / width * size + (first + row) % width * 4;
+    for (int64_t g = 0; g < groups; g++) {
+      const char *codes = rows + row * stride + 4 * g * words;
+      char *to = panel + (g / block + 1) * block_head + (g + 1) * group_head + 4 * g * words * width;
+      for (int64_t at = 0; at < words; at += TILE, codes += 4 * TILE, to += 4 * TILE * width) {
+        int64_t here = less(TILE, words - at);
+        uint32_t own[WIDEST][TILE];
+        for (int64_t r = 0; r < stop - row; r++) {
+          memcpy(own[r], codes + r * stride, (size_t)here * 4);
+          for (int64_t i = 0; i < here; i++)
+            own[r][i] = bits == 8 ? own[r][i] ^ flipped : apart(own[r][i] & 0xffff) | apart(own[r][i] >> 16) << 4;
+        }
+        transpose((const char *)own, 4 * TILE, stop - row, here, (uint32_t *)to, width);
+      }
+    }
+  }
+}

@@ -179,6 +179,40 @@ INLINE ints dot_levels(ints sum, chars low, chars high, const char *x) {
 #endif
 }
 
+/* Codes in groups meet rows without their 128. Where an instruction takes unsigned weights, codes of 8 bits lie in panels
+ * with 128 more, and whoever sums them takes as many times the row's inputs away. */
+#if defined(__AVX512VNNI__) || (WIDTH == 32 && defined(__AVXVNNI__))
+#define CODES_FROM(bits) ((bits) == 8 ? 128 : 0)
+#else
+#define CODES_FROM(bits) 0
+#endif
+
+INLINE ints dot_codes(ints sum, Four w, const char *x) {
+#if defined(__AVX512VNNI__)
+  return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)four_inputs(x));
+#elif WIDTH == 32 && defined(__AVXVNNI__)
+  return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)four_inputs(x));
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return (ints)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)four_inputs(x));
+#elif defined(__ARM_NEON) || defined(TWO_PRODUCTS)
+  return dot(sum, w, x);
+#else
+  shorts row = (shorts)four_inputs(x);
+  sum += pairs(w.even, (shorts)((ushorts)row << 8) >> 8);
+  return sum + pairs(w.odd, row >> 8);
+#endif
+}
+
+/* Eight inputs times codes of 0 to 15: four products of 127 and 15 are at most 7,620. */
+INLINE ints dot_nibbles(ints sum, chars low, chars high, const char *x) {
+#if defined(TWO_PRODUCTS)
+  shorts four = byte_pairs((ints)low, four_inputs(x)) + byte_pairs((ints)high, four_inputs(x + 4));
+  return sum + pairs(four, (shorts){0} + 1);
+#else
+  return dot_codes(dot_codes(sum, four_of(low), x), four_of(high), x + 4);
+#endif
+}
+
 #if defined(__AVX512VNNI__)
 #define INTEGER_PATH "AVX-512 VNNI"
 #elif WIDTH == 32 && defined(__AVXVNNI__)
@@ -227,6 +261,32 @@ INLINE floats two_products(floats sum, ints w, const char *x) {
 }
 
 #endif
+
+/* The numbers of a register from 16 bits each. */
+typedef uint16_t halves __attribute__((vector_size(WIDTH / 2)));
+
+INLINE floats bfloat16s(const char *x) {
+#if WIDTH == 64
+  return (floats)((ints)_mm512_cvtepu16_epi32(*(const __m256i *)x) << 16);
+#elif WIDTH == 32
+  return (floats)((ints)_mm256_cvtepu16_epi32(*(const __m128i *)x) << 16);
+#else
+  return (floats)(__builtin_convertvector(*(const halves *)x, ints) << 16);
+#endif
+}
+
+INLINE floats float16s(const char *x) {
+#if WIDTH == 64
+  return (floats)_mm512_cvtph_ps(*(const __m256i *)x);
+#elif WIDTH == 32 && defined(__F16C__)
+  return (floats)_mm256_cvtph_ps(*(const __m128i *)x);
+#else
+  /* The exponent starts 112 lower. Finite numbers alone, and small ones stay exact. */
+  ints bits = __builtin_convertvector(*(const halves *)x, ints);
+  floats size = (floats)((bits & 0x7fff) << 13) * 0x1p112f;
+  return (floats)((ints)size | (bits & 0x8000) << 16);
+#endif
+}
 
 /* A table of 16 bytes in every 16 bytes, and its entries by numbers of 0 to 15. */
 INLINE chars table_of(const int8_t *levels) {

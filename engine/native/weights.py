@@ -43,7 +43,7 @@ def rounds(weight: Tensor) -> bool:
 def round8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """`[out, in]` -> int8 of the same shape, float32 scale `[out]`, NaN where a number of the row is not finite."""
     (outputs, inputs), call = weight.shape, _function("round8")
-    out, scale = _empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs)
+    out, scale = empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs)
 
     def work(first: int, last: int) -> None:
         part = weight[first:last]
@@ -52,7 +52,7 @@ def round8(weight: Tensor) -> tuple[Tensor, Tensor]:
             scale[first:].data_ptr(),
         )  # fmt: skip
 
-    _spread(weight, work)
+    spread(weight, work)
     return out, scale
 
 
@@ -62,7 +62,7 @@ def round4(weight: Tensor, levels: Seq[int]) -> tuple[Tensor, Tensor]:
     Also returns bfloat16 `[out, in / 64]`: the value of one step of a level in each group of inputs.
     """
     (outputs, inputs), call = weight.shape, _function("round4")
-    out = _empty(outputs, inputs // 2, dtype=torch.uint8)
+    out = empty(outputs, inputs // 2, dtype=torch.uint8)
     scale = torch.empty(outputs, inputs // GROUP, dtype=torch.bfloat16)
     table = torch.tensor(levels, dtype=torch.float32)
 
@@ -73,7 +73,7 @@ def round4(weight: Tensor, levels: Seq[int]) -> tuple[Tensor, Tensor]:
             scale[first:].data_ptr(),
         )  # fmt: skip
 
-    _spread(weight, work)
+    spread(weight, work)
     return out, scale
 
 
@@ -84,17 +84,17 @@ def panels_of(parts: Seq[Tensor], width: int) -> tuple[Tensor, Tensor | None]:
     sums.
     """
     outputs, inputs, group = sum(map(len, parts)), parts[0].shape[1], 4 // parts[0].element_size()
-    panels = _empty(-(-outputs // width), inputs // group, width, group, dtype=parts[0].dtype)
+    panels = empty(-(-outputs // width), inputs // group, width, group, dtype=parts[0].dtype)
     panels[outputs // width :].zero_()  # padding: outputs beyond the matrix
     offset = torch.zeros(len(panels) * width, dtype=torch.int32) if parts[0].dtype == torch.int8 else None
     to, call = (panels.data_ptr(), None if offset is None else offset.data_ptr()), _function("panels")
-    for start, part in _placed(parts):
+    for start, part in placed(parts):
         dense = part.contiguous()
 
         def work(first: int, last: int, start: int = start, dense: Tensor = dense) -> None:
             call(dense[first:].data_ptr(), last - first, inputs // group, width, start + first, *to)
 
-        _spread(dense, work, width)
+        spread(dense, work, width)
     return panels, offset
 
 
@@ -106,34 +106,34 @@ def panels_of_levels(parts: Seq[Tensor], scale: Tensor, levels: Seq[int], width:
     assert scale.dtype == torch.bfloat16, "C reads these"
     outputs, groups = scale.shape
     words = 8 * groups + (groups + 1) // 2
-    panels = _empty(-(-outputs // width), words, 4 * width, dtype=torch.uint8)
+    panels = empty(-(-outputs // width), words, 4 * width, dtype=torch.uint8)
     panels[outputs // width :].zero_()  # padding: outputs beyond the matrix
     offset, table, scale = torch.zeros(len(panels) * width), torch.tensor(levels, dtype=torch.int8), scale.contiguous()
     to, call = (table.data_ptr(), panels.data_ptr(), offset.data_ptr()), _function("panels4")
-    for start, part in _placed(parts):
+    for start, part in placed(parts):
         dense = part.contiguous()
 
         def work(first: int, last: int, start: int = start, dense: Tensor = dense) -> None:
             steps = scale[start + first :].data_ptr()
             call(dense[first:].data_ptr(), steps, last - first, groups, width, start + first, *to)
 
-        _spread(dense, work, width)
+        spread(dense, work, width)
     return panels, offset
 
 
-def _placed(parts: Seq[Tensor]) -> Iterator[tuple[int, Tensor]]:
+def placed(parts: Seq[Tensor]) -> Iterator[tuple[int, Tensor]]:
     """Pairs of (first output, part)."""
     return zip(accumulate(map(len, parts), initial=0), parts, strict=False)
 
 
-def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     """Allocate memory for weights in large pages, which the system provides faster and addresses faster."""
     made = torch.empty(*shape, dtype=dtype)
     in_large_pages(made)
     return made
 
 
-def _spread(matrix: Tensor, work: Callable[[int, int], None], multiple: int = 1) -> None:
+def spread(matrix: Tensor, work: Callable[[int, int], None], multiple: int = 1) -> None:
     """Run `work(first, last)` for slices of the rows of `matrix`, each but the last a `multiple` of rows."""
     rows, size = len(matrix), max(1, matrix.shape[1] * matrix.element_size())
     step = max(1, _SLICE // size // multiple) * multiple

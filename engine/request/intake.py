@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest, Unsupported, shown
@@ -18,8 +19,8 @@ from engine.params import (
 )
 from engine.request.emitted import emitted_violations
 from engine.request.prediction import Prediction, TextAlignment
-from engine.request.validation import violations
-from engine.types import EmittedOutput, KVCursor, Request, Sequence
+from engine.request.validation import unknown_adapter, violations
+from engine.types import Adapter, EmittedOutput, KVCursor, Request, Sequence
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
@@ -38,11 +39,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Turns requests into sequences. It has no state that changes, so any thread may call it."""
+    """Turns requests into sequences. It changes no state, so any thread may call it."""
 
     config: EngineConfig
     limits: Limits
     proposers: tuple[str, ...]  # names that a request may ask for
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # the loaded ones; these change
 
     @property
     def default_proposer(self) -> str:
@@ -59,6 +61,7 @@ class Intake:
         """
         found = list(violations(request, self.config, self.limits.vocab_size, self.limits.max_model_len))
         found += emitted_violations(request, self.limits.vocab_size, self._max_len(request))
+        found += unknown_adapter(request.adapter, self.adapters)
         if found:
             raise InvalidRequest(found)
         name = request.speculation.proposer
@@ -105,6 +108,7 @@ class Intake:
             grammar_lag=0 if request.grammar is None else len(emitted),
             alignment=None if prediction is None else TextAlignment(prediction),
             most_predicted=self._most_predicted(request, speculation),
+            adapter=None if request.adapter is None else self.adapters[request.adapter],
         )
 
     @staticmethod

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from engine.errors import Violation
+from engine.errors import Violation, shown
 from engine.params import MAX_NUM_DRAFT, MAX_SEED, Guided, SamplingParams
 from engine.types import Request
 
@@ -34,6 +34,14 @@ def violations(request: Request, bounds: Bounds, vocab_size: int, max_model_len:
         yield Violation("speculation.num_draft_tokens", f"is {wanted}; expected 0 to {MAX_NUM_DRAFT}")
     if request.cache_salt is not None and not 1 <= len(request.cache_salt) <= MAX_SALT_LENGTH:
         yield Violation("cache_salt", f"has {len(request.cache_salt)} characters; expected 1 to {MAX_SALT_LENGTH}")
+
+
+def unknown_adapter(name: str | None, loaded: Iterable[str]) -> Iterator[Violation]:
+    """Report an adapter that is not loaded, and name those that are."""
+    known = sorted(loaded)
+    if name is not None and name not in known:
+        there = f"expected one of {', '.join(map(shown, known))}" if known else "none is loaded"
+        yield Violation("adapter", f"is {shown(name)}; {there}")
 
 
 def _number_violations(sampling: SamplingParams) -> Iterator[Violation]:

@@ -22,7 +22,11 @@ from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed
 from engine.machine.threads import exactly
 from engine.model.fixed_shape import TILE, FixedShapeRunner
+from engine.model.linear.experts import RoutedExperts
+from engine.model.linear.routing import RowWiseRouting, make_routing_row_wise
+from engine.model.linear.unstack import unstack
 from engine.model.runner import ModelRunner
+from engine.recurrent.arena import StateArena, StateLayout
 
 log = logging.getLogger(__name__)
 
@@ -82,30 +86,51 @@ def ensure_batch_invariance(model: PreTrainedModel, layout: KVLayout) -> None:
 
 
 def _hold_bits(model: PreTrainedModel, layout: KVLayout) -> None:
-    _refuse_experts(model)
+    _take_experts_row_by_row(model)
     sound: dict[str, bool] = {}
     for name, module in list(model.named_modules()):
         if isinstance(model.get_submodule(name.rpartition(".")[0]), Piecewise | RowByRow):
             continue  # an earlier engine of this model has replaced it
         if type(module) in _ACTIVATIONS:
             _replace(model, name, Piecewise(module))
-        elif isinstance(module, nn.Linear | Conv1D):
+        elif isinstance(module, nn.Linear | Conv1D) and not _is_routers(model, module):
             shape = shape_of(module)
             if shape not in sound:
                 sound[shape] = is_independent(module)
             if not sound[shape]:
-                _take_row_by_row(model, name, module, shape)
+                _replace(model, name, _row_by_row(name, module, shape))
+                log.warning("reproducible: %s (%s) is computed row by row", name, shape)
     _check_whole(model, layout)
 
 
-def _refuse_experts(model: PreTrainedModel) -> None:
-    """Refuse stacked matrices: a router decides how many rows each receives, and no tile fixes that shape."""
+def _take_experts_row_by_row(model: PreTrainedModel) -> None:
+    """Give each row of a mixture products of its own: no tile fixes how many rows meet an expert.
+
+    Raises:
+        ModelError: there are stacked matrices whose use is not understood, or a row's bits still depend on its place.
+    """
+    unstack(model)
     for name, weight in model.named_parameters():
         if weight.ndim > 2:
             raise ModelError(
-                f"reproducible: {name} has {weight.ndim} dimensions, as of a mixture of experts; how many rows meet "
-                "each expert hangs on the batch, and with it their bits"
+                f"reproducible: {name} has {weight.ndim} dimensions, as of a mixture of experts in unknown code; how "
+                "many rows meet each expert hangs on the batch, and with it their bits"
             )
+    make_routing_row_wise(model)
+    shapes: set[str] = set()
+    for name, experts in [(name, m) for name, m in model.named_modules() if isinstance(m, RoutedExperts)]:
+        for matmuls in (experts.ups, experts.downs):
+            for index, matmul in enumerate(matmuls):
+                if isinstance(matmul, nn.Linear):  # else it is in int8, or an earlier engine of this model replaced it
+                    shape = shape_of(matmul)
+                    matmuls[index] = RowByRow(matmul) if shape in shapes else _row_by_row(name, matmul, shape)
+                    shapes.add(shape)
+
+
+def _is_routers(model: PreTrainedModel, matmul: nn.Module) -> bool:
+    """Whether a matmul is a router in code of its own, whose product is row-wise already."""
+    blocks = (module for module in model.modules() if isinstance(module, RowWiseRouting))
+    return type(matmul) not in (nn.Linear, Conv1D) and any(block.multiplies(matmul.weight) for block in blocks)
 
 
 def shape_of(module: nn.Module) -> str:
@@ -135,12 +160,11 @@ def is_independent(matmul: nn.Module) -> bool:
     )
 
 
-def _take_row_by_row(model: PreTrainedModel, name: str, module: nn.Module, shape: str) -> None:
+def _row_by_row(name: str, module: nn.Module, shape: str) -> RowByRow:
     slow = RowByRow(module)
     if not is_independent(slow):
         raise ModelError(f"reproducible: {name} ({shape}) gives a row other bits beside other rows, or on more threads")
-    log.warning("reproducible: %s (%s) is computed row by row", name, shape)
-    _replace(model, name, slow)
+    return slow
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -155,16 +179,19 @@ def _check_whole(model: PreTrainedModel, layout: KVLayout) -> None:
     """
     arena = KVArena(layout, num_pages=TILE, page_size=TILE, device=model.device, spare_rows=TILE)
     attend = choose("fixed", model.device)
-    runner = FixedShapeRunner(ModelRunner(model, arena, attend), scratch=TILE)
+    layout_of_states = StateLayout.of(model)
+    states = None if layout_of_states is None else StateArena(layout_of_states, TILE + 2, TILE, model.device)
+    inner = ModelRunner(model, arena, attend, states=states)
+    runner = FixedShapeRunner(inner, scratch=TILE, scratch_state=TILE + 1)
     tokens = [(7 * i + 3) % runner.vocab_size for i in range(2 * TILE)]
     mine, other = tokens[:TILE], tokens[TILE:]
     with exactly(1):
-        want = runner.forward([Feed(mine, 0, [0], TILE)])
-    _check_equal(model, runner.forward([Feed(mine, 0, [0], TILE)]), want, "the number of threads")
+        want = runner.forward([Feed.begun(mine, 0, TILE)])
+    _check_equal(model, runner.forward([Feed.begun(mine, 0, TILE)]), want, "the number of threads")
     for shift in _SHIFTS:
-        got = runner.forward([Feed(other[:shift], 0, [1], 0), Feed(mine, 0, [0], TILE)])
+        got = runner.forward([Feed.begun(other[:shift], 1, 0), Feed.begun(mine, 0, TILE)])
         _check_equal(model, got, want, "its neighbours in a tile")
-    everywhere = runner.forward([Feed(mine[:1], 0, [page]) for page in range(TILE)])
+    everywhere = runner.forward([Feed.begun(mine[:1], page, 1) for page in range(TILE)])
     _check_equal(model, everywhere, want[:1].expand_as(everywhere), "its place in a tile")
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine import attention
-from engine.choices import Weights
+from engine.choices import Rounded, Weights
 from engine.control.adaptive import AdaptiveK
 from engine.control.controller import DelayedFeedback
 from engine.control.prefill_budget import PrefillBudget
@@ -25,6 +27,7 @@ from engine.kv.pages import PagePool
 from engine.machine.mapped import ReadProgress, told
 from engine.machine.rank import RankInfo
 from engine.machine.threads import cores, leave_to_pool, use_threads
+from engine.model.adapters.store import Adapters
 from engine.model.checkpoint import read_config, weights_size
 from engine.model.fixed_shape import TILE, FixedShapeRunner
 from engine.model.fusion.fuse import fuse
@@ -33,9 +36,11 @@ from engine.model.fusion.stack import stack
 from engine.model.linear.fp8 import to_fp8
 from engine.model.linear.packed import is_batch_invariant, pack, runs_in_c
 from engine.model.linear.w4 import to_w4
-from engine.model.quantize import load_quantised
+from engine.model.one_by_one import OneByOneRunner
+from engine.model.published.load import load_published
+from engine.model.quantize import load_quantised, quantise
 from engine.model.rope import longrope_border
-from engine.model.runner import ModelRunner, Runner, Tap, end_tokens, known_positions, kv_layout, load_model
+from engine.model.runner import ModelRunner, Runner, Tap, end_tokens, known_positions, layout_of_model, load_model
 from engine.parallel.group import Ranks
 from engine.parallel.shards import ShardedRunner, check_shards, shard_layout, worker_loop
 from engine.proposers import Proposer, Proposers
@@ -46,8 +51,10 @@ from engine.startup.batch_invariance import ensure_batch_invariance
 from engine.startup.drafters import Drafters, match_vocabularies
 from engine.startup.loop import rounds_for, wants_rounds
 from engine.startup.memory import GIB, kv_gib
-from engine.startup.precision import held_as
+from engine.startup.precision import HeldPrecision, held_as
+from engine.startup.runners import Ways
 from engine.startup.self_test import check_ragged_contract
+from engine.startup.states import TARGET, StatePlan
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
@@ -96,7 +103,8 @@ def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     num_pages, page_size = ranks.receive()
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
     progress(f"rank {ranks.place.rank} follows")
-    return partial(worker_loop, ranks, _runner(config, target, make_arena))
+    no_states = StatePlan.of(config, {}, 0)
+    return partial(worker_loop, ranks, _runner(config, target, make_arena, no_states))
 
 
 def _load_target(
@@ -141,17 +149,13 @@ def _load(
     held = held_as(config, name, revision, weights, device)
     log.info("%r is held in %s", name, held)
     if shares > 1:
-        if held.weights != "native":
-            raise ModelError(
-                f"tensor_parallel_size is {shares}; {name!r} has {held.weights} weights, which cannot be cut"
-            )
+        rounded = held.quantisation.method if held.quantisation else held.weights
+        if rounded != "native":
+            raise ModelError(f"tensor_parallel_size is {shares}; {name!r} has {rounded} weights, which cannot be cut")
         if config.fuse:
             log.info("%r stays unfused: a share of it has transformers' hooks on its matrices", name)
         return load_model(name, revision, held.dtype, device, shares)
-    if device.type == "cpu" and (held.weights == "int8" or held.weights == "int4"):  # `in` would not narrow the type
-        model = load_quantised(name, revision, held.dtype, held.weights)
-    else:
-        model = load_model(name, revision, held.dtype, device)
+    model = _read(name, revision, held, device)
     if config.fuse and device.type == "cpu" and config.loop != "rounds":  # our C cannot read the batches of rounds
         fuse(model)
         pack(model)
@@ -166,6 +170,19 @@ def _load(
     if held.weights == "int4" and device.type == "cuda":
         to_w4(model)
     return model
+
+
+def _read(name: str, revision: str | None, held: HeldPrecision, device: torch.device) -> PreTrainedModel:
+    """Read a whole model, on a CPU with its matrices rounded as they are to be held."""
+    is_rounded = device.type == "cpu" and (held.weights == "int8" or held.weights == "int4")
+    if held.quantisation is not None:
+        model = load_published(name, revision, held.quantisation, held.dtype, device, keeps_codes=held.keeps_codes)
+        if is_rounded:
+            quantise(model, cast("Rounded", held.weights))
+        return model
+    if is_rounded:
+        return load_quantised(name, revision, held.dtype, cast("Rounded", held.weights))
+    return load_model(name, revision, held.dtype, device)
 
 
 def assemble(
@@ -191,26 +208,29 @@ def assemble(
         ranks: the group of ranks with the other shards of the target.
     """
     _check_reproducible(config, target.device)
-    drafters = Drafters.load(config, target, draft, vocab)
-    limit = max_model_len(config, [model.config for model in (target, *drafters.models.values())])
-    layout = layout_of(config, target)
-    page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
-    memory = kv_gib(config, target.device, target.config)
-    memory = memory if ranks is None else ranks.minimum(memory)
-    num_pages = pages_within(memory, config.max_batch_size, [layout, *drafters.layouts.values()], page_size, limit)
+    ways = Ways.of(config, target, draft, partial(_ragged, config, row_wise=is_batch_invariant(target)))
+    drafters = Drafters.load(config, target, draft, vocab, ways)
+    adapters = _adapters(
+        config, target, ranks, ways
+    )  # after a draft of the target's own layers was copied: it has none
+    sizes = _sizes(config, target, drafters, ranks, ways)
+    limit, page_size, num_pages, states = sizes.limit, sizes.page_size, sizes.num_pages, sizes.states
     spare = page_size if wants_rounds(config, target.device) else 0  # rows for what rounds write without a sequence
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device, spare_rows=spare)
     # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
     needs_tiles = config.reproducible and not is_batch_invariant(target)
     make_runner = partial(_tiled_runner, tap=drafters.tap) if needs_tiles else _runner
+    make_runner = partial(make_runner, adapters=adapters, ways=ways)
     if ranks is not None:
         ranks.broadcast([num_pages, page_size])
-    runner = make_runner(config, target, make_arena)
+    runner = make_runner(config, target, make_arena, states)
     runner = runner if ranks is None else ShardedRunner(runner, ranks)
     # Under the coupled rule the bits of a draft change no output, so only the target runs in slower fixed-shape passes.
     row_wise = is_batch_invariant(target)
-    runners = drafters.runners(make_arena, partial(_attention, config, row_wise=row_wise))
-    attend = next((own.attend for own in runners.values()), None)  # attention that fits a draft model also fits a head
+    runners = drafters.runners(make_arena, partial(_attention, config, row_wise=row_wise), states, ways)
+    attend = next(
+        (own.attend for own in runners.values() if isinstance(own, ModelRunner)), None
+    )  # attention that fits a draft model also fits a head
     attend = attend or attention.choose(config.attention, target.device, row_wise=row_wise)
     prefill = PrefillBudget(config.max_step_ms / 1000, config.max_batch_tokens)
     by_name = drafters.proposers(runners, make_arena, attend, prefill) | dict(extra_proposers)
@@ -218,27 +238,64 @@ def assemble(
     if config.proposer is not None and config.proposer not in by_name:
         raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(by_name)}")
     proposers = Proposers(by_name, runner.vocab_size)
-    scheduler = _scheduler(config, proposers, prefill, num_pages, page_size, run=-(-limit // page_size))
+    scheduler = _scheduler(config, proposers, prefill, sizes)
     borders = [longrope_border(model.config) for model in (target, draft or target)]
     limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)
-    on_device = (
-        frozenset(("model", "auto")) - {*extra_proposers, *wrappers} if draft is not None and vocab is None else ()
-    )
-    mine, dtype = runners.get("model") if on_device else None, str(target.dtype).removeprefix("torch.")
-    rounds = rounds_for(config, runner, mine, limits.max_model_len, frozenset(on_device), ops)
+    mine, dtype = runners.get("model") if vocab is None else None, str(target.dtype).removeprefix("torch.")
+    on_device = frozenset(("model", "auto") if isinstance(mine, ModelRunner) else ()) - {*extra_proposers, *wrappers}
+    mine = mine if on_device and isinstance(mine, ModelRunner) else None
+    rounds = rounds_for(config, runner, mine, limits.max_model_len, on_device, ops)
     if all(map(runs_in_c, (target, *drafters.models.values()))):
         leave_to_pool()
-    return Engine(config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype)
+    return Engine(config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype, adapters=adapters)
 
 
-def _scheduler(
-    config: EngineConfig, proposers: Proposers, prefill: PrefillBudget, num_pages: int, page_size: int, run: int
-) -> Scheduler:
-    """Build a scheduler, with one page pool for the target and, if a proposer has K/V, one for the draft.
+def _adapters(config: EngineConfig, target: PreTrainedModel, ranks: Ranks | None, ways: Ways) -> Adapters:
+    """Load the adapters that the config names, and prepare for more; only a target in ragged batches has some."""
+    row_wise = target.device.type == "cpu" or config.reproducible
+    adapters = Adapters(None if ranks is not None or target in ways.alone else target, row_wise=row_wise)
+    for name, folder in config.adapter.items():
+        adapters.load(name, Path(folder))
+    return adapters
 
-    `run` is the number of pages of the longest sequence.
-    """
-    pools = [PagePool(num_pages, page_size, run=run, prefix_cache=config.prefix_cache) for _ in range(2)]
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The sizes of an engine's arenas."""
+
+    limit: int  # tokens of the longest sequence
+    page_size: int
+    num_pages: int  # of each arena
+    states: StatePlan
+
+
+def _sizes(
+    config: EngineConfig, target: PreTrainedModel, drafters: Drafters, ranks: Ranks | None, ways: Ways
+) -> _Sizes:
+    """Divide the memory for keys, values and states among the arenas of the target and of what drafts for it."""
+    limit = max_model_len(config, [model.config for model in (target, *drafters.models.values())])
+    page_size = min(config.page_size or (PAGE_SIZE if config.prefix_cache else limit), limit)
+    memory = kv_gib(config, target.device, target.config)
+    memory = memory if ranks is None else ranks.minimum(memory)
+    ragged = {name: m for name, m in {TARGET: target, **drafters.models}.items() if m not in ways.alone}
+    states = StatePlan.of(config, ragged, memory)
+    layouts = [ways.alone.get(target) or layout_of(config, target), *drafters.layouts.values()]
+    num_pages = pages_within(memory - states.gib, config.max_batch_size, layouts, page_size, limit)
+    return _Sizes(limit, page_size, num_pages, states)
+
+
+def _scheduler(config: EngineConfig, proposers: Proposers, prefill: PrefillBudget, sizes: _Sizes) -> Scheduler:
+    """Build a scheduler, with one page pool for the target and, if a proposer has K/V, one for the draft."""
+    pools = [
+        PagePool(
+            sizes.num_pages,
+            sizes.page_size,
+            run=-(-sizes.limit // sizes.page_size),
+            prefix_cache=config.prefix_cache,
+            states=states,
+        )
+        for states in (sizes.states.target_pool, sizes.states.draft_pool)
+    ]
     return Scheduler(
         pools[0],
         pools[1] if proposers.draft_kv_users else None,
@@ -264,7 +321,7 @@ def pick_device(name: str) -> torch.device:
 
 def layout_of(config: EngineConfig, target: PreTrainedModel) -> KVLayout:
     """The K/V layout of a target, or of this process's shard of it."""
-    layout = kv_layout(target.config, target.dtype)
+    layout = layout_of_model(target)
     shares = config.tensor_parallel_size
     return layout if shares == 1 else shard_layout(layout, target.config, shares)
 
@@ -280,7 +337,7 @@ def max_model_len(config: EngineConfig, models: list[PreTrainedConfig]) -> int:
 def pages_within(memory: float, most: int, layouts: list[KVLayout], page_size: int, max_model_len: int) -> int:
     """Pages per arena: as many as `memory` GiB hold, but at most what `most` sequences of full length can use."""
     page_bytes = page_size * sum(layout.bytes_per_token for layout in layouts)
-    affordable = int(memory * GIB) // page_bytes
+    affordable = int(memory * GIB) // max(1, page_bytes)  # a model without attention keeps nothing by position
     if affordable < 1:
         raise ModelError(
             f"kv_memory is {memory} GiB; one page of {page_size} tokens takes {page_bytes} bytes: "
@@ -296,10 +353,25 @@ def _check_reproducible(config: EngineConfig, device: torch.device) -> None:
         raise ModelError("reproducible on cuda needs Triton: the order of sums of other attention hangs on lengths")
 
 
-def _runner(config: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena]) -> Runner:
+def _runner(
+    config: EngineConfig,
+    model: PreTrainedModel,
+    make_arena: Callable[..., KVArena],
+    states: StatePlan,
+    adapters: Adapters | None = None,
+    ways: Ways | None = None,
+) -> Runner:
+    if ways is not None and model in ways.alone:
+        return OneByOneRunner(model, make_arena(ways.alone[model]))
     layout = layout_of(config, model)
-    attend = _attention(config, model, layout, row_wise=is_batch_invariant(model))
-    return ModelRunner(model, make_arena(layout), attend)
+    attend = None if ways is None else ways.attends.get(model)
+    attend = attend or _attention(config, model, layout, row_wise=is_batch_invariant(model))
+    return ModelRunner(model, make_arena(layout), attend, adapters, states.arena(TARGET, model.device))
+
+
+def _ragged(config: EngineConfig, model: PreTrainedModel, *, row_wise: bool) -> attention.Attend:
+    """The attention with which this process's shard of a model passes the self-test of ragged batches."""
+    return _attention(config, model, layout_of(config, model), row_wise=row_wise)
 
 
 def _attention(config: EngineConfig, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
@@ -309,10 +381,17 @@ def _attention(config: EngineConfig, model: PreTrainedModel, layout: KVLayout, *
 
 
 def _tiled_runner(
-    _: EngineConfig, model: PreTrainedModel, make_arena: Callable[..., KVArena], tap: Tap | None
+    _: EngineConfig,
+    model: PreTrainedModel,
+    make_arena: Callable[..., KVArena],
+    states: StatePlan,
+    tap: Tap | None,
+    adapters: Adapters | None = None,
+    ways: Ways | None = None,
 ) -> Runner:
-    layout = kv_layout(model.config, model.dtype)
+    layout = layout_of_model(model)
     attend = attention.fitting("fixed", model.device, partial(check_ragged_contract, model, layout))
     ensure_batch_invariance(model, layout)
     arena = make_arena(layout, spare_rows=TILE)
-    return FixedShapeRunner(ModelRunner(model, arena, attend), scratch=arena.num_pages, tap=tap)
+    inner = ModelRunner(model, arena, attend, adapters, states.arena(TARGET, model.device))
+    return FixedShapeRunner(inner, scratch=arena.num_pages, tap=tap, scratch_state=states.scratch)

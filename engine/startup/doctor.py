@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from engine.choices import Weights
@@ -29,6 +29,8 @@ from engine.kv.arena import KVLayout
 from engine.machine.threads import cores, quota
 from engine.model import checkpoint
 from engine.model.linear.int8 import kernel_name
+from engine.model.published.files import read_headers
+from engine.model.published.load import num_bytes
 from engine.model.quantize import weight_bytes
 from engine.model.runner import kv_layout
 from engine.native import instructions
@@ -100,11 +102,12 @@ class Facts:
             ends = checkpoint.end_tokens_of(described, generation)
             has_chat_template = checkpoint.has_chat_template(name, revision)
         codec, width = Codec.load(name, revision), model.get_output_embeddings().weight.shape[0]
+        codes = _bytes_of_codes(name, revision, held, model)
         return cls(
             config=described,
             layout=kv_layout(described, held.dtype),
             held=held,
-            weight_bytes=weight_bytes(model, held.dtype, held.weights, on_cuda=device.type == "cuda"),
+            weight_bytes=codes + weight_bytes(model, held.dtype, held.weights, on_cuda=device.type == "cuda"),
             kernel="torch's" if held.weights == "fp8" else "our Triton" if device.type == "cuda" else kernel_name(),
             class_name=type(model).__name__,
             codec=codec,
@@ -118,7 +121,7 @@ class Facts:
         known = checkpoint.positions(self.config)
         yield "family", f"{self.config.model_type} ({self.class_name})"
         yield "layers", _layers(self.layout)
-        rounded, dtype = self.held.weights, self.held.type_name
+        rounded, dtype = self.held.matrices, self.held.type_name
         held = dtype if rounded == "native" else f"{rounded} ({self.kernel} kernel), the rest in {dtype}"
         yield "type", str(self.held)
         yield "weights", f"{_size(self.weight_bytes)} in {held}"
@@ -134,6 +137,18 @@ class Facts:
         """The end tokens, with their names where there is a tokenizer: `2 </s>`."""
         names = None if self.codec is None else self.codec.tokenizer.id_to_token
         return ", ".join(f"{i} {names(i)}" if names else str(i) for i in sorted(self.end_tokens))
+
+
+def _bytes_of_codes(name: str, revision: str | None, held: HeldPrecision, model: PreTrainedModel) -> int:
+    """Bytes of the codes of a published checkpoint, whose matrices are taken out of `model` if they are kept.
+
+    Raises:
+        ModelError: a tensor is missing, or of another shape or type.
+    """
+    if held.quantisation is None:
+        return 0
+    weights = held.quantisation.read(read_headers(name, revision))
+    return num_bytes(model, weights, keeps_codes=held.keeps_codes)
 
 
 def check(config: EngineConfig, *, load: bool = True) -> DoctorReport:

@@ -13,7 +13,8 @@ from engine.control.prefill_budget import PrefillBudget
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.model.checkpoint import shape_of
-from engine.model.runner import ModelRunner, Runner, Tap, end_tokens, kv_layout, vocab_size
+from engine.model.one_by_one import OneByOneRunner
+from engine.model.runner import ModelRunner, Runner, Tap, end_tokens, kv_layout, layout_of_model, vocab_size
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, SuffixProposer
 from engine.proposers.early_exit import first_layers
 from engine.proposers.first_of import FirstOf
@@ -21,6 +22,7 @@ from engine.proposers.heads.eagle import EagleProposer
 from engine.proposers.heads.eagle_head import EagleHead, EagleRunner, load_eagle
 from engine.proposers.heads.medusa import MedusaHeads, MedusaProposer, load_medusa
 from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
+from engine.startup.runners import Ways
 from engine.startup.states import StatePlan
 from engine.text.codec import TOKENIZER_FILE, Codec, find_file
 from engine.verdicts import verdict
@@ -50,8 +52,9 @@ class Drafters:
         target: PreTrainedModel,
         draft: PreTrainedModel | None,
         vocab: VocabMap | None = None,
+        ways: Ways | None = None,
     ) -> Drafters:
-        """Load the heads that `config` names, and add the draft model, which is loaded already.
+        """Load the heads that `config` names, and add the draft model, which is loaded already and runs as in `ways`.
 
         Raises:
             ModelError: the draft or a head does not fit this target.
@@ -60,11 +63,12 @@ class Drafters:
         if draft is not None:
             if vocab is None:
                 _check_vocabulary(config, target, draft)
-            models["model"], layouts["model"] = draft, kv_layout(draft.config, draft.dtype)
+            alone = None if ways is None else ways.alone.get(draft)
+            models["model"], layouts["model"] = draft, alone or layout_of_model(draft)
         if config.self_layers is not None or config.proposer == "self":
             layers = config.self_layers or max(1, shape_of(target.config, "num_hidden_layers") // 3)
             models["self"] = first_layers(target, layers)
-            whole = kv_layout(target.config, target.dtype)
+            whole = layout_of_model(models["self"])
             layouts["self"] = replace(whole, layers=whole.layers[:layers])
         medusa = load_medusa(config.medusa, config.medusa_revision, target) if config.medusa else None
         eagle = load_eagle(config.eagle, config.eagle_revision, target) if config.eagle else None
@@ -74,23 +78,29 @@ class Drafters:
         return cls(target, models, medusa, eagle, tap, layouts, vocab)
 
     def runners(
-        self, make_arena: MakeArena, attention_of: Callable[[PreTrainedModel, KVLayout], Attend], states: StatePlan
-    ) -> dict[str, ModelRunner]:
+        self,
+        make_arena: MakeArena,
+        attention_of: Callable[[PreTrainedModel, KVLayout], Attend],
+        states: StatePlan,
+        ways: Ways,
+    ) -> dict[str, ModelRunner | OneByOneRunner]:
         """Make a runner for each draft model, each with its own arena.
 
         Raises:
             ModelError: a model does not keep the contract of a ragged batch.
         """
-        attends = {name: attention_of(model, self.layouts[name]) for name, model in self.models.items()}
-        return {
-            name: ModelRunner(
-                model, make_arena(self.layouts[name]), attends[name], states=states.arena(name, model.device)
-            )
-            for name, model in self.models.items()
-        }
+        made = dict[str, ModelRunner | OneByOneRunner]()
+        for name, model in self.models.items():
+            arena = make_arena(self.layouts[name])
+            if model in ways.alone:
+                made[name] = OneByOneRunner(model, arena)
+                continue
+            attend = ways.attends.get(model) or attention_of(model, self.layouts[name])
+            made[name] = ModelRunner(model, arena, attend, states=states.arena(name, model.device))
+        return made
 
     def proposers(
-        self, runners: Mapping[str, ModelRunner], make_arena: MakeArena, attend: Attend, prefill: PrefillBudget
+        self, runners: Mapping[str, ModelRunner | OneByOneRunner], make_arena: MakeArena, attend: Attend, prefill: PrefillBudget
     ) -> dict[str, Proposer]:
         """Make one proposer per name that a request may ask for. The target's self-test comes before this call.
 

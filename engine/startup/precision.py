@@ -18,6 +18,7 @@ from engine.errors import ModelError
 from engine.kernels import has_triton
 from engine.model.checkpoint import named_type, read_config, stored_type, told_as_model_error
 from engine.model.linear.packed import packs_whole
+from engine.model.published.methods import Quantisation, quantisation_of
 from engine.model.quantize import quantised_as
 from engine.native import multiplies
 
@@ -35,9 +36,18 @@ _ROW_WISE = ("auto", "native", "rows", "fixed")  # attention that gives a row of
 class HeldPrecision:
     """How one model is held in memory."""
 
-    weights: Weights
+    weights: Weights  # how matrices of floats are held; native where they stay floats
     dtype: torch.dtype  # of activations, K/V, and all weights that are not rounded
     why: str
+    quantisation: Quantisation | None = None  # of a checkpoint that others have quantised
+    keeps_codes: bool = False  # whether our integer kernels multiply the codes of such a checkpoint
+
+    @property
+    def matrices(self) -> str:
+        """How matrices are held, where they are not floats: `int8`, `gptq codes`; else native."""
+        codes = [f"{self.quantisation.method} codes"] if self.quantisation and self.keeps_codes else []
+        rounded = [self.weights] if self.weights != "native" else []
+        return " and ".join([*codes, *rounded]) or "native"
 
     @property
     def type_name(self) -> str:
@@ -65,30 +75,52 @@ def held_as(
         ModelError: there is no such checkpoint, or the device cannot run it as asked.
     """
     described = read_config(name, revision)
+    quantisation = quantisation_of(name, described)
     weights = weights_of(name, quantised_as(described), asked, device)
     if config.dtype == "float16" and device.type == "cpu":
         raise ModelError("dtype is float16, which is for cuda; on cpu take float32, which holds all numbers of float16")
+    on_kernels = quantisation is not None and quantisation.has_integers and device.type == "cpu"
+    keeps_codes = on_kernels and asked not in ("dequantised", "fp8")
+    rounded = quantisation.method if quantisation and keeps_codes and weights == "native" else weights
+    dtype, why = _type(config, name, revision, described, device, rounded, multiplies)
+    return HeldPrecision(weights, dtype, why, quantisation, keeps_codes)
+
+
+def _type(
+    config: EngineConfig,
+    name: str,
+    revision: str | None,
+    described: PreTrainedConfig,
+    device: torch.device,
+    rounded: str,
+    multiplies: Multiplies,
+) -> tuple[torch.dtype, str]:
+    """The type of everything that is not rounded, and why; `rounded` is how matrices are, native if they are not."""
     if config.dtype != "auto":
-        return HeldPrecision(weights, getattr(torch, config.dtype), "as asked for")
-    if weights == "fp8":
-        return HeldPrecision(weights, torch.bfloat16, "what fp8 matmuls read and write")
-    if weights != "native" and device.type == "cpu":
-        return HeldPrecision(weights, torch.float32, f"beside {weights} matrices bfloat16 is no faster")
+        return getattr(torch, config.dtype), "as asked for"
+    if rounded == "fp8":
+        return torch.bfloat16, "what fp8 matmuls read and write"
+    if rounded != "native" and device.type == "cpu":
+        return torch.float32, f"beside {rounded} matrices bfloat16 is no faster"
     own, why = _own(name, revision, described)
-    if weights == "int4" and own == torch.float32:
-        return HeldPrecision(weights, torch.bfloat16, "what int4 matmuls read and write")
+    if rounded == "int4" and own == torch.float32:
+        return torch.bfloat16, "what int4 matmuls read and write"
     if device.type != "cpu" or own == torch.float32:
-        return HeldPrecision(weights, own, why)
+        return own, why
     against = (
         "the checkpoint's float16 is for GPUs, and float32 holds all its numbers"
         if own == torch.float16
         else _against_bfloat16(config, name, described, multiplies)
     )
-    return HeldPrecision(weights, own, why) if against is None else HeldPrecision(weights, torch.float32, against)
+    return (own, why) if against is None else (torch.float32, against)
 
 
 def weights_of(name: str, saved: Weights | None, asked: Weights, device: torch.device) -> Weights:
-    """The type that the matrices will be rounded to; ModelError where the device cannot multiply that type."""
+    """The type that matrices of floats will be rounded to; ModelError where the device cannot multiply that type."""
+    if asked == "dequantised":
+        if saved:
+            raise ModelError(f"{name!r} is saved in {saved}, and only checkpoints of others are dequantised")
+        return "native"
     found = saved or asked
     if device.type == "cpu" or found in ("native", "fp8"):
         return found

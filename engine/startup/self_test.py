@@ -2,11 +2,15 @@
 
 A model that has its own attention code, or keeps state besides K/V (recurrent layers, convolutions), would load and
 run, but it would mix the contexts of different requests. A model whose attention needs more than our hook receives (a
-mask that looks ahead, slopes, sinks, a window that is only in the mask) would run and give wrong results. A few passes
-over tiny sequences detect both.
+mask that looks ahead, slopes, a window that is only in the mask) would run and give wrong results. A few passes over
+tiny sequences detect both.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,15 +18,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.attention import Attend
 from engine.attention.registry import ATTENTION_NAME
+from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.linear.int8 import has_int8
 from engine.model.runner import ModelRunner
+from engine.recurrent.arena import StateArena, StateLayout
+from engine.types import EMPTY_STATE, StateSpan
 from engine.verdicts import verdict
 
 _LENGTH = 6
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_CHUNK = 4  # of layers with chunks while the self-test runs: shorter than its sequences, so that it sees them
+# "attention" and "hybrid", beside layers that keep states, are full attention too.
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid", "hybrid_sliding"}
 
 
 def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Attend) -> None:
@@ -35,40 +44,70 @@ def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Atte
 
 
 def _passes(model: PreTrainedModel, layout: KVLayout, attend: Attend) -> bool:
-    _check_layers(model)
+    _check_layers(model, layout)
     arena = KVArena(layout, num_pages=2, page_size=_LENGTH, device=model.device)
-    watch = _Windows(arena, attend)
-    runner = ModelRunner(model, arena, watch)
+    watch, states = _Windows(arena, attend), StateLayout.of(model)
+    slots = None if states is None else StateArena(states, 4, _LENGTH, model.device)
+    runner = ModelRunner(model, arena, watch, states=slots)
     tokens = [(7 * i + 3) % runner.vocab_size for i in range(2 * _LENGTH)]
     mine, other = tokens[:_LENGTH], tokens[_LENGTH:]
     try:
-        alone = runner.forward([Feed(mine, 0, [0], _LENGTH)])
-        _check_arena(model, arena)
-        together = runner.forward([Feed(other, 0, [1], 0), Feed(mine, 0, [0], _LENGTH)])
-        runner.forward([Feed(mine[:2], 0, [0], 0)])
-        in_parts = runner.forward([Feed(mine[2:], 2, [0], _LENGTH - 2)])
-        plain = _plain_logits(model, mine)
+        with _short_chunks(model.config.get_text_config()):
+            alone = runner.forward([Feed.begun(mine, 0, _LENGTH)])
+            _check_arena(model, arena)
+            together = runner.forward([Feed.begun(other, 1, 0), Feed.begun(mine, 0, _LENGTH)])
+            runner.forward([replace(Feed.begun([*mine[:2], *other[:2]], 0, 0), state=_DRAFTED)])
+            in_parts = runner.forward([Feed(mine[2:], 2, [0], _LENGTH - 2, state=_GOES_ON)])
+            plain = _plain_logits(model, mine)
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise ModelError(f"{_name(model)} cannot run a ragged batch: {error!r}") from error
-    _check_equal(model, together, alone, "its logits depend on the other sequences of a batch")
-    _check_equal(
+    check_equal(model, together, alone, "its logits depend on the other sequences of a batch")
+    check_equal(
         model,
         in_parts,
         alone[2:],
         "its logits depend on more than tokens, keys and values: it keeps a state of its own",
     )
-    _check_equal(model, alone, plain, "its attention does something that a ragged batch does not know of")
+    check_equal(model, alone, plain, "its attention does something that a ragged batch does not know of")
     _check_windows(model, watch)
     return True
 
 
+# The first part has two drafts, which are taken back; the second goes on from one token, and one that was logged.
+_DRAFTED = StateSpan(EMPTY_STATE, 0, 2, 1)
+_GOES_ON = StateSpan(2, 1, 3, _LENGTH)
+
+
+@contextmanager
+def _short_chunks(text: PreTrainedConfig) -> Iterator[None]:
+    """Within it chunks are so short that the passes cross a border; models and our hook read them in every pass."""
+    chunk = getattr(text, "attention_chunk_size", None)
+    if chunk is None:
+        yield
+        return
+    text.attention_chunk_size = _CHUNK
+    try:
+        yield
+    finally:
+        text.attention_chunk_size = chunk
+
+
 class _Windows:
-    """Wraps an attention and records the window that each layer passes to it."""
+    """Wraps an attention and records the windows that layers pass to it, by the keys that they read."""
 
     def __init__(self, arena: KVArena, attend: Attend) -> None:
-        self._layer_of = {k.data_ptr(): layer for layer, k in enumerate(arena.k)}
         self._attend = attend
-        self.of_layer: dict[int, int | None] = {}
+        self._asked: dict[int, set[int | None]] = {}
+        self._keys = arena.k
+
+    @property
+    def layers(self) -> list[int]:
+        """Those that keep keys and values."""
+        return [layer for layer, k in enumerate(self._keys) if k.numel()]
+
+    def of_layer(self, layer: int) -> set[int | None]:
+        """What the layer asked for, and any other that reads the same keys."""
+        return self._asked[self._keys[layer].data_ptr()]
 
     def __call__(
         self,
@@ -76,12 +115,10 @@ class _Windows:
         k: Tensor,
         v: Tensor,
         batch: RaggedBatch,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        spec: AttentionSpec,
     ) -> Tensor:
-        self.of_layer[self._layer_of[k.data_ptr()]] = window
-        return self._attend(query, k, v, batch, scale, window, softcap)
+        self._asked.setdefault(k.data_ptr(), set()).add(spec.window)
+        return self._attend(query, k, v, batch, spec)
 
 
 @torch.inference_mode()
@@ -95,36 +132,39 @@ def _plain_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
     return logits.float()
 
 
-def _check_layers(model: PreTrainedModel) -> None:
-    """Refuse unknown layer types by name: some differ from ours only beyond the length that the self-test runs."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
+def _check_layers(model: PreTrainedModel, layout: KVLayout) -> None:
+    """Refuse unknown types of layers that attend: some differ from ours only beyond the length of the self-test."""
+    named = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    attending = {kind for kind, layer in zip(named, layout.layers, strict=False) if layer is not None}
+    kinds = attending - _LAYER_TYPES
     if kinds:
         raise ModelError(
-            f"{_name(model)} has layers of type {', '.join(sorted(kinds))}; there is only full and sliding"
+            f"{_name(model)} has layers of type {', '.join(sorted(kinds))}; known are {', '.join(sorted(_LAYER_TYPES))}"
         )
 
 
 def _check_windows(model: PreTrainedModel, watch: _Windows) -> None:
     """Check that each layer passes on the window of the config; otherwise only transformers' mask would contain it."""
-    for layer, window in sorted(watch.of_layer.items()):
-        wanted = _window(model.config.get_text_config(), layer)
-        if window != wanted:
-            raise ModelError(f"{_name(model)}: layer {layer} should see {wanted} positions; it asked for {window}")
+    for layer in watch.layers:
+        asked, wanted = watch.of_layer(layer), _window(model.config.get_text_config(), layer)
+        if asked != {wanted}:
+            told = ", ".join(map(str, asked))
+            raise ModelError(f"{_name(model)}: layer {layer} should see {wanted} positions; it asked for {told}")
 
 
 def _window(text: PreTrainedConfig, layer: int) -> int | None:
     kinds = getattr(text, "layer_types", None)
     window: int | None = getattr(text, "sliding_window", None)
-    return window if kinds is None or kinds[layer] == "sliding_attention" else None
+    return window if kinds is None or kinds[layer] in ("sliding_attention", "hybrid_sliding") else None
 
 
 def _check_arena(model: PreTrainedModel, arena: KVArena) -> None:
     for layer, k in enumerate(arena.k):
-        if not k.any():
+        if k.numel() and not k.any():
             raise ModelError(f"{_name(model)}: layer {layer} does not go through the attention interface")
 
 
-def _check_equal(model: PreTrainedModel, got: Tensor, want: Tensor, problem: str) -> None:
+def check_equal(model: PreTrainedModel, got: Tensor, want: Tensor, problem: str) -> None:
     spread, off = max(float(want.std()), 1e-3), (got - want).abs()
     # bf16 keeps 8 bits, and another batch shape rounds differently in every layer; a wrong context gives a far larger
     # error. In int8 a difference in the last bit sometimes becomes a step of 1/127. We compare the error of a whole

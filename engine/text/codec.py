@@ -16,6 +16,8 @@ from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
 from engine.errors import InvalidRequest, ModelError
+from engine.model.gguf.files import gguf_file, open_gguf
+from engine.model.gguf.tokenizer import tokenizer_in
 
 TOKENIZER_FILE = "tokenizer.json"
 _SHORT = 2000  # characters or tokens: converting more takes longer than a millisecond
@@ -33,7 +35,11 @@ class Codec:
 
     @classmethod
     def load(cls, source: str | Path, revision: str | None = None) -> Codec | None:
-        """Load the tokenizer of a local folder or hub id; None if there is none: then only token ids can be served."""
+        """Load the tokenizer of a checkpoint; None if there is none: then only token ids can be served."""
+        gguf = open_gguf(source, revision)
+        if gguf is not None:
+            tokenizer = tokenizer_in(gguf)
+            return None if tokenizer is None else cls(tokenizer)
         path = find_file(source, TOKENIZER_FILE, revision)
         if path is None:
             return None
@@ -124,7 +130,9 @@ def _keeps_length(step: Mapping[str, Any]) -> bool:
 
 
 def find_file(source: str | Path, name: str, revision: str | None = None) -> Path | None:
-    """The path of one file of a local folder or hub id; None if there is no file of that name."""
+    """The path of one file of a local folder or hub id; None if there is no file of that name, as in a GGUF file."""
+    if gguf_file(source, revision) is not None:
+        return None
     folder = Path(source)
     if folder.is_dir():
         path = folder / name

@@ -57,7 +57,7 @@ class Call:
 
     async def response(self) -> pb.GenerateResponse:
         """Wait for the end and return the whole response."""
-        return await answers.response_in_turns(await self.stream.read_all(), self.wanted, self.driver.model)
+        return await answers.response_in_turns(await self.stream.read_all(), self.wanted)
 
     async def messages(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Yield messages with the tokens of each round; rounds are merged while the reader is busy."""
@@ -67,7 +67,9 @@ class Call:
                 unfinished -= chunk.end is not None
                 for message in answers.stream_responses(chunk, self.wanted, first=first):
                     if first:
-                        message.resume_info.CopyFrom(resume_info(self.wanted.request, self.driver.model))
+                        message.resume_info.CopyFrom(
+                            resume_info(self.wanted.request, self.driver.model, self.wanted.fingerprint)
+                        )
                         answers.add_prompt(message, self.wanted)
                     yield message
                     first = False

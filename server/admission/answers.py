@@ -50,11 +50,11 @@ def add_prompt(message: pb.GenerateStreamResponse | pb.GenerateResponse, asked: 
         message.prompt_token_ids.ids.extend(asked.request.token_ids)
 
 
-def response(chunks: Seq[Chunk], asked: Wanted, model: ServedModel) -> pb.GenerateResponse:
+def response(chunks: Seq[Chunk], asked: Wanted) -> pb.GenerateResponse:
     """Return all outputs, each complete, in one message."""
     found = pb.GenerateResponse(
         request_id=asked.request_id,
-        model=model.name,
+        model=asked.model,
         outputs=[_output(chunk, asked) for chunk in chunks],
         prompt_logprobs=_prompt_logprobs(chunks[0].prompt_logprobs),
     )
@@ -62,12 +62,12 @@ def response(chunks: Seq[Chunk], asked: Wanted, model: ServedModel) -> pb.Genera
     return found
 
 
-async def response_in_turns(chunks: Seq[Chunk], asked: Wanted, model: ServedModel) -> pb.GenerateResponse:
+async def response_in_turns(chunks: Seq[Chunk], asked: Wanted) -> pb.GenerateResponse:
     """Like `response`; others have turns while many log-probabilities enter."""
     prompt = [of for of in chunks[0].prompt_logprobs if of is not None]
     if len(prompt) + sum(len(chunk.logprobs) for chunk in chunks) <= MAX_AT_ONCE:
-        return response(chunks, asked, model)
-    found = response([replace(chunk, logprobs=(), prompt_logprobs=()) for chunk in chunks], asked, model)
+        return response(chunks, asked)
+    found = response([replace(chunk, logprobs=(), prompt_logprobs=()) for chunk in chunks], asked)
     for output, chunk in zip(found.outputs, chunks, strict=True):
         for some in _parts(chunk.logprobs):
             output.logprobs.extend(map(_logprob, some))
@@ -170,8 +170,8 @@ def _stats(stats: DraftStats, gain: float) -> pb.SpeculationStats:
     )
 
 
-def model_info(model: ServedModel) -> control_pb.GetModelInfoResponse:
-    """Return the model, its limits, and the default speculation settings of a request."""
+def model_info(model: ServedModel, adapters: Seq[str]) -> control_pb.GetModelInfoResponse:
+    """Return the model, its limits, its adapters, and the default speculation settings of a request."""
     engine, config = model.engine, model.engine.config
     return control_pb.GetModelInfoResponse(
         model=model.name,
@@ -193,4 +193,5 @@ def model_info(model: ServedModel) -> control_pb.GetModelInfoResponse:
         ),
         max_batch_size=config.max_batch_size,
         max_batch_tokens=config.max_batch_tokens,
+        adapters=adapters,
     )

@@ -41,6 +41,8 @@ class Wanted:
     prompt_token_ids: bool
     sending: SendOptions
     priority: int  # higher goes first
+    model: str  # the name of the adapter, if it has one, else of the model
+    fingerprint: str  # of both together
     answer: Answer | None = None  # of a conversation: what its structure was made of
 
     @property
@@ -65,9 +67,29 @@ NOTHING_ENCODED = Encoded()
 
 
 def require_model(name: str | None, model: ServedModel) -> None:
-    """Raise NotFound unless `name` is the served model or None."""
-    if name is not None and name != model.name:
-        raise NotFound(f"model is {shown(name)}; this server has {model.name!r}")
+    """Raise NotFound unless `name` is the served model, one of its adapters, or None."""
+    if name is not None and name != model.name and name not in model.engine.adapters:
+        raise NotFound(f"model is {shown(name)}; this server has {', '.join(map(repr, _names(model)))}")
+
+
+def _names(model: ServedModel) -> list[str]:
+    return [model.name, *sorted(model.engine.adapters)]
+
+
+def adapter_of(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> str | None:
+    """Return the adapter that a request names, as its adapter or as its model; None for the model alone.
+
+    Raises:
+        NotFound: there is no such adapter.
+    """
+    name = message.adapter if message.HasField("adapter") else None
+    if name is not None and name not in model.engine.adapters:
+        known = ", ".join(map(repr, sorted(model.engine.adapters))) or "none"
+        raise NotFound(f"adapter is {shown(name)}; this server has {known}")
+    of_model = message.model if message.HasField("model") and message.model != model.name else None
+    if None not in (name, of_model) and name != of_model:
+        found.append(Violation("adapter", f"is {shown(name)}, and model is {shown(of_model)}; expected the same"))
+    return name or of_model
 
 
 def text_of(message: pb.GenerateRequest, model: ServedModel, found: list[Violation]) -> str | None:
@@ -125,13 +147,16 @@ def wanted(
             input.
 
     Raises:
+        NotFound: the adapter that the request names is not loaded.
         InvalidRequest: the request is invalid; the error lists all violations.
         Unsupported: this server or model lacks something that the request needs; the error lists all of it.
         ResumeRefused: the request continues a stream of another model.
     """
     found = list(known)
     found += _violations(message, model, needs_input=not found)
-    received = received_outputs(message, model, found)
+    adapter = adapter_of(message, model, found)
+    fingerprint = model.fingerprint_with(adapter)
+    received = received_outputs(message, model, fingerprint, found)
     token_ids = _prompt(message, model, found) if encoded.prompt is None else encoded.prompt
     request = Request(
         request_id=message.request_id if message.HasField("request_id") else secrets.token_hex(12),
@@ -141,6 +166,7 @@ def wanted(
         cache_salt=message.cache_salt if message.HasField("cache_salt") else None,
         emitted=emitted_outputs(received),
         prediction=_predicted(message, model, found) if encoded.prediction is None else encoded.prediction,
+        adapter=adapter,
     )
     unsupported = list(_unsupported(message, model))
     answer = None
@@ -166,6 +192,8 @@ def wanted(
         request_id=request.request_id,
         token_ids=output.token_ids if output.HasField("token_ids") else True,
         prompt_token_ids=output.prompt_token_ids,
+        model=adapter or model.name,
+        fingerprint=fingerprint,
         answer=answer,
         sending=_sending(message, model, received),
         priority=message.priority,

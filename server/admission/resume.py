@@ -25,13 +25,13 @@ _EVENT_ID = re.compile(
 _OUTPUT = re.compile(r"(?P<count>[0-9a-f]{1,7})(:(?P<digest>[0-9a-f]{16}))?(?P<tail>\+)?(?P<end>!)?")
 
 
-def resume_info(request: Request, model: ServedModel) -> pb.ResumeInfo:
-    """Return what the caller needs to continue the stream of `request` on another server."""
+def resume_info(request: Request, model: ServedModel, fingerprint: str) -> pb.ResumeInfo:
+    """Return what the caller needs to continue the stream of `request` on another server with this fingerprint."""
     engine = model.engine
     assert request.sampling.seed is not None, "drawn when the request was converted"
     longest = request.max_len(engine.max_model_len, engine.config.max_output_tokens)
     return pb.ResumeInfo(
-        fingerprint=model.fingerprint,
+        fingerprint=fingerprint,
         seed=request.sampling.seed,
         max_tokens=longest - len(request.token_ids),
         speculation=speculation_settings(engine.speculation_of(request)),
@@ -39,9 +39,11 @@ def resume_info(request: Request, model: ServedModel) -> pb.ResumeInfo:
 
 
 def received_outputs(
-    message: pb.GenerateRequest, model: ServedModel, found: list[Violation]
+    message: pb.GenerateRequest, model: ServedModel, fingerprint: str, found: list[Violation]
 ) -> tuple[ReceivedOutput, ...]:
     """Convert `resume`: one entry per output, or none if the request is a new one. Violations are added to `found`.
+
+    `fingerprint`: of the model with the adapter that the request uses.
 
     Raises:
         ResumeRefused: the stream is one of another model.
@@ -50,9 +52,9 @@ def received_outputs(
         return ()
     asked, n = message.resume, message.sampling.n if message.sampling.HasField("n") else 1
     most, max_n = model.engine.max_model_len, model.engine.config.max_n
-    if asked.fingerprint != model.fingerprint:
+    if asked.fingerprint != fingerprint:
         theirs = f"resume.fingerprint is {shown(asked.fingerprint)}"
-        raise ResumeRefused(f"{theirs}; the one of {model.name} here is {model.fingerprint!r}")
+        raise ResumeRefused(f"{theirs}; the one of {model.name} here is {fingerprint!r}")
     if not message.sampling.HasField("seed"):
         found.append(Violation("sampling.seed", "is missing; resume needs the seed with which the stream began"))
     if n > max_n:  # the engine refuses it

@@ -14,6 +14,7 @@ from google.rpc import status_pb2
 from engine.errors import DuplicateRequest, InvalidRequest, PilotfishError, Unsupported, Violation
 from server.errors import (
     Aborted,
+    AdapterExists,
     DeadlinePassed,
     Forbidden,
     NotFound,
@@ -49,6 +50,7 @@ _PLAIN = {  # errors that need no details
     Unsupported: Refusal(grpc.StatusCode.UNIMPLEMENTED, "unsupported"),
     NotFound: Refusal(grpc.StatusCode.NOT_FOUND, "not_found"),
     DuplicateRequest: Refusal(grpc.StatusCode.ALREADY_EXISTS, "duplicate"),
+    AdapterExists: Refusal(grpc.StatusCode.ALREADY_EXISTS, "adapter_exists"),
     DeadlinePassed: Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "deadline"),
     Unauthenticated: Refusal(grpc.StatusCode.UNAUTHENTICATED, "unauthenticated"),
     Forbidden: Refusal(grpc.StatusCode.PERMISSION_DENIED, "forbidden"),

@@ -1,4 +1,4 @@
-"""ControlService: information about server and model, the load, aborts of requests, and the tokenizer."""
+"""ControlService: information about server and model, the load, aborts, the tokenizer, and adapters."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from engine.types import FinishReason
 from pilotfish.v1 import control_pb2 as pb
 from pilotfish.v1 import control_pb2_grpc
 from server.admission import answers, convert
+from server.admission.adapters import AdapterCalls
 from server.admission.admission import Admission
 from server.admission.security import Caller, Callers
 from server.admission.slow_work import SlowWork, release_turn
@@ -39,7 +40,7 @@ _STATES = {
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):
-    """Implements ControlService. All calls are quick, except the conversion of long texts and of many token ids.
+    """Implements ControlService. All calls are quick, except loads and the conversion of long texts and many token ids.
 
     Conversions use threads. They count against their caller's quota and as requests that arrive.
     """
@@ -56,6 +57,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     ) -> None:
         self._driver, self._lifecycle, self._config, self._callers = driver, lifecycle, config, callers
         self._admission, self._slow = admission, slow
+        self._adapters = AdapterCalls(driver, config.adapter_root)
         self._clock, self._started = clock, clock()
 
     async def GetServerInfo(  # noqa: N802
@@ -74,7 +76,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         self, request: pb.GetModelInfoRequest, context: Context
     ) -> pb.GetModelInfoResponse:
         """Return the model and its limits."""
-        return answers.model_info(self._model(request))
+        return answers.model_info(self._model(request), self._driver().adapters)
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:  # noqa: N802
         """Return the numbers of requests, queued tokens and pages."""
@@ -126,6 +128,20 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             if len(request.token_ids) > most:
                 raise InvalidRequest.of("token_ids", f"has {len(request.token_ids)} ids; the limit is {most}")
             return await self._slow.run(_detokenized, codec, request.token_ids, model.engine.vocab_size)
+
+    async def LoadAdapter(  # noqa: N802
+        self, request: pb.LoadAdapterRequest, context: Context
+    ) -> pb.LoadAdapterResponse:
+        """Load an adapter from a folder of this machine."""
+        fingerprint = await self._adapters.load(request.name, request.path, self._caller(context))
+        return pb.LoadAdapterResponse(fingerprint=fingerprint)
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: pb.UnloadAdapterRequest, context: Context
+    ) -> pb.UnloadAdapterResponse:
+        """Unload an adapter as soon as no live request uses it."""
+        self._adapters.unload(request.name, self._caller(context))
+        return pb.UnloadAdapterResponse()
 
     def _caller(self, context: Context) -> Caller:
         return self._callers.of_metadata(context.invocation_metadata())

@@ -74,31 +74,33 @@ def gateway(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """Return the served model in the format of OpenAI's list of models."""
+        """Return the served model and its adapters in the format of OpenAI's list of models."""
         loaded = driver()
-        return {"object": "list", "data": [] if loaded is None else [_model(loaded, created)]}
+        return {"object": "list", "data": [] if loaded is None else _models(loaded, created)}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """Return the served model; a name may have slashes."""
+        """Return the served model or one of its adapters; a name may have slashes."""
         loaded = driver()
-        if loaded is None or name != loaded.model.name:
-            served = "none yet" if loaded is None else repr(loaded.model.name)
-            raise NotFound(f"model is {shown(name)}; this server has {served}")
-        return _model(loaded, created)
+        cards = {} if loaded is None else {card["id"]: card for card in _models(loaded, created)}
+        if name not in cards:
+            raise NotFound(f"model is {shown(name)}; this server has {', '.join(map(repr, cards)) or 'none yet'}")
+        return cards[name]
 
     return app
 
 
-def _model(driver: Driver, created: int) -> dict[str, Any]:
-    """Return the model as OpenAI's list has it, and the longest context."""
-    return {
-        "id": driver.model.name,
+def _models(driver: Driver, created: int) -> list[dict[str, Any]]:
+    """Return the model as OpenAI's list has it, and the longest context; then each adapter, which names its model."""
+    model = driver.model
+    about = {
         "object": "model",
         "created": created,
         "owned_by": "pilotfish",
-        "max_model_len": driver.model.engine.max_model_len,
+        "max_model_len": model.engine.max_model_len,
     }
+    adapters = ({"id": name, **about, "parent": model.name} for name in driver.adapters)
+    return [{"id": model.name, **about}, *adapters]
 
 
 def _vitals(driver: Driver) -> dict[str, Any]:

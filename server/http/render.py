@@ -63,7 +63,7 @@ class _Renderer:
         wanted, tokens = await self._prompt(message, list(wrong))
         return {
             "request_id": f"{prefix}-{wanted.request_id}",
-            "model": self._driver().model.name,
+            "model": wanted.model,
             "token_ids": tokens,
             "features": None,  # of images, which no model here sees
             "cache_salt": message.cache_salt if message.HasField("cache_salt") else None,

@@ -94,7 +94,7 @@ class _Routes:
     ) -> Response:
         body, read = parsed
         model = self._driver().model
-        answers, origin = answers_to(body, model), _origin(request, body.timeout)
+        answers, origin = answers_to(body, model.named(body.model)), _origin(request, body.timeout)
         after = request.headers.get("last-event-id")
         if after is not None:
             if not body.stream:

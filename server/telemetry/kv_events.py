@@ -11,7 +11,7 @@ import hashlib
 import logging
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -75,13 +75,15 @@ class _Block:
     hash: int
     before: int | None
     stored: msgspec.Raw
+    adapter: str | None  # the name of the one that its keys and values were made with
     followers: set[int] = field(default_factory=set)
 
 
 class CachedBlocks:
     """The pages of the prefix cache under hashes of their content, which are the same on every server of a model.
 
-    A hash covers the model's name, the salt, and all tokens from the beginning of the text to the end of the page.
+    A hash covers the model's name, the salt, the adapter and its weights, and all tokens from the beginning of the text
+    to the end of the page.
     """
 
     def __init__(self, model: str) -> None:
@@ -111,13 +113,16 @@ class CachedBlocks:
         digest = hashlib.sha256(_encoder.encode((root, change.tokens))).digest()
         name = int.from_bytes(digest[-HASH_BYTES:], "big")
         parent = None if before is None else before.hash
-        extra: tuple[Any, ...] = ()
         if before is not None:
             before.followers.add(change.number)
-        elif change.salt[0] is not None:
-            extra = (None, ((change.salt[0],),))  # no LoRA's name; and what the router has to hash with the tokens
+            salt, adapter = None, before.adapter
+        else:
+            salt, adapter = change.salt[0], _adapter(change.salt)
+        extra: tuple[Any, ...] = ()
+        if salt is not None or adapter is not None:  # what the router has to hash with the tokens
+            extra = (adapter, None if salt is None else ((salt,),))
         stored = _event("BlockStored", (name,), parent, change.tokens, len(change.tokens), None, _MEDIUM, *extra)
-        self._blocks[change.number] = _Block(name, change.before, stored)
+        self._blocks[change.number] = _Block(name, change.before, stored, adapter)
         return stored
 
     def _remove(self, number: int) -> msgspec.Raw | None:
@@ -133,6 +138,11 @@ class CachedBlocks:
             gone.append(block.hash)
             left.extend(block.followers)
         return _event("BlockRemoved", gone, _MEDIUM)
+
+
+def _adapter(salt: Sequence[Any]) -> str | None:
+    """The name of the adapter in a salt: the tenant's, the rotary table and, if there is one, the adapter."""
+    return salt[2][0] if len(salt) > 2 else None
 
 
 class ZmqKvEvents:

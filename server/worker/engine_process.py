@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol, cast
 
 from engine.config import EngineConfig
@@ -164,9 +165,22 @@ class EngineServer:
                 self._finish(message)
             case wire.Drop():
                 self._end(message.ticket, message.reason)
+            case wire.LoadAdapter():
+                self._load_adapter(message)
+            case wire.UnloadAdapter():
+                self._engine.adapters.unload(message.name)
             case wire.Start():
                 raise wire.WireError("a second start")
         self._order = message.order
+
+    def _load_adapter(self, order: wire.LoadAdapter) -> None:
+        """Load an adapter between two steps, and answer at once."""
+        try:
+            loaded = self._engine.adapters.load(order.name, Path(order.folder), order.fingerprint)
+        except ModelError as error:
+            self._send(wire.AdapterAnswer(order.name, problem=str(error)))
+        else:
+            self._send(wire.AdapterAnswer(order.name, loaded.fingerprint))
 
     def _take(self, ticket: int, request: Request) -> None:
         """Add a request. If it has a structure, compile that first, on another thread so that steps do not wait."""
@@ -253,7 +267,7 @@ class EngineServer:
         changes = self._engine.pages.take_changes() if self._watches_cache else ()
         self._send(wire.StepReport(rest, stats, self._load(), changes))
 
-    def _send(self, message: wire.StepReport | wire.Beat) -> None:
+    def _send(self, message: wire.StepReport | wire.AdapterAnswer | wire.Beat) -> None:
         self._lead += isinstance(message, wire.StepReport)
         self._link.send(message)
         self._spoke = time.monotonic()
@@ -283,6 +297,7 @@ def ready(model: ServedModel, engine: Engine, verdicts: Iterable[bool] = ()) -> 
         dtype=engine.dtype,
         load=load_of(engine),
         verdicts=tuple(verdicts),
+        adapters={name: adapter.fingerprint for name, adapter in engine.adapters.items()},
     )
 
 

@@ -10,6 +10,7 @@ import asyncio
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from engine.config import EngineConfig
@@ -61,6 +62,17 @@ class Host(Protocol):
 
     def drop(self, request_id: str, reason: FinishReason) -> None:
         """End a request whose reader is gone; no later turn returns an event of it."""
+        ...
+
+    async def load_adapter(self, name: str, folder: str) -> str:
+        """Load an adapter; return its fingerprint. Raises ModelError if it cannot be served, Unavailable if none can.
+
+        The caller calls it for one adapter of a name at a time.
+        """
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter that no request uses."""
         ...
 
     async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
@@ -120,6 +132,15 @@ class LocalHost:
         """See Host."""
         self.engine.finish(request_id, reason)
         self._ended = [event for event in self._ended if event.request_id != request_id]
+
+    async def load_adapter(self, name: str, folder: str) -> str:
+        """Load between two steps, on their thread."""
+        loading = partial(self.engine.adapters.load, name, Path(folder))
+        return (await asyncio.get_running_loop().run_in_executor(self._compute, loading)).fingerprint
+
+    def unload_adapter(self, name: str) -> None:
+        """See Host."""
+        self.engine.adapters.unload(name)
 
     async def turn(self, wake: asyncio.Event) -> TurnOutput | None:
         """Return the events of ordered ends at once, if any; else take one step, or wait for `wake` without work."""

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from engine.config import EngineConfig
+from engine.errors import ModelError
 from engine.params import SpeculationSettings
 from engine.request.intake import Intake, Limits
-from engine.types import FinishReason, Request
+from engine.types import Adapter, FinishReason, Request
 from server.config import LogFormat
-from server.errors import EngineCrashed
+from server.errors import EngineCrashed, EngineHung, Unavailable
 from server.model import EngineView, Progress, ServedModel
 from server.worker import wire
 from server.worker.fork_server import AHEAD, ENGINE, Forked, ForkServer, ForkServerGone
@@ -81,13 +82,17 @@ class RemoteEngine:
         self._order = self._ticket = 0
         self._live: dict[int, _RemoteRequest] = {}
         self._tickets: dict[str, int] = {}
+        self.adapters: dict[str, Adapter] = {}  # that every engine has to have, as the first one found them
+        self._folders = dict(config.adapter)  # of each of them
 
     # ---------------------------------------------------------------------------------- start and end of the process
 
     async def start(self, progress: Progress) -> ServedModel:
         """Start the process, wait until it is ready, and load the tokenizer and the like in this process."""
         started = time.monotonic()
-        self._use(*await self._loaded(progress, is_successor=False))
+        worker, facts = await self._loaded(progress, is_successor=False)
+        self.adapters |= {name: Adapter(name, 0, fingerprint) for name, fingerprint in facts.adapters.items()}
+        self._use(worker, facts)
         self._load_seconds = _LOADS * (time.monotonic() - started)
         return await asyncio.to_thread(self._program.around, self, self.config, self._facts.device)
 
@@ -116,9 +121,27 @@ class RemoteEngine:
         self._live, self._tickets = {}, {}
         self._worker, self._facts = worker, facts
         limits = Limits(facts.vocab_size, facts.max_model_len, facts.eos_token_ids)
-        self._intake = Intake(self.config, limits, facts.proposer_names)
+        self._intake = Intake(self.config, limits, facts.proposer_names, self.adapters)
+        self._bring_adapters(worker, facts.adapters)
         if self._has_standby:
             self._standby = Standby(partial(self._loaded, _log, is_successor=True))
+
+    def _bring_adapters(self, worker: Worker, its_own: Mapping[str, str]) -> None:
+        """Let an engine have the same adapters as those before it: some were loaded or unloaded by calls meanwhile."""
+        for name, fingerprint in its_own.items():
+            if name not in self.adapters or self.adapters[name].fingerprint != fingerprint:
+                worker.send(wire.UnloadAdapter(self._next_order(), name))
+        for name, adapter in self.adapters.items():
+            if its_own.get(name) != adapter.fingerprint:
+                order = wire.LoadAdapter(self._next_order(), name, self._folders[name], adapter.fingerprint)
+                worker.load_adapter(order).add_done_callback(partial(self._brought, adapter))
+
+    def _brought(self, adapter: Adapter, loading: asyncio.Future[str]) -> None:
+        """Drop an adapter whose files are not there any more, or have changed: its requests fail one by one."""
+        if not loading.cancelled() and isinstance(loading.exception(), ModelError):
+            logger.error("an adapter is lost: %s", loading.exception())
+            if self.adapters.get(adapter.name) is adapter:
+                del self.adapters[adapter.name], self._folders[adapter.name]
 
     async def _loaded(self, progress: Progress, *, is_successor: bool) -> Loaded:
         """Fork a process and load its engine."""
@@ -211,6 +234,23 @@ class RemoteEngine:
         if ticket is not None:
             self._current.send(wire.Drop(self._next_order(), ticket, reason))
             self._forget(request_id)
+
+    async def load_adapter(self, name: str, folder: str) -> str:
+        """See Host."""
+        if self._worker is None or self._worker.loss is not None:
+            raise Unavailable("ENGINE_RESTARTING", "the engine failed and is being restarted")
+        try:
+            fingerprint = await self._worker.load_adapter(wire.LoadAdapter(self._next_order(), name, folder))
+        except (EngineCrashed, EngineHung, wire.WireError) as loss:
+            raise Unavailable("ENGINE_RESTARTING", f"the engine failed while it loaded adapter {name!r}") from loss
+        self.adapters[name], self._folders[name] = Adapter(name, 0, fingerprint), folder
+        return fingerprint
+
+    def unload_adapter(self, name: str) -> None:
+        """See Host. A lost engine needs no order."""
+        del self.adapters[name], self._folders[name]
+        if self._worker is not None and self._worker.loss is None:
+            self._worker.send(wire.UnloadAdapter(self._next_order(), name))
 
     def _forget(self, request_id: str) -> None:
         del self._live[self._tickets.pop(request_id)]

@@ -87,6 +87,22 @@ class Drop(msgspec.Struct, tag=True, array_like=True, frozen=True):
     reason: FinishReason
 
 
+class LoadAdapter(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Load an adapter from a folder; `fingerprint` is the one that it has to have, "" for any. The answer follows."""
+
+    order: int
+    name: str
+    folder: str
+    fingerprint: str = ""
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Forget an adapter, which no request uses any more."""
+
+    order: int
+    name: str
+
+
 class Taken(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The front-end process has read one more `StepReport`, so the engine may send another."""
 
@@ -121,6 +137,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
         dtype: type of the target's activations, keys and values.
         load: load of the engine at the start.
         verdicts: the outcomes of the tests of the load, for an engine that takes the place of this one.
+        adapters: the fingerprints of the adapters that the configuration names, by name.
     """
 
     vocab_size: int
@@ -134,6 +151,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True):
     dtype: str
     load: LoadReport
     verdicts: tuple[bool, ...] = ()
+    adapters: dict[str, str] = {}
 
 
 class LoadReport(msgspec.Struct, array_like=True, frozen=True):
@@ -193,13 +211,21 @@ class StepReport(msgspec.Struct, tag=True, array_like=True, frozen=True):
     cache_changes: tuple[CacheChange, ...] = ()
 
 
+class AdapterAnswer(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """The answer to `LoadAdapter`: the adapter's fingerprint, or why it cannot be served (a `ModelError`)."""
+
+    name: str
+    fingerprint: str = ""
+    problem: str | None = None
+
+
 class Beat(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """The engine's process is alive and has nothing to report."""
 
 
-Order: TypeAlias = Add | Finish | Drop
+Order: TypeAlias = Add | Finish | Drop | LoadAdapter | UnloadAdapter
 ToEngine: TypeAlias = Start | Order | Taken
-ToFrontEnd: TypeAlias = Progress | Refused | Ready | StepReport | Beat
+ToFrontEnd: TypeAlias = Progress | Refused | Ready | StepReport | AdapterAnswer | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -7,6 +7,7 @@ import logging
 import signal
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from engine.errors import ModelError
 from server.errors import EngineCrashed, EngineHung, EngineKilled
@@ -38,6 +39,7 @@ class Worker:
         self._channel: Channel | None = None
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # who waits may be gone
+        self._loading: dict[str, asyncio.Future[str]] = {}  # fingerprints of the adapters that are being loaded
 
     async def connect(self, start: wire.Start) -> None:
         """Open the channel and send the first message."""
@@ -70,6 +72,12 @@ class Worker:
         assert self._channel is not None, "not connected"
         self._channel.send(wire.framed(message, self._limit))
 
+    def load_adapter(self, order: wire.LoadAdapter) -> asyncio.Future[str]:
+        """Send the order. The result is the adapter's fingerprint; ModelError if it is refused, or the loss."""
+        loading = self._loading[order.name] = asyncio.get_running_loop().create_future()
+        self.send(order)
+        return loading
+
     async def cause(self) -> Exception:
         """Wait until the lost process is gone; return why it was lost."""
         assert self.loss is not None, "not lost"
@@ -99,12 +107,25 @@ class Worker:
                 self._ready.set_result(message)
             case wire.Refused():
                 self._lose(ModelError(message.problem))
+            case wire.AdapterAnswer():
+                self._end_loading(message)
+
+    def _end_loading(self, answer: wire.AdapterAnswer) -> None:
+        loading = self._loading.pop(answer.name, None)
+        if loading is None or loading.done():
+            return  # who waited is gone
+        if answer.problem is None:
+            loading.set_result(answer.fingerprint)
+        else:
+            loading.set_exception(ModelError(answer.problem))
 
     def _lose(self, error: Exception) -> None:
         """Record that the engine is lost, and kill its process."""
         if self.loss is None:
             self.loss = error
-            if not self._ready.done():
-                self._ready.set_exception(error)
+            waiting: list[asyncio.Future[Any]] = [self._ready, *self._loading.values()]
+            for answer in waiting:
+                if not answer.done():
+                    answer.set_exception(error)
             self.process.kill()
             self.wake()

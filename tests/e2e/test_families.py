@@ -14,7 +14,7 @@ from tests.families import NEW_TOKENS, save
 from tests.serving import serving
 
 
-@pytest.mark.parametrize("family", zoo.families())
+@pytest.mark.parametrize("family", zoo.every_family())
 async def test_concurrent_streams_equal_generate(family: str, tmp_path: Path) -> None:
     saved = save(family, tmp_path)
     settings = {"target": saved.target, "draft": saved.draft, "threads": 1, "max_batch_tokens": 64}

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import choose, fixed, native, paged, reference, registry, rows, sdpa
+from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
 from engine.kv.batch import Feed, RaggedBatch
 
@@ -37,8 +38,8 @@ def test_sdpa_equals_reference(
     seed: int, lens: list[tuple[int, int]], kv_heads: int, group: int, dim: int, window: int | None
 ) -> None:
     batch, query, k, v = _problem(seed, lens, 64, kv_heads, group, dim)
-    got = sdpa.attend(query, k, v, batch, 0.3, window)
-    want = reference.attend(query, k, v, batch, 0.3, window)
+    got = sdpa.attend(query, k, v, batch, AttentionSpec(0.3, window))
+    want = reference.attend(query, k, v, batch, AttentionSpec(0.3, window))
     assert torch.allclose(got, want, atol=2e-5)
 
 
@@ -49,7 +50,7 @@ def test_reference_equals_the_formula(
 ) -> None:
     """One head and one row at a time, no tensor tricks."""
     batch, query, k, v = _problem(seed, lens, page, 2, 2, 8)
-    got = reference.attend(query, k, v, batch, 0.4, window, softcap)
+    got = reference.attend(query, k, v, batch, AttentionSpec(0.4, window, softcap=softcap))
     for i, (now, before) in enumerate(lens):
         for t in range(now):
             position, row = before + t, batch.cu_seqlens[i] + t
@@ -70,8 +71,10 @@ def test_fixed_equals_reference(
 ) -> None:
     lens = [(now, before + 60 * (i % 2)) for i, (now, before) in enumerate(lens)]  # some in two blocks
     batch, query, k, v = _problem(seed, lens, page, 2, 2, 7, longest=192)
-    got = fixed.attend(query, k, v, batch, 0.4, window, softcap)
-    assert torch.allclose(got, reference.attend(query, k, v, batch, 0.4, window, softcap), atol=2e-5)
+    got = fixed.attend(query, k, v, batch, AttentionSpec(0.4, window, softcap=softcap))
+    assert torch.allclose(
+        got, reference.attend(query, k, v, batch, AttentionSpec(0.4, window, softcap=softcap)), atol=2e-5
+    )
 
 
 def _moved(k: torch.Tensor, batch: RaggedBatch, i: int, page: int) -> tuple[torch.Tensor, list[int]]:
@@ -93,21 +96,20 @@ def test_fixed_gives_a_query_the_same_bits_everywhere(
     """One row alone, of one sequence, in other pages, beside rows that are not a number: nothing may show."""
     lens = [(now, before + 60 * (i % 2)) for i, (now, before) in enumerate(lens)]
     batch, query, k, v = _problem(seed, lens, 16, 2, 3, dim, longest=192)
-    together = fixed.attend(query, k, v, batch, 0.4, window, softcap)
+    together = fixed.attend(query, k, v, batch, AttentionSpec(0.4, window, softcap=softcap))
     for i, (now, before) in enumerate(lens):
         (my_k, table), (my_v, _) = _moved(k, batch, i, page), _moved(v, batch, i, page)
         for t in {0, now - 1, now // 2}:
             alone = RaggedBatch.of([Feed([0], before + t, table)], page, torch.device("cpu"))
             row = batch.cu_seqlens[i] + t
-            got = fixed.attend(query[row : row + 1], my_k, my_v, alone, 0.4, window, softcap)
+            got = fixed.attend(query[row : row + 1], my_k, my_v, alone, AttentionSpec(0.4, window, softcap=softcap))
             assert torch.equal(got[0], together[row])
 
 
 def test_softcap_goes_to_the_reference() -> None:
     batch, query, k, v = _problem(3, [(2, 5)], 64, 2, 2, 8)
-    assert torch.equal(
-        sdpa.attend(query, k, v, batch, 0.4, None, 5.0), reference.attend(query, k, v, batch, 0.4, None, 5.0)
-    )
+    spec = AttentionSpec(0.4, softcap=5.0)
+    assert torch.equal(sdpa.attend(query, k, v, batch, spec), reference.attend(query, k, v, batch, spec))
 
 
 def test_registry(monkeypatch: pytest.MonkeyPatch) -> None:

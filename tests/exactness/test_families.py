@@ -13,7 +13,7 @@ from tests import fakes, zoo
 from tests.families import NEW_TOKENS, Saved, generate, save
 
 
-@pytest.fixture(scope="module", params=zoo.families())
+@pytest.fixture(scope="module", params=zoo.every_family())
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return save(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -61,8 +61,16 @@ SERVED_UNASKED = {
     "smollm3": {},
     "exaone4": {"num_key_value_heads": 2, "sliding_window": 9},
     "glm4": {"head_dim": 8},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
-}
+    "minicpm3": zoo.LATENT,
+    "longcat_flash": {**zoo.LATENT, "num_layers": 1, "head_dim": 8, "n_routed_experts": 4, "zero_expert_num": 1,
+                      "moe_topk": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16},
+    "granite_swa": {"num_key_value_heads": 2, "sliding_window": 9,
+                    "layer_types": ["sliding_attention", "full_attention"]},
+    "nemotron": {"num_key_value_heads": 2},
+    "persimmon": {},
+    "codegen": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "rotary_dim": 4},
+    "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48},
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine import kernels
 from engine.attention import reference as by_sequence
+from engine.attention.spec import AttentionSpec
 from engine.device_loop import draws
 from engine.kernels import reference
 from engine.kernels.paging import Paging
@@ -76,6 +77,6 @@ def attend(
             cu_seqlens=(0, rows), kv_lens=(kv_len,), page_tables=(paging.tables[table].tolist(),),
             page_size=paging.page_size, is_contiguous=(False,),
         )  # fmt: skip
-        found = by_sequence.attend(mine, k, v, batch, scale, window, softcap)
+        found = by_sequence.attend(mine, k, v, batch, AttentionSpec(scale, window, softcap=softcap))
         out[first : first + rows] = torch.where((positions < 0)[:, None, None], 0, found)
     return out

@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from engine.config import EngineConfig
-from engine.errors import DuplicateRequest, InvalidRequest, Unsupported
+from engine.errors import DuplicateRequest, InvalidRequest, ModelError, Unsupported
 from engine.params import SpeculationSettings
 from engine.request.emitted import emitted_violations
-from engine.request.validation import violations
+from engine.request.validation import unknown_adapter, violations
 from engine.stats import Forward, StepStats
 from engine.text.codec import Codec
 from engine.types import (
+    Adapter,
     DraftStats,
     FinishedOutput,
     FinishReason,
@@ -54,6 +56,23 @@ class Live:
     grammar: GrammarState | None = None
 
 
+class FakeAdapters(dict[str, Adapter]):
+    """Loads any folder that has a file `fingerprint`, whose text is the adapter's."""
+
+    def load(self, name: str, folder: Path, expected: str = "") -> Adapter:
+        try:
+            fingerprint = (folder / "fingerprint").read_text()
+        except OSError as error:
+            raise ModelError(f"adapter {name!r}: {error}") from error
+        if expected not in ("", fingerprint):
+            raise ModelError(f"adapter {name!r} has changed")
+        self[name] = Adapter(name, len(self) + 1, fingerprint)
+        return self[name]
+
+    def unload(self, name: str) -> None:
+        del self[name]
+
+
 class FakeEngine:
     """Repeats `text` for ever: request by request the same tokens, `burst` of them per step, all but one accepted.
 
@@ -66,6 +85,7 @@ class FakeEngine:
         self.eos_token_ids = frozenset({EOS})
         self.proposer_names, self.default_proposer = ("none", "ngram"), "ngram"
         self.total_pages, self.loop, self.dtype = batch, "plain", "float32"
+        self.adapters = FakeAdapters()
         self.script = CODEC.encode(text)
         self.poison: set[int] = set()
         self.poisoned = {0}
@@ -121,6 +141,7 @@ class FakeEngine:
         found = list(violations(request, self.config, self.vocab_size, self.max_model_len))
         longest = request.max_len(self.max_model_len, self.config.max_output_tokens)
         found += emitted_violations(request, self.vocab_size, longest)
+        found += unknown_adapter(request.adapter, self.adapters)
         if found:
             raise InvalidRequest(found)
         if request.speculation.proposer not in (None, *self.proposer_names):

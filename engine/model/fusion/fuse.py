@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.attention.registry import Ragged
+from engine.attention.spec import AttentionSpec
+from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
 from engine.machine.mapped import release_mapped
 from engine.model.linear.equivalence import agree, random_rows
 from engine.model.linear.int8 import Int8Linear
+from engine.model.linear.low_rank import add_products
 from engine.native import Rows, rows_for
 from engine.verdicts import verdict
 
@@ -92,6 +95,8 @@ def _join(module: nn.Module, group: tuple[str, ...]) -> bool:
     matmul: nn.Module
     kind = kinds.pop()
     if issubclass(kind, Int8Linear):
+        if not kind.joins(cast("list[Int8Linear]", parts)):
+            return False
         matmul = kind.joined(cast("list[Int8Linear]", parts))
     elif kind is nn.Linear:
         matmul = _joined_linear(cast("list[nn.Linear]", parts))
@@ -136,12 +141,14 @@ class RMSNorm(nn.Module):
 def _norm_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or not isinstance(eps, float):
+    is_norm = type(module).__name__.endswith("RMSNorm") and isinstance(eps, float)
+    if not is_norm or not isinstance(weight, nn.Parameter):  # a buffer stands for no weight, and has any size
         return None
     x = random_rows(model, 1, _ROWS, weight.numel())
     for scale in (weight, 1 + weight.float()):  # Gemma stores the scale minus 1
-        stand_in = RMSNorm(scale, eps)
+        stand_in = RMSNorm(scale, cast("float", eps))
         if agree(lambda m: m(x), module, stand_in):
+            stand_in.weight = weight  # Mamba's blocks ask a norm for the type of its weight
             return stand_in
     return None
 
@@ -162,7 +169,9 @@ class Gated(nn.Module):
             return cast("Tensor", inner(x))
         rows = both.view(-1, both.shape[-1])
         if isinstance(inner.down_proj, Int8Linear):
-            return inner.down_proj.of_rounded(*native.gate_round(rows), x.dtype).view(x.shape)
+            out = inner.down_proj.of_rounded(*native.gate_round(rows), x.dtype)
+            add_products(inner.down_proj, lambda: native.gate(rows), out)
+            return out.view(x.shape)
         return cast("Tensor", inner.down_proj(native.gate(rows).view(*x.shape[:-1], -1)))
 
 
@@ -209,7 +218,7 @@ class RotaryAttention(nn.Module):
         turning, value = heads.split([seen.heads + seen.kv_heads, seen.kv_heads], 1)
         turned = _rotate(self._normed(turning), cos, ragged.batch.once(("sin", sin), partial(_signed, sin)))
         query, key = turned.split([seen.heads, seen.kv_heads], 1)
-        out = ragged.attend_layer(self.layer_idx, query, key, value, seen.scale, seen.window, seen.softcap)
+        out = ragged.attend_layer(self.layer_idx, query, key, value, seen.spec)
         return cast("nn.Module", self.inner.o_proj)(out.flatten(1)[None]), None
 
     def _native_for(self, projected: Tensor, cos: Tensor, ragged: Ragged) -> Rows | None:
@@ -222,7 +231,7 @@ class RotaryAttention(nn.Module):
         seen, arena = self.seen, ragged.arena
         k, v = arena.k[self.layer_idx], arena.v[self.layer_idx]
         query = native.rotate(projected, cos.contiguous(), sin.contiguous(), ragged.batch.kv_rows, k, v)
-        return ragged.attend(query, k, v, ragged.batch, seen.scale, seen.window, seen.softcap)
+        return ragged.attend(query, k, v, ragged.batch, seen.spec)
 
     def _projected(self, hidden_states: Tensor) -> Tensor:
         """q, k and v side by side, `[T, ...]`; some families have one matmul for all three from the start."""
@@ -255,7 +264,7 @@ class _RecordedAttention:
 
     def __init__(self) -> None:
         self.heads = self.kv_heads = self.head_dim = 0
-        self.scale, self.window, self.softcap = 0.0, cast("int | None", None), cast("float | None", None)
+        self.spec = AttentionSpec(scale=0.0)
 
     def __call__(
         self,
@@ -263,16 +272,14 @@ class _RecordedAttention:
         k: Tensor,
         v: Tensor,
         batch: RaggedBatch,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        spec: AttentionSpec,
     ) -> Tensor:
         """Mix all inputs, so that a difference in any of them changes the result."""
-        self.scale, self.window, self.softcap = scale, window, softcap
+        self.spec = spec
         _, self.heads, self.head_dim = query.shape
         self.kv_heads = k.shape[1]
         fresh = (k + 2 * v)[batch.kv_rows]
-        return query * scale + fresh.repeat_interleave(self.heads // self.kv_heads, 1)
+        return query * spec.scale + fresh.repeat_interleave(self.heads // self.kv_heads, 1)
 
 
 class _Page:
@@ -307,4 +314,4 @@ def _attention_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | Non
         return cast("Tensor", out[0])
 
     stand_in = RotaryAttention(module, seen)
-    return stand_in if agree(run, module, stand_in) else None
+    return stand_in if agree(run, module, stand_in, also=(ModelError, AssertionError)) else None

@@ -125,7 +125,7 @@ class KernelAttention(nn.Module):
             self.qkv(hidden_states)[0], cos[0], sin[0], ragged.batch.kv_rows, k, v, norms, eps
         )
         seen = self.seen
-        out = ragged.attend(query, k, v, ragged.batch, seen.scale, seen.window, seen.softcap)
+        out = ragged.attend(query, k, v, ragged.batch, seen.spec)
         return self.o_proj(out.flatten(1)[None]), None
 
 

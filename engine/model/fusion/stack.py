@@ -100,7 +100,7 @@ class Stack(nn.ModuleList):
     def serves(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> bool:
         """Whether C can run this pass."""
         layout, shape = ragged.arena.layout, ragged.arena.layout.same
-        if shape is None or shape.key_dim % 2:
+        if shape is None or shape.key_dim % 2 or ragged.batch.has_adapters:
             return False
         ours = getattr(ragged.attend, "func", ragged.attend) is native.attend
         one_type = hidden.dtype == rotary[0].dtype == layout.dtype and hidden.is_cpu and rotary[0].shape[0] == 1
@@ -124,12 +124,13 @@ def _parts(layer: nn.Module) -> LayerParts | None:
             qkv = inner.q_proj.joined.matmul if hasattr(inner, "q_proj") else inner.qkv_proj
             matrices = map(packed_of, (qkv, inner.o_proj, gate.gate_proj.joined.matmul, gate.down_proj))
             norms = (first.scale.data, first.eps), (second.scale.data, second.eps)
-            seen = attention.seen
+            spec = attention.seen.spec
+            plain = getattr(inner, "q_norm", None) is None and spec.chunk is None and spec.sinks is None
             match tuple(matrices):
                 case (
                     PackedMatrix() as qkv, PackedMatrix() as out, PackedMatrix() as up, PackedMatrix() as down
-                ) if getattr(inner, "q_norm", None) is None:  # fmt: skip
-                    return LayerParts(qkv, out, up, down, *norms, seen.scale, seen.softcap, seen.window)
+                ) if plain:  # fmt: skip
+                    return LayerParts(qkv, out, up, down, *norms, spec.scale, spec.softcap, spec.window)
     return None
 
 

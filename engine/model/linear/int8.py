@@ -191,6 +191,11 @@ class Int8Linear(nn.Module):
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
 
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor of a type that rows may have: Mamba's models ask their head for it."""
+        return torch.empty(0)
+
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> Int8Linear:
         """Round a float matrix `[out, in]`."""
@@ -211,6 +216,11 @@ class Int8Linear(nn.Module):
         )
         made._keep_packed(unpacked)
         return made
+
+    @classmethod
+    def joins(cls, parts: Seq[Int8Linear]) -> bool:
+        """Whether `joined` can join `parts`, which are of this class and read the same rows."""
+        return True
 
     def pack(self) -> Packed:
         """Convert the weight once to the form that is multiplied, and release the plain weight."""

@@ -17,6 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from engine.machine.mapped import release_mapped
 from engine.model.linear.activations import make_row_wise
 from engine.model.linear.int8 import Int8Linear
+from engine.model.linear.routing import RowWiseRouting, make_routing_row_wise
+from engine.model.linear.unstack import has_whole_vectors, recognised, unstack
 from engine.native import ALIGNED, PackedMatrix, multiplies, rows_for
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,11 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.packed, self.dtype = packed, dtype  # dtype of the output; None for the type of the input
         self.in_features, self.out_features = packed.in_features, packed.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor of the weight's type: Mamba's models ask their head for it."""
+        return torch.empty(0, dtype=self.packed.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
@@ -47,6 +54,8 @@ def pack(model: PreTrainedModel) -> int:
     head, done = model.get_output_embeddings(), 0
     if model.device.type != "cpu":
         return 0
+    if multiplies(model.dtype):
+        unstack(model, whole_vectors=True)
     for name in [name for name, module in model.named_modules() if type(module) in MATMULS]:
         module = cast("nn.Linear | Conv1D", model.get_submodule(name))
         weight = matrix(module)
@@ -58,6 +67,7 @@ def pack(model: PreTrainedModel) -> int:
             model.set_submodule(name, PackedLinear(PackedMatrix.of(weight.detach(), None, bias), dtype))
             release_mapped(weight)
             done += 1
+    make_routing_row_wise(model)
     if is_batch_invariant(model):
         make_row_wise(model)
     log.info("packed: %d float matrices", done)
@@ -67,7 +77,9 @@ def pack(model: PreTrainedModel) -> int:
 def packs_whole(model: nn.Module) -> bool:
     """Whether `pack` would replace all matmuls where C multiplies their type; the model may be on the meta device."""
     matmuls = [module for module in model.modules() if isinstance(module, MATMULS)]
-    return not _has_experts(model) and all(
+    packable = {name for name, form in recognised(model) if has_whole_vectors(model.get_submodule(name), form)}
+    stacked = {name.rpartition(".")[0] for name, weight in model.named_parameters() if weight.ndim > 2}
+    return stacked <= packable and all(
         type(module) in MATMULS and not matrix(module).shape[1] % ALIGNED for module in matmuls
     )
 
@@ -79,8 +91,12 @@ def matrix(matmul: nn.Module) -> Tensor:
 
 
 def is_batch_invariant(model: nn.Module) -> bool:
-    """Whether every matmul of `model` is batch-invariant, because it is in int8 or packed."""
-    return not _has_experts(model) and not any(isinstance(module, MATMULS) for module in model.modules())
+    """Whether every matmul of `model` is batch-invariant, because it is in int8, packed or a row-wise router."""
+    blocks = [module for module in model.modules() if isinstance(module, RowWiseRouting)]
+    matmuls = [module for module in model.modules() if isinstance(module, MATMULS)]
+    return not _has_experts(model) and all(
+        any(block.multiplies(matmul.weight) for block in blocks) for matmul in matmuls
+    )
 
 
 def runs_in_c(model: PreTrainedModel) -> bool:
@@ -94,7 +110,7 @@ def runs_in_c(model: PreTrainedModel) -> bool:
 
 
 def _has_experts(model: nn.Module) -> bool:
-    """Whether there are stacked matrices, which the model multiplies in its own code."""
+    """Whether there are stacked matrices that the model multiplies in its own code (`unstack.py`)."""
     return any(weight.ndim > 2 for weight in model.parameters())
 
 

@@ -65,6 +65,16 @@ class ControlServiceStub:
                 request_serializer=pilotfish_dot_v1_dot_control__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=pilotfish_dot_v1_dot_control__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/pilotfish.v1.ControlService/LoadAdapter',
+                request_serializer=pilotfish_dot_v1_dot_control__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=pilotfish_dot_v1_dot_control__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/pilotfish.v1.ControlService/UnloadAdapter',
+                request_serializer=pilotfish_dot_v1_dot_control__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=pilotfish_dot_v1_dot_control__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer:
@@ -113,6 +123,21 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Load a low-rank adapter of the model (LoRA) from a folder of the server's machine. For operators, and for folders
+        that the server's option adapter_root allows. ALREADY_EXISTS if an adapter has the name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Unload an adapter. No new request can name it; those that do already are served to their end, and then it is gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +170,16 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=pilotfish_dot_v1_dot_control__pb2.DetokenizeRequest.FromString,
                     response_serializer=pilotfish_dot_v1_dot_control__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=pilotfish_dot_v1_dot_control__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=pilotfish_dot_v1_dot_control__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=pilotfish_dot_v1_dot_control__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=pilotfish_dot_v1_dot_control__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +345,60 @@ class ControlService:
             '/pilotfish.v1.ControlService/Detokenize',
             pilotfish_dot_v1_dot_control__pb2.DetokenizeRequest.SerializeToString,
             pilotfish_dot_v1_dot_control__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pilotfish.v1.ControlService/LoadAdapter',
+            pilotfish_dot_v1_dot_control__pb2.LoadAdapterRequest.SerializeToString,
+            pilotfish_dot_v1_dot_control__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pilotfish.v1.ControlService/UnloadAdapter',
+            pilotfish_dot_v1_dot_control__pb2.UnloadAdapterRequest.SerializeToString,
+            pilotfish_dot_v1_dot_control__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

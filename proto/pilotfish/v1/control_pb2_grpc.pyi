@@ -45,6 +45,12 @@ class ControlServiceStub:
     """Text to tokens, as Generate does it."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_control_pb2.DetokenizeRequest, _control_pb2.DetokenizeResponse]
     """Tokens to text, as Generate does it."""
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_control_pb2.LoadAdapterRequest, _control_pb2.LoadAdapterResponse]
+    """Load a low-rank adapter of the model (LoRA) from a folder of the server's machine. For operators, and for folders
+    that the server's option adapter_root allows. ALREADY_EXISTS if an adapter has the name.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_control_pb2.UnloadAdapterRequest, _control_pb2.UnloadAdapterResponse]
+    """Unload an adapter. No new request can name it; those that do already are served to their end, and then it is gone."""
 
 @_typing.type_check_only
 class ControlServiceAsyncStub(ControlServiceStub):
@@ -63,6 +69,12 @@ class ControlServiceAsyncStub(ControlServiceStub):
     """Text to tokens, as Generate does it."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_control_pb2.DetokenizeRequest, _control_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Tokens to text, as Generate does it."""
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.LoadAdapterRequest, _control_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Load a low-rank adapter of the model (LoRA) from a folder of the server's machine. For operators, and for folders
+    that the server's option adapter_root allows. ALREADY_EXISTS if an adapter has the name.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_control_pb2.UnloadAdapterRequest, _control_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Unload an adapter. No new request can name it; those that do already are served to their end, and then it is gone."""
 
 class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """Reports on the server and ends requests."""
@@ -114,5 +126,23 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DetokenizeResponse, _abc.Awaitable[_control_pb2.DetokenizeResponse]]:
         """Tokens to text, as Generate does it."""
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _control_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.LoadAdapterResponse, _abc.Awaitable[_control_pb2.LoadAdapterResponse]]:
+        """Load a low-rank adapter of the model (LoRA) from a folder of the server's machine. For operators, and for folders
+        that the server's option adapter_root allows. ALREADY_EXISTS if an adapter has the name.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _control_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.UnloadAdapterResponse, _abc.Awaitable[_control_pb2.UnloadAdapterResponse]]:
+        """Unload an adapter. No new request can name it; those that do already are served to their end, and then it is gone."""
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -164,12 +164,13 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of this request in Abort and in logs: 1 to 128 of A-Z a-z 0-9 . _ : -, unique among live requests.
     Default: the server chooses one.
     """
     model: _builtins.str
-    """Model to use, as GetModelInfo names it. Default: the server's model."""
+    """Model to use, as GetModelInfo names it, or one of its adapters. Default: the server's model."""
     prompt: _builtins.str
     """Text, encoded with the model's tokenizer."""
     priority: _builtins.int
@@ -181,6 +182,8 @@ class GenerateRequest(_message.Message):
     can learn from response times what another has sent. A salt changes no output. 1 to 256 characters. Default:
     none; requests without a salt share with each other.
     """
+    adapter: _builtins.str
+    """Adapter of the model to use, as GetModelInfo names it. Default: the one that `model` names, or none."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Tokens of the model's vocabulary, taken as they are."""
@@ -236,11 +239,14 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str | None = ...,
         resume: Global___Resume | None = ...,
         prediction: Global___Prediction | None = ...,
+        adapter: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_prediction", b"_prediction", "_priority", b"_priority", "_request_id", b"_request_id", "_resume", b"_resume", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_model", b"_model", "_prediction", b"_prediction", "_priority", b"_priority", "_request_id", b"_request_id", "_resume", b"_resume", "adapter", b"adapter", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "_model", b"_model", "_prediction", b"_prediction", "_priority", b"_priority", "_request_id", b"_request_id", "_resume", b"_resume", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter", b"_adapter", "_cache_salt", b"_cache_salt", "_model", b"_model", "_prediction", b"_prediction", "_priority", b"_priority", "_request_id", b"_request_id", "_resume", b"_resume", "adapter", b"adapter", "cache_salt", b"cache_salt", "guided", b"guided", "input", b"input", "messages", b"messages", "model", b"model", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__adapter: _TypeAlias = _typing.Literal["adapter"]  # noqa: Y015
+    _WhichOneofArgType__adapter: _TypeAlias = _typing.Literal["_adapter", b"_adapter"]  # noqa: Y015
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
@@ -255,6 +261,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__resume: _TypeAlias = _typing.Literal["_resume", b"_resume"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter) -> _WhichOneofReturnType__adapter | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload

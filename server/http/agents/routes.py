@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from engine.errors import InvalidRequest, Violation
 from pilotfish.v1 import generation_pb2 as pb
@@ -30,6 +30,7 @@ from server.http.requests import ParsedBody
 from server.model import ServedModel
 
 BodyT = TypeVar("BodyT", bound=AgentBody)
+FieldsT = TypeVar("FieldsT", bound=BaseModel)
 _COMPACT = Encoder(",", ":")
 
 
@@ -109,7 +110,7 @@ class AgentRoutes(Generic[BodyT]):
         return body, self._protocol.convert(body, model)
 
 
-def fields_of(kind: type[BodyT], data: bytes, content_type: str) -> BodyT:
+def fields_of(kind: type[FieldsT], data: bytes, content_type: str) -> FieldsT:
     """Return the fields of a body; InvalidRequest with all that is wrong with them."""
     try:
         return kind.model_validate(read_json(data, content_type))

@@ -102,4 +102,4 @@ def _converted(body: MessagesBody, model: ServedModel) -> pb.GenerateRequest:
 
 def _answer(_: MessagesBody, call: Call) -> AgentAnswer:
     request = call.wanted.request
-    return MessagesAnswer(call.wanted.request_id, call.driver.model.name, len(request.token_ids))
+    return MessagesAnswer(call.wanted.request_id, call.wanted.model, len(request.token_ids))

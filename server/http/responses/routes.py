@@ -52,7 +52,7 @@ def _converted(body: ResponsesBody, _: ServedModel) -> pb.GenerateRequest:
 def _answer(body: ResponsesBody, call: Call) -> AgentAnswer:
     return ResponsesAnswer(
         call.wanted.request_id,
-        call.driver.model.name,
+        call.wanted.model,
         functions(body),
         body.echo(),
         is_sealed="reasoning.encrypted_content" in body.include,

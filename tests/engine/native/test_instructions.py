@@ -8,6 +8,7 @@ another family, the tests say so and are skipped.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import platform
 import shutil
 import struct
@@ -21,11 +22,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention import native, reference
+from engine.model.linear.grouped import PortableGrouped
 from engine.model.linear.int4 import LEVELS, levels_of
 from engine.model.linear.int8 import OFFSET, PortableInt8
 from engine.native import PackedMatrix, library, matmul
 from tests.drawn import int8s, numbers
-from tests.engine.native.test_native import Problem
+from tests.drawn_codes import FORMS, codes
+from tests.engine.native.test_native import LATENT, Problem
 
 pytestmark = pytest.mark.slow
 
@@ -83,9 +86,11 @@ def path(compiled: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
     """What multiplies and attends while it lasts; yields its name."""
     for module in (matmul, native):
         monkeypatch.setattr(module, "library", lambda: compiled)
-    matmul.panel.cache_clear()
+    for asked in (matmul.panel, matmul.codes_from):
+        asked.cache_clear()
     yield compiled.pilotfish_integer_path().decode()
-    matmul.panel.cache_clear()
+    for asked in (matmul.panel, matmul.codes_from):
+        asked.cache_clear()
 
 
 def unsigned(rows: Tensor) -> Tensor:
@@ -117,6 +122,21 @@ def test_products(path: str, rows: int) -> None:
         assert torch.allclose(got, (row.double() @ floats.double().t()).float(), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("bits", "group", "dtype"),
+    [(4, 32, torch.float16), (8, 16, torch.float16), (4, 64, torch.bfloat16), (8, 96, torch.float32)],
+)
+def test_codes_in_groups(path: str, form: str, bits: int, group: int, dtype: torch.dtype) -> None:
+    drawn = codes(100, 192, form, bits, group, dtype)
+    packed = PackedMatrix.of_groups(drawn.codes, drawn.scales, None)
+    for rows in (1, 2, 5, 13):
+        x, step = unsigned(int8s(rows, 192, seed=rows)), numbers(rows, 1).abs()
+        x[0], x[-1] = 255, 1
+        got = packed.multiply(x, step, torch.float32)
+        assert torch.equal(got, PortableGrouped(drawn).multiply(x, step, torch.float32)), path
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float32, torch.bfloat16])
 def test_a_row_is_the_same_alone_and_among_others(path: str, dtype: torch.dtype) -> None:
     outputs, inputs, m = 100, 128, 13
@@ -137,11 +157,13 @@ def test_a_row_is_the_same_alone_and_among_others(path: str, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_attention(path: str, dtype: torch.dtype, tolerance: float) -> None:
-    p = Problem([(1, 100), (40, 0), (3, 63)], 16, (2, 3, 48), dtype)
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "chunk": 50}], ids=["plain", "sinks"])
+@pytest.mark.parametrize("shape", [(2, 3, 48), (2, 1, 192, 128), LATENT])
+def test_attention(path: str, shape: tuple[int, ...], options: dict, dtype: torch.dtype, tolerance: float) -> None:
+    p = Problem([(1, 100), (40, 0), (3, 63)], 16, shape, dtype)
     k, v = (arena.float().nan_to_num() for arena in (p.k, p.v))
-    want = reference.attend(p.query.float(), k, v, p.batch, 0.2)
-    assert torch.allclose(p.solve().float(), want, atol=tolerance), path
+    want = reference.attend(p.query.float(), k, v, p.batch, p.spec(**options))
+    assert torch.allclose(p.solve(**options).float(), want, atol=tolerance), path
 
 
 @pytest.fixture(scope="module", params=ARM)
@@ -161,12 +183,12 @@ def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def multiplied_by(command: list[str], packed: PackedMatrix, x: Tensor, step: Tensor | None) -> Tensor:
     """`PackedMatrix.multiply` in another process."""
-    (panels, scale, offset, _), rows = packed._held, len(x)
+    (panels, scale, offset, *_), rows = packed._held, len(x)
     padded = -(-packed.out_features // 64) * 64
     floats = torch.zeros(padded) if scale is None else F.pad(scale, (0, padded - len(scale)))
     tables = b"" if offset is None else raw(F.pad(offset, (0, padded - len(offset))))
     sizes = packed.matrix.bits, packed.in_features, packed.out_features, rows, panels.nbytes, len(tables), x.nbytes
-    told = struct.pack("<7q", *sizes) + bytes(packed.matrix.levels)
+    told = struct.pack("<7q", *sizes) + bytes(packed.matrix.levels) + bytes(packed.matrix.groups)
     told += raw(panels) + raw(floats) + tables + raw(torch.ones(rows) if step is None else step) + raw(x)
     done = subprocess.run(command, input=told, capture_output=True, check=True)
     return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(rows, packed.out_features)
@@ -178,6 +200,7 @@ def raw(x: Tensor) -> bytes:
 
 def test_products_on_arm(arm: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "panel", lambda: 16)
+    monkeypatch.setattr(matmul, "codes_from", lambda: 0)
     outputs, inputs, rows = 70, 128, 9
     weight, x = int8s(outputs, inputs, seed=1), unsigned(int8s(rows, inputs, seed=2))
     weight[0], weight[1], x[0] = 127, -127, 255
@@ -197,3 +220,7 @@ def test_products_on_arm(arm: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         together = multiplied_by(arm, packed, row, None)
         assert torch.allclose(together, (row.double() @ floats.double().t()).float(), rtol=1e-4, atol=1e-3)
         assert torch.equal(multiplied_by(arm, packed, row[3:5], None), together[3:5])
+    for form, bits in itertools.product(FORMS, (4, 8)):
+        drawn = codes(outputs, inputs, form, bits)
+        packed = PackedMatrix.of_groups(drawn.codes, drawn.scales, None)
+        assert torch.equal(multiplied_by(arm, packed, x, step), PortableGrouped(drawn).multiply(x, step, torch.float32))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.attention import native, reference, sdpa
+from engine.attention.spec import AttentionSpec
 from engine.kv.batch import Feed, RaggedBatch
 from engine.machine.threads import exactly
 from engine.native import library, rows
@@ -24,16 +25,27 @@ CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 # (fed now, fed before): prompts longer than a block and than a tile, verification, decoding
 LENS = st.lists(st.tuples(st.integers(1, 80), st.integers(0, 150)), min_size=1, max_size=4)
+# K/V heads, query heads to each, the width of keys, and that of values where it is another
 SHAPES = st.sampled_from(
-    [(1, 1, 64), (2, 4, 64), (4, 8, 64), (2, 3, 16), (3, 1, 48), (1, 5, 80), (2, 2, 96), (1, 2, 256)]
+    [(1, 1, 64), (2, 4, 64), (4, 8, 64), (2, 3, 16), (3, 1, 48), (1, 5, 80), (2, 2, 96), (1, 2, 256), (2, 1, 192, 128),
+     (3, 1, 32, 64)]
+)  # fmt: skip
+LATENT = (1, 4, 576, 512)  # the values are the beginning of the keys
+SPECS = st.fixed_dictionaries(
+    {
+        "window": st.sampled_from([None, 1, 7, 100]),
+        "chunk": st.sampled_from([None, 1, 50, 64]),
+        "softcap": st.sampled_from([None, 4.0]),
+        "sinks": st.sampled_from([False, True]),
+    }
 )
 
 
 class Problem:
     """Random queries over an arena in which whatever no sequence wrote is NaN."""
 
-    def __init__(self, lens: list[tuple[int, int]], page: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-        kv_heads, group, dim = shape
+    def __init__(self, lens: list[tuple[int, int]], page: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        kv_heads, group, dim, value_dim = (*shape, shape[2])[:4]
         generator = torch.Generator().manual_seed(sum(map(sum, lens)) + page)
         pages = [-(-(now + before) // page) for now, before in lens]
         order = torch.randperm(sum(pages) + 2, generator=generator).tolist()
@@ -45,14 +57,22 @@ class Problem:
         self.batch = RaggedBatch.of(self.feeds, page, CPU)
         tokens = len(self.batch.positions)
         self.query = torch.randn(tokens, kv_heads * group, dim, generator=generator).to(dtype)
-        self.k, self.v = (torch.full(((sum(pages) + 2) * page, kv_heads, dim), float("nan"), dtype=dtype) for _ in "kv")
+        self.sinks = torch.randn(kv_heads * group, generator=generator)
+        count = (sum(pages) + 2) * page
+        self.k, self.v = (torch.full((count, kv_heads, width), float("nan"), dtype=dtype) for width in (dim, value_dim))
         for i in range(len(lens)):
             rows = reference.arena_rows(self.batch, i, CPU)
             for arena in (self.k, self.v):
-                arena[rows] = torch.randn(len(rows), kv_heads, dim, generator=generator).to(dtype)
+                arena[rows] = torch.randn(len(rows), *arena.shape[1:], generator=generator).to(dtype)
+        if shape == LATENT:
+            self.v = self.k[..., :value_dim]
+
+    def spec(self, *, sinks: bool = False, **options: object) -> AttentionSpec:
+        """The meaning of an attention with these options."""
+        return AttentionSpec(0.2, sinks=self.sinks if sinks else None, **options)
 
     def solve(self, **options: object) -> Tensor:
-        return native.attend(self.query, self.k, self.v, self.batch, 0.2, **options)
+        return native.attend(self.query, self.k, self.v, self.batch, self.spec(**options))
 
     def solve_one(self, i: int, tokens: slice, **options: object) -> Tensor:
         """Some tokens of sequence i, in a pass of their own."""
@@ -60,40 +80,42 @@ class Problem:
         here = range(*tokens.indices(len(feed.tokens)))
         alone = RaggedBatch.of([Feed([0] * len(here), feed.start + here.start, feed.page_table)], self.page, CPU)
         query = self.query[start + here.start : start + here.stop]
-        return native.attend(query, self.k, self.v, alone, 0.2, **options)
+        return native.attend(query, self.k, self.v, alone, self.spec(**options))
 
 
-@needs_kernel
-@given(
-    LENS,
-    st.sampled_from([1, 16, 32, 500]),
-    SHAPES,
-    st.sampled_from(list(TOLERANCE)),
-    st.sampled_from([None, 1, 7, 100]),
-    st.sampled_from([None, 4.0]),
-)
-def test_it_is_the_formula(lens, page, shape, dtype, window, softcap) -> None:
-    p = Problem(lens, page, shape, dtype)
-    got = p.solve(window=window, softcap=softcap)
+def check_formula(p: Problem, dtype: torch.dtype, options: dict[str, object]) -> None:
+    got = p.solve(**options)
     k, v = (arena.float().nan_to_num() for arena in (p.k, p.v))
-    want = reference.attend(p.query.float(), k, v, p.batch, 0.2, window, softcap)
+    want = reference.attend(p.query.float(), k, v, p.batch, p.spec(**options))
     assert got.dtype == dtype
     assert torch.allclose(got.float(), want, atol=TOLERANCE[dtype])
 
 
 @needs_kernel
-@given(LENS, SHAPES, st.sampled_from(list(TOLERANCE)), st.sampled_from([None, 40]), st.data())
-def test_a_row_is_the_same_bits_in_any_company(lens, shape, dtype, window, data) -> None:
+@given(LENS, st.sampled_from([1, 16, 32, 500]), SHAPES, st.sampled_from(list(TOLERANCE)), SPECS)
+def test_it_is_the_formula(lens, page, shape, dtype, options) -> None:
+    check_formula(Problem(lens, page, shape, dtype), dtype, options)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_values_that_are_the_beginning_of_keys(dtype: torch.dtype) -> None:
+    check_formula(Problem([(1, 100), (40, 0), (3, 63)], 16, LATENT, dtype), dtype, {})
+
+
+@needs_kernel
+@given(LENS, SHAPES, st.sampled_from(list(TOLERANCE)), SPECS, st.data())
+def test_a_row_is_the_same_bits_in_any_company(lens, shape, dtype, options, data) -> None:
     """In a batch, alone, with fewer of its own neighbours, on any number of threads."""
     p = Problem(lens, 16, shape, dtype)
-    together = p.solve(window=window)
+    together = p.solve(**options)
     i = data.draw(st.integers(0, len(lens) - 1))
     first = data.draw(st.integers(0, lens[i][0] - 1))
     stop = data.draw(st.integers(first + 1, lens[i][0]))
     start = p.batch.cu_seqlens[i]
-    assert torch.equal(p.solve_one(i, slice(first, stop), window=window), together[start + first : start + stop])
+    assert torch.equal(p.solve_one(i, slice(first, stop), **options), together[start + first : start + stop])
     with exactly(2):
-        assert torch.equal(p.solve(window=window), together)
+        assert torch.equal(p.solve(**options), together)
 
 
 @needs_kernel
@@ -121,7 +143,7 @@ def test_a_query_cut_out_of_a_wider_matrix() -> None:
 def test_what_it_cannot_do_goes_to_sdpa() -> None:
     for shape, dtype in (((2, 2, 20), torch.float32), ((2, 2, 64), torch.float16)):
         p = Problem([(4, 9)], 16, shape, dtype)
-        assert torch.equal(p.solve(), sdpa.attend(p.query, p.k, p.v, p.batch, 0.2))
+        assert torch.equal(p.solve(), sdpa.attend(p.query, p.k, p.v, p.batch, AttentionSpec(0.2)))
 
 
 @pytest.fixture
@@ -149,7 +171,7 @@ def test_without_a_compiler_torch_serves(fresh, broken, monkeypatch, caplog) -> 
     assert library() is None
     assert "torch's operations serve instead" in caplog.text
     p = Problem([(4, 9)], 16, (2, 2, 64), torch.float32)
-    assert torch.equal(p.solve(), sdpa.attend(p.query, p.k, p.v, p.batch, 0.2))
+    assert torch.equal(p.solve(), sdpa.attend(p.query, p.k, p.v, p.batch, AttentionSpec(0.2)))
 
 
 def test_nothing_is_loaded_from_where_others_can_write(fresh: Path) -> None:

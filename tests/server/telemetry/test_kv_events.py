@@ -107,6 +107,20 @@ def name_of(blocks, *changes):
     return msgspec.msgpack.decode(event)[1][0]
 
 
+def test_pages_of_an_adapter_have_names_of_their_own_and_tell_it():
+    """Of another adapter, of the same name with other weights, and of none: a router must not take one for another."""
+    names, told = set(), []
+    for adapter in (None, ("one", "f1"), ("one", "f2"), ("two", "f1")):
+        salt = (None, 0) if adapter is None else (None, 0, adapter)
+        blocks = CachedBlocks("m")
+        for change in (CacheChange(1, None, salt, (1, 2)), CacheChange(2, 1, None, (3, 4))):
+            event = msgspec.msgpack.decode(blocks.apply(change))
+            names.add(event[1][0])
+            told.append(event[7:])
+    assert len(names) == 8
+    assert told == [[], [], *[["one", None]] * 4, *[["two", None]] * 2]
+
+
 def test_a_name_is_the_same_on_every_server_of_a_model_and_covers_salt_and_beginning():
     texts = {
         "plain": [entered(0)],

@@ -56,6 +56,8 @@ def load(config, progress, *, is_successor=False):
     verdict(lambda: progress("testing a fake") or True)
     engine = AccidentProne(batch=min(config.max_batch_size, 8))
     engine.config = config
+    for name, folder in config.adapter.items():
+        engine.adapters.load(name, Path(folder))
     engine.poison = {99}
     return served(engine, compile_grammar=FakeCompiler())
 

@@ -1,0 +1,220 @@
+"""Reads a LoRA adapter in the format of peft: a folder with its config and its matrices. Knows files and no model.
+
+Anything that changes a model in another way than by scale * B (A x) on a matmul is refused by its name: an adapter is
+served as it was trained, or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as read_tensors
+from torch import Tensor
+
+from engine.errors import ModelError, shown
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+# Fields of a config that say where the adapter is from, how it was trained, or where its matrices are: these are in
+# the file with the matrices.
+_WITHOUT_MEANING = frozenset((
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "megatron_config",
+    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
+))  # fmt: skip
+_READ = frozenset((
+    "alpha_pattern", "bias", "fan_in_fan_out", "init_lora_weights", "lora_alpha", "r", "rank_pattern",
+    "target_modules", "use_rslora",
+))  # fmt: skip
+_REASONS = {
+    "modules_to_save": "whole modules were trained beside the adapter, and only matmuls can be changed by request",
+    "use_dora": "DoRA also scales the base model's own matrix",
+    "trainable_token_indices": "embeddings were trained, and only matmuls can be changed by request",
+    "alora_invocation_tokens": "the adapter begins in the middle of a text",
+    "layer_replication": "the adapter is of a model with repeated layers",
+    "target_parameters": "parameters were trained that are not in a matmul of their own",
+    "lora_bias": "biases were trained",
+}
+# The others write another base model, which the adapter is for.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_OTHER_KEYS = {
+    ".base_layer.": "that is a matrix of the base model, which may be another one (save_embedding_layers=False omits it)",
+    "lora_embedding_A": "it changes an embedding, and only matmuls can be changed by request",
+    "lora_embedding_B": "it changes an embedding, and only matmuls can be changed by request",
+    "lora_magnitude_vector": "DoRA also scales the base model's own matrix",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraMatrices:
+    """What an adapter adds to one matmul: `b` `[out, rank]` times `a` `[rank, in]`, float32; `b` has the scale."""
+
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """An adapter as its folder has it."""
+
+    parts: Mapping[str, LoraMatrices]  # by the path of the matmul in the model, `model.layers.0.self_attn.q_proj`
+    is_transposed: bool  # the adapter says that the base model stores its matrices as `[in, out]`
+    fingerprint: str  # 16 hexadecimal digits, which depend on all bytes of both files
+
+
+def read_adapter(folder: Path) -> AdapterFile:
+    """Read the adapter in `folder`.
+
+    Raises:
+        ModelError: there is none, or it needs more than is served; the message contains what was found.
+    """
+    config_bytes, weight_bytes = (_bytes_of(folder, name) for name in (CONFIG, WEIGHTS))
+    try:
+        config = json.loads(config_bytes)
+        tensors = read_tensors(weight_bytes)
+    except (ValueError, RecursionError, SafetensorError) as error:
+        raise ModelError(f"{str(folder)!r} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{CONFIG} of {str(folder)!r} is {shown(config)}; expected an object")
+    rules = _Rules.of(config)
+    parts = dict(_parts(rules, tensors))
+    if not parts:
+        raise ModelError(f"it has no matrices: {WEIGHTS} has {len(tensors)} tensors")
+    digest = hashlib.blake2b(config_bytes + b"\0" + weight_bytes, digest_size=8).hexdigest()
+    return AdapterFile(parts, bool(config.get("fan_in_fan_out")), digest)
+
+
+def _bytes_of(folder: Path, name: str) -> bytes:
+    try:
+        return (folder / name).read_bytes()
+    except OSError as error:
+        raise ModelError(f"{str(folder)!r} has no readable {name}: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What a config says of each module."""
+
+    rank: int
+    alpha: float
+    is_rank_stabilised: bool
+    targets: str | list[str]
+    ranks: dict[str, int] = field(default_factory=dict)
+    alphas: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> _Rules:
+        """Check a config and take what has a meaning here."""
+        for problem in _problems(config):
+            raise ModelError(problem)
+        return cls(
+            config["r"], config["lora_alpha"], bool(config.get("use_rslora")), config["target_modules"],
+            config.get("rank_pattern") or {}, config.get("alpha_pattern") or {},
+        )  # fmt: skip
+
+    def has(self, path: str) -> bool:
+        """Whether the config targets this module."""
+        if isinstance(self.targets, str):
+            return self.targets == "all-linear" or re.fullmatch(self.targets, path) is not None
+        return any(path == target or path.endswith(f".{target}") for target in self.targets)
+
+    def rank_of(self, path: str) -> int:
+        """The rank of a module's matrices."""
+        return int(_matching(self.ranks, path, self.rank))
+
+    def scale_of(self, path: str) -> float:
+        """The factor of B (A x): alpha / rank, or by its root where it is stabilised (Kalajdzievski 2023)."""
+        rank = self.rank_of(path)
+        return _matching(self.alphas, path, self.alpha) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
+
+
+def _matching(pattern: Mapping[str, float], path: str, default: float) -> float:
+    """The value of the first key that the end of the path matches."""
+    return next((value for key, value in pattern.items() if re.fullmatch(rf"(.*\.)?({key})", path)), default)
+
+
+def _problems(config: Mapping[str, Any]) -> Iterator[str]:
+    if config.get("peft_type") != "LORA":
+        yield f"peft_type is {shown(config.get('peft_type'))}; only LORA is served"
+    for key, value in config.items():
+        if value and key not in _WITHOUT_MEANING | _READ:
+            yield f"{key} is {shown(value)}; {_REASONS.get(key, 'what that means for a pass is not known here')}"
+    if config.get("bias", "none") != "none":
+        yield f"bias is {shown(config['bias'])}; only none is served: biases are the base model's"
+    if config.get("init_lora_weights", True) not in _PLAIN_STARTS:
+        start = shown(config["init_lora_weights"])
+        yield f"init_lora_weights is {start}; such an adapter is for a base model that was changed (convert it first)"
+    yield from _malformed(config)
+
+
+def _malformed(config: Mapping[str, Any]) -> Iterator[str]:
+    rank, alpha, targets = (config.get(name) for name in ("r", "lora_alpha", "target_modules"))
+    if type(rank) is not int or rank < 1:
+        yield f"r is {shown(rank)}; expected an integer of 1 or more"
+    if type(alpha) not in (int, float):
+        yield f"lora_alpha is {shown(alpha)}; expected a number"
+    if not isinstance(targets, str) and not (isinstance(targets, list) and all(isinstance(t, str) for t in targets)):
+        yield f"target_modules is {shown(targets)}; expected a list of names, a regular expression or 'all-linear'"
+    for name, kinds in (("rank_pattern", (int,)), ("alpha_pattern", (int, float))):
+        pattern = config.get(name) or {}
+        if not isinstance(pattern, dict) or not all(type(value) in kinds and value for value in pattern.values()):
+            yield f"{name} is {shown(pattern)}; expected an object with a number for each name"
+            return
+        yield from _broken_expressions(name, pattern)
+    if isinstance(targets, str):
+        yield from _broken_expressions("target_modules", [targets])
+
+
+def _broken_expressions(field_name: str, texts: Mapping[str, Any] | list[str]) -> Iterator[str]:
+    for text in texts:
+        try:
+            re.compile(text)
+        except re.error as error:
+            yield f"{field_name} has {shown(text)}, which is no regular expression: {error}"
+
+
+def _parts(rules: _Rules, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, LoraMatrices]]:
+    for key, a in tensors.items():
+        if not key.startswith(_PREFIX) or not key.endswith((_A, _B)):
+            reason = next(
+                (why for part, why in _OTHER_KEYS.items() if part in key), "only lora_A and lora_B are served"
+            )
+            raise ModelError(f"it has a tensor {shown(key)}; {reason}")
+        path = key.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
+        other = f"{_PREFIX}{path}{_B if key.endswith(_A) else _A}"
+        if other not in tensors:
+            raise ModelError(f"it has {shown(key)} and no {shown(other)}")
+        if key.endswith(_A):
+            yield path, _checked(rules, path, a, tensors[other])
+    if isinstance(rules.targets, list):
+        paths = [key.removeprefix(_PREFIX).removesuffix(_A) for key in tensors if key.endswith(_A)]
+        for target in rules.targets:
+            if not any(path == target or path.endswith(f".{target}") for path in paths):
+                raise ModelError(f"target_modules has {target!r}, of which there are no matrices")
+
+
+def _checked(rules: _Rules, path: str, a: Tensor, b: Tensor) -> LoraMatrices:
+    if not rules.has(path):
+        raise ModelError(f"it has matrices of {path!r}; target_modules is {shown(rules.targets)}")
+    rank = rules.rank_of(path)
+    if a.ndim != 2 or b.ndim != 2 or len(a) != rank or b.shape[1] != rank:
+        found = f"{list(a.shape)} and {list(b.shape)}"
+        raise ModelError(
+            f"{path} has matrices of {found}; its rank is {rank}: expected [{rank}, inputs] and [outputs, {rank}]"
+        )
+    if not (a.is_floating_point() and b.is_floating_point()):
+        raise ModelError(f"{path} has matrices of {a.dtype} and {b.dtype}; expected floats")
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise ModelError(f"{path} has a number that is not finite")
+    return LoraMatrices(a.to(torch.float32), b.to(torch.float32) * rules.scale_of(path))

@@ -1,0 +1,86 @@
+"""Finds the matmuls that an adapter names in a model whose modules were joined and replaced. Knows no file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.errors import ModelError
+from engine.model.fusion.fuse import Joined, JoinedPart
+from engine.model.fusion.kernel_layers import KernelGate
+from engine.model.linear.fp8 import Fp8Linear
+from engine.model.linear.int8 import matmul_shape
+
+_ORIGINALS = ("inner", "fused")  # where a replacement keeps what it replaces
+_OF_JOINED = ("gate_proj", "up_proj")  # names of the parts of `KernelGate.both`
+_FP8 = "its rows are rounded to 8-bit floats before it gets them, and an adapter needs them as they were"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A matmul of the checkpoint in the model that runs: the outputs from `start` on of `matmul`."""
+
+    matmul: nn.Module
+    start: int
+    inputs: int
+    outputs: int
+    total: int  # outputs of the whole `matmul`
+
+
+def find_place(model: PreTrainedModel, path: str) -> Place:
+    """The place of the matmul that the checkpoint has at `path`, as in `model.layers.0.self_attn.q_proj`.
+
+    Raises:
+        ModelError: the model has no matmul there, or it is one that adapters cannot change.
+    """
+    module: nn.Module | Place = model
+    for name in path.split("."):
+        found = None if isinstance(module, Place) else _child(module, name)
+        if found is None:
+            raise ModelError(f"{path!r} is no matmul of {type(model).__name__}: it has no {name!r} there")
+        module = found
+    place = module if isinstance(module, Place) else _place(module)
+    if place is None:
+        assert isinstance(module, nn.Module)
+        raise ModelError(f"{path!r} of {type(model).__name__} is a {type(module).__name__}, and no matmul")
+    if isinstance(place.matmul, Fp8Linear):
+        raise ModelError(f"{path!r} has fp8 weights: {_FP8}")
+    return place
+
+
+def _child(module: nn.Module, name: str) -> nn.Module | Place | None:
+    """The module of this name in `module`, or in what it replaces."""
+    if isinstance(module, KernelGate) and name in _OF_JOINED and isinstance(module.both, Joined):
+        return _part(module.both, _OF_JOINED.index(name))
+    if isinstance(module, KernelGate) and name == "gate_up_proj":
+        return module.both
+    children = dict(module.named_children())
+    if name in children:
+        return children[name]
+    originals = (children[kept] for kept in _ORIGINALS if kept in children)
+    return next((found for original in originals if (found := _child(original, name)) is not None), None)
+
+
+def _place(module: nn.Module) -> Place | None:
+    if isinstance(module, JoinedPart):
+        return _part(module.joined, module.index)
+    shape = _shape(module)
+    return None if shape is None else Place(module, 0, *shape, shape[1])
+
+
+def _part(joined: Joined, index: int) -> Place:
+    shape = _shape(joined.matmul)
+    assert shape is not None, "what was joined are matmuls"
+    return Place(joined.matmul, sum(joined.sizes[:index]), shape[0], joined.sizes[index], shape[1])
+
+
+def _shape(module: nn.Module) -> tuple[int, int] | None:
+    """Inputs and outputs of a matmul; None for any other module."""
+    if isinstance(module, Conv1D):
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        return weight.shape[0], weight.shape[1]
+    return matmul_shape(module)

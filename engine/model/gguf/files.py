@@ -1,0 +1,60 @@
+"""Which model names mean a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+
+from engine.errors import ModelError
+from engine.model.gguf.container import Container
+
+_SUFFIX = ".gguf"
+_CHECKPOINT = ("config.json", "*.safetensors")  # what a folder holds that is another kind of checkpoint
+
+
+def gguf_file(name: str | Path, revision: str | None = None) -> Path | None:
+    """The GGUF file that a model name means; None if it means another kind of checkpoint.
+
+    The name is that of a file, of a folder that holds one such file and no other checkpoint, or of a file on the hub,
+    `owner/model/file.gguf`.
+
+    Raises:
+        ModelError: there is no such file, or the folder holds several.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return _only_one(path)
+    if path.suffix != _SUFFIX:
+        return None
+    if path.is_file():
+        return path
+    owner, _, rest = str(name).partition("/")
+    model, _, file = rest.partition("/")
+    if not file or owner in ("", ".", "..", "~"):
+        raise ModelError(f"cannot load model {str(name)!r}: there is no such file")
+    try:
+        return Path(hf_hub_download(f"{owner}/{model}", file, revision=revision))
+    except (EntryNotFoundError, OSError, ValueError) as error:
+        raise ModelError(f"{str(name)!r} is no local file, and no such file came from the hub: {error}") from error
+
+
+def open_gguf(name: str | Path, revision: str | None = None) -> Container | None:
+    """The opened file of `gguf_file`; None if the name means another kind of checkpoint.
+
+    Raises:
+        ModelError: there is no such file, or it cannot be read.
+    """
+    path = gguf_file(name, revision)
+    return None if path is None else Container.open(path)
+
+
+def _only_one(folder: Path) -> Path | None:
+    found = sorted(folder.glob(f"*{_SUFFIX}"))
+    if not found or any(any(folder.glob(pattern)) for pattern in _CHECKPOINT):
+        return None
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ModelError(f"{str(folder)!r} holds {len(found)} GGUF files: name one of {names}")
+    return found[0]

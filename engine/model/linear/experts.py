@@ -1,0 +1,82 @@
+"""The experts of a mixture as single matrices, which are rounded and packed like all others. Knows no model by name.
+
+transformers stacks the matrices of all experts in two parameters of three dimensions, which its own code multiplies.
+torch chooses the order of their sums by how many rows meet an expert, and that depends on the batch. Here each expert has
+two matmuls of its own; where our C has packed them, one call runs all experts of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.linear.int8 import Int8Linear
+from engine.native import PackedMatrix, rows_for
+from engine.native.experts import ExpertGate, ExpertMatrices
+
+
+class OwnGate(nn.Module):
+    """What a family's own code computes between the two matrices of an expert, always one row at a time.
+
+    Its functions may round a number differently at another place of a longer tensor.
+    """
+
+    def __init__(self, shell: nn.Module) -> None:
+        """Take the original module without its matrices."""
+        super().__init__()
+        self.shell = shell
+
+    def forward(self, both: Tensor) -> Tensor:
+        """Rows `[M, n]` or `[M, 2 n]` -> `[M, n]`."""
+        has_gate = getattr(self.shell, "has_gate", True) and hasattr(self.shell, "_apply_gate")
+        run = cast("Callable[[Tensor], Tensor]", getattr(self.shell, "_apply_gate" if has_gate else "act_fn"))
+        return run(both)
+
+
+class RoutedExperts(nn.Module):
+    """Replaces a module of stacked experts: for each row the weighted sum of what its chosen experts give.
+
+    A row's result has the same bits in any batch if its matmuls have.
+    """
+
+    def __init__(self, ups: Iterable[nn.Linear], downs: Iterable[nn.Linear], gate: ExpertGate | OwnGate) -> None:
+        super().__init__()
+        self.ups, self.downs, self.gate = nn.ModuleList(ups), nn.ModuleList(downs), gate
+        self._ready: ExpertMatrices | None = None
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Rows `[T, in]`, experts `[T, k]` and their weights `[T, k]` -> `[T, out]`; unknown experts add nothing."""
+        native = self._native(hidden_states)
+        if native is not None:
+            return native.run(hidden_states, top_k_index, top_k_weights)
+        chosen, each = top_k_index.flatten(), top_k_index.shape[1]
+        given = hidden_states.new_zeros(len(chosen), hidden_states.shape[1], dtype=torch.float32)
+        for expert in set(chosen.tolist()) & set(range(len(self.ups))):
+            places = (chosen == expert).nonzero()[:, 0]
+            both = self.ups[expert](hidden_states[places // each])
+            gated = torch.cat([self.gate(row.clone()) for row in both.split(1)])
+            given[places] = self.downs[expert](gated).float()
+        total = torch.zeros_like(hidden_states, dtype=torch.float32)
+        for one, weight in zip(given.unflatten(0, (-1, each)).unbind(1), top_k_weights.float().unbind(1), strict=True):
+            total += one * weight[:, None]
+        return total.to(hidden_states.dtype)
+
+    def _native(self, rows: Tensor) -> ExpertMatrices | None:
+        """All experts in our C, where it multiplies all their matrices and knows what lies between; else None."""
+        if self._ready is None and isinstance(self.gate, ExpertGate):
+            ups, downs = ([_packed_of(matmul) for matmul in matmuls] for matmuls in (self.ups, self.downs))
+            known = [part for part in (*ups, *downs) if part is not None]
+            if len(known) == len(ups) + len(downs):
+                halves = known[: len(ups)], known[len(ups) :]
+                self._ready = ExpertMatrices(*halves, self.gate) if ExpertMatrices.fits(*halves, self.gate) else None
+        ready = self._ready
+        serves = ready is not None and rows.is_cpu and rows_for(rows.dtype, ready.in_features) is not None
+        return ready if serves else None
+
+
+def _packed_of(matmul: nn.Module) -> PackedMatrix | None:
+    found = matmul.pack() if isinstance(matmul, Int8Linear) else getattr(matmul, "packed", None)
+    return found if isinstance(found, PackedMatrix) else None

@@ -1,0 +1,233 @@
+"""Matrices of published integer codes in groups (GGUF, GPTQ, AWQ, compressed-tensors) times rows of int8.
+
+The codes are multiplied as they are: no weight is rounded a second time. Rows are rounded as in `int8.py`, the products
+of a group are summed as integers, and the groups' sums are added as floats in the order of the inputs, each product
+rounded before it is added. So a row's result has the same bits alone and in any batch, in our C and in plain torch, on
+every processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from engine.model.linear.int8 import OFFSET, Int8Linear, Packed
+from engine.native import ALIGNED, GroupScales, PackedMatrix, multiplies, rows_for
+
+_CHUNK = 512  # rows of a matrix that are converted to float at once
+_MIDDLE = 8  # the code that means 0 in 4 bits, where there is no offset
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedCodes:
+    """A matrix `[out, in]` as a checkpoint holds it: weight = code * step + offset, by output and group of inputs.
+
+    Mostly a step is `scale`, and an offset is `offset`. In two levels several groups, a block, share these floats: a
+    step is the block's `scale` times the group's `steps`, and an offset is the block's `offset` times the group's
+    `zeros`. With `zeros` alone an offset is minus the step times `zeros`: integer zero points.
+
+    Attributes:
+        codes: 4 bits: uint8 `[out, in / 2]`, two codes of 0 to 15 in a byte, the first input low; 8 bits: int8
+            `[out, in]`.
+        bits: 4 or 8.
+        scale: float16, bfloat16 or float32 `[out, blocks]`.
+        offset: float16, bfloat16 or float32 `[out, blocks]`; without it and `zeros` 0 (8 bits) or -8 steps (4 bits).
+        order: int64 `[in]`: column j of the codes multiplies input `order[j]`; None where they are in the same order.
+        bias: float `[out]` or None.
+        steps: int8 `[out, groups]` or None.
+        zeros: uint8 `[out, groups]` or None.
+    """
+
+    codes: Tensor
+    bits: int
+    scale: Tensor
+    offset: Tensor | None
+    order: Tensor | None = None
+    bias: Tensor | None = None
+    steps: Tensor | None = None
+    zeros: Tensor | None = None
+
+    @property
+    def in_features(self) -> int:
+        """Inputs of the matrix."""
+        return self.codes.shape[1] * (2 if self.bits == 4 else 1)
+
+    @property
+    def scales(self) -> GroupScales:
+        """What a step is worth; all floats in one type."""
+        scale, offset = self.scale, self.offset
+        if offset is not None and offset.dtype != scale.dtype:
+            scale, offset = scale.float(), offset.float()
+        return GroupScales(scale.contiguous(), self.steps, offset, self.zeros)
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a step and an offset."""
+        return self.in_features // self.scales.groups
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What must be equal in matrices that are joined, but for the order of the inputs."""
+        types = (None if x is None else x.dtype for x in (self.offset, self.steps, self.zeros))
+        return self.bits, self.group, self.scale.shape[1], self.scale.dtype, *types
+
+    def worth(self) -> tuple[Tensor, Tensor | None]:
+        """The steps and the offsets as float32 `[out, groups]`; offsets are None where they are 0 or -8 steps."""
+        each = self.scales.groups // self.scale.shape[1]
+        step = self.scale.float().repeat_interleave(each, 1)
+        step = step if self.steps is None else step * self.steps.float()
+        if self.offset is None:
+            return step, None if self.zeros is None else -step * self.zeros.float()
+        offset = self.offset.float().repeat_interleave(each, 1)
+        return step, offset if self.zeros is None else offset * self.zeros.float()
+
+    def levels(self) -> Tensor:
+        """The codes as float32 `[out, in]`, less the code that means 0."""
+        if self.bits == 8:
+            return self.codes.float()
+        both = torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(1).float()
+        return both - _MIDDLE if self.offset is None and self.zeros is None else both
+
+    def rows(self, which: slice | Tensor) -> GroupedCodes:
+        """Some of the outputs, in any order."""
+        scale, offset, bias, steps, zeros = (
+            None if x is None else x[which] for x in (self.scale, self.offset, self.bias, self.steps, self.zeros)
+        )
+        assert scale is not None
+        return GroupedCodes(self.codes[which], self.bits, scale, offset, self.order, bias, steps, zeros)
+
+    def check(self) -> None:
+        """Check that the tensors fit together.
+
+        Raises:
+            ValueError: they do not; names the field.
+        """
+        if {4: torch.uint8, 8: torch.int8}.get(self.bits) != self.codes.dtype:
+            raise ValueError(f"codes: {self.codes.dtype} with bits {self.bits}; expected uint8 with 4 or int8 with 8")
+        blocks = [len(self.codes), self.scale.shape[-1]]
+        floats = (("scale", self.scale, _FLOATS), ("offset", self.offset, _FLOATS))
+        of_groups = (("steps", self.steps, (torch.int8,)), ("zeros", self.zeros, (torch.uint8,)))
+        for name, x, dtypes in (*floats, *of_groups):
+            if x is None:
+                continue
+            if x.dtype not in dtypes:
+                raise ValueError(f"{name}: {x.dtype}; expected {' or '.join(map(str, dtypes))}")
+            shape = blocks if dtypes is _FLOATS else [len(self.codes), self.scales.groups]
+            if list(x.shape) != shape or self.in_features % x.shape[1] or x.shape[1] % blocks[1]:
+                raise ValueError(f"{name}: {list(x.shape)} does not fit codes {list(self.codes.shape)}, scale {blocks}")
+            if x.is_floating_point() and not x.isfinite().all():
+                raise ValueError(f"{name}: has a number that is not finite")
+        if self.group % ALIGNED:
+            raise ValueError(f"scale: groups of {self.group} inputs; expected a multiple of {ALIGNED}")
+        if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(self.in_features)):
+            raise ValueError(f"order: is no order of {self.in_features} inputs")
+
+
+class GroupedLinear(Int8Linear):
+    """`Int8Linear` over published codes; nothing of them is rounded."""
+
+    def __init__(self, codes: GroupedCodes, dtype: torch.dtype | None = None) -> None:
+        """Take the codes as they are; `dtype` is that of the output, None for the type of the input.
+
+        Raises:
+            ValueError: the tensors do not fit together.
+        """
+        codes.check()
+        super().__init__(codes.codes, codes.scale, codes.bias, dtype)
+        self.in_features, self._codes = codes.in_features, cast("GroupedCodes | None", codes)
+
+    @property
+    def codes(self) -> GroupedCodes:
+        """The codes, until they are packed."""
+        assert self._codes is not None, "already packed"
+        return self._codes
+
+    def dequantised(self) -> Tensor:
+        """The weights as float32 `[out, in]`, until they are packed; inputs in the order of the rows."""
+        codes = self.codes
+        step, offset = codes.worth()
+        levels = codes.levels().unflatten(1, (step.shape[1], -1))
+        if codes.zeros is not None and codes.offset is None:  # one rounding where the scale is a float32
+            levels, offset = levels - codes.zeros[..., None], None
+        groups = levels * step[..., None]
+        flat = (groups if offset is None else groups + offset[..., None]).flatten(1)
+        return flat if codes.order is None else torch.empty_like(flat).index_copy_(1, codes.order, flat)
+
+    @classmethod
+    def joined(cls, parts: Seq[Int8Linear]) -> GroupedLinear:
+        """Join matrices that read the same rows, if they are of one form (`joins`)."""
+        several = [cast("GroupedLinear", part).codes for part in parts]
+        first = several[0]
+        offset, bias, steps, zeros = (
+            None if getattr(first, name) is None else torch.cat([getattr(codes, name) for codes in several])
+            for name in ("offset", "bias", "steps", "zeros")
+        )
+        scale = torch.cat([codes.scale for codes in several])
+        # The codes are packed side by side; there never is a copy of all of them.
+        codes = [codes.codes for codes in several]
+        place = torch.empty(len(scale), codes[0].shape[1], dtype=codes[0].dtype, device="meta")
+        together = GroupedCodes(place, first.bits, scale, offset, first.order, bias, steps, zeros)
+        made = cls(together, parts[0].dtype)
+        made._keep_packed(codes)
+        return made
+
+    @classmethod
+    def joins(cls, parts: Seq[Int8Linear]) -> bool:
+        """Whether matrices can be joined: one form, and one order of the inputs."""
+        several = [cast("GroupedLinear", part).codes for part in parts]
+        orders = [codes.order for codes in several]
+        is_one_order = all(order is orders[0] or _equal(order, orders[0]) for order in orders)
+        return len({codes.form for codes in several}) == 1 and is_one_order
+
+    def _packed_of(self, parts: Seq[Tensor]) -> Packed:
+        codes = self.codes
+        # C and the portable matrix hold the scales in their own form.
+        self._codes, self.scale = None, codes.scale.new_empty(0)
+        if multiplies(codes.codes.dtype) and rows_for(torch.float32, self.in_features) is not None:
+            return PackedMatrix.of_groups(parts, codes.scales, self.bias, codes.order)
+        return PortableGrouped(replace(codes, codes=torch.cat([*parts])))
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and torch.equal(a, b)
+
+
+class PortableGrouped:
+    """`PackedMatrix` of grouped codes with plain torch, which is slow; float64 holds every group's sum exactly.
+
+    A copy is the same object.
+    """
+
+    def __init__(self, codes: GroupedCodes) -> None:
+        self._codes = codes
+        self.out_features, self.in_features = len(codes.codes), codes.in_features
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> PortableGrouped:
+        return self
+
+    def multiply(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `PackedMatrix.multiply`."""
+        codes, signed = self._codes, rows.double() - OFFSET
+        signed = signed if codes.order is None else signed[:, codes.order]
+        inputs = signed.unflatten(1, (-1, codes.group)).transpose(0, 1)  # [groups, M, group]
+        parts = (codes.rows(slice(first, first + _CHUNK)) for first in range(0, self.out_features, _CHUNK))
+        out = torch.cat([_products(inputs, part) for part in parts], -1).mul_(step)
+        return (out if codes.bias is None else out.add_(codes.bias.float())).to(dtype)
+
+
+def _products(inputs: Tensor, codes: GroupedCodes) -> Tensor:
+    """`[groups, M, group]` in float64 -> `[M, out]`: the groups' sums are added in their order."""
+    levels = codes.levels().double().unflatten(1, (len(inputs), -1)).transpose(0, 1)  # [groups, out, group]
+    sums, plain = (inputs @ levels.transpose(1, 2)).float(), inputs.sum(-1, keepdim=True).float()
+    step, offset = codes.worth()
+    total = torch.zeros(sums.shape[1:])
+    for group in range(len(sums)):
+        total += sums[group] * step[:, group]
+        if offset is not None:
+            total += plain[group] * offset[:, group]
+    return total

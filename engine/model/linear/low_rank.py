@@ -1,0 +1,181 @@
+"""What low-rank adapters add to a matmul: scale * B (A x), for those rows of a pass that have an adapter.
+
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685. This module knows modules and
+numbers; it knows no file and no request. A matmul stays the module that it is: a hook changes the rows that have an
+adapter in its result, so all other rows keep their bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.native import ALIGNED, PackedMatrix, multiplies
+
+RowIndex = slice | Tensor  # of a pass: a range, or indices
+
+
+class LowRankProduct:
+    """The product scale * B (A x) of one adapter and one matmul.
+
+    On a CPU it is in float32, and a row has the same bits in any batch: our C sums in the order of the inputs, and
+    torch multiplies one row at a time. On CUDA it is in the model's type.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, *, row_wise: bool) -> None:
+        """Take `a` `[rank, in]` and `b` `[out, rank]`, which contains the scale; both lie where the model does.
+
+        `row_wise`: a row's bits must not depend on the number of rows.
+        """
+        self._row_wise = row_wise
+        self._packed: tuple[PackedMatrix, PackedMatrix] | None = None
+        self._plain = a, b
+        if a.is_cpu and multiplies(torch.float32) and not a.shape[1] % ALIGNED:
+            spare = -len(a) % ALIGNED  # zeros, which add nothing
+            padded = F.pad(a, (0, 0, 0, spare)).contiguous(), F.pad(b, (0, spare)).contiguous()
+            self._packed, self._plain = (PackedMatrix.of(padded[0]), PackedMatrix.of(padded[1])), (a[:0], b[:0])
+        self._dtype = a.dtype
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Multiply rows `[M, in]` of any float type -> `[M, out]`."""
+        wide = rows.to(self._dtype).contiguous()
+        if self._packed is not None:
+            down, up = self._packed
+            return up.multiply(down.multiply(wide, None, self._dtype), None, self._dtype)
+        a, b = self._plain
+        if self._row_wise:
+            return torch.stack([b @ (a @ row.clone()) for row in wide])  # cloned, so that each begins at one alignment
+        return wide @ a.t() @ b.t()
+
+
+Products = Mapping[nn.Module, LowRankProduct]  # of an adapter: by matmul, what is added to its result
+
+
+@dataclass(frozen=True, slots=True)
+class PassRows:
+    """The rows of one pass that have an adapter.
+
+    Three feeds of 2, 3 and 1 tokens that want 1, 0 and 1 logits; the first and the last have adapters X and Y:
+
+        tokens  X: 0..1, Y: 5..5, of 6 rows
+        logits  X: 0..0, Y: 1..1, of 2 rows
+    """
+
+    tokens: Seq[tuple[Products, RowIndex]]
+    num_tokens: int
+    logits: Seq[tuple[Products, RowIndex]]  # of the output matrix, which gets the rows that want logits
+    num_logits: int
+    calls: Counter[nn.Module] = field(default_factory=Counter)  # of each matmul that has a hook
+
+    def check(self) -> None:
+        """Check after the pass that every matmul ran as a module, so that its hook could add to its result.
+
+        Raises:
+            ValueError: one did not, so the result of the pass lacks a part of an adapter.
+        """
+        adapters = (products for products, _ in (*self.tokens, *self.logits))
+        missing = [matmul for products in adapters for matmul in products if not self.calls[matmul]]
+        if missing:
+            raise ValueError(f"{len(missing)} matmuls with an adapter did not run as modules, the first {missing[0]}")
+
+
+class AdapterPass:
+    """The pass that a model runs now, for the hooks of its matmuls."""
+
+    def __init__(self) -> None:
+        self.rows: PassRows | None = None  # None: no row has an adapter
+
+    @contextmanager
+    def running(self, rows: PassRows) -> Iterator[None]:
+        """Within it the model runs a pass with these rows.
+
+        Raises:
+            ValueError: a part of an adapter was not added.
+        """
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = None
+        rows.check()
+
+
+class AdapterHook:
+    """The hook of one matmul: adds to its result what the adapters of the current pass have for it."""
+
+    def __init__(self, current: AdapterPass, matmul: nn.Module, *, is_head: bool) -> None:
+        self._current, self._is_head = current, is_head
+        matmul.register_forward_hook(self)
+
+    def __call__(self, matmul: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Called by torch after the matmul."""
+        self.add_to(matmul, lambda: inputs[0], output)
+
+    def add_to(self, matmul: nn.Module, inputs: Callable[[], Tensor], output: Tensor) -> None:
+        """Add to `output` `[..., out]`, in place; `inputs` returns the rows that the matmul gets.
+
+        Raises:
+            ValueError: the matmul does not get each row of the pass, so nobody knows which adapter its rows have.
+        """
+        rows = self._current.rows
+        if rows is None:
+            return
+        rows.calls[matmul] += 1
+        groups, count = (rows.logits, rows.num_logits) if self._is_head else (rows.tokens, rows.num_tokens)
+        groups = [group for group in groups if matmul in group[0]]
+        flat = output.view(-1, output.shape[-1])
+        if not groups or not len(flat):
+            return
+        given = inputs()
+        given = given.reshape(-1, given.shape[-1])
+        if len(given) != count:
+            raise ValueError(f"a matmul with an adapter gets {len(given)} rows of a pass that has {count}")
+        for products, where in groups:
+            flat[where] = (flat[where] + products[matmul].of(given[where])).to(flat.dtype)
+
+
+def add_products(matmul: nn.Module, inputs: Callable[[], Tensor], output: Tensor) -> None:
+    """Add what adapters add to `matmul`, for code that computes its result past its `forward`.
+
+    `inputs` returns the rows that its `forward` would have got; it is called only if a row has an adapter.
+    """
+    for hook in matmul._forward_hooks.values():  # noqa: SLF001 - torch has no other name for them
+        if isinstance(hook, AdapterHook):
+            hook.add_to(matmul, inputs, output)
+
+
+def block_diagonal(parts: Seq[tuple[int, Tensor, Tensor]], outputs: int) -> tuple[Tensor, Tensor]:
+    """Join the adapters of matmuls that were joined: of each the first output in the joined matmul, its A and its B.
+
+    [(0, A1 [r1, in], B1 [o1, r1]), (o1, A2, B2)] -> A `[r1 + r2, in]` and B `[outputs, r1 + r2]`, which is zero where
+    an output is not of a part's.
+    """
+    a = torch.cat([part for _, part, _ in parts])
+    b = torch.zeros(outputs, len(a), dtype=a.dtype)
+    rank = 0
+    for start, down, up in parts:
+        b[start : start + len(up), rank : rank + len(down)] = up
+        rank += len(down)
+    return a, b
+
+
+def grouped(spans: Seq[tuple[Products, range]], device: torch.device) -> list[tuple[Products, RowIndex]]:
+    """Put the rows of each adapter together: X 0..1, Y 2..2, X 3..4 -> X [0, 1, 3, 4], Y 2..2."""
+    by_adapter: dict[int, tuple[Products, list[range]]] = {}
+    for products, span in spans:
+        if len(span):
+            by_adapter.setdefault(id(products), (products, []))[1].append(span)
+    return [(products, _rows(found, device)) for products, found in by_adapter.values()]
+
+
+def _rows(spans: list[range], device: torch.device) -> RowIndex:
+    if len(spans) == 1:
+        return slice(spans[0].start, spans[0].stop)
+    return torch.tensor([row for span in spans for row in span], dtype=torch.int64, device=device)

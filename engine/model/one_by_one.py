@@ -1,0 +1,179 @@
+"""Runs a model's own code for one sequence at a time, where that code cannot run a ragged batch.
+
+Attention is then transformers' own, with the model's own masks and positions. What a sequence has been fed is in our
+arena all the same, so rollback remains an integer, and the prefix cache, chunks and preemption need to know nothing of
+this. There are two ways, and `OneByOneRunner.of` takes the first that the model has:
+
+- *Keys and values.* The model is given a cache that reads and writes rows of the arena.
+- *Tokens.* A model without such a cache (it keeps a state in an object of its own, or transformers feeds it its whole
+  text for each token) is fed its whole text in each pass. Its arena has one number per position: the token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from engine.errors import ModelError
+from engine.kv.arena import KVArena, KVLayout, LayerKV
+from engine.kv.batch import Feed
+
+_TOKENS = LayerKV(heads=1, key_dim=1, value_dim=1, is_latent=True)  # in float32, which holds all ids below 2**24
+_CACHE_NAMES = ("cache", "past_key_values")  # the second is its name before transformers 5.2x
+_PROBE = 2  # tokens of the pass that records the shapes of keys and values
+# What the code of a model raises that is not made for a cache like ours.
+FAULTS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError)
+
+
+def use_own_attention(model: PreTrainedModel) -> None:
+    """Let transformers attend: its fused kernel where the model's class allows that, else its plain one."""
+    for name in ("sdpa", "eager"):
+        try:
+            model.set_attn_implementation(name)
+        except ValueError:  # the class has it not
+            continue
+        if model.config._attn_implementation == name:
+            return
+    # A class with attention in code of its own: only the code that makes its masks reads the name.
+    model.config._attn_implementation = "eager"
+
+
+def tokens_layout() -> KVLayout:
+    """The layout of an arena that keeps the tokens of each sequence and nothing else."""
+    return KVLayout((_TOKENS,), torch.float32)
+
+
+@torch.inference_mode()
+def cache_layout(model: PreTrainedModel) -> KVLayout | None:
+    """The layout of what `model` gives to its cache, from a pass over two tokens; None where an arena cannot hold it.
+
+    Layers that keep anything but keys and values by position (states, compressed or indexed keys) are such.
+    """
+    name = _cache_name(model)
+    if name is None:
+        return None
+    cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
+    ids = torch.zeros((1, _PROBE), dtype=torch.int64, device=model.device)
+    model(input_ids=ids, use_cache=True, **{name: cache})
+    shapes = [_shape_of(layer) for layer in cache.layers]
+    known = [shape for shape in shapes if shape is not None]
+    if not known or any(shape is _UNKNOWN for shape in known):
+        return None
+    dtype = next(layer.keys.dtype for layer in cache.layers if layer.keys is not None)
+    return KVLayout(tuple(shapes), dtype)
+
+
+_UNKNOWN = LayerKV(0, 0, 0)
+
+
+def _shape_of(layer: Any) -> LayerKV | None:
+    """What a layer of transformers' cache keeps of one position; None if nothing, `_UNKNOWN` if it is something else."""
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+        return _UNKNOWN
+    if layer.keys is None:
+        return None
+    if layer.keys.shape[0] != 1 or layer.keys.ndim != 4 or layer.keys.shape[2] != _PROBE:
+        return _UNKNOWN
+    return LayerKV(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+
+
+def _cache_name(model: PreTrainedModel) -> str | None:
+    """The keyword by which the model takes its cache; None if it takes none."""
+    known = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHE_NAMES if name in known), None)
+
+
+class ArenaLayer(CacheLayerMixin):
+    """The keys and values of one layer and one sequence, as a layer of transformers' cache."""
+
+    def __init__(self, k: Tensor, v: Tensor, rows: Tensor, start: int) -> None:
+        """Rows `[kv_len]` of `k` and `v` are the sequence's; those before position `start` are written already."""
+        super().__init__()
+        self._k, self._v, self._rows, self._length = k, v, rows, start
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the arena is there."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write new keys and values `[1, heads, T, dim]`; all of them until now, `[1, heads, length, dim]`."""
+        rows = self._rows[self._length : self._length + key_states.shape[2]]
+        self._k.index_copy_(0, rows, key_states[0].transpose(0, 1))
+        self._v.index_copy_(0, rows, value_states[0].transpose(0, 1))
+        self._length += key_states.shape[2]
+        self.keys, self.values = self._read(self._k), self._read(self._v)
+        return self.keys, self.values
+
+    def _read(self, stored: Tensor) -> Tensor:
+        return stored[self._rows[: self._length]].transpose(0, 1)[None].contiguous()
+
+    def get_seq_length(self) -> int:
+        """Positions that are written."""
+        return self._length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Positions that a pass over `query_length` tokens sees, and the first of them: windows are in the mask."""
+        return self._length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No bound of its own."""
+        return -1
+
+
+class OneByOneRunner:
+    """One transformers model with its arena, fed one sequence after another; its interface is `runner.Runner`."""
+
+    def __init__(self, model: PreTrainedModel, arena: KVArena) -> None:
+        self.model, self.arena, self.device = model.eval(), arena, model.device
+        self.vocab_size = plain_logits(model, [0]).shape[1]
+        self._keeps_tokens = arena.layout.layers == (_TOKENS,)
+        self._cache_name = _cache_name(model)
+        takes = inspect.signature(model.forward).parameters
+        self._takes_rows, self._takes_use = "logits_to_keep" in takes, "use_cache" in takes
+
+    @torch.inference_mode()
+    def forward(self, feeds: Seq[Feed]) -> Tensor:
+        """Run all `feeds`, each in a pass of its own; float32 logits `[R, vocab]`, R = sum of `num_logits`."""
+        return torch.cat([self._alone(feed) for feed in feeds])
+
+    def _alone(self, feed: Feed) -> Tensor:
+        page, rest = self.arena.page_size, range(feed.kv_len)
+        rows = torch.tensor([feed.page_table[p // page] * page + p % page for p in rest], device=self.device)
+        ids = torch.tensor(feed.tokens, device=self.device)
+        if not self._keeps_tokens:
+            layers = [self._layer(i, rows, feed.start) for i in range(len(self.arena.k))]
+            return self._logits(ids, feed.num_logits, {str(self._cache_name): Cache(layers=layers)})
+        tokens = self.arena.k[0][:, 0, 0]
+        tokens[rows[feed.start :]] = ids.float()
+        if not feed.num_logits:
+            return torch.empty((0, self.vocab_size), device=self.device)
+        return self._logits(tokens[rows].long(), feed.num_logits, {})
+
+    def _layer(self, layer: int, rows: Tensor, start: int) -> CacheLayerMixin | DummyLayer:
+        if self.arena.layout.layers[layer] is None:
+            return DummyLayer()
+        return ArenaLayer(self.arena.k[layer], self.arena.v[layer], rows, start)
+
+    def _logits(self, ids: Tensor, count: int, cache: dict[str, Cache]) -> Tensor:
+        """Logits of the last `count` of the tokens `ids`: `[count, vocab]`."""
+        keywords: dict[str, Any] = {"logits_to_keep": max(1, count)} if self._takes_rows else {}
+        keywords |= {"use_cache": bool(cache)} if self._takes_use else {}
+        logits: Tensor = self.model(input_ids=ids[None], **keywords, **cache).logits[0]
+        return logits[len(logits) - count :].float()
+
+
+@torch.inference_mode()
+def plain_logits(model: PreTrainedModel, tokens: Seq[int]) -> Tensor:
+    """Logits of a text alone, by the model's own code without a cache: `[len(tokens), vocab]`."""
+    takes = inspect.signature(model.forward).parameters
+    keywords = {"use_cache": False} if "use_cache" in takes else {}
+    output: Any = model(input_ids=torch.tensor([list(tokens)], device=model.device), **keywords)
+    logits: Tensor = output.logits[0]
+    if logits.ndim != 2:
+        raise ModelError(f"{type(model).__name__} has logits of shape {list(output.logits.shape)}: not one row per token")
+    return logits.float()

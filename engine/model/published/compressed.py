@@ -1,0 +1,185 @@
+"""compressed-tensors, as llm-compressor writes it: integers of 4 or 8 bits, and floats of 8. Knows tensors and no file.
+
+Of a matrix, `pack-quantized` has `weight_packed` int32 `[out, in * bits / 32]`, with the codes of consecutive inputs
+from the low bits of a word upwards, each plus half their range; `weight_scale` `[out, groups]`; perhaps
+`weight_zero_point` int32 `[out * bits / 32, groups]`, packed likewise along the outputs; perhaps `weight_g_idx` `[in]`,
+the group of each input; and `weight_shape`. The other formats store a code in each element of `weight`, and zero points
+as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.model.published.base import (
+    CodeParts,
+    Codes,
+    FloatCodes,
+    IntegerCodes,
+    Weights,
+    expect,
+    in_groups,
+    pack4,
+    signed8,
+    taken,
+    unpack4,
+)
+from engine.model.published.fp8 import FP8, scaled
+
+_FORMATS = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+_PACKED, _SCALE, _ZERO, _INDEX, _SHAPE = (
+    "weight_packed",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight_shape",
+)
+_WORD = 32  # bits
+
+
+def check(settings: Mapping[str, Any]) -> None:
+    """Raise ModelError for a variant that is not read."""
+    groups = list(_groups(settings))
+    for found in (settings.get("format"), *(group.get("format") for group in groups)):
+        if found is not None and found not in _FORMATS:
+            raise ModelError(f"compressed-tensors in the format {found}; Pilotfish reads {', '.join(_FORMATS[1:])}")
+    for name in ("sparsity_config", "transform_config"):
+        part = settings.get(name) or {}
+        if part.get("format", "dense") != "dense" or part.get("config_groups"):
+            raise ModelError(f"compressed-tensors with a {name}; Pilotfish reads dense weights without transforms")
+    for group in groups:
+        weights = group.get("weights") or {"type": "int", "num_bits": 8}
+        kind = weights.get("type", "int"), weights.get("num_bits")
+        if kind not in (("int", 4), ("int", 8), ("float", 8)):
+            raise ModelError(
+                f"compressed-tensors with {kind[0]} weights of {kind[1]} bits; Pilotfish reads int 4, int 8 and float 8"
+            )
+
+
+def has_integers(settings: Mapping[str, Any]) -> bool:
+    """Whether there are integer weights."""
+    return any((group.get("weights") or {}).get("type", "int") == "int" for group in _groups(settings))
+
+
+def _groups(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for group in (settings.get("config_groups") or {}).values():
+        if not isinstance(group, dict):
+            raise ModelError(f"compressed-tensors with config_groups {group!r}; expected groups that are written out")
+        yield group
+
+
+def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
+    """The weights of a checkpoint, by the names of a float checkpoint.
+
+    Raises:
+        ModelError: a tensor is missing, or of another shape or type.
+    """
+    weights: Weights = {}
+    for key, tensor in tensors.items():
+        path, _, kind = key.rpartition(".")
+        coded = tensors.keys() & {f"{path}.{_PACKED}", f"{path}.{_SCALE}"}
+        if kind == _PACKED:
+            weights[f"{path}.weight"] = _packed(path, _bits(settings, path), tensors)
+        elif kind == "weight" and tensor.dtype in (torch.int8, *FP8):
+            weights[key] = _plain(path, tensors)
+        elif kind not in (_SCALE, _ZERO, _INDEX, _SHAPE) or not coded:
+            weights[key] = tensor
+    return weights
+
+
+def _bits(settings: Mapping[str, Any], path: str) -> int:
+    """Bits of the codes of a module: those of the group whose targets name the module, or else its class."""
+    by_class: list[int] = []
+    for group in _groups(settings):
+        bits = int((group.get("weights") or {}).get("num_bits", 4))
+        for target in group.get("targets", ()):
+            if re.match(target[3:], path) if target.startswith("re:") else target == path:
+                return bits
+            by_class += [bits] * target.isidentifier()
+    return by_class[0] if by_class else 4
+
+
+def _packed(path: str, bits: int, tensors: Mapping[str, Tensor]) -> IntegerCodes:
+    codes = tensors[f"{path}.{_PACKED}"]
+    scale = taken(tensors, f"{path}.{_SCALE}", f"{path}.{_PACKED}")
+    zero, index, shape = (tensors.get(f"{path}.{kind}") for kind in (_ZERO, _INDEX, _SHAPE))
+    if codes.ndim != 2 or codes.dtype != torch.int32:
+        raise ModelError(f"{path}.{_PACKED} is {codes.dtype} {list(codes.shape)}; expected int32 of two dimensions")
+    out, width = len(codes), codes.shape[1] * _WORD // bits
+    if shape is not None and not shape.is_meta and shape.tolist() != [out, width]:
+        raise ModelError(f"{path}.{_SHAPE} is {shape.tolist()}; {_PACKED} has {[out, width]} codes of {bits} bits")
+    groups = scale.shape[-1] if scale.ndim > 1 else 1
+    if zero is not None:
+        expect(f"{path}.{_ZERO}", zero, (-(-out * bits // _WORD), groups), torch.int32)
+    return IntegerCodes(
+        name=f"{path}.weight",
+        shape=(out, width),
+        bits=bits,
+        groups=groups,
+        scale_type=_scale_of(path, scale, out).dtype,
+        has_zero=zero is not None,
+        read=partial(_packed_parts, path, bits, codes, scale, zero, index),
+    )
+
+
+def _scale_of(path: str, scale: Tensor, out: int) -> Tensor:
+    """The scales as `[out, groups]`, where there may be one for the whole matrix."""
+    wide = scale.reshape(1, 1).expand(out, 1) if scale.numel() == 1 else scale
+    return expect(f"{path}.{_SCALE}", wide, (out, wide.shape[-1]))
+
+
+def _packed_parts(
+    path: str, bits: int, codes: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor | None
+) -> CodeParts:
+    flat, scale = codes.contiguous().view(torch.uint8), _scale_of(path, scale, len(codes)).contiguous()
+    order = None if index is None else in_groups(index, scale.shape[1], f"{path}.{_INDEX}")
+    if order is not None:
+        flat = _repacked(flat, bits, order)
+    if zero is not None:
+        words = zero.t().contiguous().view(torch.uint8)
+        zero = (unpack4(words) if bits == 4 else words)[:, : len(codes)].t().int()
+        zero = zero.contiguous() if bits == 4 else zero.contiguous() - 128
+    return CodeParts(flat if bits == 4 else signed8(flat), scale, zero, order)
+
+
+def _repacked(flat: Tensor, bits: int, order: Tensor) -> Tensor:
+    """The columns of codes in another order."""
+    if bits == 8:
+        return flat[:, order]
+    return pack4(unpack4(flat)[:, order])
+
+
+def _plain(path: str, tensors: Mapping[str, Tensor]) -> Codes:
+    """A matrix of one code in each element."""
+    codes, scale = tensors[f"{path}.weight"], taken(tensors, f"{path}.{_SCALE}", f"{path}.weight")
+    if codes.dtype in FP8:
+        return FloatCodes(tuple(codes.shape), partial(scaled, f"{path}.weight", codes, scale, None), (codes,))
+    if codes.ndim != 2:
+        raise ModelError(f"{path}.weight is int8 {list(codes.shape)}; expected two dimensions")
+    zero, index, wide = (
+        tensors.get(f"{path}.{_ZERO}"),
+        tensors.get(f"{path}.{_INDEX}"),
+        _scale_of(path, scale, len(codes)),
+    )
+    return IntegerCodes(
+        name=f"{path}.weight",
+        shape=(codes.shape[0], codes.shape[1]),
+        bits=8,
+        groups=wide.shape[1],
+        scale_type=scale.dtype,
+        has_zero=zero is not None,
+        read=partial(_plain_parts, path, codes, wide, zero, index),
+    )
+
+
+def _plain_parts(path: str, codes: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor | None) -> CodeParts:
+    order = None if index is None else in_groups(index, scale.shape[1], f"{path}.{_INDEX}")
+    wide = None if zero is None or not zero.any() else zero.reshape(-1, zero.shape[-1]).expand(scale.shape).int()
+    return CodeParts(codes if order is None else codes[:, order], scale.contiguous(), wide, order)

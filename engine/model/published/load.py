@@ -1,0 +1,208 @@
+"""A model from weights that are floats or codes. Knows modules; knows no format of codes.
+
+transformers loads the floats, so names, stacked experts and shared weights are as of a float checkpoint. Codes that
+stay pass through it as stand-ins, which take no memory; afterwards each module with a stand-in is replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging as transformers_logging
+
+from engine.attention.registry import ATTENTION_NAME
+from engine.errors import ModelError
+from engine.model.checkpoint import check_complete, read_config, read_generation_config, told_as_model_error
+from engine.model.gguf.files import open_gguf
+from engine.model.linear.activations import make_row_wise
+from engine.model.linear.packed import MATMULS
+from engine.model.published.base import Codes
+from engine.model.published.files import read_tensors
+from engine.model.published.gguf import weights_in
+from engine.model.published.methods import Quantisation, without_quantisation
+from engine.model.runner import prepare
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where in a model a weight of codes belongs."""
+
+    codes: Codes
+    module: nn.Module | None  # whose `weight` it is, on the meta device; None where it becomes part of a larger one
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a module of codes can take the place."""
+        has_form = self.codes.num_bytes() is not None
+        is_table = isinstance(self.module, nn.Embedding) and hasattr(self.codes, "embedding")
+        return has_form and (type(self.module) in MATMULS or is_table)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the float weight as the module has it: `Conv1D` has `[in, out]`."""
+        shape = tuple(self.codes.shape)
+        return shape[::-1] if isinstance(self.module, Conv1D) else shape
+
+    def check(self, key: str) -> None:
+        """Raise ModelError where the codes are of another shape than the weight."""
+        wants = self.shape if self.module is None else tuple(cast("Tensor", self.module.weight).shape)
+        if self.shape != wants:
+            raise ModelError(f"{key} is of shape {list(self.shape)}; its config says {list(wants)}")
+
+
+class _Later:
+    """A weight that is dequantised when transformers takes it."""
+
+    def __init__(self, place: _Place, dtype: torch.dtype) -> None:
+        self._place, self._dtype = place, dtype
+
+    def __getitem__(self, _: Any) -> Tensor:
+        made = self._place.codes.dequantised().to(self._dtype)
+        return made.t().contiguous() if isinstance(self._place.module, Conv1D) else made
+
+
+def load_published(
+    name: str,
+    revision: str | None,
+    quantisation: Quantisation,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    keeps_codes: bool,
+) -> PreTrainedModel:
+    """Load a quantised checkpoint: its codes on our integer kernels where they fit (on a CPU), or all in `dtype`.
+
+    Raises:
+        ModelError: it cannot be loaded, or a tensor is missing, or of another shape or type.
+    """
+    with told_as_model_error(name):
+        gguf = open_gguf(name, revision)
+        weights = quantisation.read(read_tensors(name, revision)) if gguf is None else weights_in(gguf)
+        config = without_quantisation(read_config(name, revision))
+        model = fill(config, weights, name, dtype, keeps_codes=keeps_codes)
+    model.generation_config = read_generation_config(name, revision) or model.generation_config
+    placed: Any = model
+    return cast("PreTrainedModel", placed.to(device))
+
+
+def fill(
+    config: PreTrainedConfig,
+    weights: Mapping[str, Tensor | Codes],
+    name: str,
+    dtype: torch.dtype,
+    *,
+    keeps_codes: bool,
+) -> PreTrainedModel:
+    """Build a model with our attention from weights by their names in a float checkpoint.
+
+    Args:
+        config: of the model, without any quantisation.
+        weights: floats, and codes.
+        name: of the checkpoint, for messages.
+        dtype: of the floats, and of codes that are dequantised.
+        keeps_codes: whether matmuls keep codes that have a form for our kernels.
+
+    Raises:
+        ModelError: weights are missing or of another shape.
+    """
+    transformers_logging.disable_progress_bar()  # it would write into the log of a server
+    prepare(config)
+    bare = _on_meta(config, dtype)
+    places = _places(bare, weights)
+    kept = {key: place.codes for key, place in places.items() if keeps_codes and place.keeps}
+    stand_ins = {key: torch.empty(1, dtype=dtype) for key in kept}
+    given: dict[str, Any] = dict(weights)
+    given |= {key: _Later(place, dtype) for key, place in places.items() if key not in kept}
+    given |= {key: stand_in.expand(places[key].shape) for key, stand_in in stand_ins.items()}
+    loaded: Any = type(bare).from_pretrained(
+        None,
+        config=config,
+        state_dict=given,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # `check_complete` reports them in a clearer message
+    )
+    model, report = loaded
+    check_complete(name, report)
+    _replace(model, {stand_ins[key].data_ptr(): codes for key, codes in kept.items()}, dtype)
+    if kept:
+        make_row_wise(model)  # rounding to int8 would enlarge a difference in the last bit
+    _tell(name, places, kept, dtype)
+    return cast("PreTrainedModel", model.eval())
+
+
+def num_bytes(model: PreTrainedModel, weights: Mapping[str, Tensor | Codes], *, keeps_codes: bool) -> int:
+    """Bytes of the codes that matmuls of `model` keep, which are taken out of it; both are on the meta device.
+
+    Raises:
+        ModelError: codes are of another shape than the weight.
+    """
+    total, places = 0, _places(model, weights).values()
+    names = {id(module): name for name, module in model.named_modules()}
+    for place in places if keeps_codes else ():
+        if place.keeps:
+            total += place.codes.num_bytes() or 0
+            model.set_submodule(names[id(place.module)], nn.Identity())
+    return total
+
+
+def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=ATTENTION_NAME
+        )
+    return model
+
+
+def _places(bare: PreTrainedModel, weights: Mapping[str, Tensor | Codes]) -> dict[str, _Place]:
+    """Where each weight of codes belongs, by the rules with which transformers renames and merges weights."""
+    rules = get_model_conversion_mapping(bare)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    wanted, places = bare.state_dict(), {}
+    for key, codes in weights.items():
+        if isinstance(codes, Tensor):
+            continue
+        renamed, merged = rename_source_key(key, renamings, converters, bare.base_model_prefix, wanted)
+        path, _, kind = renamed.rpartition(".")
+        alone = merged is None and kind == "weight" and renamed in wanted
+        places[key] = _Place(codes, bare.get_submodule(path) if alone else None)
+        places[key].check(key)
+    return places
+
+
+def _replace(model: PreTrainedModel, kept: Mapping[int, Codes], dtype: torch.dtype) -> None:
+    """Replace every module whose weight is a stand-in; `kept` has the codes by the addresses of the stand-ins."""
+    head, done = model.get_output_embeddings(), set()
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        weight = module._parameters.get("weight")  # noqa: SLF001 - modules have no other view of their own parameters
+        codes = None if weight is None else kept.get(weight.data_ptr())
+        if weight is None or codes is None:
+            continue
+        done.add(weight.data_ptr())
+        if isinstance(module, nn.Embedding):
+            made: Any = cast("Any", codes).embedding(module, dtype)
+        else:
+            # Logits must be in float32: rounded to bfloat16, many would be equal.
+            made = codes.linear(cast("Tensor | None", module.bias), torch.float32 if module is head else None)
+        model.set_submodule(name, made)
+    assert len(done) == len(kept), "transformers copied a stand-in"
+
+
+def _tell(name: str, places: Mapping[str, _Place], kept: Mapping[str, Codes], dtype: torch.dtype) -> None:
+    plain = [key for key in places if key not in kept]
+    kind = str(dtype).removeprefix("torch.")
+    floats = f"; {len(plain)} are dequantised to {kind} ({plain[0]} ...)" if plain else ""
+    log.info("%r: %d quantised weights, %d keep their codes%s", name, len(places), len(kept), floats)

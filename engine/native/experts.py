@@ -1,0 +1,125 @@
+"""All experts of a mixture in one call of our C (`experts.c`). Knows matrices and rows; knows no model."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.machine.threads import pool_threads
+from engine.native.attention import BITS
+from engine.native.compiled import library
+from engine.native.matmul import ALIGNED, Matrix, PackedMatrix
+
+_PTR, _F32, _I32, _I64 = ctypes.c_void_p, ctypes.c_float, ctypes.c_int32, ctypes.c_int64
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGate:
+    """What lies between the two matrices of an expert, elementwise.
+
+    It is x * logistic(linear * x + cubic * x^3) * (up + plus), where x is the gate, cut to at most `limit`, and `up` is
+    cut to -limit .. limit. The defaults are SiLU; with others it is GELU's tanh approximation (Hendrycks and Gimpel
+    2016: 1 + tanh(z) = 2 logistic(2 z)), or the gate of gpt-oss.
+
+    Attributes:
+        linear: see above.
+        cubic: see above.
+        limit: see above.
+        plus: see above.
+        squared: max(x, 0)^2 takes the place of x * logistic(...).
+        alone: there is no `up`, and no factor for it.
+        interleaved: gate and up take turns in a row; else all of up follows all of the gate.
+    """
+
+    linear: float = 1.0
+    cubic: float = 0.0
+    limit: float = math.inf
+    plus: float = 0.0
+    squared: bool = False
+    alone: bool = False
+    interleaved: bool = False
+
+    def __call__(self, both: Tensor) -> Tensor:
+        """Compute it in torch: `[..., n]` if `alone`, else `[..., 2 n]` -> `[..., n]`, float32 inside."""
+        wide = both.float()
+        if self.alone:
+            return self._activated(wide).to(both.dtype)
+        gate, up = (wide[..., ::2], wide[..., 1::2]) if self.interleaved else wide.chunk(2, -1)
+        return (self._activated(gate) * (up.clamp(-self.limit, self.limit) + self.plus)).to(both.dtype)
+
+    def _activated(self, gate: Tensor) -> Tensor:
+        x = gate.clamp(max=self.limit)
+        return F.relu(x).square() if self.squared else x * torch.sigmoid(self.linear * x + self.cubic * x**3)
+
+
+class _Gate(ctypes.Structure):
+    _fields_ = (
+        *((name, _F32) for name in ("linear", "cubic", "limit", "plus")),
+        *((name, _I32) for name in ("squared", "alone", "interleaved")),
+    )
+
+
+class _Experts(ctypes.Structure):
+    _fields_ = (("up", _PTR), ("down", _PTR), ("experts", _I64), ("gate", _Gate))
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        *((name, _PTR) for name in ("rows", "chosen", "weights", "out")),
+        *((name, _I64) for name in ("count", "each")),
+        ("bits", ctypes.c_int),
+    )
+
+
+class ExpertMatrices:
+    """The packed matrices of all experts of a mixture, ready to run. A copy is the same object."""
+
+    def __init__(self, ups: Seq[PackedMatrix], downs: Seq[PackedMatrix], gate: ExpertGate) -> None:
+        """Take, for every expert, the matrix before the gate and the one behind it; see `fits`."""
+        assert self.fits(ups, downs, gate), "matrices of several forms"
+        self._parts = tuple(ups), tuple(downs)  # kept alive, because C holds their addresses
+        self._up, self._down = ((Matrix * len(parts))(*(part.matrix for part in parts)) for parts in self._parts)
+        told = _Gate(*astuple(gate))
+        self._experts = _Experts(ctypes.addressof(self._up), ctypes.addressof(self._down), len(ups), told)
+        self.in_features, self.out_features = ups[0].in_features, downs[0].out_features
+
+    @staticmethod
+    def fits(ups: Seq[PackedMatrix], downs: Seq[PackedMatrix], gate: ExpertGate) -> bool:
+        """Whether C can run these: all `ups` have one form, all `downs` too, and rows are whole vectors."""
+        if any(len(set(map(_form, parts))) != 1 for parts in (ups, downs)):
+            return False
+        sizes = ups[0].out_features == downs[0].in_features * (1 if gate.alone else 2)
+        return sizes and not downs[0].out_features % ALIGNED and not any(p.matrix.order for p in (*ups, *downs))
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> ExpertMatrices:
+        return self
+
+    def run(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The sum of `weights` `[T, k]` times what the experts `chosen` `[T, k]` give of `rows` `[T, in]`: `[T, out]`.
+
+        The sum of a row is in the order of its own `chosen`, in float32. An expert that is not there adds nothing.
+
+        Raises:
+            MemoryError: the C code could not allocate working memory.
+        """
+        native = library()
+        assert native is not None
+        rows, chosen, weights = rows.contiguous(), chosen.long().contiguous(), weights.float().contiguous()
+        out = torch.empty(len(rows), self.out_features, dtype=rows.dtype)
+        at = (tensor.data_ptr() for tensor in (rows, chosen, weights, out))
+        batch = _Batch(*at, *chosen.shape, BITS[rows.dtype])
+        if native.pilotfish_experts(ctypes.byref(self._experts), ctypes.byref(batch), pool_threads()):
+            raise MemoryError("a mixture had no memory to work in")
+        return out
+
+
+def _form(packed: PackedMatrix) -> tuple[object, ...]:
+    """What of a matrix decides how its rows are fed and how many bytes its panels have."""
+    return packed.dtype, bytes(packed.matrix.groups), packed.in_features, packed.out_features

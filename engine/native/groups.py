@@ -1,0 +1,100 @@
+"""Packs codes in groups, as checkpoints hold them, into panels (`Groups` in matmul.h). Knows only numbers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.native.compiled import function
+from engine.native.weights import empty, placed, spread
+
+_KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_I64, _PTR = ctypes.c_int64, ctypes.c_void_p
+_CODES = (_PTR, *[_I64] * 10, _PTR)
+
+
+class Groups(ctypes.Structure):
+    """`Groups` of matmul.h."""
+
+    _fields_ = (
+        ("size", ctypes.c_int64),
+        ("block", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("kind", "has_steps", "has_offset", "has_zeros")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScales:
+    """What the codes of a matrix `[out, in]` are worth: weight = code * step + offset, for each output and group.
+
+    Attributes:
+        scale: float16, bfloat16 or float32 `[out, blocks]`; a block is one or several groups.
+        steps: int8 `[out, groups]`: a group's step is this times the scale of its block; None where it is the scale.
+        offset: `[out, blocks]`, of the type of `scale`, or None.
+        zeros: uint8 `[out, groups]`: a group's offset is this times `offset`, or times minus its step where `offset` is
+            None.
+    """
+
+    scale: Tensor
+    steps: Tensor | None = None
+    offset: Tensor | None = None
+    zeros: Tensor | None = None
+
+    @property
+    def groups(self) -> int:
+        """The number of groups of an output."""
+        finest = next((x for x in (self.steps, self.zeros) if x is not None), self.scale)
+        return finest.shape[1]
+
+    def form(self, inputs: int) -> Groups:
+        """Describe a matrix with these scales for C."""
+        has = (x is not None for x in (self.steps, self.offset, self.zeros))
+        block = self.groups // self.scale.shape[1]
+        return Groups(inputs // self.groups, block, _KINDS[self.scale.dtype], *has)
+
+
+def panels_of_groups(parts: Seq[Tensor], scales: GroupScales, width: int, codes_from: int) -> Tensor:
+    """Pack codes, stacked along the outputs, and their scales -> uint8 `[out / width rounded up, bytes of a panel]`.
+
+    Codes are uint8 `[out, in / 2]`, two in a byte, the first input low; or int8 `[out, in]`, to which `codes_from` is
+    added, because some processors multiply unsigned ones.
+    """
+    outputs, bits = sum(map(len, parts)), 4 if parts[0].dtype == torch.uint8 else 8
+    blocks, groups, words = scales.scale.shape[1], scales.groups, parts[0].shape[1] // 4 // scales.groups
+    heads = [x for x in (scales.scale, scales.offset) if x is not None]
+    in_groups = [x for x in (scales.steps, scales.zeros) if x is not None]
+    block_head, group_head = width * sum(x.element_size() for x in heads), width * len(in_groups)
+    each = group_head + 4 * words * width
+    panels = empty(-(-outputs // width), blocks * block_head + groups * each, dtype=torch.uint8)
+    panels[outputs // width :].zero_()  # padding: outputs beyond the matrix
+    whole = panels.view(len(panels), blocks, -1)
+    _put(heads, whole, width)
+    _put(in_groups, whole[..., block_head:].unflatten(2, (groups // blocks, each)), width)
+    call = function("codes", _CODES)
+    for start, part in placed(parts):
+        dense = part.contiguous()
+
+        def work(first: int, last: int, start: int = start, dense: Tensor = dense) -> None:
+            where = codes_from, width, start + first, groups // blocks, block_head, group_head, panels.data_ptr()
+            call(dense[first:].data_ptr(), last - first, groups, words, bits, *where)
+
+        spread(dense, work, width)
+    return panels
+
+
+def _put(numbers: Seq[Tensor], places: Tensor, width: int) -> None:
+    """Write each of `numbers` `[out, n]` to the beginning of `places` `[panels, ..., bytes]`, one after the other."""
+    at = 0
+    for each in numbers:
+        size = width * each.element_size()
+        padded = F.pad(each, (0, 0, 0, -len(each) % width))
+        if not each.is_floating_point():  # the bytes of a register's numbers lie 4 apart
+            padded = padded.unflatten(0, (-1, 4, width // 4)).transpose(1, 2).flatten(0, 2)
+        by_place = padded.unflatten(0, (-1, width)).transpose(1, 2).contiguous()  # [panels, n, width]
+        places[..., at : at + size] = by_place.view(torch.uint8).view(*places.shape[:-1], size)
+        at += size

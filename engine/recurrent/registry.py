@@ -1,0 +1,130 @@
+"""Which implementation of the rules runs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.native import library
+from engine.recurrent import native, rules
+from engine.recurrent.plan import ScanPlan
+
+
+class Rules(Protocol):
+    """The rules by which states change; shapes as in `rules.py`."""
+
+    def conv(
+        self,
+        states: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        plan: ScanPlan,
+    ) -> Tensor:
+        """A causal convolution."""
+        ...
+
+    def gated_delta(
+        self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan
+    ) -> Tensor:
+        """The gated delta rule."""
+        ...
+
+    def kimi_delta(
+        self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan
+    ) -> Tensor:
+        """The gated delta rule with a decay for each key channel."""
+        ...
+
+    def mamba2(
+        self, states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan
+    ) -> Tensor:
+        """The state space of Mamba 2."""
+        ...
+
+    def mamba1(
+        self, states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan
+    ) -> Tensor:
+        """The state space of Mamba 1."""
+        ...
+
+
+class _InC:
+    """Our C for the sizes and types that it runs, and the reference for others."""
+
+    def conv(
+        self, states: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, plan: ScanPlan
+    ) -> Tensor:
+        chosen = native if native.fits(x, weight.shape[1]) else rules
+        return chosen.conv(states, x, weight, bias, activation, plan)
+
+    def gated_delta(
+        self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan
+    ) -> Tensor:
+        chosen = native if native.fits(v, k.shape[2]) else rules
+        return chosen.gated_delta(states, q, k, v, g, beta, plan)
+
+    def kimi_delta(
+        self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan
+    ) -> Tensor:
+        chosen = native if native.fits(v, k.shape[2]) else rules
+        return chosen.kimi_delta(states, q, k, v, g, beta, plan)
+
+    def mamba2(
+        self, states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan
+    ) -> Tensor:
+        chosen = native if native.fits(x, b.shape[2]) else rules
+        return chosen.mamba2(states, x, dt, a, b, c, d, plan)
+
+    def mamba1(
+        self, states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan
+    ) -> Tensor:
+        chosen = native if native.fits(x, b.shape[1]) else rules
+        return chosen.mamba1(states, x, dt, a, b, c, d, plan)
+
+
+class _Compiled:
+    """Our C, where it runs rows of these sizes."""
+
+    def conv(
+        self,
+        states: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        plan: ScanPlan,
+    ) -> Tensor:
+        return _for(x, weight.shape[1]).conv(states, x, weight, bias, activation, plan)
+
+    def gated_delta(
+        self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan
+    ) -> Tensor:
+        return _for(v, k.shape[2]).gated_delta(states, q, k, v, g, beta, plan)
+
+    def kimi_delta(
+        self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan
+    ) -> Tensor:
+        return _for(v, k.shape[2]).kimi_delta(states, q, k, v, g, beta, plan)
+
+    def mamba2(
+        self, states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan
+    ) -> Tensor:
+        return _for(x, b.shape[2]).mamba2(states, x, dt, a, b, c, d, plan)
+
+    def mamba1(
+        self, states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan
+    ) -> Tensor:
+        return _for(x, b.shape[1]).mamba1(states, x, dt, a, b, c, d, plan)
+
+
+def _for(rows: Tensor, depth: int) -> Rules:
+    return native if native.fits(rows, depth) else rules
+
+
+def choose(device: torch.device) -> Rules:
+    """The fastest rules for a device: our C on a CPU, or else plain torch."""
+    return _Compiled() if device.type == "cpu" else rules

@@ -1,0 +1,75 @@
+"""The blocks of GGUF files: floats equal llama.cpp's own dequantisation to the last bit, and so do the codes."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from engine.model.gguf.blocks import codes_of, dequantised, float_type, size_of_codes
+from engine.model.gguf.kinds import KINDS
+from engine.model.linear.grouped import GroupedLinear
+
+ROWS, BLOCKS = 5, 3
+STEPS = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}  # where float16 are; else 0
+QUANTISED = [number for number, kind in KINDS.items() if not kind.is_float]
+
+
+def drawn(number: int) -> np.ndarray:
+    """Random blocks: all codes, and scales of both signs and many sizes, that are finite."""
+    kind, chance = KINDS[number], np.random.default_rng(number)
+    blocks = chance.integers(0, 256, (ROWS, BLOCKS, kind.size), np.uint8)
+    for at in STEPS.get(kind.name, (0,)):
+        steps = (chance.standard_normal((ROWS, BLOCKS)) * 10.0 ** chance.integers(-6, 2, (ROWS, BLOCKS))).astype("<f2")
+        blocks[..., at : at + 2] = steps.view(np.uint8).reshape(ROWS, BLOCKS, 2)
+    return blocks.reshape(ROWS, -1)
+
+
+def same_bits(ours: torch.Tensor, theirs: np.ndarray) -> bool:
+    return np.array_equal(ours.numpy().view(np.uint32), np.ascontiguousarray(theirs, np.float32).view(np.uint32))
+
+
+@pytest.mark.parametrize("number", QUANTISED)
+def test_floats_are_those_of_the_reference(number: int) -> None:
+    raw, kind = drawn(number), KINDS[number]
+    found = dequantised(kind, torch.from_numpy(raw))
+    assert found.shape == (ROWS, BLOCKS * kind.weights)
+    assert same_bits(found, gguf.quants.dequantize(raw, Type(number)))
+
+
+@pytest.mark.parametrize("number", QUANTISED)
+def test_codes_are_the_same_numbers(number: int) -> None:
+    raw, kind = drawn(number), KINDS[number]
+    codes = codes_of(kind, torch.from_numpy(raw))
+    assert same_bits(GroupedLinear(codes).dequantised(), gguf.quants.dequantize(raw, Type(number)))
+    held = sum(part.nbytes for part in (codes.codes, codes.scale, codes.offset) if part is not None)
+    assert held == size_of_codes(kind) * ROWS * BLOCKS
+
+
+@pytest.mark.parametrize("number", [number for number, kind in KINDS.items() if kind.is_float])
+def test_floats_stay_in_their_type(number: int) -> None:
+    numbers = np.random.default_rng(0).standard_normal((ROWS, 32)).astype(np.float32)
+    raw = gguf.quants.quantize(numbers, Type(number)).view(np.uint8)
+    found = dequantised(KINDS[number], torch.from_numpy(raw))
+    assert found.dtype == float_type(KINDS[number])
+    assert same_bits(found.float(), gguf.quants.dequantize(raw, Type(number)))
+
+
+def test_sizes_are_those_of_the_format() -> None:
+    sizes = {number: (kind.weights, kind.size) for number, kind in KINDS.items()}
+    assert sizes == {number: gguf.GGML_QUANT_SIZES[Type(number)] for number in KINDS}
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1"])
+def test_codes_take_as_much_memory_as_the_file(name: str) -> None:
+    kind = next(kind for kind in KINDS.values() if kind.name == name)
+    assert size_of_codes(kind) == kind.size
+
+
+def test_a_matrix_is_cut_into_parts_without_a_trace() -> None:
+    number = next(number for number, kind in KINDS.items() if kind.name == "Q4_K")
+    raw = torch.from_numpy(drawn(number)).repeat(1000, 1)
+    assert torch.equal(dequantised(KINDS[number], raw), dequantised(KINDS[number], raw[:ROWS]).repeat(1000, 1))
+    assert torch.equal(codes_of(KINDS[number], raw).codes, codes_of(KINDS[number], raw[:ROWS]).codes.repeat(1000, 1))

@@ -1,0 +1,151 @@
+"""The container of GGUF files: what is read equals what llama.cpp's package wrote, and damaged files are named."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from engine.errors import ModelError
+from engine.model.gguf.container import Container, Strings
+from engine.model.gguf.files import gguf_file
+from tests import gguf_files
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    return gguf_files.write(path, gguf_files.llama(), Type.Q8_0, _describe).path
+
+
+def _describe(writer: gguf.GGUFWriter) -> None:
+    writer.add_string("our.text", "naïve ▁")
+    writer.add_array("our.words", ["a", "bc", ""])
+    writer.add_array("our.numbers", [1, 2, 70_000])
+    writer.add_bool("our.truth", True)
+    writer.add_float32("our.float", 0.1)
+    writer.add_float64("our.double", 1e-300)
+    writer.add_int64("our.long", -(1 << 40))
+
+
+def test_reads_what_the_package_reads(file: Path) -> None:
+    ours, theirs = Container.open(file), gguf.GGUFReader(file)
+    assert list(ours.tensors) == [tensor.name for tensor in theirs.tensors]
+    for tensor in theirs.tensors:
+        found = ours.tensors[tensor.name]
+        assert found.shape == tuple(reversed(tensor.shape.tolist()))
+        assert (found.kind.name, found.start, found.num_bytes) == (
+            tensor.tensor_type.name,
+            tensor.data_offset,
+            tensor.n_bytes,
+        )
+    assert ours.get("our.text", str) == "naïve ▁"
+    assert ours.strings("our.words") == ["a", "bc", ""]
+    assert ours.get("our.numbers", list) == [1, 2, 70_000]
+    assert ours.get("our.truth", bool) is True
+    assert ours.get("our.float", float) == 0.1, "as it was before it was rounded to float32"
+    assert ours.get("our.double", float) == 1e-300
+    assert ours.get("our.long", int) == -(1 << 40)
+    assert set(ours.metadata) == {key for key in theirs.fields if not key.startswith("GGUF.")}
+
+
+def test_values_of_another_kind_and_missing_ones_are_named(file: Path) -> None:
+    container = Container.open(file)
+    with pytest.raises(ModelError, match=r"our\.text is 'naïve ▁'; expected int"):
+        container.get("our.text", int)
+    with pytest.raises(ModelError, match=r"has no our\.nothing"):
+        container.need("our.nothing", int)
+    assert container.strings("our.nothing") == []
+
+
+def test_version_2_is_the_same(file: Path, tmp_path: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[4:8] = struct.pack("<I", 2)
+    (tmp_path / "old.gguf").write_bytes(data)
+    assert Container.open(tmp_path / "old.gguf").metadata == Container.open(file).metadata
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-6, 1e-5, 1e-4, 1e-3, 0.3, 0.999])
+def test_a_file_that_is_cut_short_is_named(file: Path, tmp_path: Path, share: float) -> None:
+    whole = file.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(ModelError, match=r"cut\.gguf is (cut short|no GGUF file)"):
+        Container.open(cut)
+
+
+@pytest.mark.parametrize(
+    ("at", "bytes_", "complaint"),
+    [
+        (0, b"GGML", "begins with b'GGML'"),
+        (4, struct.pack("<I", 1), "GGUF of version 1"),
+        (4, struct.pack(">I", 3), "big-endian"),
+        (8, struct.pack("<Q", 1 << 60), "cut short or damaged"),
+        (16, struct.pack("<Q", 1 << 60), "cut short or damaged"),
+        (24, struct.pack("<Q", 1 << 63), "cut short or damaged"),
+    ],
+)
+def test_damage_is_named(file: Path, tmp_path: Path, at: int, bytes_: bytes, complaint: str) -> None:
+    data = bytearray(file.read_bytes())
+    data[at : at + len(bytes_)] = bytes_
+    (tmp_path / "bad.gguf").write_bytes(data)
+    with pytest.raises(ModelError, match=complaint):
+        Container.open(tmp_path / "bad.gguf")
+
+
+def test_random_damage_to_the_header_never_raises_anything_else(file: Path, tmp_path: Path) -> None:
+    whole, chance = file.read_bytes(), np.random.default_rng(0)
+    header = Container.open(file).header_bytes
+    for number in range(200):
+        data = bytearray(whole[: header + 64])
+        for at in chance.integers(0, header, 4):
+            data[at] = chance.integers(256)
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(data)
+        with pytest.raises(ModelError, match=r"\d+\.gguf"):  # at least its tensors are not there
+            Container.open(path)
+
+
+def _tensor(path: Path, kind: Type, rows: np.ndarray) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("a.weight", rows, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
+    path = _tensor(tmp_path / "model.gguf", Type.Q2_K, np.zeros((2, 84), np.uint8))
+    with pytest.raises(ModelError, match=r"a\.weight is stored as Q2_K, which is not read; what is read: F32, F16"):
+        Container.open(path)
+
+
+def test_a_file_is_read_again_where_it_changed(tmp_path: Path) -> None:
+    path = _tensor(tmp_path / "model.gguf", Type.F32, np.zeros((2, 4), np.float32))
+    assert Container.open(path) is Container.open(path)
+    assert Container.open(_tensor(path, Type.F32, np.zeros((3, 4), np.float32))).tensors["a.weight"].shape == (3, 4)
+
+
+def test_names_of_files(file: Path, tmp_path: Path) -> None:
+    assert gguf_file(str(file)) == file
+    assert gguf_file(file.parent) == file, "a folder with one file"
+    assert gguf_file("someone/model") is None
+    assert gguf_file(tmp_path) is None
+    with pytest.raises(ModelError, match="there is no such file"):
+        gguf_file(str(tmp_path / "missing.gguf"))
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelError, match=r"holds 2 GGUF files: name one of a\.gguf, b\.gguf"):
+        gguf_file(tmp_path)
+    (tmp_path / "config.json").touch()
+    assert gguf_file(tmp_path) is None, "beside another checkpoint"
+
+
+def test_arrays_of_strings_stay_in_the_file(file: Path) -> None:
+    assert isinstance(Container.open(file).metadata["our.words"], Strings)

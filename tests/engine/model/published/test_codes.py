@@ -1,0 +1,169 @@
+"""What is read is what the format says, to the last bit in float32; and so is what the matmuls of codes multiply."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from engine.errors import ModelError
+from engine.model.linear.grouped import GroupedLinear
+from engine.model.linear.int8 import Int8Linear
+from engine.model.published import mxfp4
+from engine.model.published.base import in_groups, pack4, unpack4
+from engine.model.published.methods import Quantisation
+from tests import published
+from tests.drawn import numbers
+
+GOLDEN = load_file(Path(published.__file__).parent / "data" / "published.safetensors")
+# Of each matrix that the formats' own libraries packed: the format with the settings it would be published with.
+PACKED_BY_LIBRARIES = {
+    "ct-int4": "ct-int4",
+    "ct-int4-zeros": "ct-int4-zeros",
+    "ct-packed8": "ct-packed8",
+    "ct-int8": "ct-int8",
+    "ct-int8-zeros": "ct-int8-zeros",
+    "ct-fp8": "ct-fp8",
+    "ct-fp8-rows": "ct-fp8-rows",
+    "awq": "awq",
+    "gptq": "gptq",
+    "gptq-ordered": "gptq-ordered",
+    "gptq-8": "gptq-8",
+}
+
+
+def read(form: str, tensors: dict[str, Tensor]):
+    settings = published.FORMATS[form].settings
+    return Quantisation(settings["quant_method"], settings).read(tensors)
+
+
+def weight_of(linear: object) -> Tensor:
+    """The float32 matrix that a matmul of codes stands for."""
+    if isinstance(linear, GroupedLinear):
+        return linear.dequantised()
+    assert type(linear) is Int8Linear
+    return linear.weight_int8.float() * linear.scale[:, None]
+
+
+@pytest.mark.parametrize("form", published.FORMATS)
+def test_equals_the_formula(form: str) -> None:
+    tensors, plain = published.FORMATS[form].write("x", numbers(96, 128))
+    codes = read(form, tensors)["x.weight"]
+    assert tuple(codes.shape) == (96, 128)
+    assert torch.equal(codes.dequantised(), plain)
+
+
+@pytest.mark.parametrize("name", PACKED_BY_LIBRARIES)
+def test_equals_what_the_formats_own_library_says(name: str) -> None:
+    tensors = {key.removeprefix(f"{name}/"): part for key, part in GOLDEN.items() if key.startswith(f"{name}/x.")}
+    codes = read(PACKED_BY_LIBRARIES[name], tensors)["x.weight"]
+    assert torch.equal(codes.dequantised(), GOLDEN[f"{name}/plain"])
+
+
+@pytest.mark.parametrize("form", published.FORMATS)
+def test_matmuls_of_codes_multiply_the_same_weights(form: str) -> None:
+    tensors, plain = published.FORMATS[form].write("x", numbers(96, 128))
+    codes, bias = read(form, tensors)["x.weight"], numbers(96, seed=1)
+    made = codes.linear(bias, None)
+    assert (made is not None) == (codes.num_bytes() is not None) == published.FORMATS[form].on_kernels
+    if made is not None:
+        assert torch.equal(weight_of(made), plain)
+        x = numbers(3, 128, seed=2)
+        want = torch.nn.functional.linear(x, plain, bias)
+        assert float((made(x) - want).abs().max()) < 0.05 * float(want.std())
+
+
+@pytest.mark.parametrize("form", [name for name, form in published.FORMATS.items() if form.on_kernels])
+def test_memory_is_that_of_the_file(form: str) -> None:
+    """Within a tenth for groups of 32, the smallest that are usual; a zero point takes a byte instead of 4 bits."""
+    tensors, _ = published.FORMATS[form].write("x", numbers(96, 128))
+    stored = sum(part.nbytes for name, part in tensors.items() if not name.endswith(("g_idx", "shape")))
+    codes = read(form, tensors)["x.weight"]
+    made = codes.linear(None, None)
+    held = sum(buffer.nbytes for name, buffer in made.named_buffers() if "order" not in name)
+    assert codes.num_bytes() <= 1.1 * stored
+    assert held <= 1.1 * stored
+
+
+def test_fp8_in_blocks_equals_transformers() -> None:
+    tensors, _ = published.fp8("x", numbers(256, 384), block=(128, 128), suffix="_scale_inv")
+    codes = read("fp8-tensor", tensors)["x.weight"]
+    want = Fp8Dequantize(None)._dequantize_one(tensors["x.weight"], tensors["x.weight_scale_inv"], torch.float32)
+    assert torch.equal(codes.dequantised(), want)
+
+
+def test_mxfp4_equals_its_formula_and_transformers() -> None:
+    """Every code with exponents at both ends; the formula is written in the tests."""
+    weight = numbers(2, 64, 8) * torch.logspace(-30, 30, 8)
+    tensors, plain = published.mxfp4("experts.x", weight)
+    codes = mxfp4.read({}, tensors)["experts.x"]
+    assert tuple(codes.shape) == (2, 64, 8)
+    assert torch.equal(codes.dequantised(), plain)
+    blocks, scales = tensors["experts.x_blocks"], tensors["experts.x_scales"]
+    assert torch.equal(codes.dequantised(), convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    assert set(unpack4(blocks).unique().tolist()) >= set(range(16)) - {8}
+
+
+def test_gptq_version_1_subtracted_from_whole_words() -> None:
+    """A zero point of 0 borrows from its neighbour; GPTQModel undoes it by the same addition."""
+    tensors, _ = published.gptq("x", numbers(8, 32), version=2, zeros=True)
+    zero = torch.tensor([[0, 15, 0, 0, 3, 8, 0, 1]])
+    tensors["x.qzeros"] = published.words(zero, 4)
+    want = read("gptq-2", tensors)["x.weight"].dequantised()
+    tensors["x.qzeros"] = tensors["x.qzeros"] - 0x11111111
+    assert torch.equal(read("gptq", tensors)["x.weight"].dequantised(), want)
+
+
+def test_what_is_not_coded_stays() -> None:
+    """Norms, embeddings, biases, and matrices that the format leaves out."""
+    for form in published.FORMATS:
+        others = {"lm_head.weight": numbers(4, 16), "y.bias": numbers(4), "norm.weight": numbers(16)}
+        weights = read(form, others | published.FORMATS[form].write("x", numbers(96, 128))[0])
+        assert weights.keys() == others.keys() | {"x.weight"}
+        assert all(weights[name] is others[name] for name in others)
+
+
+@pytest.mark.parametrize("form", published.FORMATS)
+def test_a_missing_scale_is_named(form: str) -> None:
+    tensors, _ = published.FORMATS[form].write("x", numbers(96, 128))
+    scale = next(name for name in tensors if "scale" in name)
+    del tensors[scale]
+    with pytest.raises(ModelError, match=r"lacks x\.(weight_)?scale"):
+        read(form, tensors)
+
+
+@pytest.mark.parametrize("form", published.FORMATS)
+def test_a_scale_of_another_shape_is_named(form: str) -> None:
+    tensors, _ = published.FORMATS[form].write("x", numbers(96, 128))
+    scale = next(name for name in tensors if "scale" in name)
+    tensors[scale] = torch.ones(7, 5)
+    with pytest.raises(ModelError, match=r"x\.(weight|scales)"):
+        read(form, tensors)["x.weight"].dequantised()
+
+
+@pytest.mark.parametrize("form", published.FORMATS)
+def test_a_scale_that_is_not_finite_is_named(form: str) -> None:
+    tensors, _ = published.FORMATS[form].write("x", numbers(96, 128))
+    scale = next(name for name in tensors if "scale" in name)
+    tensors[scale].view(-1)[0] = float("nan")
+    with pytest.raises(ModelError, match=r"the scales of x\.weight have a number that is not finite"):
+        read(form, tensors)["x.weight"].dequantised()
+
+
+def test_groups_of_unequal_sizes_are_refused() -> None:
+    assert in_groups(torch.tensor([0, 0, 1, 1]), 2, "x") is None
+    assert in_groups(torch.tensor([1, 0, 1, 0]), 2, "x").tolist() == [1, 3, 0, 2]
+    for index in ([0, 0, 0, 1], [0, 0, 2, 2], [0, -1, 1, 1], [0, 0, 1, 1, 1]):
+        with pytest.raises(ModelError, match=r"x puts \d inputs into groups of unequal sizes; expected 2 equal ones"):
+            in_groups(torch.tensor(index), 2, "x")
+
+
+def test_nibbles() -> None:
+    numbers4 = torch.arange(16, dtype=torch.uint8).repeat(3).view(6, 8)
+    assert pack4(numbers4)[0].tolist() == [0x10, 0x32, 0x54, 0x76]
+    assert torch.equal(unpack4(pack4(numbers4)), numbers4)

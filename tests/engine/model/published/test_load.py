@@ -1,0 +1,329 @@
+"""Whole checkpoints: found, filled, refused. Codes stay where a matmul takes them, and floats equal the formula."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import GPT2Config, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.model.linear.grouped import GroupedLinear
+from engine.model.linear.int8 import Int8Linear
+from engine.model.quantize import save_quantised
+from engine.startup.build import load
+from engine.startup.doctor import check
+from engine.startup.precision import held_as
+from models import embedded_target
+from tests import published, zoo
+
+CPU = torch.device("cpu")
+GPT_OSS = {
+    "vocab_size": zoo.VOCAB, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "max_position_embeddings": 128, "eos_token_id": zoo.END,
+}  # fmt: skip
+
+
+def loaded(folder: Path, weights: str = "native", **config: object):
+    return load(EngineConfig(target=str(folder), fuse=False, **config), str(folder), None, weights, CPU)
+
+
+def form(name: str) -> published.Format:
+    return published.FORMATS[name]
+
+
+@pytest.mark.parametrize("name", published.FORMATS)
+def test_dequantised_equals_the_formula(name: str, tmp_path: Path) -> None:
+    want = published.publish(tmp_path, published.CONFIGS["llama"], form(name)).state_dict()
+    got = loaded(tmp_path, "dequantised").state_dict()
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+@pytest.mark.parametrize("name", [name for name, form in published.FORMATS.items() if form.on_kernels])
+def test_native_keeps_every_code(name: str, tmp_path: Path) -> None:
+    reference = published.publish(tmp_path, published.CONFIGS["qwen3"], form(name))
+    model = loaded(tmp_path)
+    for path, module in reference.named_modules():
+        if isinstance(module, nn.Linear) and path != "lm_head":
+            made = model.get_submodule(path)
+            assert isinstance(made, Int8Linear)
+            if isinstance(made, GroupedLinear):
+                assert torch.equal(made.dequantised(), module.weight)
+            assert (made.bias is None) == (module.bias is None)
+            assert made.bias is None or torch.equal(made.bias, module.bias)
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_what_was_not_quantised_may_be_rounded_beside_the_codes(tmp_path: Path) -> None:
+    published.publish(tmp_path, published.CONFIGS["llama"], form("gptq"))
+    model = loaded(tmp_path, "int8")
+    assert type(model.lm_head) is Int8Linear
+    assert isinstance(model.model.layers[0].mlp.up_proj, GroupedLinear)
+
+
+def test_what_has_no_kernel_may_be_rounded_as_asked(tmp_path: Path) -> None:
+    published.publish(tmp_path, published.CONFIGS["llama"], form("fp8-blocks"))
+    model = loaded(tmp_path, "int8")
+    assert not any(type(module) is nn.Linear for module in model.modules())
+
+
+def test_in_several_files(tmp_path: Path) -> None:
+    want = published.publish(tmp_path, published.CONFIGS["llama"], form("awq"), files=3).state_dict()
+    got = loaded(tmp_path, "dequantised").state_dict()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+def test_the_log_says_what_is_kept_and_what_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    published.publish(tmp_path / "kept", published.CONFIGS["llama"], form("gptq"))
+    published.publish(tmp_path / "floats", published.CONFIGS["llama"], form("fp8-tensor"))
+    with caplog.at_level(logging.INFO, "engine"):
+        loaded(tmp_path / "kept")
+        loaded(tmp_path / "floats")
+    assert "14 quantised weights, 14 keep their codes" in caplog.text
+    assert "14 quantised weights, 0 keep their codes; 14 are dequantised to float32" in caplog.text
+
+
+def publish_experts(folder: Path, config: PreTrainedConfig, name: str) -> dict[str, torch.Tensor]:
+    """A checkpoint with one tensor for each expert, as transformers saves them; returns the float state."""
+    model = zoo.with_large_weights(config)
+    model.save_pretrained(folder)
+    floats, tensors = load_file(folder / "model.safetensors"), {}
+    for key, weight in list(floats.items()):
+        path, _, kind = key.rpartition(".")
+        if kind == "weight" and path.endswith("_proj"):
+            written, floats[key] = form(name).write(path, weight)
+            tensors |= written
+        else:
+            tensors[key] = weight
+    save_file({key: tensor.contiguous() for key, tensor in floats.items()}, folder / "model.safetensors")
+    plain = {key: tensor.clone() for key, tensor in loaded(folder).state_dict().items()}
+    published.save(folder, config, form(name).settings, tensors)
+    return plain
+
+
+@pytest.mark.parametrize("name", ["gptq", "ct-int4", "fp8-blocks"])
+def test_experts_are_stacked_as_those_of_floats(name: str, tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        **published.SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16
+    )
+    want = publish_experts(tmp_path, config, name)
+    got = loaded(tmp_path, "dequantised").state_dict()
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    if form(name).on_kernels:
+        kept = loaded(tmp_path)
+        assert isinstance(kept.model.layers[0].self_attn.q_proj, GroupedLinear)
+        assert torch.equal(
+            kept.state_dict()["model.layers.0.mlp.experts.down_proj"], want["model.layers.0.mlp.experts.down_proj"]
+        )
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    config = GptOssConfig(**GPT_OSS)
+    model, tensors = zoo.with_large_weights(config), {}
+    with torch.no_grad():
+        for key, weight in model.state_dict().items():
+            if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                written, plain = published.mxfp4(key, weight)
+                tensors |= written
+                weight.copy_(plain)
+            else:
+                tensors[key] = weight
+    published.save(tmp_path, config, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, tensors)
+    want, got = model.state_dict(), loaded(tmp_path).state_dict()
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+def test_a_matrix_that_is_stored_the_other_way_round(tmp_path: Path) -> None:
+    """GPT-2's modules are `Conv1D`: its float weights are `[in, out]`, and codes are of `[out, in]` all the same."""
+    config = GPT2Config(vocab_size=zoo.VOCAB, n_embd=64, n_layer=1, n_head=4, n_positions=64, eos_token_id=zoo.END)
+    model, tensors = zoo.with_large_weights(config), {}
+    with torch.no_grad():
+        for key, weight in model.state_dict().items():
+            path, _, kind = key.rpartition(".")
+            if kind == "weight" and path.rpartition(".")[2] in ("c_attn", "c_proj", "c_fc"):
+                written, plain = published.gptq(path, weight.t().contiguous())
+                tensors |= written
+                weight.copy_(plain.t())
+            elif key != "lm_head.weight":
+                tensors[key] = weight
+    published.save(tmp_path, config, form("gptq").settings, tensors)
+    want, got = model.state_dict(), loaded(tmp_path, "dequantised").state_dict()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    kept = loaded(tmp_path).transformer.h[0].attn.c_proj
+    assert torch.equal(kept.dequantised().t(), want["transformer.h.0.attn.c_proj.weight"])
+
+
+# -- what is wrong is named --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "is quantised by bitsandbytes; Pilotfish reads awq,"),
+        ({"load_in_4bit": True}, "is quantised by bitsandbytes;"),
+        ({"bits": 4}, "is quantised by an unnamed method;"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ with bits 3; Pilotfish reads 4 and 8"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "GPTQ in the layout marlin"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "GPTQ in the layout marlin"),
+        ({"quant_method": "awq", "bits": 8}, "AWQ with bits 8; Pilotfish reads 4"),
+        ({"quant_method": "awq", "bits": 4, "version": "GEMV"}, "AWQ in the layout gemv; Pilotfish reads gemm"),
+        ({"quant_method": "fp8", "fmt": "e3m4"}, "FP8 of the kind e3m4"),
+        (
+            {"quant_method": "compressed-tensors", "format": "marlin-24"},
+            "compressed-tensors in the format marlin-24; Pilotfish reads pack-quantized,",
+        ),
+        (
+            published.FORMATS["ct-int4"].settings | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "compressed-tensors with a sparsity_config",
+        ),
+        (
+            published.FORMATS["ct-int4"].settings | {"transform_config": {"config_groups": {"R1": {}}}},
+            "compressed-tensors with a transform_config",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"type": "int", "num_bits": 3}}},
+            },
+            "compressed-tensors with int weights of 3 bits",
+        ),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(settings: dict[str, object], message: str, tmp_path: Path) -> None:
+    published.save(tmp_path, published.CONFIGS["llama"], settings, {"lm_head.weight": torch.zeros(1)})
+    with pytest.raises(ModelError, match=message):
+        held_as(EngineConfig(target=str(tmp_path)), str(tmp_path), None, "native", CPU)
+
+
+def change(folder: Path, key: str, tensor: torch.Tensor | None) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[key]
+    save_file(tensors | ({} if tensor is None else {key: tensor}), folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("weights", ["native", "dequantised"])
+def test_a_matrix_of_another_shape_is_named(weights: str, tmp_path: Path) -> None:
+    published.publish(tmp_path, published.CONFIGS["llama"], form("ct-int8"))
+    path = "model.layers.1.mlp.up_proj"
+    change(tmp_path, f"{path}.weight", torch.zeros(128, 48, dtype=torch.int8))
+    with pytest.raises(ModelError, match=rf"{path}.weight is of shape \[128, 48\]; its config says \[128, 64\]"):
+        loaded(tmp_path, weights)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("model.layers.1.mlp.up_proj.scales", r"lacks model\.layers\.1\.mlp\.up_proj\.scales, which belongs to"),
+        ("model.layers.1.mlp.up_proj.qweight", r"lacks 1 of its weights, model\.layers\.1\.mlp\.up_proj\.weight among"),
+        ("model.norm.weight", r"lacks 1 of its weights, model\.norm\.weight among them"),
+    ],
+)
+def test_a_missing_tensor_is_named(key: str, message: str, tmp_path: Path) -> None:
+    published.publish(tmp_path, published.CONFIGS["llama"], form("gptq"))
+    change(tmp_path, key, None)
+    with pytest.raises(ModelError, match=message):
+        loaded(tmp_path)
+
+
+def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    published.publish(tmp_path, published.CONFIGS["llama"], form("awq"), files=2)
+    file = tmp_path / "model-00002-of-00002.safetensors"
+    size = file.stat().st_size
+    with file.open("rb+") as handle:
+        handle.truncate(size - 10)
+    with pytest.raises(ModelError, match=rf"{file} is cut short: \S+ ends at byte {size}, the file at {size - 10}"):
+        loaded(tmp_path)
+
+
+def test_only_others_checkpoints_are_dequantised_and_only_floats_are_saved(tmp_path: Path) -> None:
+    save_quantised(embedded_target(), None, tmp_path / "ours")
+    with pytest.raises(ModelError, match="is saved in int8, and only checkpoints of others are dequantised"):
+        loaded(tmp_path / "ours", "dequantised")
+    published.publish(tmp_path / "gptq", published.CONFIGS["llama"], form("gptq"))
+    with pytest.raises(ModelError, match="has gptq weights already"):
+        save_quantised(str(tmp_path / "gptq"), None, tmp_path / "out")
+
+
+def test_a_quantised_target_cannot_be_cut(tmp_path: Path) -> None:
+    published.publish(tmp_path, published.CONFIGS["llama"], form("awq"))
+    config = EngineConfig(target=str(tmp_path), tensor_parallel_size=2)
+    with pytest.raises(ModelError, match=r"tensor_parallel_size is 2; .* has awq weights, which cannot be cut"):
+        load(config, str(tmp_path), None, "native", CPU, shares=2)
+
+
+# -- what is told before it is loaded ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("gptq", "native"),
+        ("gptq", "dequantised"),
+        ("gptq", "int8"),
+        ("ct-int8", "native"),
+        ("awq", "native"),
+        ("fp8-blocks", "native"),
+        ("fp8-blocks", "int8"),
+    ],
+)
+def test_the_doctor_knows_how_much_memory_it_will_take(name: str, weights: str, tmp_path: Path) -> None:
+    published.publish(tmp_path, published.CONFIGS["llama"], form(name))
+    report = check(EngineConfig(target=str(tmp_path), weights=weights), load=False)
+    assert report.problems == []
+    said = report.as_dict()["target"]["weights"]
+    model = loaded(tmp_path, weights)
+    held = sum(
+        tensor.nbytes for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if "inv_freq" not in n)]
+    )
+    size, unit = said.split()[:2]
+    assert unit == "MiB"
+    assert float(size) == pytest.approx(held / 2**20, rel=0.02, abs=0.06)
+    codes = f"{form(name).settings['quant_method']} codes"
+    assert (codes in said) == (form(name).on_kernels and weights != "dequantised")
+
+
+def test_the_doctor_names_what_is_missing(tmp_path: Path) -> None:
+    published.publish(tmp_path, published.CONFIGS["llama"], form("gptq"))
+    change(tmp_path, "model.layers.0.mlp.up_proj.qzeros", None)
+    report = check(EngineConfig(target=str(tmp_path)), load=False)
+    assert any("lacks model.layers.0.mlp.up_proj.qzeros" in problem for problem in report.problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "cpu", "cuda"),
+    [
+        ("gptq", "native", ("float32", "gptq codes"), ("bfloat16", "native")),
+        ("gptq", "dequantised", ("bfloat16", "native"), ("bfloat16", "native")),
+        ("gptq", "int8", ("float32", "gptq codes and int8"), None),
+        ("fp8-blocks", "native", ("bfloat16", "native"), ("bfloat16", "native")),
+        ("fp8-blocks", "int8", ("float32", "int8"), None),
+    ],
+)
+def test_how_it_is_held(
+    name: str, weights: str, cpu: tuple[str, str], cuda: tuple[str, str] | None, tmp_path: Path
+) -> None:
+    published.publish(tmp_path, published.CONFIGS["llama"], form(name))
+    config = json.loads((tmp_path / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for device, want in ((CPU, cpu), (torch.device("cuda"), cuda)):
+        if want is not None:
+            held = held_as(
+                EngineConfig(target=str(tmp_path)), str(tmp_path), None, weights, device, multiplies=lambda _: True
+            )
+            assert (held.type_name, held.matrices) == want
+
+
+def test_end_tokens_are_those_of_its_generation_config(tmp_path: Path) -> None:
+    published.publish(tmp_path, published.CONFIGS["llama"], form("gptq"))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert loaded(tmp_path).generation_config.eos_token_id == [5, 7]

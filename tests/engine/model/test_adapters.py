@@ -1,0 +1,222 @@
+"""What an adapter's folder may have, and why everything else is refused; and what its products add to a pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from engine.errors import ModelError
+from engine.kv.batch import Feed
+from engine.model.adapters.peft import read_adapter
+from engine.model.adapters.store import Adapters
+from engine.model.linear.fp8 import Fp8Linear
+from engine.model.linear.low_rank import LowRankProduct, block_diagonal, grouped
+from tests import adapters, zoo
+
+TARGETS = ["q_proj", "down_proj"]
+Tensors = dict[str, Tensor]
+KEY = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return adapters.write(tmp_path / "a", zoo.reference("llama"), 4, 8.0, TARGETS)
+
+
+def _config(folder: Path, **fields: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def _tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA"),
+        ({"use_dora": True}, "use_dora is True; DoRA also scales"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]; whole modules"),
+        ({"bias": "all"}, "bias is 'all'; only none"),
+        ({"lora_bias": True}, "lora_bias is True; biases were trained"),
+        ({"trainable_token_indices": [1]}, r"trainable_token_indices is \[1\]; embeddings"),
+        ({"target_parameters": ["experts"]}, "target_parameters is .*; parameters were trained"),
+        ({"layer_replication": [[0, 1]]}, "layer_replication is .*; the adapter is of a model with repeated layers"),
+        ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens is .*; the adapter begins in the middle"),
+        ({"some_later_field": 1}, "some_later_field is 1; what that means for a pass is not known here"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'; such an adapter is for a base model that was"),
+        ({"r": 0}, "r is 0; expected an integer of 1 or more"),
+        ({"r": "4"}, "r is '4'; expected an integer"),
+        ({"lora_alpha": None}, "lora_alpha is None; expected a number"),
+        ({"target_modules": None}, "target_modules is None; expected a list of names"),
+        ({"target_modules": "(q"}, r"target_modules has '\(q', which is no regular expression"),
+        ({"rank_pattern": {"q_proj": 0.5}}, "rank_pattern is .*; expected an object with a number"),
+        ({"rank_pattern": {"q_proj": 5}}, r"q_proj has matrices of \[4, 32\] and \[32, 4\]; its rank is 5"),
+        ({"target_modules": ["q_proj"]}, "it has matrices of '.*down_proj'; target_modules is"),
+        ({"target_modules": [*TARGETS, "o_proj"]}, "target_modules has 'o_proj', of which there are no matrices"),
+        ({"target_modules": ".*q_proj"}, "it has matrices of '.*down_proj'; target_modules is"),
+    ],
+)
+def test_a_config_that_means_something_else_is_refused(folder: Path, fields: dict[str, Any], problem: str) -> None:
+    _config(folder, **fields)
+    with pytest.raises(ModelError, match=f"adapter 'a': .*{problem}"):
+        Adapters(zoo.ours(zoo.reference("llama"))).load("a", folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda t: t.pop(f"{KEY}.lora_B.weight"), "has '.*q_proj.lora_A.weight' and no '.*q_proj.lora_B.weight'"),
+        (lambda t: t.update({f"{KEY}.lora_magnitude_vector": torch.ones(3)}), "lora_magnitude_vector'; DoRA"),
+        (lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(3)}), "an embedding"),
+        (lambda t: t.update({"base_model.model.lm_head.base_layer.weight": torch.ones(3)}), "save_embedding_layers"),
+        (lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(3)}), "only lora_A and lora_B are served"),
+        (lambda t: t[f"{KEY}.lora_A.weight"].fill_(float("nan")), "q_proj has a number that is not finite"),
+        (lambda t: t.update({f"{KEY}.lora_A.weight": torch.ones(4, 32, dtype=torch.int8)}), "expected floats"),
+        (lambda t: t.update({f"{KEY}.lora_A.weight": torch.ones(4, 31)}), "for 31 inputs and 32 outputs; it has 32"),
+        (lambda t: t.update({f"{KEY}.lora_B.weight": torch.ones(33, 4)}), "for 32 inputs and 33 outputs; it has 32"),
+        (lambda t: t.clear(), "target_modules has 'q_proj', of which there are no matrices"),
+        (
+            lambda t: t.update({k.replace("layers.0", "layers.7"): t.pop(k) for k in [*t] if "layers.0" in k}),
+            r"'model.layers.7.* is no matmul of LlamaForCausalLM: it has no '7' there",
+        ),
+    ],
+)
+def test_matrices_that_do_not_fit_are_refused(folder: Path, change: Callable[[Tensors], object], problem: str) -> None:
+    _tensors(folder, change)
+    with pytest.raises(ModelError, match=f"adapter 'a': .*{problem}"):
+        Adapters(zoo.ours(zoo.reference("llama"))).load("a", folder)
+
+
+def test_what_is_no_matmul_is_refused(folder: Path) -> None:
+    _config(folder, target_modules=["input_layernorm", *TARGETS])
+    named = "base_model.model.model.layers.0.input_layernorm"
+    _tensors(folder, lambda t: t.update({f"{named}.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}))
+    with pytest.raises(ModelError, match=r"input_layernorm' of LlamaForCausalLM is a LlamaRMSNorm, and no matmul"):
+        Adapters(zoo.ours(zoo.reference("llama"))).load("a", folder)
+
+
+def test_matrices_in_8_bit_floats_are_refused(folder: Path) -> None:
+    model = zoo.ours(zoo.reference("llama"))
+    model.set_submodule("model.layers.0.self_attn.q_proj", Fp8Linear.__new__(Fp8Linear))
+    place = model.get_submodule("model.layers.0.self_attn.q_proj")
+    nn.Module.__init__(place)
+    place.in_features = place.out_features = 32
+    with pytest.raises(ModelError, match="q_proj' has fp8 weights"):
+        Adapters(model).load("a", folder)
+
+
+def test_only_gpt2_is_transposed(folder: Path) -> None:
+    _config(folder, fan_in_fan_out=True)
+    with pytest.raises(ModelError, match="fan_in_fan_out is true, and the matrices of a llama model"):
+        Adapters(zoo.ours(zoo.reference("llama"))).load("a", folder)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_folder_without_an_adapter_says_which_file_is_missing(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(ModelError, match=f"no readable {name}: No such file"):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize(("name", "data"), [("adapter_config.json", b"{"), ("adapter_model.safetensors", b"\0" * 9)])
+def test_a_broken_file_is_told(folder: Path, name: str, data: bytes) -> None:
+    (folder / name).write_bytes(data)
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_adapter(folder)
+
+
+def test_a_name_is_loaded_once_and_weights_that_changed_are_seen(folder: Path) -> None:
+    store = Adapters(zoo.ours(zoo.reference("llama")))
+    fingerprint = store.load("a", folder).fingerprint
+    with pytest.raises(ModelError, match="adapter 'a' is loaded already"):
+        store.load("a", folder)
+    assert store.load("b", folder, fingerprint).number == 2
+    store.unload("a")
+    with pytest.raises(ModelError, match="adapter 'a' is not loaded"):
+        store.unload("a")
+    _tensors(folder, lambda t: t[f"{KEY}.lora_A.weight"].add_(1e-3))
+    with pytest.raises(ModelError, match=r"adapter 'a': the files in .* are not those that were loaded first"):
+        store.load("a", folder, fingerprint)
+    assert list(store) == ["b"]
+
+
+def test_a_target_in_shards_has_none(folder: Path) -> None:
+    with pytest.raises(ModelError, match="a target in shards"):
+        Adapters(None).load("a", folder)
+
+
+# -------------------------------------------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize(("inputs", "rank"), [(32, 5), (30, 5), (64, 16), (48, 1)])
+def test_a_row_of_a_product_has_the_same_bits_in_any_batch(inputs: int, rank: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b, rows = (torch.randn(n, m, generator=generator) for n, m in ((rank, inputs), (40, rank), (33, inputs)))
+    product = LowRankProduct(a, b, row_wise=True)
+    together = product.of(rows)
+    assert torch.equal(together, torch.cat([product.of(row[None]) for row in rows]))
+    assert torch.allclose(together, rows @ a.t() @ b.t(), atol=1e-4)
+
+
+def test_joined_matmuls_have_one_product() -> None:
+    parts = [(0, torch.randn(2, 8), torch.randn(3, 2)), (5, torch.randn(1, 8), torch.randn(4, 1))]
+    a, b = block_diagonal(parts, 10)
+    x = torch.randn(8)
+    want = torch.cat([parts[0][2] @ (parts[0][1] @ x), torch.zeros(2), parts[1][2] @ (parts[1][1] @ x), torch.zeros(1)])
+    assert torch.allclose(b @ (a @ x), want, atol=1e-6)
+
+
+def test_rows_are_put_together_by_adapter() -> None:
+    x, y = {}, {}
+    found = grouped([(x, range(2)), (y, range(2, 3)), (x, range(3, 5)), (y, range(5, 5))], torch.device("cpu"))
+    assert [adapter is own for (adapter, _), own in zip(found, (x, y), strict=True)] == [True, True]
+    assert found[0][1].tolist() == [0, 1, 3, 4]
+    assert found[1][1] == slice(2, 3)
+
+
+class _Twice(nn.Module):
+    """Calls its matmul for half of the rows, as a mixture of experts does, or never."""
+
+    def __init__(self, rows: int | None) -> None:
+        super().__init__()
+        self.matmul, self.rows = nn.Linear(32, 32, bias=False), rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.rows is None else self.matmul(x[: self.rows])
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"), [(1, "gets 1 rows of a pass that has 2"), (None, "did not run as modules")]
+)
+def test_a_pass_that_does_not_show_every_row_fails(folder: Path, rows: int | None, problem: str) -> None:
+    """Rather than to give some rows another adapter, or none."""
+    model, odd = zoo.ours(zoo.reference("llama")), _Twice(rows)
+    odd.in_features = odd.out_features = 32
+    model.set_submodule("model.layers.0.self_attn.q_proj", odd.matmul)
+    store = Adapters(model)
+    number = store.load("a", folder).number
+    with pytest.raises(ValueError, match=problem):
+        _run(model, odd, store, Feed([1, 2], 0, [0], 1, adapter=number))
+
+
+def _run(model: nn.Module, odd: nn.Module, store: Adapters, feed: Feed) -> None:
+    """A pass of the matmuls that the adapter changes, one of them behind `odd`."""
+    with store.during([feed]):
+        odd(torch.ones(2, 32))
+        for layer in model.model.layers:
+            for name in ("self_attn.q_proj", "mlp.down_proj"):
+                matmul = layer.get_submodule(name)
+                if matmul is not odd.matmul:
+                    matmul(torch.ones(2, matmul.in_features))

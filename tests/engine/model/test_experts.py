@@ -1,0 +1,298 @@
+"""Stacked experts as single matrices: equal to transformers' own code, in floats and rounded, a row's bits its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from engine.config import EngineConfig
+from engine.machine.threads import exactly
+from engine.model.linear.experts import OwnGate, RoutedExperts
+from engine.model.linear.int4 import Int4Linear
+from engine.model.linear.int8 import Int8Linear
+from engine.model.linear.packed import is_batch_invariant, pack, packs_whole, runs_in_c
+from engine.model.linear.routing import RowWiseRouting, make_routing_row_wise
+from engine.model.linear.unstack import recognised, unstack
+from engine.model.quantize import load_quantised, quantise, save_quantised, weight_bytes
+from engine.native import multiplies
+from engine.native.experts import ExpertGate, ExpertMatrices
+from engine.params import SamplingParams
+from engine.startup.build import assemble
+from engine.types import Request
+from tests import fakes, zoo
+from tests.families import generate
+
+NEW_TOKENS = 12
+SIZES = {
+    "vocab_size": zoo.VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": zoo.END,
+    "pad_token_id": 0,
+}
+SIX = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}  # of six experts, which no vector is as long as
+GROUPS = {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, **SIX}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 64, **SIX},
+    "qwen3_moe": {"num_experts": 6, "head_dim": 16, **SIX},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "glm4_moe": {"head_dim": 16, **GROUPS},
+    "deepseek_v3": GROUPS | LATENT,
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9},
+    "phimoe": {"num_local_experts": 6},
+    "gemma4_text": {"num_experts": 6, "top_k_experts": 2, "enable_moe_block": True, "head_dim": 16, **SIX},
+    "nemotron_h": {"n_routed_experts": 6, "layers_block_type": ["moe", "attention"], **SIX},
+    "deepseek_v4": {"n_routed_experts": 6, "swiglu_limit": 0.5, **SIX},
+}
+SERVED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")  # by attention that all runners know
+PARTS = pytest.mark.parametrize("kind", KINDS)
+needs_c = pytest.mark.skipif(not multiplies(torch.float32), reason="needs a C compiler")
+pytestmark = pytest.mark.filterwarnings("ignore:The explicitly set RoPE scaling factor")
+
+
+def config_of(kind: str) -> Any:
+    return AutoConfig.for_model(kind, **SIZES | KINDS[kind])
+
+
+def experts_of(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The first module of stacked experts of a family, with random weights, in a module of its own."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(kind))
+    name, _ = next(recognised(model))
+    holder = nn.Module()
+    holder.experts = model.get_submodule(name)
+    generator = torch.Generator().manual_seed(0)
+    for key, weight in dict(holder.experts.named_parameters()).items():
+        drawn = torch.randn(weight.shape, generator=generator, device="cpu") / 8
+        setattr(holder.experts, key, nn.Parameter(drawn.to(dtype)))
+    return holder
+
+
+def batch(experts: int = 6, rows: int = 11) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, two different experts for each, and their weights."""
+    generator = torch.Generator().manual_seed(1)
+    chosen = torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(rows)])
+    return torch.randn(rows, 64, generator=generator), chosen, torch.rand(rows, 2, generator=generator)
+
+
+def packed(holder: nn.Module) -> RoutedExperts:
+    """A holder's experts in our C."""
+    holder.get_output_embeddings, holder.device = lambda: None, torch.device("cpu")  # what `pack` asks of a model
+    holder.dtype = next(holder.parameters()).dtype
+    assert pack(holder) == 12
+    return holder.experts
+
+
+def rounded(holder: nn.Module, kind: type[Int8Linear]) -> RoutedExperts:
+    unstack(holder)
+    for matmuls in (holder.experts.ups, holder.experts.downs):
+        for i, matmul in enumerate(matmuls):
+            matmuls[i] = kind.of(matmul.weight, matmul.bias)
+    return holder.experts
+
+
+@PARTS
+def test_single_matrices_give_what_the_original_gives(kind: str) -> None:
+    holder = experts_of(kind)
+    want = holder.experts(*batch())
+    assert unstack(holder) == 1
+    assert torch.allclose(holder.experts(*batch()), want, atol=1e-5, rtol=1e-5)
+
+
+@needs_c
+@PARTS
+def test_our_c_gives_what_the_original_gives(kind: str) -> None:
+    holder = experts_of(kind)
+    want = holder.experts(*batch())
+    ours = packed(holder)
+    assert isinstance(ours._native(want), ExpertMatrices)
+    assert torch.allclose(ours(*batch()), want, atol=1e-5, rtol=1e-5)
+
+
+@needs_c
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("how", [torch.float32, torch.bfloat16, Int8Linear, Int4Linear], ids=str)
+def test_a_row_has_the_same_bits_alone_and_in_company(how: Any, threads: int) -> None:
+    holder = experts_of("gpt_oss", how if isinstance(how, torch.dtype) else torch.float32)
+    ours = packed(holder) if isinstance(how, torch.dtype) else rounded(holder, how)
+    x, chosen, weights = batch(rows=300)
+    x = x.to(how) if isinstance(how, torch.dtype) else x
+    with exactly(threads):
+        together = ours(x, chosen, weights)
+        alone = torch.cat([ours(x[i : i + 1], chosen[i : i + 1], weights[i : i + 1]) for i in range(len(x))])
+    assert together.dtype == x.dtype
+    assert torch.equal(together, alone)
+
+
+@needs_c
+@pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
+def test_rounded_experts_in_c_are_the_products_of_single_matrices(kind: type[Int8Linear]) -> None:
+    """The same integers, and float32 between them; only what lies between is another code for the same function."""
+    ours, given = rounded(experts_of("mixtral"), kind), batch()
+    in_c, ours._native = ours(*given), lambda _: None
+    assert torch.allclose(in_c, ours(*given), atol=0.02 * float(in_c.std()), rtol=0)
+
+
+@needs_c
+def test_experts_that_are_not_there_add_nothing() -> None:
+    ours = packed(experts_of("mixtral"))
+    x, chosen, weights = batch()
+    without = torch.where(torch.arange(2) == 0, chosen, torch.tensor(6))
+    want = ours(x, chosen, weights * torch.tensor([1.0, 0.0]))
+    assert torch.equal(ours(x, without, weights), want)
+    nowhere = ours(x, torch.full_like(chosen, -1), weights)
+    assert torch.equal(nowhere, torch.zeros_like(x))
+    assert ours(x[:0], chosen[:0], weights[:0]).shape == (0, 64)
+
+
+class Doubling(nn.Module):
+    """Shaped like experts, and twice of what they give."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = inner.gate_up_proj, inner.down_proj
+        self._inner = [inner]
+
+    def forward(self, *given: Tensor) -> Tensor:
+        inner = self._inner[0]
+        inner.gate_up_proj, inner.down_proj = self.gate_up_proj, self.down_proj
+        return 2 * inner(*given)
+
+
+def test_code_that_is_not_understood_stays() -> None:
+    holder = experts_of("mixtral")
+    holder.experts = Doubling(holder.experts)
+    assert unstack(holder) == 0
+    assert isinstance(holder.experts, Doubling)
+
+
+def test_experts_that_read_rows_without_a_choice_stay() -> None:
+    """Llama 4 hands every expert rows of its own."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("llama4_text", **SIZES, head_dim=16, num_local_experts=2, intermediate_size_mlp=64)
+        )
+    assert not dict(recognised(model))
+    assert not packs_whole(model)
+
+
+@needs_c
+def test_an_unknown_gate_runs_one_row_at_a_time() -> None:
+    holder = experts_of("mixtral")
+    kind = type(holder.experts)
+    holder.experts.__class__ = type("Odd", (kind,), {"_apply_gate": lambda _, both: both.cos().chunk(2, -1)[1]})
+    want = holder.experts(*batch())
+    ours = packed(holder)
+    assert isinstance(ours.gate, OwnGate)
+    assert ours._native(want) is None
+    together, (x, chosen, weights) = ours(*batch()), batch()
+    assert torch.equal(together[3:4], ours(x[3:4], chosen[3:4], weights[3:4]))
+
+
+@pytest.mark.parametrize(
+    "gate", [ExpertGate(), ExpertGate(linear=1.702, limit=7.0, plus=1.0, interleaved=True), ExpertGate(squared=True)]
+)
+def test_a_gate_is_its_formula(gate: ExpertGate) -> None:
+    both = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)) * 5
+    first, second = (both[:, ::2], both[:, 1::2]) if gate.interleaved else both.chunk(2, -1)
+    x, up = first.clamp(max=gate.limit), second.clamp(-gate.limit, gate.limit)
+    plain = x.relu() ** 2 if gate.squared else x / (1 + (-gate.linear * x).exp())
+    assert torch.allclose(gate(both), plain * (up + gate.plus), rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------- whole models
+
+
+def plain_model(kind: str) -> PreTrainedModel:
+    return zoo.with_large_weights(config_of(kind))
+
+
+def run(model: PreTrainedModel, **config: Any) -> dict[str, list[int]]:
+    """Greedy tokens of unequal prompts in one batch."""
+    engine = assemble(EngineConfig(target="x", max_batch_size=8, max_batch_tokens=29, **config), model)
+    asked = SamplingParams(max_tokens=NEW_TOKENS)
+    requests = [Request(request_id=str(i), token_ids=tuple(p), sampling=asked) for i, p in enumerate(zoo.prompts())]
+    return fakes.run(engine, requests).tokens
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_greedy_tokens_equal_generate(kind: str) -> None:
+    model = plain_model(kind)
+    want = {str(i): generate(model, prompt, NEW_TOKENS) for i, prompt in enumerate(zoo.prompts())}
+    ours = zoo.as_served(zoo.ours(model))
+    assert run(ours, proposer="ngram") == want
+    assert is_batch_invariant(ours) == multiplies(torch.float32)
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["glm4_moe", "qwen2_moe"])
+def test_a_mixture_gives_a_row_the_same_bits_alone_and_in_company(kind: str, dtype: torch.dtype) -> None:
+    """Its router and its shared expert too, whose gate is one number for each row."""
+    model = zoo.as_served(zoo.ours(plain_model(kind)).to(dtype))
+    block = next(module for module in model.modules() if isinstance(module, RowWiseRouting))
+    x = torch.randn(1, 61, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.inference_mode():
+        alone = torch.cat([block(row) for row in x.split(1, 1)], 1)
+        assert torch.equal(block(x), alone)
+
+
+def test_without_our_c_a_router_gives_a_row_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.linear.routing.multiplies", lambda _: False)
+    model = zoo.ours(plain_model("glm4_moe"))
+    unstack(model)
+    make_routing_row_wise(model)
+    router = next(module for module in model.modules() if isinstance(module, RowWiseRouting))
+    x = torch.randn(37, 64, generator=torch.Generator().manual_seed(0))
+    want = router.inner.gate(x)
+    with torch.inference_mode():
+        calls = {n: router._rows(router.inner.gate, x[:n]) for n in (1, 37)}
+    assert all(torch.equal(one, many[:1]) for one, many in zip(calls[1], calls[37], strict=True))
+    assert torch.allclose(calls[37][0], want[0], atol=1e-5)
+
+
+@pytest.fixture(params=["int8", "int4"])
+def weights(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_rounded_models_write_the_same_with_and_without_drafts(kind: str, weights: Any) -> None:
+    def made() -> PreTrainedModel:
+        model = zoo.ours(plain_model(kind))
+        quantise(model, weights)
+        return zoo.as_served(model)
+
+    model = made()
+    rounded_to = Int4Linear if weights == "int4" else Int8Linear
+    experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    assert all(type(matmul) is rounded_to for e in experts for matmul in (*e.ups, *e.downs))
+    assert run(model, proposer="ngram") == run(made(), proposer="none")
+    assert runs_in_c(model) == multiplies(torch.float32)
+
+
+def test_a_saved_rounded_mixture_is_loaded_as_it_was(weights: Any, tmp_path: Path) -> None:
+    plain = plain_model("mixtral")
+    plain.save_pretrained(tmp_path / "plain")
+    save_quantised(str(tmp_path / "plain"), None, tmp_path / "saved", weights)
+    models = [load_quantised(str(tmp_path / name), None, torch.float32, weights) for name in ("plain", "saved")]
+    ids = torch.arange(3, 30)[None]
+    with torch.inference_mode():
+        first, second = (model(ids, attention_mask=torch.ones_like(ids)).logits for model in models)
+    assert torch.equal(first, second)
+    held = sum(tensor.nbytes for m in models[1].modules() for tensor in (*m._parameters.values(), *m._buffers.values())
+               if tensor is not None and "inv_freq" not in m._buffers)  # fmt: skip
+    assert held == weight_bytes(plain, torch.float32, weights)

@@ -1,0 +1,188 @@
+"""Published codes in groups: the weights that the format names, a row's bits its own, joined and stacked like int8."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.model.fusion.fuse import Joined, fuse
+from engine.model.fusion.stack import stack
+from engine.model.linear import grouped
+from engine.model.linear.activations import make_row_wise
+from engine.model.linear.grouped import GroupedCodes, GroupedLinear, PortableGrouped
+from engine.model.linear.int8 import OFFSET, has_int8, matmul_shape, round_rows
+from engine.model.linear.packed import is_batch_invariant, packs_whole, runs_in_c
+from engine.native import PackedMatrix, library
+from tests.drawn import numbers
+from tests.drawn_codes import FORMS, codes
+from tests.engine.model.test_stack import plain_model, several_passes
+
+INPUTS, GROUP = 96, 32
+
+
+def element(drawn: GroupedCodes, row: int, column: int) -> float:
+    """One weight by the format's words, in float64; `column` is of the codes."""
+    if drawn.bits == 8:
+        code = int(drawn.codes[row, column])
+    else:
+        both = int(drawn.codes[row, column // 2])
+        code = both >> 4 if column % 2 else both & 15
+    group, block = column // drawn.group, column * drawn.scale.shape[1] // drawn.in_features
+    step = float(drawn.scale[row, block]) * (1 if drawn.steps is None else int(drawn.steps[row, group]))
+    if drawn.zeros is not None and drawn.offset is None:
+        return (code - int(drawn.zeros[row, group])) * step
+    if drawn.offset is None:
+        return (code - (8 if drawn.bits == 4 else 0)) * step
+    times = 1 if drawn.zeros is None else int(drawn.zeros[row, group])
+    return code * step + float(drawn.offset[row, block]) * times
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_are_those_of_the_format(form: str, bits: int) -> None:
+    drawn = codes(5, INPUTS, form, bits)
+    want = [[element(drawn, row, column) for column in range(INPUTS)] for row in range(5)]
+    assert torch.allclose(GroupedLinear(drawn).dequantised().double(), torch.tensor(want).double(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_are_those_of_the_weights(form: str, bits: int) -> None:
+    linear, x = GroupedLinear(replace(codes(70, INPUTS, form, bits), bias=numbers(70))), numbers(2, 3, INPUTS)
+    weight, (rows, step) = linear.dequantised().double(), round_rows(x.view(6, INPUTS))
+    want = (rows.double() - OFFSET) * step @ weight.t() + numbers(70)
+    assert torch.allclose(linear(x).view(6, 70).double(), want, rtol=1e-4, atol=1e-4 * float(want.std()))
+
+
+def test_columns_in_another_order_read_their_inputs() -> None:
+    order = torch.randperm(INPUTS, generator=torch.Generator().manual_seed(0))
+    drawn = codes(70, INPUTS, "zeros")
+    plain, moved = GroupedLinear(drawn), GroupedLinear(replace(drawn, order=order))
+    assert torch.equal(moved.dequantised()[:, order], plain.dequantised())
+    x = numbers(5, INPUTS)
+    assert torch.equal(moved(x), plain(x[:, order]))
+
+
+def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "multiplies", lambda _: False)
+
+
+@pytest.mark.parametrize("way", ["c", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_alone_and_among_others(
+    way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "torch":
+        without_c(monkeypatch)
+    drawn = replace(codes(150, INPUTS, "offset"), bias=numbers(150), order=torch.arange(INPUTS).flip(0))
+    linear, x = GroupedLinear(drawn), (numbers(1, 11, INPUTS) * 3).to(dtype)
+    together = linear(x)
+    assert together.dtype == dtype
+    assert isinstance(linear.pack(), PackedMatrix if way == "c" and library() is not None else PortableGrouped)
+    for first, last in [(i, i + 1) for i in range(11)] + [(2, 5), (1, 8), (0, 10)]:
+        assert torch.equal(linear(x[:, first:last]), together[:, first:last])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_c_and_torch_give_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, x = replace(codes(70, INPUTS, form, 8), bias=numbers(70)), numbers(4, INPUTS)
+    in_c = GroupedLinear(drawn)(x)
+    without_c(monkeypatch)
+    assert torch.equal(GroupedLinear(drawn)(x), in_c)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_joined_is_side_by_side(form: str) -> None:
+    drawn = [replace(codes(n, INPUTS, form, seed=n), bias=numbers(n)) for n in (64, 16, 40)]
+    parts, alone = [GroupedLinear(each) for each in drawn], [GroupedLinear(each) for each in drawn]
+    assert GroupedLinear.joins(parts)
+    joined, x = GroupedLinear.joined(parts), numbers(1, 5, INPUTS)
+    assert torch.equal(joined(x), torch.cat([part(x) for part in alone], -1))
+
+
+def test_only_one_form_and_one_order_are_joined() -> None:
+    plain, order = codes(20, INPUTS, "scale"), torch.arange(INPUTS).flip(0)
+    others = [
+        codes(20, INPUTS, "scale", bits=8),
+        codes(20, INPUTS, "scale", group=16),
+        codes(20, INPUTS, "scale", dtype=torch.bfloat16),
+        codes(20, INPUTS, "zeros"),
+        replace(plain, order=order),
+    ]
+    for other in others:
+        assert not GroupedLinear.joins([GroupedLinear(plain), GroupedLinear(other)])
+    same = [GroupedLinear(replace(plain, order=each)) for each in (order, order.clone())]
+    assert GroupedLinear.joins(same)
+    assert GroupedLinear.joined(same)(numbers(3, INPUTS)).shape == (3, 40)
+
+
+def rounded(weight: Tensor, bits: int) -> GroupedCodes:
+    """As GGUF's q8_0 and q4_0 are made, in groups of 16."""
+    groups = weight.float().unflatten(1, (-1, 16))
+    most = 127 if bits == 8 else 7
+    scale = (groups.abs().amax(-1) / most).half()
+    steps = (groups / scale.float().clamp_min(1e-6)[..., None]).round().clamp(-most, most).flatten(1)
+    if bits == 8:
+        return GroupedCodes(steps.to(torch.int8), 8, scale, None)
+    pairs = (steps + 8).to(torch.uint8).unflatten(1, (-1, 2))
+    return GroupedCodes(pairs[..., 0] | pairs[..., 1] << 4, 4, scale, None)
+
+
+def coded_model(bits: int, dtype: torch.dtype) -> PreTrainedModel:
+    model = plain_model("llama", dtype)
+    make_row_wise(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            wide = torch.float32 if module is model.get_output_embeddings() else None
+            model.set_submodule(name, GroupedLinear(rounded(module.weight, bits), wide))
+    return model
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler here")
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_of_codes_run_in_one_call(bits: int, dtype: torch.dtype) -> None:
+    model = coded_model(bits, dtype)
+    assert all((has_int8(model), packs_whole(model), is_batch_invariant(model)))
+    want = several_passes(model)
+    fused = coded_model(bits, dtype)
+    assert fuse(fused)["matmuls joined"] == 2 * len(fused.model.layers)
+    layer_by_layer = several_passes(fused)
+    # A last bit of a fused norm can be a step of a rounded row.
+    assert float((layer_by_layer - want).square().mean().sqrt()) < 0.05 * float(want.std())
+    assert all((stack(fused), runs_in_c(fused)))
+    assert torch.equal(several_passes(fused), layer_by_layer)
+
+
+def test_a_joined_layer_keeps_its_shape() -> None:
+    model = coded_model(4, torch.float32)
+    fuse(model)
+    joined = next(module for module in model.modules() if isinstance(module, Joined))
+    assert matmul_shape(joined.matmul) == (128, sum(joined.sizes))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"bits": 3}, "codes: torch.uint8 with bits 3"),
+        ({"bits": 8}, "codes: torch.uint8 with bits 8"),
+        ({"scale": numbers(70, 3).double()}, "scale: torch.float64"),
+        ({"scale": numbers(69, 3)}, r"scale: \[69, 3\]"),
+        ({"scale": numbers(70, 12)}, "groups of 8 inputs"),
+        ({"scale": torch.full((70, 3), torch.inf)}, "scale: has a number that is not finite"),
+        ({"offset": numbers(70, 1)}, r"offset: \[70, 1\]"),
+        ({"zeros": torch.zeros(70, 4, dtype=torch.uint8)}, r"zeros: \[70, 4\]"),
+        ({"order": torch.zeros(INPUTS, dtype=torch.int64)}, "order: is no order of 96 inputs"),
+    ],
+)
+def test_what_does_not_fit_is_told_by_name(change: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        GroupedLinear(replace(codes(70, INPUTS, "scale"), **change))  # type: ignore[arg-type]
+
+
+def test_no_rows_are_no_products() -> None:
+    assert GroupedLinear(codes(70, INPUTS, "scale"))(numbers(1, 0, INPUTS)).shape == (1, 0, 70)

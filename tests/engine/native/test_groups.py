@@ -1,0 +1,78 @@
+"""Codes in groups in our C: the bits that plain torch gives, and every row's bits its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.machine.threads import exactly
+from engine.model.linear.grouped import GroupedCodes, PortableGrouped
+from engine.model.linear.int8 import OFFSET
+from engine.native import PackedMatrix, library
+from tests.drawn import int8s, numbers
+from tests.drawn_codes import FORMS, codes
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="no C compiler here")]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def packed(drawn: GroupedCodes) -> PackedMatrix:
+    return PackedMatrix.of_groups(drawn.codes, drawn.scales, drawn.bias, drawn.order)
+
+
+def rows_of(count: int, inputs: int, seed: int = 0) -> torch.Tensor:
+    return (int8s(count, inputs, seed=seed).int() + OFFSET).to(torch.uint8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", [4, 8])
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 20), st.sampled_from([16, 32, 48, 64, 128]), st.integers(1, 9), st.integers(1, 150),
+    st.sampled_from(FLOATS), st.integers(0, 10**6),
+)  # fmt: skip
+def test_c_gives_the_bits_of_torch(
+    form: str, bits: int, rows: int, group: int, groups: int, outputs: int, dtype: torch.dtype, seed: int
+) -> None:
+    drawn = codes(outputs, group * groups, form, bits, group, dtype, seed)
+    x, step = rows_of(rows, group * groups, seed), numbers(rows, 1, seed=seed).abs()
+    got = packed(drawn).multiply(x, step, torch.float32)
+    assert torch.equal(got, PortableGrouped(drawn).multiply(x, step, torch.float32))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sums_of_a_whole_row_of_extremes_are_exact(bits: int) -> None:
+    """Far beyond 16 bits, and beyond what float32 holds."""
+    inputs = 5632
+    drawn = codes(70, inputs, "zeros", bits, group=inputs)
+    x = torch.full((3, inputs), 255, dtype=torch.uint8)
+    x[1], x[2, ::2] = 1, 1
+    got = packed(drawn).multiply(x, torch.ones(3, 1), torch.float32)
+    assert torch.equal(got, PortableGrouped(drawn).multiply(x, torch.ones(3, 1), torch.float32))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_is_the_same_alone_and_among_others(form: str, bits: int) -> None:
+    m, inputs = 23, 96
+    matrix = packed(codes(200, inputs, form, bits))
+    x, step = rows_of(m, inputs), numbers(m, 1).abs()
+    with exactly(3):
+        together = matrix.multiply(x, step, torch.float32)
+    for first, count in [(i, 1) for i in range(m)] + [(3, n) for n in range(2, 20)]:
+        part = slice(first, first + count)
+        with exactly(1):
+            alone = matrix.multiply(x[part].contiguous(), step[part].contiguous(), torch.float32)
+        assert torch.equal(alone, together[part])
+
+
+@pytest.mark.parametrize(
+    ("form", "bits", "group", "file"),
+    [("scale", 8, 32, 8.5), ("scale", 4, 32, 4.5), ("zeros", 4, 128, 4.15625), ("two levels and offset", 4, 32, 4.5)],
+    ids=["q8_0", "q4_0", "int4", "q4_K"],
+)
+def test_panels_take_the_bits_of_the_file(form: str, bits: int, group: int, file: float) -> None:
+    matrix = packed(codes(64, 256, form, bits, group))
+    assert file <= matrix.nbytes * 8 / (64 * 256) < 1.03 * file
