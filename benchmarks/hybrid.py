@@ -136,10 +136,9 @@ def gains(model: PreTrainedModel, options: argparse.Namespace) -> dict[int | str
 
 
 def _engine(model: PreTrainedModel, draft: PreTrainedModel, script: Script, options: argparse.Namespace) -> Engine:
-    config = EngineConfig(
-        target="hybrid", draft="160m", proposer=NAME, max_batch_size=1, max_model_len=1024, num_draft_tokens=8,
-        threads=options.threads, kv_memory=2.0,
-    )  # fmt: skip
+    settings = {"target": "hybrid", "draft": "160m", "proposer": NAME, "max_batch_size": 1, "max_model_len": 1024,
+                "num_draft_tokens": 8, "threads": options.threads, "kv_memory": 2.0}  # fmt: skip
+    config = EngineConfig.model_validate(settings)
     width = vocab_size(model)
     engine = assemble(config, model, draft, wrappers={NAME: lambda inner: ReplayProposer(inner, script, width)})
     with engine.rehearsing():

@@ -18,7 +18,7 @@ from typing import cast, get_args
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from benchmarks.harness.machine import Memory
 from benchmarks.harness.synthetic import SHAPES
@@ -83,7 +83,7 @@ def _bytes_of(module: nn.Module) -> int:
 
 
 @torch.no_grad()
-def random_model(config: LlamaConfig, dtype: torch.dtype, *, weights: str) -> PreTrainedModel:
+def random_model(config: PreTrainedConfig, dtype: torch.dtype, *, weights: str) -> PreTrainedModel:
     """Return a model of this shape; matrices to be quantised are created in bfloat16, to take less memory."""
     model, drawn = skeleton(config, dtype), torch.randn(2**20).mul_(0.02)
     for module in model.modules():

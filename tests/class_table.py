@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from pathlib import Path
 
-import torch
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
@@ -36,7 +34,17 @@ def outcome(kind: str) -> str:
 
 def _served(kind: str, folder: str) -> str:
     try:
-        engine = build_engine(EngineConfig(target=folder, proposer="ngram", threads=1, max_batch_size=4, kv_memory=0.1, max_model_len=96, max_batch_tokens=13))
+        engine = build_engine(
+            EngineConfig(
+                target=folder,
+                proposer="ngram",
+                threads=1,
+                max_batch_size=4,
+                kv_memory=0.1,
+                max_model_len=96,
+                max_batch_tokens=13,
+            )
+        )
     except ModelError as error:
         return f"refused: {error}"
     prompts = zoo.prompts(3)

@@ -79,8 +79,8 @@ class CurrentPass:
     def of(cls, model: nn.Module) -> CurrentPass:
         """The one that the attention modules of `model` look at; installed at the first call."""
         modules = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-        found = [module.current_pass for module in modules if hasattr(module, "current_pass")]
-        shared: CurrentPass = found[0] if found else cls()
+        found = (getattr(module, "current_pass", None) for module in modules)
+        shared = next((one for one in found if isinstance(one, CurrentPass)), None) or cls()
         for module in modules:
             module.current_pass = shared  # type: ignore[assignment]  # no parameter, and no module
         return shared

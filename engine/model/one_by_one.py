@@ -38,10 +38,10 @@ def use_own_attention(model: PreTrainedModel) -> None:
             model.set_attn_implementation(name)
         except ValueError:  # the class has it not
             continue
-        if model.config._attn_implementation == name:
+        if model.config._attn_implementation == name:  # noqa: SLF001 - there is no public way to read it
             return
     # A class with attention in code of its own: only the code that makes its masks reads the name.
-    model.config._attn_implementation = "eager"
+    model.config._attn_implementation = "eager"  # noqa: SLF001  # its setter refuses such classes
 
 
 def tokens_layout() -> KVLayout:
@@ -73,7 +73,7 @@ _UNKNOWN = LayerKV(0, 0, 0)
 
 
 def _shape_of(layer: Any) -> LayerKV | None:
-    """What a layer of transformers' cache keeps of one position; None if nothing, `_UNKNOWN` if it is something else."""
+    """What a layer of transformers' cache keeps of a position; None if nothing, `_UNKNOWN` if it is something else."""
     if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
         return _UNKNOWN
     if layer.keys is None:
@@ -175,5 +175,7 @@ def plain_logits(model: PreTrainedModel, tokens: Seq[int]) -> Tensor:
     output: Any = model(input_ids=torch.tensor([list(tokens)], device=model.device), **keywords)
     logits: Tensor = output.logits[0]
     if logits.ndim != 2:
-        raise ModelError(f"{type(model).__name__} has logits of shape {list(output.logits.shape)}: not one row per token")
+        raise ModelError(
+            f"{type(model).__name__} has logits of shape {list(output.logits.shape)}: not one row per token"
+        )
     return logits.float()

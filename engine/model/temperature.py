@@ -31,4 +31,5 @@ def _scaled(module: Any, current: CurrentPass, _projection: nn.Module, _inputs: 
     own = current.ragged
     positions = torch.arange(query.shape[1], device=query.device) if own is None else own.batch.positions
     scale = torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
-    return (query * scale[:, None]).to(query.dtype)
+    scaled: Tensor = query * scale[:, None]
+    return scaled.to(query.dtype)

@@ -96,4 +96,3 @@ def scan(
     call = function("scan", (ctypes.c_void_p, ctypes.c_int, ctypes.c_int))
     call(ctypes.addressof(made), RULES.index(rule), pool_threads())
     return out
-

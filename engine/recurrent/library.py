@@ -83,11 +83,11 @@ def mamba2_chunk_scan(
     scan: Scan,
     hidden_states: Tensor,  # [1, T, H, P]
     dt: Tensor,  # [1, T, H]
-    A: Tensor,  # noqa: N803, as in transformers; [H]
-    B: Tensor,  # noqa: N803; [1, T, G, N]
+    A: Tensor,  # noqa: N803  # as in transformers; [H]
+    B: Tensor,  # noqa: N803  # [1, T, G, N]
     C: Tensor,  # noqa: N803
-    chunk_size: int,
-    D: Tensor | None = None,  # noqa: N803; [H]
+    chunk_size: int,  # noqa: ARG001
+    D: Tensor | None = None,  # noqa: N803  # [H]
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
@@ -113,10 +113,10 @@ def mamba_selective_scan(
     scan: Scan,
     hidden_states: Tensor,  # [1, I, T]
     dt: Tensor,  # [1, I, T]
-    A: Tensor,  # noqa: N803; [I, N]
-    B: Tensor,  # noqa: N803; [1, N, T]
+    A: Tensor,  # noqa: N803  # [I, N]
+    B: Tensor,  # noqa: N803  # [1, N, T]
     C: Tensor,  # noqa: N803
-    D: Tensor | None = None,  # noqa: N803; [I]
+    D: Tensor | None = None,  # noqa: N803  # [I]
     z: Tensor | None = None,  # [1, I, T]
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,

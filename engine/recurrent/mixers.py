@@ -27,8 +27,9 @@ def prepare(model: nn.Module) -> bool:
         if isinstance(steps, nn.Module) and not isinstance(steps, StepProjection):
             mixer.dt_proj = StepProjection(steps)
     for module in model.modules() if mixers else ():
-        if _is_told_its_layer(module) and _note_layer not in module._forward_pre_hooks.values():
+        if _is_told_its_layer(module) and not hasattr(module, "notes_layer"):
             module.register_forward_pre_hook(_note_layer, with_kwargs=True)
+            module.notes_layer = True
     return bool(mixers)
 
 

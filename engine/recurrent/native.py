@@ -40,9 +40,7 @@ def kimi_delta(states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta:
     return gated_delta(states, q, k, v, g, beta, plan)
 
 
-def mamba2(
-    states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan
-) -> Tensor:
+def mamba2(states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan) -> Tensor:
     """See `rules.mamba2`."""
     rows = [c.to(x.dtype), b.to(x.dtype), x, dt.float() * a.float(), dt.float()]
     return recurrent.scan(
@@ -51,9 +49,7 @@ def mamba2(
     )  # fmt: skip
 
 
-def mamba1(
-    states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan
-) -> Tensor:
+def mamba1(states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan) -> Tensor:
     """See `rules.mamba1`."""
     rows = [x, dt.float(), b.to(x.dtype), c.to(x.dtype)]
     return recurrent.scan(

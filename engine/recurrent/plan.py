@@ -72,9 +72,9 @@ class ScanPlan:
         indices = (
             torch.tensor(x, dtype=torch.int64, device=device) for x in (new, replayed, replayed_from, logged, logged_to)
         )
-        read, first = tuple(span.read for span in spans), accumulate(map(len, writes), initial=0)
-        slots = torch.tensor([*cu_rows, *read, *first, *chain.from_iterable(chain.from_iterable(writes))])
-        return cls(tuple(cu_rows), read, tuple(writes), log_rows, *indices, slots)
+        read, firsts = tuple(span.read for span in spans), accumulate(map(len, writes), initial=0)
+        slots = torch.tensor([*cu_rows, *read, *firsts, *chain.from_iterable(chain.from_iterable(writes))])
+        return cls(tuple(cu_rows), read, tuple(writes), log_rows, *indices, slots=slots)
 
     def gather(self, fresh: Tensor, log: Tensor) -> Tensor:
         """Rows `[T, ...]` of this pass, with those of `log` `[slots, log_rows, ...]` before them: `[S, ...]`."""

@@ -71,7 +71,7 @@ def probe(model: PreTrainedModel) -> Findings:
     batch = RaggedBatch.of([feed], page_size=2, device=model.device)
     store = _Store(model.device)
     watch, keyword = _Watch(ScanPlan.of(batch, log_rows=1), store), _cache_keyword(model)
-    attention = model.config._attn_implementation
+    attention = model.config._attn_implementation  # noqa: SLF001 - there is no public way to read it
     model.set_attn_implementation(_WATCHING)  # ours needs an arena, whose shape is not known yet
     try:
         model(input_ids=batch.input_ids[None], use_cache=False, watch=watch, **{keyword: watch})
@@ -100,7 +100,7 @@ def _note(
     query: Tensor,  # [1, heads, T, key_dim]
     key: Tensor,  # [1, kv_heads, T, key_dim]
     value: Tensor,  # [1, kv_heads, T, value_dim]
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None,  # noqa: ARG001 - as transformers calls it
     *,
     watch: _Watch,
     **_: object,

@@ -7,7 +7,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.native import library
 from engine.recurrent import native, rules
 from engine.recurrent.plan import ScanPlan
 
@@ -58,31 +57,31 @@ class _InC:
     def conv(
         self, states: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, plan: ScanPlan
     ) -> Tensor:
-        chosen = native if native.fits(x, weight.shape[1]) else rules
+        chosen: Rules = native if native.fits(x, weight.shape[1]) else rules
         return chosen.conv(states, x, weight, bias, activation, plan)
 
     def gated_delta(
         self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan
     ) -> Tensor:
-        chosen = native if native.fits(v, k.shape[2]) else rules
+        chosen: Rules = native if native.fits(v, k.shape[2]) else rules
         return chosen.gated_delta(states, q, k, v, g, beta, plan)
 
     def kimi_delta(
         self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan
     ) -> Tensor:
-        chosen = native if native.fits(v, k.shape[2]) else rules
+        chosen: Rules = native if native.fits(v, k.shape[2]) else rules
         return chosen.kimi_delta(states, q, k, v, g, beta, plan)
 
     def mamba2(
         self, states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan
     ) -> Tensor:
-        chosen = native if native.fits(x, b.shape[2]) else rules
+        chosen: Rules = native if native.fits(x, b.shape[2]) else rules
         return chosen.mamba2(states, x, dt, a, b, c, d, plan)
 
     def mamba1(
         self, states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan
     ) -> Tensor:
-        chosen = native if native.fits(x, b.shape[1]) else rules
+        chosen: Rules = native if native.fits(x, b.shape[1]) else rules
         return chosen.mamba1(states, x, dt, a, b, c, d, plan)
 
 

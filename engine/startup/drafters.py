@@ -100,7 +100,11 @@ class Drafters:
         return made
 
     def proposers(
-        self, runners: Mapping[str, ModelRunner | OneByOneRunner], make_arena: MakeArena, attend: Attend, prefill: PrefillBudget
+        self,
+        runners: Mapping[str, ModelRunner | OneByOneRunner],
+        make_arena: MakeArena,
+        attend: Attend,
+        prefill: PrefillBudget,
     ) -> dict[str, Proposer]:
         """Make one proposer per name that a request may ask for. The target's self-test comes before this call.
 

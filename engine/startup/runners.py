@@ -73,7 +73,7 @@ class Ways:
 
 
 def _tried(model: PreTrainedModel, ragged: Callable[[PreTrainedModel], Attend]) -> Attend:
-    if model.config._attn_implementation != ATTENTION_NAME:
+    if model.config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001 - there is no public way to read it
         raise ModelError(f"{_name(model)} attends in code of its own, which knows nothing of ragged batches")
     return ragged(model)
 

@@ -165,6 +165,7 @@ def _check_arena(model: PreTrainedModel, arena: KVArena) -> None:
 
 
 def check_equal(model: PreTrainedModel, got: Tensor, want: Tensor, problem: str) -> None:
+    """Raise a ModelError that states `problem` where logits differ by more than rounding."""
     spread, off = max(float(want.std()), 1e-3), (got - want).abs()
     # bf16 keeps 8 bits, and another batch shape rounds differently in every layer; a wrong context gives a far larger
     # error. In int8 a difference in the last bit sometimes becomes a step of 1/127. We compare the error of a whole

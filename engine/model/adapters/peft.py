@@ -49,7 +49,7 @@ _REASONS = {
 # The others write another base model, which the adapter is for.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 _OTHER_KEYS = {
-    ".base_layer.": "that is a matrix of the base model, which may be another one (save_embedding_layers=False omits it)",
+    ".base_layer.": "it is a matrix of the base model, which may be another one (save_embedding_layers=False omits it)",
     "lora_embedding_A": "it changes an embedding, and only matmuls can be changed by request",
     "lora_embedding_B": "it changes an embedding, and only matmuls can be changed by request",
     "lora_magnitude_vector": "DoRA also scales the base model's own matrix",

@@ -198,11 +198,12 @@ def _llama3(keys: _Keys, factors: Tensor) -> dict[str, Any]:
     theta, half = keys.real("rope.freq_base", 10_000.0), torch.arange(len(factors), dtype=torch.float64) / len(factors)
     assert theta is not None
     waves = 2 * math.pi * theta**half
-    found = {"rope_type": "llama3", "rope_theta": theta, "factor": float(factors.max())}
+    factor = float(factors.max())
+    found = {"rope_type": "llama3", "rope_theta": theta, "factor": factor}
     low, high = 1.0, 4.0
     for original in (2**bits for bits in (13, 11, 12, 14, 15, 16, 17)):
         smooth = (original / waves - low) / (high - low)
-        between = 1 / ((1 - smooth) / found["factor"] + smooth)
+        between = 1 / ((1 - smooth) / factor + smooth)
         wanted = torch.where(waves < original / high, 1.0, torch.where(waves > original / low, factors.max(), between))
         if torch.allclose(wanted.float(), factors, rtol=_TIED, atol=0):
             bounds = {"low_freq_factor": low, "high_freq_factor": high}

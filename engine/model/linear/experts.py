@@ -1,8 +1,8 @@
 """The experts of a mixture as single matrices, which are rounded and packed like all others. Knows no model by name.
 
 transformers stacks the matrices of all experts in two parameters of three dimensions, which its own code multiplies.
-torch chooses the order of their sums by how many rows meet an expert, and that depends on the batch. Here each expert has
-two matmuls of its own; where our C has packed them, one call runs all experts of a layer.
+torch chooses the order of their sums by how many rows meet an expert, and that depends on the batch. Here each expert
+has two matmuls of its own; where our C has packed them, one call runs all experts of a layer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A mixture's own routing code, computed so that a row's bits do not depend on its batch. Knows no family by name.
 
-Which experts a row gets, and with which weights, is the family's own code. Two of its operations round a row differently
-in another batch: the router's product, where torch chooses the order of the sums by the number of rows, and functions
+Which experts a row gets, and with which weights, is the family's own code. Two of its operations round a row in another
+way in another batch: the router's product, where torch chooses the order of sums by the number of rows, and functions
 like the sigmoid, where torch treats the end of a tensor in another way. Both are replaced while that code runs.
 """
 
@@ -38,8 +38,9 @@ class RouterMatrix:
     def is_read_by(self, weight: object) -> bool:
         """Whether `weight` is this one, or this one in another type."""
         mine = self._weight
-        same_shape = isinstance(weight, Tensor) and weight.shape == mine.shape
-        return same_shape and (weight is mine or weight.dtype != mine.dtype)
+        if not isinstance(weight, Tensor) or weight.shape != mine.shape:
+            return False
+        return weight is mine or weight.dtype != mine.dtype
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`F.linear(x, weight, bias)` in the type of `x`, summed in float32 in the order of the inputs."""

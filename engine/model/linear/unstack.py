@@ -1,7 +1,7 @@
 """Finds modules of stacked experts and replaces them by single matmuls (`experts.py`). Knows no family by name.
 
-A module is found by the shapes of its parameters. What it computes is found out on a miniature of it: the same code with
-small random matrices, so that the real ones need not be read, or even be there (meta device).
+A module is found by the shapes of its parameters. What it computes is found out on a miniature of it: the same code
+with small random matrices, so that the real ones need not be read, or even be there (meta device).
 """
 
 from __future__ import annotations

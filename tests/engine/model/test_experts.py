@@ -265,8 +265,8 @@ def test_without_our_c_a_router_gives_a_row_the_same_bits(monkeypatch: pytest.Mo
 
 
 @pytest.fixture(params=["int8", "int4"])
-def weights(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
+def weights(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
