@@ -94,7 +94,7 @@ class ArenaLayer(CacheLayerMixin):
 
     def __init__(self, k: Tensor, v: Tensor, rows: Tensor, start: int) -> None:
         """Rows `[kv_len]` of `k` and `v` are the sequence's; those before position `start` are written already."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._k, self._v, self._rows, self._length = k, v, rows, start
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -146,7 +146,7 @@ class OneByOneRunner:
         rows = torch.tensor([feed.page_table[p // page] * page + p % page for p in rest], device=self.device)
         ids = torch.tensor(feed.tokens, device=self.device)
         if not self._keeps_tokens:
-            layers = [self._layer(i, rows, feed.start) for i in range(len(self.arena.k))]
+            layers: list[Any] = [self._layer(i, rows, feed.start) for i in range(len(self.arena.k))]
             return self._logits(ids, feed.num_logits, {str(self._cache_name): Cache(layers=layers)})
         tokens = self.arena.k[0][:, 0, 0]
         tokens[rows[feed.start :]] = ids.float()

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.recurrent.plan import ScanPlan
-from engine.recurrent.registry import Rules
+from engine.recurrent.registry import StateRules
 from engine.recurrent.rules import silu, softplus
 
 
 class Scan(Protocol):
     """The states of a pass (`states.RaggedStates`), for the part whose turn it is."""
 
-    rules: Rules
+    rules: StateRules
 
     def kept(self, rows: Tensor) -> Tensor:
         """The inputs of a convolution, which the mixer has also handed to its cache."""
@@ -70,9 +70,8 @@ def gated_delta_rule(
         q, k, v, g, beta = (rows.float().contiguous() for rows in (q, k, v, g, beta))
         if use_qk_l2norm_in_kernel:
             q, k = (rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6) for rows in (q, k))
-        q, k = ((rows.repeat_interleave(heads // rows.shape[1], 1)) for rows in (q * key_dim**-0.5, k))
         delta = scan.rules.gated_delta if g.ndim == 2 else scan.rules.kimi_delta
-        return delta(states, q, k, v, g, beta, plan)
+        return delta(states, q * key_dim**-0.5, k, v, g, beta, plan)
 
     rows = tuple(rows[0] for rows in (query, key, value, g, beta))
     out = scan.run((heads, key_dim, value_dim), torch.float32, rows, rule)

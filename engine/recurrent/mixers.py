@@ -29,7 +29,7 @@ def prepare(model: nn.Module) -> bool:
     for module in model.modules() if mixers else ():
         if _is_told_its_layer(module) and not hasattr(module, "notes_layer"):
             module.register_forward_pre_hook(_note_layer, with_kwargs=True)
-            module.notes_layer = True
+            module.notes_layer = True  # type: ignore[assignment]  # no parameter, and no module
     return bool(mixers)
 
 

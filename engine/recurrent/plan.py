@@ -56,7 +56,7 @@ class ScanPlan:
             start = stop - (batch.cu_seqlens[i + 1] - batch.cu_seqlens[i])
             first = cu_rows[-1] - span.base  # row of position p is first + p
             cu_rows.append(first + stop)
-            assert max(start, stop - (span.settled - span.base)) - span.base <= log_rows or span.settled >= stop
+            assert stop - span.settled <= log_rows, "more tokens than the log holds may be taken back"
             replayed += range(first + span.base, first + start)
             replayed_from += (span.read * log_rows + p - span.base for p in range(span.base, start))
             new += range(first + start, first + stop)
@@ -69,12 +69,16 @@ class ScanPlan:
             stops += [(span.settled, span.write)] if span.settled > span.base else []
             writes.append(tuple((position - span.base, slot) for position, slot in stops))
         device = batch.positions.device
-        indices = (
-            torch.tensor(x, dtype=torch.int64, device=device) for x in (new, replayed, replayed_from, logged, logged_to)
-        )
         read, firsts = tuple(span.read for span in spans), accumulate(map(len, writes), initial=0)
         slots = torch.tensor([*cu_rows, *read, *firsts, *chain.from_iterable(chain.from_iterable(writes))])
-        return cls(tuple(cu_rows), read, tuple(writes), log_rows, *indices, slots=slots)
+
+        def sent(indices: list[int]) -> Tensor:
+            return torch.tensor(indices, dtype=torch.int64, device=device)
+
+        return cls(
+            tuple(cu_rows), read, tuple(writes), log_rows, sent(new), sent(replayed), sent(replayed_from), sent(logged),
+            sent(logged_to), slots,
+        )  # fmt: skip
 
     def gather(self, fresh: Tensor, log: Tensor) -> Tensor:
         """Rows `[T, ...]` of this pass, with those of `log` `[slots, log_rows, ...]` before them: `[S, ...]`."""

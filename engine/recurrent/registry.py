@@ -11,7 +11,7 @@ from engine.recurrent import native, rules
 from engine.recurrent.plan import ScanPlan
 
 
-class Rules(Protocol):
+class StateRules(Protocol):
     """The rules by which states change; shapes as in `rules.py`."""
 
     def conv(
@@ -51,40 +51,6 @@ class Rules(Protocol):
         ...
 
 
-class _InC:
-    """Our C for the sizes and types that it runs, and the reference for others."""
-
-    def conv(
-        self, states: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, plan: ScanPlan
-    ) -> Tensor:
-        chosen: Rules = native if native.fits(x, weight.shape[1]) else rules
-        return chosen.conv(states, x, weight, bias, activation, plan)
-
-    def gated_delta(
-        self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan
-    ) -> Tensor:
-        chosen: Rules = native if native.fits(v, k.shape[2]) else rules
-        return chosen.gated_delta(states, q, k, v, g, beta, plan)
-
-    def kimi_delta(
-        self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan
-    ) -> Tensor:
-        chosen: Rules = native if native.fits(v, k.shape[2]) else rules
-        return chosen.kimi_delta(states, q, k, v, g, beta, plan)
-
-    def mamba2(
-        self, states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan
-    ) -> Tensor:
-        chosen: Rules = native if native.fits(x, b.shape[2]) else rules
-        return chosen.mamba2(states, x, dt, a, b, c, d, plan)
-
-    def mamba1(
-        self, states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan
-    ) -> Tensor:
-        chosen: Rules = native if native.fits(x, b.shape[1]) else rules
-        return chosen.mamba1(states, x, dt, a, b, c, d, plan)
-
-
 class _Compiled:
     """Our C, where it runs rows of these sizes."""
 
@@ -120,10 +86,10 @@ class _Compiled:
         return _for(x, b.shape[1]).mamba1(states, x, dt, a, b, c, d, plan)
 
 
-def _for(rows: Tensor, depth: int) -> Rules:
+def _for(rows: Tensor, depth: int) -> StateRules:
     return native if native.fits(rows, depth) else rules
 
 
-def choose(device: torch.device) -> Rules:
+def choose(device: torch.device) -> StateRules:
     """The fastest rules for a device: our C on a CPU, or else plain torch."""
     return _Compiled() if device.type == "cpu" else rules

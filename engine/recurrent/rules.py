@@ -40,8 +40,8 @@ def conv(
 
 def gated_delta(
     states: Tensor,  # [slots, H, dk, dv] float32
-    q: Tensor,  # [S, H, dk], normalised and scaled
-    k: Tensor,  # [S, H, dk], normalised
+    q: Tensor,  # [S, G, dk], normalised and scaled; H / G heads share each
+    k: Tensor,  # [S, G, dk], normalised
     v: Tensor,  # [S, H, dv]
     g: Tensor,  # [S, H], logarithms of the decay
     beta: Tensor,  # [S, H]
@@ -53,16 +53,17 @@ def gated_delta(
 
 def kimi_delta(
     states: Tensor,  # [slots, H, dk, dv] float32
-    q: Tensor,  # [S, H, dk], normalised and scaled
-    k: Tensor,  # [S, H, dk], normalised
+    q: Tensor,  # [S, G, dk], normalised and scaled; H / G heads share each
+    k: Tensor,  # [S, G, dk], normalised
     v: Tensor,  # [S, H, dv]
     g: Tensor,  # [S, H, dk], logarithms of the decay of each key channel
     beta: Tensor,  # [S, H]
     plan: ScanPlan,
 ) -> Tensor:
     """Kimi Delta Attention (arXiv:2510.26692), a gated delta rule by channels: `[S, H, dv]`, in the type of `v`."""
-    dtype = v.dtype
-    q, k, v, g, beta = (rows.float() for rows in (q, k, v, g, beta))
+    dtype, group = v.dtype, v.shape[1] // k.shape[1]
+    q, k = (rows.float().repeat_interleave(group, 1) for rows in (q, k))
+    v, g, beta = (rows.float() for rows in (v, g, beta))
 
     def step(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
         key = k[row][..., None]  # [H, dk, 1]

@@ -20,7 +20,7 @@ from engine.errors import ModelError
 from engine.recurrent.library import FUNCTIONS
 from engine.recurrent.parts import StatePart
 from engine.recurrent.plan import ScanPlan
-from engine.recurrent.registry import Rules
+from engine.recurrent.registry import StateRules
 
 
 class Store(Protocol):
@@ -34,7 +34,7 @@ class Store(Protocol):
 class RaggedStates(Cache):
     """The states of a ragged batch in one pass. Parts have no names: every pass comes to them in the same order."""
 
-    def __init__(self, plan: ScanPlan, store: Store, rules: Rules) -> None:
+    def __init__(self, plan: ScanPlan, store: Store, rules: StateRules) -> None:
         super().__init__(layers=[])
         self.rules = rules
         self._plan, self._store = plan, store

@@ -208,29 +208,27 @@ def assemble(
         ranks: the group of ranks with the other shards of the target.
     """
     _check_reproducible(config, target.device)
+    tap = Tap(target) if config.medusa or config.eagle else None  # before the self-test, which shows that it works
     ways = Ways.of(config, target, draft, partial(_ragged, config, row_wise=is_batch_invariant(target)))
-    drafters = Drafters.load(config, target, draft, vocab, ways)
-    adapters = _adapters(
-        config, target, ranks, ways
-    )  # after a draft of the target's own layers was copied: it has none
+    drafters = Drafters.load(config, target, draft, vocab, ways, tap)
+    # After a draft of the target's own layers was copied: it has none.
+    adapters = _adapters(config, target, ranks, ways)
     sizes = _sizes(config, target, drafters, ranks, ways)
     limit, page_size, num_pages, states = sizes.limit, sizes.page_size, sizes.num_pages, sizes.states
     spare = page_size if wants_rounds(config, target.device) else 0  # rows for what rounds write without a sequence
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device, spare_rows=spare)
     # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
     needs_tiles = config.reproducible and not is_batch_invariant(target)
-    make_runner = partial(_tiled_runner, tap=drafters.tap) if needs_tiles else _runner
-    make_runner = partial(make_runner, adapters=adapters, ways=ways)
+    make_runner = partial(_tiled_runner, tap=tap) if needs_tiles else partial(_runner, ways=ways)
     if ranks is not None:
         ranks.broadcast([num_pages, page_size])
-    runner = make_runner(config, target, make_arena, states)
+    runner: Runner = make_runner(config, target, make_arena, states, adapters=adapters)
     runner = runner if ranks is None else ShardedRunner(runner, ranks)
     # Under the coupled rule the bits of a draft change no output, so only the target runs in slower fixed-shape passes.
     row_wise = is_batch_invariant(target)
     runners = drafters.runners(make_arena, partial(_attention, config, row_wise=row_wise), states, ways)
-    attend = next(
-        (own.attend for own in runners.values() if isinstance(own, ModelRunner)), None
-    )  # attention that fits a draft model also fits a head
+    # Attention that fits a draft model also fits a head.
+    attend = next((own.attend for own in runners.values() if isinstance(own, ModelRunner)), None)
     attend = attend or attention.choose(config.attention, target.device, row_wise=row_wise)
     prefill = PrefillBudget(config.max_step_ms / 1000, config.max_batch_tokens)
     by_name = drafters.proposers(runners, make_arena, attend, prefill) | dict(extra_proposers)
@@ -279,6 +277,8 @@ def _sizes(
     memory = memory if ranks is None else ranks.minimum(memory)
     ragged = {name: m for name, m in {TARGET: target, **drafters.models}.items() if m not in ways.alone}
     states = StatePlan.of(config, ragged, memory)
+    if ranks is not None and states.layouts:
+        raise ModelError(f"tensor_parallel_size is {config.tensor_parallel_size}: layers that keep a state are not cut")
     layouts = [ways.alone.get(target) or layout_of(config, target), *drafters.layouts.values()]
     num_pages = pages_within(memory - states.gib, config.max_batch_size, layouts, page_size, limit)
     return _Sizes(limit, page_size, num_pages, states)
@@ -387,7 +387,6 @@ def _tiled_runner(
     states: StatePlan,
     tap: Tap | None,
     adapters: Adapters | None = None,
-    ways: Ways | None = None,
 ) -> Runner:
     layout = layout_of_model(model)
     attend = attention.fitting("fixed", model.device, partial(check_ragged_contract, model, layout))

@@ -53,8 +53,11 @@ class Drafters:
         draft: PreTrainedModel | None,
         vocab: VocabMap | None = None,
         ways: Ways | None = None,
+        tap: Tap | None = None,
     ) -> Drafters:
         """Load the heads that `config` names, and add the draft model, which is loaded already and runs as in `ways`.
+
+        The heads read the target through `tap`.
 
         Raises:
             ModelError: the draft or a head does not fit this target.
@@ -74,7 +77,6 @@ class Drafters:
         eagle = load_eagle(config.eagle, config.eagle_revision, target) if config.eagle else None
         if eagle is not None:
             layouts["eagle"] = kv_layout(eagle.config, target.dtype)
-        tap = Tap(target) if medusa is not None or eagle is not None else None
         return cls(target, models, medusa, eagle, tap, layouts, vocab)
 
     def runners(

@@ -148,7 +148,8 @@ def _norm_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
     for scale in (weight, 1 + weight.float()):  # Gemma stores the scale minus 1
         stand_in = RMSNorm(scale, cast("float", eps))
         if agree(lambda m: m(x), module, stand_in):
-            stand_in.weight = weight  # Mamba's blocks ask a norm for the type of its weight
+            # Mamba's blocks ask a norm for the type of its weight; its numbers are in the scale.
+            stand_in.weight = weight.detach()[:0]
             return stand_in
     return None
 

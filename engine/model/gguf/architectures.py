@@ -61,7 +61,7 @@ class Architecture:
             return f"{_OUTER[stem]}.{kind}"
         first, _, rest = stem.partition(".")
         layer, _, part = rest.partition(".")
-        found = (_BLOCK | self.names).get(part)
+        found = {**_BLOCK, **self.names}.get(part)
         return f"model.layers.{layer}.{found}.{kind}" if first == "blk" and found else None
 
 

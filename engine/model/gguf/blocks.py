@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.model.gguf.container import Container, StoredTensor
-from engine.model.gguf.kinds import Kind
+from engine.model.gguf.kinds import BlockKind
 from engine.model.linear.grouped import GroupedCodes, GroupedLinear
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -27,12 +27,12 @@ def raw_of(container: Container, tensor: StoredTensor) -> Tensor:
     return whole[tensor.start : tensor.start + tensor.num_bytes].view(tensor.shape_of_bytes)
 
 
-def float_type(kind: Kind) -> torch.dtype | None:
+def float_type(kind: BlockKind) -> torch.dtype | None:
     """The type of numbers that are stored as floats; None for codes."""
     return _FLOATS.get(kind.name)
 
 
-def dequantised(kind: Kind, raw: Tensor) -> Tensor:
+def dequantised(kind: BlockKind, raw: Tensor) -> Tensor:
     """Rows of blocks, uint8 `[..., bytes]` -> the numbers `[..., in]`: float32, or the type they are stored in."""
     if kind.is_float:
         return raw.view(_FLOATS[kind.name])
@@ -43,7 +43,7 @@ def dequantised(kind: Kind, raw: Tensor) -> Tensor:
     return found.view(*raw.shape[:-1], -1)
 
 
-def codes_of(kind: Kind, raw: Tensor) -> GroupedCodes:
+def codes_of(kind: BlockKind, raw: Tensor) -> GroupedCodes:
     """Rows of blocks, uint8 `[out, bytes]` -> the same matrix as codes; not for floats."""
     parts = [_SPLITS[kind.name](part.unflatten(-1, (-1, kind.size))) for part in raw.split(_CHUNK)]
     offsets = [part.offset for part in parts if part.offset is not None]
@@ -55,7 +55,7 @@ def codes_of(kind: Kind, raw: Tensor) -> GroupedCodes:
     )
 
 
-def size_of_codes(kind: Kind) -> int:
+def size_of_codes(kind: BlockKind) -> int:
     """Bytes of the codes, scales and offsets of a block, as `codes_of` returns them."""
     found = _SPLITS[kind.name](torch.zeros(1, 1, kind.size, dtype=torch.uint8))
     return sum(part.nbytes for part in (found.codes, found.scale, found.offset) if part is not None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import ModelError
-from engine.model.gguf.kinds import KINDS, Kind, unreadable
+from engine.model.gguf.kinds import KINDS, BlockKind, unreadable
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]  # in the order of torch: the inputs of a matrix last
-    kind: Kind
+    kind: BlockKind
     start: int  # byte of the file
 
     @property
@@ -134,7 +134,7 @@ class Container:
             found[name] = self._checked(StoredTensor(name, shape, self._kind(name, number), data + offset))
         return found
 
-    def _kind(self, name: str, number: int) -> Kind:
+    def _kind(self, name: str, number: int) -> BlockKind:
         if number not in KINDS:
             raise ModelError(f"{self.path}: {name} is stored as {unreadable(number)}")
         return KINDS[number]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BlockKind:
     """One type. A row of `weights * n` numbers takes `size * n` bytes."""
 
     name: str
@@ -21,17 +21,17 @@ class Kind:
 
 # By their numbers in files.
 KINDS = {
-    0: Kind("F32", 1, 4),
-    1: Kind("F16", 1, 2),
-    30: Kind("BF16", 1, 2),
-    2: Kind("Q4_0", 32, 18),
-    3: Kind("Q4_1", 32, 20),
-    6: Kind("Q5_0", 32, 22),
-    7: Kind("Q5_1", 32, 24),
-    8: Kind("Q8_0", 32, 34),
-    12: Kind("Q4_K", 256, 144),
-    13: Kind("Q5_K", 256, 176),
-    14: Kind("Q6_K", 256, 210),
+    0: BlockKind("F32", 1, 4),
+    1: BlockKind("F16", 1, 2),
+    30: BlockKind("BF16", 1, 2),
+    2: BlockKind("Q4_0", 32, 18),
+    3: BlockKind("Q4_1", 32, 20),
+    6: BlockKind("Q5_0", 32, 22),
+    7: BlockKind("Q5_1", 32, 24),
+    8: BlockKind("Q8_0", 32, 34),
+    12: BlockKind("Q4_K", 256, 144),
+    13: BlockKind("Q5_K", 256, 176),
+    14: BlockKind("Q6_K", 256, 210),
 }
 # Names of types that are not read, for messages.
 _OTHERS = {

@@ -12,7 +12,7 @@ from engine.machine.mapped import release_mapped
 from engine.model.gguf.architectures import Weight, weights_of
 from engine.model.gguf.blocks import codes_of, dequantised, raw_of, size_of_codes
 from engine.model.gguf.container import Container, StoredTensor
-from engine.model.gguf.kinds import Kind
+from engine.model.gguf.kinds import BlockKind
 from engine.model.linear.grouped import GroupedLinear
 from engine.model.published.base import Weights
 
@@ -65,7 +65,7 @@ class BlockCodes:
 class BlockEmbedding(nn.Module):
     """`nn.Embedding` whose table stays in blocks, mapped from its file: only rows that are looked up are read."""
 
-    def __init__(self, raw: Tensor, kind: Kind, dtype: torch.dtype, scale: Tensor | None = None) -> None:
+    def __init__(self, raw: Tensor, kind: BlockKind, dtype: torch.dtype, scale: Tensor | None = None) -> None:
         """`raw` is `[rows, bytes of a row]`; rows are multiplied by `scale`, where there is one, as in Gemma 3."""
         super().__init__()
         self.num_embeddings, self.embedding_dim = len(raw), raw.shape[1] // kind.size * kind.weights
