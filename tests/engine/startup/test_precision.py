@@ -123,7 +123,7 @@ def test_float32_where_torch_would_multiply_bfloat16_on_a_cpu(
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [(LlamaConfig, {"intermediate_size": 40}), (MixtralConfig, {"num_local_experts": 2, "num_experts_per_tok": 1})],
+    [(LlamaConfig, {"intermediate_size": 40}), (MixtralConfig, {"num_local_experts": 2, "intermediate_size": 40})],
 )
 def test_float32_for_matrices_that_our_c_is_not_for(
     kind: type[PreTrainedConfig], shape: dict[str, object], tmp_path: Path

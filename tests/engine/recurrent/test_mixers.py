@@ -1,0 +1,194 @@
+"""Models with states over ragged batches: in chunks, in company, with drafts that are taken back, as their own pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence as Seq
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel, Qwen4ExpTextConfig
+
+from engine.attention.reference import attend
+from engine.attention.registry import Ragged
+from engine.errors import ModelError
+from engine.kv.arena import KVArena, KVLayout
+from engine.kv.batch import Feed, RaggedBatch
+from engine.kv.states import StatePool
+from engine.model.linear.packed import PackedLinear, pack
+from engine.native import library
+from engine.recurrent.arena import StateArena, StateLayout
+from engine.recurrent.mixers import prepare
+from engine.types import KVCursor
+from tests.engine.recurrent.hybrids import NAMES, hybrid
+from tests.zoo import VOCAB, ours, reference, with_large_weights
+
+PAGE, LOG, DEVICE = 8, 3, torch.device("cpu")
+
+
+class Served:
+    """A model with its arenas, and cursors of two sequences."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        layout = StateLayout.of(model)
+        assert layout is not None, "the model keeps no state"
+        depth = model.config.num_hidden_layers
+        kv = KVLayout(tuple(layout.attends.get(layer) for layer in range(depth)), torch.float32)
+        self.model, self.layout, self.arena = model, layout, KVArena(kv, 8, PAGE, DEVICE)
+        pool = StatePool(num_slots=5, log_rows=LOG, snapshots=False)
+        self.states, self.cursors = StateArena(layout, 5, LOG, DEVICE), [KVCursor(), KVCursor()]
+        assert all(pool.open(cursor) for cursor in self.cursors)
+
+    @torch.inference_mode()
+    def run(self, *feeds: tuple[int, Seq[int], int]) -> list[Tensor]:
+        """Feed (sequence, tokens, drafts among them) in one pass; logits of each sequence."""
+        batch = RaggedBatch.of([self._feed(*feed) for feed in feeds], PAGE, DEVICE)
+        out = self.model(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            ragged=Ragged(batch, self.arena, attend),
+            **self.states.keywords(batch),
+        )
+        for who, tokens, _ in feeds:
+            self.cursors[who].advance(self.cursors[who].kv_len + len(tokens))
+        return list(out.logits[0].split([len(tokens) for _, tokens, _ in feeds]))
+
+    def _feed(self, who: int, tokens: Seq[int], num_draft: int) -> Feed:
+        cursor, start = self.cursors[who], self.cursors[who].kv_len
+        stop = start + len(tokens)
+        span = cursor.span(start, stop, known=stop - num_draft)
+        return Feed(tokens, start, range(4 * who, 4 * who + 4), len(tokens), state=span)
+
+
+def verify_in_turns(served: Served, texts: list[list[int]]) -> list[Tensor]:
+    """Logits of both texts: a chunk of the first alone, then both together, with one right draft and one wrong."""
+    rows: list[list[Tensor]] = [served.run((0, texts[0][:5], 0)), []]
+    while served.cursors[0].kv_len + 3 < len(texts[0]):
+        feeds = []
+        for who, (text, cursor) in enumerate(zip(texts, served.cursors, strict=True)):
+            newest, right, other = text[cursor.kv_len :][:3]
+            feeds.append((who, [newest, right, (other + 1) % VOCAB], 2))
+        for who, logits in enumerate(served.run(*feeds)):
+            rows[who].append(logits[:2])
+            served.cursors[who].rollback(served.cursors[who].kv_len)
+    return [torch.cat(logits) for logits in rows]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_and_drafts_in_company_are_as_the_whole_text(name: str) -> None:
+    model = with_large_weights(hybrid(name))
+    texts = torch.randint(3, VOCAB, (2, 16)).tolist()
+    got = verify_in_turns(Served(ours(model)), texts)
+    for text, rows in zip(texts, got, strict=True):
+        with torch.inference_mode():
+            want = model(torch.tensor([text]), use_cache=False).logits[0, : len(rows)]
+        assert len(rows) >= 8
+        torch.testing.assert_close(rows, want, rtol=0, atol=float(2e-4 * want.std()))
+
+
+def test_a_prepared_model_does_without_our_cache_what_it_did() -> None:
+    model = with_large_weights(hybrid("qwen3-next"))
+    prompt = torch.randint(3, VOCAB, (1, 7))
+    before = model.generate(prompt, max_new_tokens=9, do_sample=False)
+    assert prepare(model)
+    assert prepare(model), "the second time it has mixers as well"
+    assert torch.equal(model.generate(prompt, max_new_tokens=9, do_sample=False), before)
+
+
+def test_a_copy_of_the_first_layers_has_states_of_its_own() -> None:
+    whole = ours(with_large_weights(hybrid("mamba-2")))
+    first = Served(whole)
+    part = copy.deepcopy(whole)
+    part.backbone.layers = part.backbone.layers[:1]
+    for parameter in part.parameters():
+        parameter.data.mul_(2)
+    second = Served(part)
+    assert len(second.layout.parts) < len(first.layout.parts)
+    tokens = [5, 6, 7, 8, 9]
+    (want,) = first.run((0, tokens, 0))
+    second.run((0, tokens, 0))
+    first.cursors[0].kv_len = 0
+    first.cursors[0].reset_states()
+    assert torch.equal(first.run((0, tokens, 0))[0], want)
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler")
+@pytest.mark.parametrize("pack_first", [True, False])
+def test_a_projection_whose_weight_is_read_may_become_our_matmul(pack_first: bool) -> None:
+    model = with_large_weights(hybrid("mamba"))
+    served = ours(model)
+    if not pack_first:
+        prepare(served)
+    pack(served)
+    runs = Served(served)
+    assert isinstance(served.backbone.layers[0].mixer.dt_proj.inner, PackedLinear)
+    tokens = [5, 6, 7, 8, 9]
+    (got,) = runs.run((0, tokens, 0))
+    with torch.inference_mode():
+        want = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=float(1e-4 * want.std()))
+
+
+def test_layers_that_do_not_attend_have_no_keys_and_values() -> None:
+    layout = StateLayout.of(ours(with_large_weights(hybrid("nemotron-h"))))
+    assert layout is not None
+    assert set(layout.attends) == {2}
+    assert len(layout.parts) == 2 * 2, "a convolution and a recurrence in each of two layers"
+    assert StateLayout.of(ours(reference("llama"))) is None
+
+
+def test_slots_take_what_the_layout_says() -> None:
+    layout = StateLayout.of(ours(with_large_weights(hybrid("lfm2"))))
+    assert layout is not None
+    channels, convolutions, kept = 32, 2, 2
+    assert layout.bytes_per_slot(LOG) == convolutions * channels * 4 * (kept + LOG)
+
+
+def test_a_layer_with_an_index_of_positions_is_refused() -> None:
+    config = Qwen4ExpTextConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=8,
+        indexer_budget=8,
+        indexer_compress_ratio=4,
+    )
+    with pytest.raises(ModelError, match="cannot run with its states in slots"):
+        StateLayout.of(ours(with_large_weights(config)))
+
+
+class Averages(nn.Module):
+    """A mixer that keeps a state of its own beside its convolution."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: Tensor, cache: Cache | None = None, **others: object) -> Tensor:
+        out: Tensor = self.inner(hidden_states, cache=cache, **others)
+        if cache is not None:
+            cache.update_recurrent_state(out.cumsum(1)[:, -1], self.inner.layer_idx)
+        return out
+
+
+def test_a_state_that_no_rule_computes_is_refused() -> None:
+    model = ours(with_large_weights(hybrid("lfm2")))
+    model.model.layers[0].conv = Averages(model.model.layers[0].conv)
+    with pytest.raises(ModelError, match="none of the rules"):
+        StateLayout.of(model)
