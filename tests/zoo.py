@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -81,6 +82,14 @@ LATENT = {
     "v_head_dim": 12,
     "num_key_value_heads": 4,
 }
+_FOUR = {"num_hidden_layers": 4}
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "head_dim": 16,
+}
 _DEEPSEEK = LATENT | _EXPERTS | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 _GEMMA_N = {
     "num_hidden_layers": 6,
@@ -126,6 +135,36 @@ _BY_KIND: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "qwen3-moe": ("qwen3_moe", _EXPERTS | {"head_dim": 8, "num_experts": 4}),
     "stablelm": ("stablelm", {"qk_layernorm": True}),
+    "qwen-3-next": (
+        "qwen3_next",
+        _FOUR | _DELTA | _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    ),
+    "qwen-3.5": ("qwen3_5_text", _FOUR | _DELTA),
+    "lfm-2": ("lfm2", _FOUR | {"full_attn_idxs": [1, 3], "block_ff_dim": 48, "block_multiple_of": 8}),
+    "mamba": ("mamba", {"state_size": 8}),
+    "mamba-2": ("mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "expand": 2}),
+    "jamba": (
+        "jamba",
+        _FOUR | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+                 "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    ),
+    "granite-4": (
+        "granitemoehybrid",
+        _FOUR | {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1,
+                 "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+                 "shared_intermediate_size": 32},
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        _FOUR | {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 2, "head_dim": 8,
+                 "hybrid_override_pattern": "M*M-"},
+    ),
+    "falcon-h1": (
+        "falcon_h1",
+        {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1,
+         "head_dim": 8},
+    ),
+    "falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
     "gpt-j": ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48, "rotary_dim": 4}),
 }  # fmt: skip
 
@@ -169,7 +208,7 @@ def families() -> dict[str, PreTrainedConfig]:
 
 
 def further_families() -> dict[str, PreTrainedConfig]:
-    """Sinks, chunks, latent K/V, other heads from layer to layer, shared K/V; layers that drop keyword arguments."""
+    """Sinks, chunks, latent K/V, heads that differ by layer, shared K/V; dropped keywords; recurrent layers."""
     return {name: config_of(kind, **extra) for name, (kind, extra) in _BY_KIND.items()}
 
 
@@ -222,6 +261,8 @@ def with_large_weights(config: PreTrainedConfig, seed: int = 0) -> PreTrainedMod
 
 def ours(model: PreTrainedModel) -> PreTrainedModel:
     """The same weights with our attention, as `runner.load_model` would load them."""
+    if isinstance(model, FalconForCausalLM):  # its class has attention of its own, and refuses any other
+        return copy.deepcopy(model)
     config = copy.deepcopy(model.config)
     prepare(config)
     twin = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()

@@ -112,7 +112,7 @@ def end_tokens_of(config: PreTrainedConfig, generation: GenerationConfig | None)
     """Tokens at which the model was trained to stop: from its generation config, or else from its config."""
     found = generation.eos_token_id if generation is not None else None
     if found is None:
-        found = config.get_text_config().eos_token_id
+        found = getattr(config.get_text_config(), "eos_token_id", None)
     if found is None:
         return frozenset()
     return frozenset(found if isinstance(found, list) else [found])

@@ -189,9 +189,8 @@ def _tensors_told() -> Iterator[None]:
 def prepare(config: PreTrainedConfig) -> None:
     """Change a config of any family so that the model can run ragged batches."""
     # Some embeddings treat the pad token specially and read its place on the host; a ragged batch has no padding.
-    for part in (config, config.get_text_config()):
-        if getattr(part, "pad_token_id", None) is not None:
-            part.pad_token_id = None
+    if getattr(config, "pad_token_id", None) is not None:
+        config.pad_token_id = None
 
 
 def kv_layout(config: PreTrainedConfig, dtype: torch.dtype) -> KVLayout:

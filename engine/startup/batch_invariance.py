@@ -24,7 +24,7 @@ from engine.machine.threads import exactly
 from engine.model.fixed_shape import TILE, FixedShapeRunner
 from engine.model.linear.experts import RoutedExperts
 from engine.model.linear.routing import RowWiseRouting, make_routing_row_wise
-from engine.model.linear.unstack import unstack
+from engine.model.linear.unstack import stacked_weights, unstack
 from engine.model.runner import ModelRunner
 from engine.recurrent.arena import StateArena, StateLayout
 
@@ -110,12 +110,11 @@ def _take_experts_row_by_row(model: PreTrainedModel) -> None:
         ModelError: there are stacked matrices whose use is not understood, or a row's bits still depend on its place.
     """
     unstack(model)
-    for name, weight in model.named_parameters():
-        if weight.ndim > 2:
-            raise ModelError(
-                f"reproducible: {name} has {weight.ndim} dimensions, as of a mixture of experts in unknown code; how "
-                "many rows meet each expert hangs on the batch, and with it their bits"
-            )
+    for name, weight in stacked_weights(model):
+        raise ModelError(
+            f"reproducible: {name} has {weight.ndim} dimensions, as of a mixture of experts in unknown code; how "
+            "many rows meet each expert hangs on the batch, and with it their bits"
+        )
     make_routing_row_wise(model)
     shapes: set[str] = set()
     for name, experts in [(name, m) for name, m in model.named_modules() if isinstance(m, RoutedExperts)]:

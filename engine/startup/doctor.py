@@ -30,7 +30,7 @@ from engine.machine.threads import cores, quota
 from engine.model import checkpoint
 from engine.model.linear.int8 import kernel_name
 from engine.model.published.files import read_headers
-from engine.model.published.load import num_bytes
+from engine.model.published.load import num_bytes, read_weights
 from engine.model.quantize import weight_bytes
 from engine.model.runner import kv_layout
 from engine.native import instructions
@@ -147,7 +147,7 @@ def _bytes_of_codes(name: str, revision: str | None, held: HeldPrecision, model:
     """
     if held.quantisation is None:
         return 0
-    weights = held.quantisation.read(read_headers(name, revision))
+    weights = read_weights(name, revision, held.quantisation, read_headers)
     return num_bytes(model, weights, keeps_codes=held.keeps_codes)
 
 

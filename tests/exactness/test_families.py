@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from engine.config import EngineConfig
 from engine.params import SamplingParams
 from engine.startup.build import assemble, build_engine
-from engine.types import Request
+from engine.types import KVCursor, Request
 from tests import fakes, zoo
 from tests.families import NEW_TOKENS, Saved, generate, save
 
@@ -37,6 +37,34 @@ def test_equals_generate(saved: Saved, proposer: str, max_batch_tokens: int) -> 
     assert tokens_of(outputs) == saved.expected
     if proposer == "model":
         assert sum(ended.stats.accepted for ended in outputs.finished.values()) > 0
+
+
+@pytest.mark.parametrize(("proposer", "num_draft"), [("suffix", 8), ("self", 1), ("self", 8)])
+def test_equals_generate_with_fixed_drafts(saved: Saved, proposer: str, num_draft: int) -> None:
+    if AutoConfig.from_pretrained(saved.target).num_hidden_layers == 1:
+        proposer = "ngram"  # one layer has no earlier ones
+    drafts = {"proposer": proposer, "num_draft_tokens": num_draft, "speculation": "fixed"}
+    assert tokens_of(outputs_of(saved, max_batch_tokens=29, **drafts)) == saved.expected
+
+
+def test_equals_generate_after_preemption_and_from_the_cache(saved: Saved) -> None:
+    """Pages for little more than one sequence; then for all, and the same prompts again, from cached pages."""
+    settings = {"target": saved.target, "draft": saved.draft, "threads": 1, "max_batch_size": 8, "max_model_len": 96}
+    engine = build_engine(EngineConfig(**settings, proposer="model", speculation="fixed", page_size=4))
+    pool, hog = engine.pages, KVCursor()
+    assert pool.reserve(hog, 4 * (pool.num_pages - 26))
+    params, cached = SamplingParams(max_tokens=NEW_TOKENS), 0
+    for _ in range(3):
+        outputs = fakes.Outputs()
+        for i, prompt in enumerate(saved.prompts):
+            engine.add(Request(request_id=str(i), token_ids=tuple(prompt), sampling=params))
+        while engine.has_work:
+            outputs.take(engine.step().events)
+            pool.check_invariants([hog, *(s.target for s in engine._scheduler.sequences)])
+        assert tokens_of(outputs) == saved.expected
+        pool.release(hog)
+        cached = sum(ended.cached_prompt_tokens for ended in outputs.finished.values())
+    assert cached > 0
 
 
 SIZES = {

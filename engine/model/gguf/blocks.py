@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from engine.model.gguf.kinds import BlockKind
 from engine.model.linear.grouped import GroupedCodes, GroupedLinear
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FIELDS = ("codes", "scale", "offset", "steps", "zeros")  # of `GroupedCodes`, each a row for each output
 _CHUNK = 2048  # rows that are converted at once
 
 
@@ -46,19 +48,15 @@ def dequantised(kind: BlockKind, raw: Tensor) -> Tensor:
 def codes_of(kind: BlockKind, raw: Tensor) -> GroupedCodes:
     """Rows of blocks, uint8 `[out, bytes]` -> the same matrix as codes; not for floats."""
     parts = [_SPLITS[kind.name](part.unflatten(-1, (-1, kind.size))) for part in raw.split(_CHUNK)]
-    offsets = [part.offset for part in parts if part.offset is not None]
-    return replace(
-        parts[0],
-        codes=torch.cat([part.codes for part in parts]),
-        scale=torch.cat([part.scale for part in parts]),
-        offset=torch.cat(offsets) if offsets else None,
-    )
+    fields = {name: [getattr(part, name) for part in parts] for name in _FIELDS}
+    joined: dict[str, Any] = {name: torch.cat(found) for name, found in fields.items() if found[0] is not None}
+    return replace(parts[0], **joined)
 
 
 def size_of_codes(kind: BlockKind) -> int:
     """Bytes of the codes, scales and offsets of a block, as `codes_of` returns them."""
     found = _SPLITS[kind.name](torch.zeros(1, 1, kind.size, dtype=torch.uint8))
-    return sum(part.nbytes for part in (found.codes, found.scale, found.offset) if part is not None)
+    return sum(part.nbytes for name in _FIELDS if (part := getattr(found, name)) is not None)
 
 
 def _halves(blocks: Tensor, *places: int) -> list[Tensor]:
@@ -110,41 +108,37 @@ def _q5_1(blocks: Tensor) -> GroupedCodes:
 
 
 def _q4_k(blocks: Tensor) -> GroupedCodes:
-    scale, offset = _scales_of_k(blocks)
     codes = _nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))  # [out, blocks, 4, 64]
-    return GroupedCodes(_pairs(codes), 4, scale, offset)
+    return _in_two_levels(blocks, _pairs(codes), 4)
 
 
 def _q5_k(blocks: Tensor) -> GroupedCodes:
-    scale, offset = _scales_of_k(blocks)
     low = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [out, blocks, 8, 32]
-    return GroupedCodes((low | high << 4).to(torch.int8).flatten(1), 8, scale, offset)
+    return _in_two_levels(blocks, (low | high << 4).to(torch.int8).flatten(1), 8)
 
 
-def _scales_of_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets of the eight groups of a block of Q4_K and Q5_K: two float16 times 6 bits for each group.
+def _in_two_levels(blocks: Tensor, codes: Tensor, bits: int) -> GroupedCodes:
+    """Codes of Q4_K and Q5_K: two float16 of a block, times 6 bits each for the step and the offset of a group of 32.
 
-    Bytes 4 to 15 hold them: 0-3 the scales of groups 0-3, 4-7 their offsets, 8-11 the low bits of groups 4-7, whose two
+    Bytes 4 to 15 hold them: 0-3 the steps of groups 0-3, 4-7 their offsets, 8-11 the low bits of groups 4-7, whose two
     high bits are those of the first eight bytes.
     """
-    step, step_of_offset = _halves(blocks, 0, 2)
+    scale, offset = _halves(blocks, 0, 2)
     first, second, low = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
-    scales = torch.cat([first & 63, low & 15 | first >> 2 & 48], -1)
-    offsets = torch.cat([second & 63, low >> 4 | second >> 2 & 48], -1)
-    scale = step.float()[..., None] * scales
-    offset = step_of_offset.float()[..., None] * offsets
-    return scale.flatten(1), offset.neg().flatten(1)
+    steps = torch.cat([first & 63, low & 15 | first >> 2 & 48], -1).to(torch.int8)
+    zeros = torch.cat([second & 63, low >> 4 | second >> 2 & 48], -1)
+    return GroupedCodes(codes, bits, scale, offset.neg(), steps=steps.flatten(1), zeros=zeros.flatten(1))
 
 
 def _q6_k(blocks: Tensor) -> GroupedCodes:
-    (step,) = _halves(blocks, 208)
+    (scale,) = _halves(blocks, 208)
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))  # [out, blocks, 2, 4, 32]
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3
     codes = (low | high << 4).to(torch.int8) - 32
-    scale = step.float()[..., None] * blocks[..., 192:208].contiguous().view(torch.int8)
-    return GroupedCodes(codes.flatten(1), 8, scale.flatten(1), None)
+    steps = blocks[..., 192:208].contiguous().view(torch.int8)
+    return GroupedCodes(codes.flatten(1), 8, scale, None, steps=steps.flatten(1))
 
 
 # By the names of types: blocks, uint8 `[out, blocks, size]` -> codes.

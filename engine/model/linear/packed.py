@@ -18,7 +18,7 @@ from engine.machine.mapped import release_mapped
 from engine.model.linear.activations import make_row_wise
 from engine.model.linear.int8 import Int8Linear
 from engine.model.linear.routing import RowWiseRouting, make_routing_row_wise
-from engine.model.linear.unstack import has_whole_vectors, recognised, unstack
+from engine.model.linear.unstack import has_whole_vectors, recognised, stacked_weights, unstack
 from engine.native import ALIGNED, PackedMatrix, multiplies, rows_for
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def packs_whole(model: nn.Module) -> bool:
     """Whether `pack` would replace all matmuls where C multiplies their type; the model may be on the meta device."""
     matmuls = [module for module in model.modules() if isinstance(module, MATMULS)]
     packable = {name for name, form in recognised(model) if has_whole_vectors(model.get_submodule(name), form)}
-    stacked = {name.rpartition(".")[0] for name, weight in model.named_parameters() if weight.ndim > 2}
+    stacked = {name.rpartition(".")[0] for name, _ in stacked_weights(model)}
     return stacked <= packable and all(
         type(module) in MATMULS and not matrix(module).shape[1] % ALIGNED for module in matmuls
     )
@@ -111,7 +111,7 @@ def runs_in_c(model: PreTrainedModel) -> bool:
 
 def _has_experts(model: nn.Module) -> bool:
     """Whether there are stacked matrices that the model multiplies in its own code (`unstack.py`)."""
-    return any(weight.ndim > 2 for weight in model.parameters())
+    return any(True for _ in stacked_weights(model))
 
 
 def packed_of(matmul: nn.Module) -> PackedMatrix | None:

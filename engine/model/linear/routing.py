@@ -7,7 +7,6 @@ like the sigmoid, where torch treats the end of a tensor in another way. Both ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -15,18 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from engine.model.linear.activations import RowWise
+from engine.model.linear.activations import ELEMENTWISE
 from engine.model.linear.experts import RoutedExperts
 from engine.native import PackedMatrix, multiplies, rows_for
-
-_ELEMENTWISE: dict[Callable[..., Any], nn.Module] = {
-    torch.sigmoid: RowWise(nn.Sigmoid()),
-    Tensor.sigmoid: RowWise(nn.Sigmoid()),
-    torch.tanh: RowWise(nn.Tanh()),
-    Tensor.tanh: RowWise(nn.Tanh()),
-    F.softplus: RowWise(nn.Softplus()),
-    F.logsigmoid: RowWise(nn.LogSigmoid()),
-}
 
 
 class RouterMatrix:
@@ -65,8 +55,8 @@ class _RowWise(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear:
             return self._linear(*args, **(kwargs or {}))
-        if func in _ELEMENTWISE and len(args) == 1 and not kwargs:
-            return _ELEMENTWISE[func](args[0])
+        if func in ELEMENTWISE and len(args) == 1 and not kwargs:
+            return ELEMENTWISE[func](args[0])
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.model.linear.unstack import stacked_weights
+
 log = logging.getLogger(__name__)
 
 ROUTERS = ("gate", "router")  # small matrices that choose experts: rounding them could change the choice
@@ -45,7 +47,7 @@ def swap_matmuls(model: PreTrainedModel, make: Callable[[nn.Linear], nn.Module],
     for name, module in model.named_modules(remove_duplicate=False):
         if type(module) is nn.Linear:
             places[id(module)].append(name)
-    stacked = {name: "stacked experts" for name, weight in model.named_parameters() if weight.ndim > 2}
+    stacked = {name: "stacked experts" for name, _ in stacked_weights(model)}
     head, swapped = model.get_output_embeddings(), Swapped(stayed=stacked)
     for names in places.values():
         matmul = cast("nn.Linear", model.get_submodule(names[0]))

@@ -174,5 +174,5 @@ def _matmuls(module: nn.Module, name: str, transposed: bool) -> Iterator[nn.Line
 
 
 def stacked_weights(model: PreTrainedModel | nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of three dimensions and more, by name."""
-    return ((name, weight) for name, weight in model.named_parameters() if weight.ndim > 2)
+    """Parameters of three dimensions and more, by name; no convolutions of single channels, `[channels, 1, size]`."""
+    return ((name, weight) for name, weight in model.named_parameters() if weight.ndim > 2 and weight.shape[1] > 1)

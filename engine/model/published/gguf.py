@@ -44,15 +44,12 @@ class BlockCodes:
     def linear(self, bias: Tensor | None, dtype: torch.dtype | None) -> nn.Module | None:
         """See `Codes`."""
         raw = self._raw()
-        codes = codes_of(self.tensor.kind, raw)
-        if not all(part.isfinite().all() for part in (codes.scale, codes.offset) if part is not None):
-            raise ModelError(f"{self.container.path}: {self.tensor.name} has a scale that is not finite")
+        codes, rows = codes_of(self.tensor.kind, raw), self.weight.rows(self.shape[0])
         release_mapped(raw)
-        rows = self.weight.rows(self.shape[0])
-        if rows is not None:
-            offset = None if codes.offset is None else codes.offset[rows]
-            codes = replace(codes, codes=codes.codes[rows], scale=codes.scale[rows], offset=offset)
-        return GroupedLinear(replace(codes, bias=bias), dtype)
+        try:
+            return GroupedLinear(replace(codes if rows is None else codes.rows(rows), bias=bias), dtype)
+        except ValueError as error:
+            raise ModelError(f"{self.container.path}: {self.tensor.name}: {error}") from error
 
     def embedding(self, table: nn.Embedding, dtype: torch.dtype) -> nn.Module:
         """What takes the place of `table`, over the blocks, which stay in the file."""

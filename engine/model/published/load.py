@@ -7,7 +7,7 @@ stay pass through it as stand-ins, which take no memory; afterwards each module 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from engine.model.checkpoint import check_complete, read_config, read_generation
 from engine.model.gguf.files import open_gguf
 from engine.model.linear.activations import make_row_wise
 from engine.model.linear.packed import MATMULS
-from engine.model.published.base import Codes
+from engine.model.published.base import Codes, Weights
 from engine.model.published.files import read_tensors
 from engine.model.published.gguf import weights_in
 from engine.model.published.methods import Quantisation, without_quantisation
@@ -87,13 +87,27 @@ def load_published(
         ModelError: it cannot be loaded, or a tensor is missing, or of another shape or type.
     """
     with told_as_model_error(name):
-        gguf = open_gguf(name, revision)
-        weights = quantisation.read(read_tensors(name, revision)) if gguf is None else weights_in(gguf)
+        weights = read_weights(name, revision, quantisation, read_tensors)
         config = without_quantisation(read_config(name, revision))
         model = fill(config, weights, name, dtype, keeps_codes=keeps_codes)
     model.generation_config = read_generation_config(name, revision) or model.generation_config
     placed: Any = model
     return cast("PreTrainedModel", placed.to(device))
+
+
+def read_weights(
+    name: str,
+    revision: str | None,
+    quantisation: Quantisation,
+    read: Callable[[str, str | None], Mapping[str, Tensor]],
+) -> Weights:
+    """The weights of a quantised checkpoint; `read` reads tensors of safetensors files, or their types and shapes.
+
+    Raises:
+        ModelError: a tensor is missing, or of another shape or type.
+    """
+    gguf = open_gguf(name, revision)
+    return quantisation.read(read(name, revision)) if gguf is None else weights_in(gguf)
 
 
 def fill(

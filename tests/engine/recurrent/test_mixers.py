@@ -10,19 +10,20 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel, Qwen4ExpTextConfig
 
-from engine.attention.reference import attend
-from engine.attention.registry import Ragged
+from engine.attention import choose, reference
+from engine.attention.registry import Attend, Ragged
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
 from engine.kv.states import StatePool
-from engine.model.linear.packed import PackedLinear, pack
+from engine.model.linear.packed import PackedLinear, is_batch_invariant, pack
 from engine.native import library
 from engine.recurrent.arena import StateArena, StateLayout
 from engine.recurrent.mixers import prepare
 from engine.types import KVCursor
 from tests.engine.recurrent.hybrids import NAMES, hybrid
-from tests.zoo import VOCAB, ours, reference, with_large_weights
+from tests.zoo import VOCAB, as_served, ours, with_large_weights
+from tests.zoo import reference as plain
 
 PAGE, LOG, DEVICE = 8, 3, torch.device("cpu")
 
@@ -30,12 +31,13 @@ PAGE, LOG, DEVICE = 8, 3, torch.device("cpu")
 class Served:
     """A model with its arenas, and cursors of two sequences."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, attend: Attend = reference.attend) -> None:
         layout = StateLayout.of(model)
         assert layout is not None, "the model keeps no state"
         depth = model.config.num_hidden_layers
         kv = KVLayout(tuple(layout.attends.get(layer) for layer in range(depth)), torch.float32)
         self.model, self.layout, self.arena = model, layout, KVArena(kv, 8, PAGE, DEVICE)
+        self.attend = attend
         pool = StatePool(num_slots=5, log_rows=LOG, snapshots=False)
         self.states, self.cursors = StateArena(layout, 5, LOG, DEVICE), [KVCursor(), KVCursor()]
         assert all(pool.open(cursor) for cursor in self.cursors)
@@ -48,7 +50,7 @@ class Served:
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
-            ragged=Ragged(batch, self.arena, attend),
+            ragged=Ragged(batch, self.arena, self.attend),
             **self.states.keywords(batch),
         )
         for who, tokens, _ in feeds:
@@ -86,6 +88,22 @@ def test_chunks_and_drafts_in_company_are_as_the_whole_text(name: str) -> None:
             want = model(torch.tensor([text]), use_cache=False).logits[0, : len(rows)]
         assert len(rows) >= 8
         torch.testing.assert_close(rows, want, rtol=0, atol=float(2e-4 * want.std()))
+
+
+@pytest.mark.skipif(library() is None, reason="no C compiler")
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("zamba")])  # it multiplies in torch
+def test_a_packed_row_has_the_same_bits_in_any_pass(name: str) -> None:
+    served = as_served(ours(with_large_weights(hybrid(name))))
+    assert is_batch_invariant(served)
+    runs, text = Served(served, choose("auto", DEVICE, row_wise=True)), torch.randint(3, VOCAB, (19,)).tolist()
+    (whole,) = runs.run((0, text, 0))
+    parts = runs.run((1, text[:2], 0))
+    parts += runs.run((1, text[2:10], 3))
+    runs.cursors[1].rollback(9)  # of three drafts one is kept
+    parts[-1] = parts[-1][:6]
+    parts += runs.run((1, [text[8]], 0))
+    parts += runs.run((1, text[9:], 0))
+    assert torch.equal(torch.cat(parts), whole)
 
 
 def test_a_prepared_model_does_without_our_cache_what_it_did() -> None:
@@ -136,7 +154,7 @@ def test_layers_that_do_not_attend_have_no_keys_and_values() -> None:
     assert layout is not None
     assert set(layout.attends) == {2}
     assert len(layout.parts) == 2 * 2, "a convolution and a recurrence in each of two layers"
-    assert StateLayout.of(ours(reference("llama"))) is None
+    assert StateLayout.of(ours(plain("llama"))) is None
 
 
 def test_slots_take_what_the_layout_says() -> None:

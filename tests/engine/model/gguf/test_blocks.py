@@ -44,7 +44,8 @@ def test_codes_are_the_same_numbers(number: int) -> None:
     raw, kind = drawn(number), KINDS[number]
     codes = codes_of(kind, torch.from_numpy(raw))
     assert same_bits(GroupedLinear(codes).dequantised(), gguf.quants.dequantize(raw, Type(number)))
-    held = sum(part.nbytes for part in (codes.codes, codes.scale, codes.offset) if part is not None)
+    parts = (codes.codes, codes.scale, codes.offset, codes.steps, codes.zeros)
+    held = sum(part.nbytes for part in parts if part is not None)
     assert held == size_of_codes(kind) * ROWS * BLOCKS
 
 
@@ -62,10 +63,10 @@ def test_sizes_are_those_of_the_format() -> None:
     assert sizes == {number: gguf.GGML_QUANT_SIZES[Type(number)] for number in KINDS}
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q4_K"])
 def test_codes_take_as_much_memory_as_the_file(name: str) -> None:
     kind = next(kind for kind in KINDS.values() if kind.name == name)
-    assert size_of_codes(kind) == kind.size
+    assert kind.size <= size_of_codes(kind) < 1.03 * kind.size
 
 
 def test_a_matrix_is_cut_into_parts_without_a_trace() -> None:
