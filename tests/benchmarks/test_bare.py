@@ -91,5 +91,9 @@ def test_first_light_starts():
 
 def test_bare_options_are_those_of_the_engine() -> None:
     config = pytest.importorskip("engine.config", reason="the engine's options need pydantic")
-    fields = {name: field.default for name, field in config.EngineConfig.model_fields.items() if name != "target"}
+    fields = {
+        name: field.get_default(call_default_factory=True)
+        for name, field in config.EngineConfig.model_fields.items()
+        if name != "target"
+    }
     assert fields == DEFAULTS

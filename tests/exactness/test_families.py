@@ -41,8 +41,9 @@ def test_equals_generate(saved: Saved, proposer: str, max_batch_tokens: int) -> 
 
 @pytest.mark.parametrize(("proposer", "num_draft"), [("suffix", 8), ("self", 1), ("self", 8)])
 def test_equals_generate_with_fixed_drafts(saved: Saved, proposer: str, num_draft: int) -> None:
-    if AutoConfig.from_pretrained(saved.target).num_hidden_layers == 1:
-        proposer = "ngram"  # one layer has no earlier ones
+    described = AutoConfig.from_pretrained(saved.target)
+    if proposer == "self" and (described.num_hidden_layers == 1 or described.model_type == "falcon"):
+        proposer = "ngram"  # one layer has no earlier ones, and what runs one sequence at a time has no such draft
     drafts = {"proposer": proposer, "num_draft_tokens": num_draft, "speculation": "fixed"}
     assert tokens_of(outputs_of(saved, max_batch_tokens=29, **drafts)) == saved.expected
 
