@@ -133,8 +133,7 @@ class OneByOneRunner:
         self.vocab_size = plain_logits(model, [0]).shape[1]
         self._keeps_tokens = arena.layout.layers == (_TOKENS,)
         self._cache_name = _cache_name(model)
-        takes = inspect.signature(model.forward).parameters
-        self._takes_rows, self._takes_use = "logits_to_keep" in takes, "use_cache" in takes
+        self._takes = inspect.signature(model.forward).parameters.keys()
 
     @torch.inference_mode()
     def forward(self, feeds: Seq[Feed]) -> Tensor:
@@ -147,32 +146,37 @@ class OneByOneRunner:
         ids = torch.tensor(feed.tokens, device=self.device)
         if not self._keeps_tokens:
             layers: list[Any] = [self._layer(i, rows, feed.start) for i in range(len(self.arena.k))]
-            return self._logits(ids, feed.num_logits, {str(self._cache_name): Cache(layers=layers)})
+            return self._logits(ids, feed.start, feed.num_logits, {str(self._cache_name): Cache(layers=layers)})
         tokens = self.arena.k[0][:, 0, 0]
         tokens[rows[feed.start :]] = ids.float()
         if not feed.num_logits:
             return torch.empty((0, self.vocab_size), device=self.device)
-        return self._logits(tokens[rows].long(), feed.num_logits, {})
+        return self._logits(tokens[rows].long(), 0, feed.num_logits, {})
 
     def _layer(self, layer: int, rows: Tensor, start: int) -> CacheLayerMixin | DummyLayer:
         if self.arena.layout.layers[layer] is None:
             return DummyLayer()
         return ArenaLayer(self.arena.k[layer], self.arena.v[layer], rows, start)
 
-    def _logits(self, ids: Tensor, count: int, cache: dict[str, Cache]) -> Tensor:
-        """Logits of the last `count` of the tokens `ids`: `[count, vocab]`."""
-        keywords: dict[str, Any] = {"logits_to_keep": max(1, count)} if self._takes_rows else {}
-        keywords |= {"use_cache": bool(cache)} if self._takes_use else {}
-        logits: Tensor = self.model(input_ids=ids[None], **keywords, **cache).logits[0]
+    def _logits(self, ids: Tensor, start: int, count: int, cache: dict[str, Cache]) -> Tensor:
+        """Logits of the last `count` of the tokens `ids`, which begin at position `start`: `[count, vocab]`."""
+        positions = torch.arange(start, start + len(ids), device=self.device)[None]
+        wanted = {"logits_to_keep": max(1, count), "use_cache": bool(cache), "position_ids": positions}
+        known: dict[str, Any] = {name: value for name, value in wanted.items() if name in self._takes}
+        logits: Tensor = self.model(input_ids=ids[None], **known, **cache).logits[0]
         return logits[len(logits) - count :].float()
 
 
 @torch.inference_mode()
 def plain_logits(model: PreTrainedModel, tokens: Seq[int]) -> Tensor:
-    """Logits of a text alone, by the model's own code without a cache: `[len(tokens), vocab]`."""
+    """Logits of a text alone, by the model's own code without a cache: `[len(tokens), vocab]`.
+
+    Positions are counted from 0, as `generate` does: RoBERTa and its kin would count on from their pad token.
+    """
     takes = inspect.signature(model.forward).parameters
-    keywords = {"use_cache": False} if "use_cache" in takes else {}
-    output: Any = model(input_ids=torch.tensor([list(tokens)], device=model.device), **keywords)
+    wanted = {"use_cache": False, "position_ids": torch.arange(len(tokens), device=model.device)[None]}
+    known: dict[str, Any] = {name: value for name, value in wanted.items() if name in takes}
+    output: Any = model(input_ids=torch.tensor([list(tokens)], device=model.device), **known)
     logits: Tensor = output.logits[0]
     if logits.ndim != 2:
         raise ModelError(

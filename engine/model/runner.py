@@ -146,7 +146,7 @@ def load_model(
 
 
 def _read(read: Callable[..., Any], config: PreTrainedConfig) -> tuple[Any, Any]:
-    """Read a model with our attention; as its class makes it where that has attention or positions of its own."""
+    """Read a model with our attention; one that has attention of its own or insists on a pad token as it is made."""
     own = copy.deepcopy(config)
     try:
         prepare(config)
@@ -156,13 +156,7 @@ def _read(read: Callable[..., Any], config: PreTrainedConfig) -> tuple[Any, Any]
         if not is_attention and not is_pad:
             raise
         return tuple(read(config=own))
-    return tuple(read(config=own)) if _counts_from_pad(model) else (model, report)
-
-
-def _counts_from_pad(model: PreTrainedModel) -> bool:
-    """Whether an embedding of positions counts from the pad token, as RoBERTa's; without one it is of no use."""
-    parts = (module for module in model.modules() if not isinstance(module, nn.Embedding | PreTrainedModel))
-    return any(getattr(module, "padding_idx", 0) is None for module in parts)
+    return model, report
 
 
 @contextmanager

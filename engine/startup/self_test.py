@@ -23,6 +23,7 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.linear.int8 import has_int8
+from engine.model.one_by_one import plain_logits
 from engine.model.runner import ModelRunner
 from engine.recurrent.arena import StateArena, StateLayout
 from engine.types import EMPTY_STATE, StateSpan
@@ -126,10 +127,9 @@ def _plain_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
     """Logits of one sequence alone with transformers' own attention: `[len(tokens), vocab]`."""
     model.set_attn_implementation("eager")
     try:
-        logits: Tensor = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0]
+        return plain_logits(model, tokens)
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
-    return logits.float()
 
 
 def _check_layers(model: PreTrainedModel, layout: KVLayout) -> None:
