@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import Cache, DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout, LayerKV
 from engine.kv.batch import Feed
 
+_NOTHING: Any = getattr(cache_utils, "DummyLayer", None)  # of a layer that keeps nothing; older transformers have none
 _TOKENS = LayerKV(heads=1, key_dim=1, value_dim=1, is_latent=True)  # in float32, which holds all ids below 2**24
 _CACHE_NAMES = ("cache", "past_key_values")  # the second is its name before transformers 5.2x
 _PROBE = 2  # tokens of the pass that records the shapes of keys and values
@@ -74,7 +75,7 @@ _UNKNOWN = LayerKV(0, 0, 0)
 
 def _shape_of(layer: Any) -> LayerKV | None:
     """What a layer of transformers' cache keeps of a position; None if nothing, `_UNKNOWN` if it is something else."""
-    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, _NOTHING):
         return _UNKNOWN
     if layer.keys is None:
         return None
@@ -153,9 +154,9 @@ class OneByOneRunner:
             return torch.empty((0, self.vocab_size), device=self.device)
         return self._logits(tokens[rows].long(), 0, feed.num_logits, {})
 
-    def _layer(self, layer: int, rows: Tensor, start: int) -> CacheLayerMixin | DummyLayer:
+    def _layer(self, layer: int, rows: Tensor, start: int) -> Any:
         if self.arena.layout.layers[layer] is None:
-            return DummyLayer()
+            return _NOTHING()
         return ArenaLayer(self.arena.k[layer], self.arena.v[layer], rows, start)
 
     def _logits(self, ids: Tensor, start: int, count: int, cache: dict[str, Cache]) -> Tensor:
