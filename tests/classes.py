@@ -60,6 +60,8 @@ _INDEXER = {"head_dim": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer
 _MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"vocab_size": 260, "encoder_hash_byte_group_vocab": 64, "patch_size": 4},
+    "blt_local_decoder": {"hidden_size_global": 32},
+    "blt_local_encoder": {"hidden_size_global": 32},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1}
@@ -80,9 +82,10 @@ _MORE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 4},
     "mamba2": {"hidden_size": 32, "expand": 2, "num_heads": 4, "head_dim": 16},
+    "moshi": {"sliding_window": 128},  # its mask has no window: `generate` alone would keep to one
     "qwen4_exp_text": _INDEXER | {"indexer_compress_ratio": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
-    "reformer": {"axial_pos_embds": False, "is_decoder": True},
+    "reformer": {"axial_pos_embds": False, "is_decoder": True, "num_buckets": 4, "hash_seed": 0},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "chunk_size": 64},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}

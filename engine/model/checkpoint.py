@@ -28,6 +28,7 @@ from engine.model.rope import longrope_border
 
 # The errors of transformers and safetensors for a checkpoint that they cannot load.
 _FAULTS = (
+    ImportError,
     OSError,
     ValueError,
     KeyError,

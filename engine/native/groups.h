@@ -1,8 +1,9 @@
 /* Codes in groups against a block of rows (`Groups` in matmul.h). Part of matmul.c.
  *
- * A fed row is [in] int8 and then, for each group, the sum of its inputs as int32: what an offset of the group is multiplied by. A
- * code whose zero is not 0 takes that many times the sum away before the first product, in integers, so that the sums of a
- * group are exact. Floats are multiplied, rounded, and then added, on every processor: results are the same bits on all. */
+ * A fed row is [in] int8 and then, for each group, the sum of its inputs as int32: what an offset of the group is
+ * multiplied by. A code whose zero is not 0 takes that many times the sum away before the first product, in integers, so
+ * that the sums of a group are exact. Floats are multiplied, rounded, and then added, on every processor: results are the
+ * same bits on all. */
 
 #define MIDDLE 8 /* the code of 4 bits that means 0 */
 
@@ -72,7 +73,8 @@ INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, i
                             const int rows, const int bits) {
   const Groups *g = &m->groups;
   const int64_t stride = fed_bytes(m), groups = m->in / g->size;
-  const int has_offset = g->has_offset || g->has_zeros, from = CODES_FROM(bits) + (bits == 4 && !has_offset ? MIDDLE : 0);
+  const int has_offset = g->has_offset || g->has_zeros;
+  const int from = CODES_FROM(bits) + (bits == 4 && !has_offset ? MIDDLE : 0);
   const char *plain = x + m->in, *block = panel;
   floats total[BLOCK][VECTORS];
   EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) total[r][v] = (floats){0};

@@ -116,7 +116,8 @@ typedef void Block(const char *, int64_t, const char *, const char *, int, void 
 
 #if BLOCK == 6
 #define ALL(of, bits) of(1, bits) of(2, bits) of(3, bits) of(4, bits) of(5, bits) of(6, bits)
-#define NAMES(name, bits) {name##_1_##bits, name##_2_##bits, name##_3_##bits, name##_4_##bits, name##_5_##bits, name##_6_##bits}
+#define NAMES(name, bits) \
+  {name##_1_##bits, name##_2_##bits, name##_3_##bits, name##_4_##bits, name##_5_##bits, name##_6_##bits}
 #elif BLOCK == 3
 #define ALL(of, bits) of(1, bits) of(2, bits) of(3, bits)
 #define NAMES(name, bits) {name##_1_##bits, name##_2_##bits, name##_3_##bits}
@@ -209,7 +210,8 @@ void multiply_panels(const Matrix *m, const Product *p, int64_t first, int64_t l
     const char *weights = (const char *)m->panels + panel * size;
     for (int64_t part = 0; part < parts; part++) {
       int64_t row = p->rows * part / parts, count = p->rows * (part + 1) / parts - row;
-      const char *next = parts == 1 ? weights + AHEAD : weights + size + part * lines * (m->groups.size ? LINE : size / LINES);
+      int64_t apart = m->groups.size ? LINE : size / LINES; /* the lines of a step in turn, or parts of the panel */
+      const char *next = parts == 1 ? weights + AHEAD : weights + size + part * lines * apart;
       vec sums[BLOCK * PANEL / LANES];
       meet(m, p, row, count, panel, weights, next, lines, sums);
       for (int64_t r = 0; r < count; r++) finish(m, p, sums + r * (PANEL / LANES), row + r, panel * PANEL);

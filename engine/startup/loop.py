@@ -69,7 +69,7 @@ def _rounds(
 ) -> RoundLoop:
     """Build rounds; a ModelError gives the reason why they cannot run."""
     if not isinstance(target, ModelRunner):
-        raise ModelError("no rounds: its passes have a fixed shape (reproducible), or one sequence each")
+        raise ModelError("no rounds: its passes have a shape of their own (reproducible), or one sequence each")
     why_not, device = _why_not(config, target), target.device
     if why_not is not None:
         raise ModelError(f"no rounds: {why_not}")

@@ -75,7 +75,10 @@ class Ways:
 def _tried(model: PreTrainedModel, ragged: Callable[[PreTrainedModel], Attend]) -> Attend:
     if model.config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001 - there is no public way to read it
         raise ModelError(f"{_name(model)} attends in code of its own, which knows nothing of ragged batches")
-    return ragged(model)
+    try:
+        return ragged(model)
+    except (AttributeError, KeyError, TypeError) as error:  # its config lacks what those of other families have
+        raise ModelError(f"{_name(model)} cannot run a ragged batch: {error!r}") from error
 
 
 def _check_allowed(config: EngineConfig, error: ModelError) -> None:
@@ -96,6 +99,7 @@ def _check_allowed(config: EngineConfig, error: ModelError) -> None:
 
 def _layout_alone(model: PreTrainedModel, error: ModelError) -> KVLayout:
     """What the arena of a model holds that runs one sequence at a time; `error` says why it runs in no other way."""
+    _check_kinds(model)
     use_own_attention(model)
     try:
         plain = plain_logits(model, _tokens(model)[:_LENGTH])
@@ -109,6 +113,12 @@ def _layout_alone(model: PreTrainedModel, error: ModelError) -> KVLayout:
         raise ModelError(f"{error}; one sequence at a time: {told}") from error
     log.warning("%s runs one sequence at a time, which is slower: %s", _name(model), error)
     return layout
+
+
+def _check_kinds(model: PreTrainedModel) -> None:
+    """Refuse by name what shows only in texts longer than those of the self-test."""
+    if "lsh" in (getattr(model.config.get_text_config(), "attn_layers", None) or ()):
+        raise ModelError(f"{_name(model)} has layers of type lsh, which find what to attend to by hashes of the text")
 
 
 def _with_cache(model: PreTrainedModel, plain: Tensor) -> tuple[KVLayout | None, str]:

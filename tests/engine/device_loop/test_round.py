@@ -278,7 +278,8 @@ def sequence_of(asked: Request, pages: list[int]) -> Sequence:
     fixed, coupled = SpeculationMode.FIXED, Verification.COUPLED
     speculation = SpeculationSettings(mode=fixed, num_draft_tokens=4, proposer="model", verification=coupled)
     cursors = [KVCursor(list(pages), len(tokens) - 1) for _ in range(2)]
-    return Sequence(asked, 2**64 - 1 - int(asked.request_id), speculation, LONGEST, frozenset(), tokens, 0, *cursors)
+    seed, (target, draft) = 2**64 - 1 - int(asked.request_id), cursors
+    return Sequence(asked, seed, speculation, LONGEST, frozenset(), tokens, target=target, draft=draft)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
