@@ -1,7 +1,7 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
 .PHONY: help install demo quick test test-lowest test-cuda first-light first-light-2 check check-deploy test-image test-ray \
-	test-clients dashboards features serve proto \
+	test-clients dashboards features classes serve proto \
 	train heads bench loadtest overload chaos survive simulate clean
 .DELETE_ON_ERROR:
 
@@ -110,6 +110,9 @@ dashboards: install ## Write the Grafana dashboards of deploy/grafana/dashboards
 
 features: install ## Run the tests of every option with every proposer; writes docs/features.md
 	$(BIN)/python -m pytest tests/exactness/test_options.py --features docs/features.md
+
+classes: install ## Run a tiny model of every class of causal language models; writes its part of docs/models.md
+	PYTHONPATH=.:proto $(BIN)/python -m tests.class_table docs/models.md
 
 serve: install ## Serve the embedded pair (gRPC on 50051, HTTP on 8000); ARGS="--grpc-port ..." adds options
 	$(BIN)/pilotfish serve $(ARGS)

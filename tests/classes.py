@@ -60,8 +60,9 @@ _INDEXER = {"head_dim": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer
 _MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"vocab_size": 260, "encoder_hash_byte_group_vocab": 64, "patch_size": 4},
-    "blt_local_decoder": {"hidden_size_global": 32},
-    "blt_local_encoder": {"hidden_size_global": 32},
+    "blt_local_decoder": {"hidden_size_global": 32, "vocab_size": 260},
+    "blt_local_encoder": {"hidden_size_global": 32, "vocab_size": 260},
+    "blt_patcher": {"vocab_size": 260},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1}

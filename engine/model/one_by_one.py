@@ -2,7 +2,7 @@
 
 Attention is then transformers' own, with the model's own masks and positions. What a sequence has been fed is in our
 arena all the same, so rollback remains an integer, and the prefix cache, chunks and preemption need to know nothing of
-this. There are two ways, and `OneByOneRunner.of` takes the first that the model has:
+this. There are two ways, which the layout of the arena tells apart:
 
 - *Keys and values.* The model is given a cache that reads and writes rows of the arena.
 - *Tokens.* A model without such a cache (it keeps a state in an object of its own, or transformers feeds it its whole

@@ -56,6 +56,12 @@ def quantise(model: PreTrainedModel, weights: Rounded = "int8") -> None:
     Raises:
         ModelError: a weight has a number that is not finite.
     """
+    _round(model, weights)
+    make_routing_row_wise(model)
+
+
+def _round(model: PreTrainedModel, weights: Rounded) -> None:
+    """Do what `quantise` does, but leave a mixture's routing as it is: modules keep the names that are saved."""
     unstack(model)
     make_row_wise(model)
     head = model.get_output_embeddings()
@@ -148,7 +154,6 @@ def load_quantised(name: str, revision: str | None, dtype: torch.dtype, weights:
         _fill(model, tensors, name, dtype)
         del tensors  # stacked experts may be no mapped file, but memory that rounding frees
     quantise(model, weights)
-    make_routing_row_wise(model)
     return model
 
 
@@ -222,7 +227,7 @@ def save_quantised(name: str, revision: str | None, out: Path, weights: Rounded 
     if already:
         raise ModelError(f"{name!r} has {already} weights already")
     model = load_model(name, revision, "auto", torch.device("cpu"))
-    quantise(model, weights)
+    _round(model, weights)
     out.mkdir(parents=True, exist_ok=True)
     save_file(_tensors_of(model), out / "model.safetensors", metadata={"format": "pt"})
     source = folder_of(name, revision, *_BESIDE_WEIGHTS)

@@ -23,8 +23,7 @@ from models import corpus, embedded_draft, embedded_target
 from tests import zoo
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.float32), reason="needs a C compiler")
-# Its experts are one stacked matrix, which the model multiplies itself.
-FAMILIES = sorted(set(zoo.families()) - {"mixtral"})
+FAMILIES = sorted(zoo.families())
 OFF = SpeculationParams(mode=SpeculationMode.OFF)
 
 

@@ -39,6 +39,9 @@ def fuse(model: PreTrainedModel) -> Counter[str]:
     Weights are joined one module at a time.
     """
     done: Counter[str] = Counter()
+    if not hasattr(model.config.get_text_config(), "hidden_size"):
+        log.info("fused: nothing, as the config names no width")
+        return done
     for name in [name for name, _ in model.named_modules()][:0:-1]:  # inner modules come before outer ones
         module = model.get_submodule(name)
         for group in _GROUPS:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.published.base import CodeParts, IntegerCodes, Weights, expect, pack4, taken, unpack4
+from engine.model.published.base import CodeParts, IntegerCodes, Weights, expect, taken, unpack4
 
 _CODES, _ACTIVATION = ".qweight", ".act.scales"
 _IN_A_WORD = 8  # codes
@@ -69,12 +69,15 @@ def _matrix(path: str, tensors: Mapping[str, Tensor]) -> IntegerCodes:
 
 
 def _parts(codes: Tensor, zeros: Tensor, scales: Tensor) -> CodeParts:
-    packed = pack4(_outputs(codes).t().contiguous())
-    return CodeParts(packed, scales.t().contiguous(), _outputs(zeros).t().int().contiguous())
+    words = codes.t().contiguous()
+    packed = torch.empty(len(words), _IN_A_WORD, words.shape[1] // 2, dtype=torch.uint8)
+    for output, place in enumerate(_PLACES):  # one output of all words at a time: the fastest of several ways
+        low, high = (words[:, i::2] >> 4 * place & 15 for i in (0, 1))
+        packed[:, output] = low | high << 4
+    return CodeParts(packed.flatten(0, 1), scales.t().contiguous(), _zero_points(zeros).t().int().contiguous())
 
 
-def _outputs(words: Tensor) -> Tensor:
-    """int32 `[n, out / 8]` -> uint8 `[n, out]`, the outputs in their own order."""
-    found = unpack4(words.contiguous().view(torch.uint8))
-    words_apart: Tensor = found.unflatten(1, (-1, _IN_A_WORD))
-    return words_apart[..., _PLACES].flatten(1)
+def _zero_points(words: Tensor) -> Tensor:
+    """int32 `[groups, out / 8]` -> uint8 `[groups, out]`, the outputs in their own order."""
+    found: Tensor = unpack4(words.contiguous().view(torch.uint8)).unflatten(1, (-1, _IN_A_WORD))
+    return found[..., _PLACES].flatten(1)

@@ -62,7 +62,7 @@ def test_what_is_rounded_and_what_is_not() -> None:
 def test_a_saved_checkpoint_says_what_it_is(tmp_path: Path) -> None:
     assert cli.main(["quantize", str(embedded_target()), str(tmp_path / "out")]) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["quantization_config"] == {"quant_method": "pilotfish-int8", "version": 1}
+    assert config["quantization_config"] == {"quant_method": "pilotfish-int8", "version": 2}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= {
         path.name for path in (tmp_path / "out").iterdir()
     }
@@ -86,9 +86,9 @@ def test_it_is_refused_with_a_reason(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(ModelError, match="runs on cpu alone; device is cuda"):
         load(config, str(embedded_target()), None, "int8", torch.device("cuda"))
     marked = json.loads((out / "config.json").read_text())
-    marked["quantization_config"]["version"] = 2
+    marked["quantization_config"]["version"] = 99
     (out / "config.json").write_text(json.dumps(marked))
-    with pytest.raises(ModelError, match="version 2"):
+    with pytest.raises(ModelError, match="version 99"):
         load(config, str(out), None, "native", pick_device("cpu"))
 
 

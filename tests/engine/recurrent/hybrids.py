@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -70,7 +69,7 @@ def _named(name: str, **fields: Any) -> PreTrainedConfig:
 
 
 # Classes by name: older versions of transformers have not all of them.
-_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+_FAMILIES: dict[str, partial[PreTrainedConfig]] = {
     "qwen3-next": partial(_named, "Qwen3Next", **_DELTA, **_EXPERTS, head_dim=8),
     "qwen3.5": partial(_named, "Qwen3_5Text", **_DELTA, head_dim=8),
     "qwen3.5-moe": partial(_named, "Qwen3_5MoeText", **_DELTA, **_EXPERTS, head_dim=8),
@@ -158,7 +157,7 @@ _FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "kimi-linear": partial(_named, "KimiLinear", **_KIMI),
     "bailing-hybrid": partial(_named, "BailingHybrid", **_KIMI),
 }
-NAMES = tuple(_FAMILIES)
+NAMES = tuple(name for name, make in _FAMILIES.items() if hasattr(transformers, f"{make.args[0]}Config"))
 
 
 def hybrid(name: str) -> PreTrainedConfig:

@@ -198,8 +198,9 @@ class Averages(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, hidden_states: Tensor, cache: Cache | None = None, **others: object) -> Tensor:
-        out: Tensor = self.inner(hidden_states, cache=cache, **others)
+    def forward(self, hidden_states: Tensor, **others: object) -> Tensor:
+        out: Tensor = self.inner(hidden_states, **others)
+        cache = next((value for value in others.values() if isinstance(value, Cache)), None)
         if cache is not None:
             cache.update_recurrent_state(out.cumsum(1)[:, -1], self.inner.layer_idx)
         return out
