@@ -81,7 +81,8 @@ def held_as(
         raise ModelError("dtype is float16, which is for cuda; on cpu take float32, which holds all numbers of float16")
     on_kernels = quantisation is not None and quantisation.has_integers and device.type == "cpu"
     keeps_codes = on_kernels and asked not in ("dequantised", "fp8")
-    dtype, why = _type(config, name, revision, described, device, weights, multiplies)
+    rounded = quantisation.method if quantisation and keeps_codes and weights == "native" else weights
+    dtype, why = _type(config, name, revision, described, device, rounded, multiplies)
     return HeldPrecision(weights, dtype, why, quantisation, keeps_codes)
 
 
@@ -91,10 +92,10 @@ def _type(
     revision: str | None,
     described: PreTrainedConfig,
     device: torch.device,
-    rounded: Weights,
+    rounded: str,
     multiplies: Multiplies,
 ) -> tuple[torch.dtype, str]:
-    """The type of everything that is not rounded, and why; `rounded` is how matrices of floats will be."""
+    """The type of everything that is not rounded, and why; `rounded` is how matrices are, native if they are not."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype), "as asked for"
     if rounded == "fp8":

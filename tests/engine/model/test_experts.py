@@ -56,7 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"n_routed_experts": 6, "layers_block_type": ["moe", "attention"], **SIX},
     "deepseek_v4": {"n_routed_experts": 6, "swiglu_limit": 0.5, **SIX},
 }
-SERVED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe")  # by attention that all runners know
+SERVED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
 PARTS = pytest.mark.parametrize("kind", KINDS)
 needs_c = pytest.mark.skipif(not multiplies(torch.float32), reason="needs a C compiler")
 pytestmark = pytest.mark.filterwarnings("ignore:The explicitly set RoPE scaling factor")
@@ -262,6 +262,25 @@ def test_without_our_c_a_router_gives_a_row_the_same_bits(monkeypatch: pytest.Mo
             one, many = (router.inner.gate(x[:n]) for n in (1, 37))
     assert all(torch.equal(a, b[:1]) for a, b in zip(one, many, strict=True))
     assert torch.allclose(many[0], want[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("served", [True, False], ids=["in C", "row by row"])
+def test_reproducible_logits_are_the_same_bits_alone_and_drafted_for_in_company(
+    served: bool, dtype: torch.dtype
+) -> None:
+    """Row by row is what runs where our C does not multiply."""
+
+    def logprobs(prompts: list[int], proposer: str) -> Any:
+        model = zoo.ours(plain_model("glm4_moe")).to(dtype)
+        config = EngineConfig(target="x", max_batch_size=8, reproducible=True, proposer=proposer)
+        engine = assemble(config, zoo.as_served(model) if served else model)
+        asked = SamplingParams(max_tokens=NEW_TOKENS, logprobs=3, ignore_eos=True)
+        texts = {str(i): tuple(zoo.prompts()[i]) for i in prompts}
+        requests = [Request(request_id=name, token_ids=text, sampling=asked) for name, text in texts.items()]
+        return fakes.run(engine, requests).logprobs["3"]
+
+    assert logprobs([3], "none") == logprobs([0, 1, 2, 3], "ngram")
 
 
 @pytest.fixture(params=["int8", "int4"])
