@@ -91,6 +91,7 @@ def _check_allowed(config: EngineConfig, error: ModelError) -> None:
         "eagle": config.eagle is not None,
         "self_layers": config.self_layers is not None or config.proposer == "self",
         "adapter": bool(config.adapter),
+        "attention by name": config.attention != "auto",  # it would be transformers' own
     }
     found = next((name for name, is_asked in asked.items() if is_asked), None)
     if found is not None:
