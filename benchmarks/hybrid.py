@@ -4,7 +4,8 @@
 
 The model is a Qwen 3.5 (gated delta rule in three of four layers), a Granite 4 (Mamba 2) or an LFM 2 (short
 convolutions). A step with K drafts is one pass over K + 1 rows, which settles the first and logs the others. It is
-compared, in turns, with the same pass that settles all rows, after which nothing can be taken back. Then a real draft
+compared, in turns, with the same pass that settles all rows, after which nothing can be taken back, and with one that
+first applies as many logged rows again, as after a step whose drafts were all kept. Then a real draft
 model of 160M runs, and its drafts are replaced by some that are accepted at the chosen rate
 (`benchmarks/harness/replay.py`).
 """
@@ -100,12 +101,13 @@ class Rollback:
         self.ways = {
             "all settled": self._feed(tokens, stop),
             "drafts logged": self._feed(tokens, CONTEXT + 1),
+            "drafts logged, as many replayed": self._feed(tokens, CONTEXT + 1, CONTEXT - drafts),
         }
         self.megabytes = layout.bytes_per_slot(drafts) / 1e6
 
     @staticmethod
-    def _feed(tokens: Sequence[int], settled: int) -> Feed:
-        return Feed(tokens, CONTEXT, [0], len(tokens), state=StateSpan(1, CONTEXT, 2, settled))
+    def _feed(tokens: Sequence[int], settled: int, base: int = CONTEXT) -> Feed:
+        return Feed(tokens, CONTEXT, [0], len(tokens), state=StateSpan(1, base, 2, settled))
 
     def measure(self, rounds: int) -> dict[str, float]:
         """Return milliseconds of each way: medians over rounds, in which the ways take turns."""

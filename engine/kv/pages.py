@@ -143,7 +143,6 @@ class PagePool:
     def find(self, tokens: Seq[int], salt: Hashable) -> list[int]:
         """The cached pages that hold the beginning of `tokens`, in order; they never cover the newest token."""
         found: list[int] = []
-        numbers: list[int] = []
         before: Hashable = ("salt", salt)
         while self.prefix_cache and (len(found) + 1) * self.page_size < len(tokens):
             page = self._pages.get((before, self._span(tokens, len(found))))
@@ -151,8 +150,9 @@ class PagePool:
                 break
             found.append(page)
             before = self._entries[page].number
-            numbers.append(self._entries[page].number)
-        return found if self.states is None else found[: self.states.num_covered(numbers)]
+        if self.states is None:
+            return found
+        return found[: self.states.num_covered([self._entries[page].number for page in found])]
 
     def num_kept(self, pages: Iterable[int]) -> int:
         """How many of these pages are kept only by the prefix cache, and so count as free."""

@@ -22,16 +22,20 @@ from collections.abc import Sequence as Seq
 from engine.types import EMPTY_STATE, KVCursor, StateSlot
 
 
+def slots_per_sequence(*, snapshots: bool) -> int:
+    """Slots that a sequence may write: one is read, one written; with `snapshots` one more, for page boundaries."""
+    return 3 if snapshots else 2
+
+
 class StatePool:
     """The slots of one arena of states: each is free, or held by sequences, or kept with a page of the prefix cache.
 
-    A sequence holds `per_sequence` slots that it may write: one that is read, one that is written, and with a prefix
-    cache one for the state at the newest page boundary.
+    With `snapshots` the prefix cache keeps the states at page boundaries.
     """
 
     def __init__(self, num_slots: int, log_rows: int, *, snapshots: bool) -> None:
         self.num_slots, self.log_rows = num_slots, log_rows
-        self.per_sequence = 3 if snapshots else 2
+        self.per_sequence = slots_per_sequence(snapshots=snapshots)
         self._snapshots = snapshots
         self._free = set(range(num_slots)) - {EMPTY_STATE}
         self._holders = [0] * num_slots  # cursors that hold or read it

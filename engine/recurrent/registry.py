@@ -51,45 +51,6 @@ class StateRules(Protocol):
         ...
 
 
-class _Compiled:
-    """Our C, where it runs rows of these sizes."""
-
-    def conv(
-        self,
-        states: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        plan: ScanPlan,
-    ) -> Tensor:
-        return _for(x, weight.shape[1]).conv(states, x, weight, bias, activation, plan)
-
-    def gated_delta(
-        self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan
-    ) -> Tensor:
-        return _for(v, k.shape[2]).gated_delta(states, q, k, v, g, beta, plan)
-
-    def kimi_delta(
-        self, states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan
-    ) -> Tensor:
-        return _for(v, k.shape[2]).kimi_delta(states, q, k, v, g, beta, plan)
-
-    def mamba2(
-        self, states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan
-    ) -> Tensor:
-        return _for(x, b.shape[2]).mamba2(states, x, dt, a, b, c, d, plan)
-
-    def mamba1(
-        self, states: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, plan: ScanPlan
-    ) -> Tensor:
-        return _for(x, b.shape[1]).mamba1(states, x, dt, a, b, c, d, plan)
-
-
-def _for(rows: Tensor, depth: int) -> StateRules:
-    return native if native.fits(rows, depth) else rules
-
-
 def choose(device: torch.device) -> StateRules:
-    """The fastest rules for a device: our C on a CPU, or else plain torch."""
-    return _Compiled() if device.type == "cpu" else rules
+    """The fastest rules for a device: our C on a CPU, for the rows that it runs, or else plain torch."""
+    return native if device.type == "cpu" else rules

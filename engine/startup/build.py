@@ -99,12 +99,13 @@ def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     device = pick_device(config.device)
     target, ranks = _load_target(config, device, progress)
     assert ranks is not None, "a share of a whole target"
+    # In the order of `assemble`: the passes of the self-test are of all ranks together.
+    ways = Ways.of(config, target, None, partial(_ragged, config, row_wise=is_batch_invariant(target)))
     ranks.minimum(kv_gib(config, device, target.config))
     num_pages, page_size = ranks.receive()
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
     progress(f"rank {ranks.place.rank} follows")
-    no_states = StatePlan.of(config, {}, 0)
-    return partial(worker_loop, ranks, _runner(config, target, make_arena, no_states))
+    return partial(worker_loop, ranks, _runner(config, target, make_arena, StatePlan.of(config, {}, 0), ways))
 
 
 def _load_target(
@@ -209,7 +210,10 @@ def assemble(
     """
     _check_reproducible(config, target.device)
     tap = Tap(target) if config.medusa or config.eagle else None  # before the self-test, which shows that it works
-    ways = Ways.of(config, target, draft, partial(_ragged, config, row_wise=is_batch_invariant(target)))
+    # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
+    needs_tiles = config.reproducible and not is_batch_invariant(target)
+    tiled = target if needs_tiles else None
+    ways = Ways.of(config, target, draft, partial(_ragged, config, tiled=tiled, row_wise=is_batch_invariant(target)))
     drafters = Drafters.load(config, target, draft, vocab, ways, tap)
     # After a draft of the target's own layers was copied: it has none.
     adapters = _adapters(config, target, ranks, ways)
@@ -217,12 +221,10 @@ def assemble(
     limit, page_size, num_pages, states = sizes.limit, sizes.page_size, sizes.num_pages, sizes.states
     spare = page_size if wants_rounds(config, target.device) else 0  # rows for what rounds write without a sequence
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device, spare_rows=spare)
-    # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
-    needs_tiles = config.reproducible and not is_batch_invariant(target)
-    make_runner = partial(_tiled_runner, tap=tap) if needs_tiles else partial(_runner, ways=ways)
+    make_runner = partial(_tiled_runner, tap=tap) if needs_tiles else _runner
     if ranks is not None:
         ranks.broadcast([num_pages, page_size])
-    runner: Runner = make_runner(config, target, make_arena, states, adapters=adapters)
+    runner: Runner = make_runner(config, target, make_arena, states, ways, adapters=adapters)
     runner = runner if ranks is None else ShardedRunner(runner, ranks)
     # Under the coupled rule the bits of a draft change no output, so only the target runs in slower fixed-shape passes.
     row_wise = is_batch_invariant(target)
@@ -358,20 +360,26 @@ def _runner(
     model: PreTrainedModel,
     make_arena: Callable[..., KVArena],
     states: StatePlan,
+    ways: Ways,
     adapters: Adapters | None = None,
-    ways: Ways | None = None,
 ) -> Runner:
-    if ways is not None and model in ways.alone:
+    if model in ways.alone:
         return OneByOneRunner(model, make_arena(ways.alone[model]))
+    arena = make_arena(layout_of(config, model))
+    return ModelRunner(model, arena, ways.attends[model], adapters, states.arena(TARGET, model.device))
+
+
+def _ragged(
+    config: EngineConfig, model: PreTrainedModel, *, row_wise: bool, tiled: PreTrainedModel | None = None
+) -> attention.Attend:
+    """The attention with which this process's shard of a model passes the self-test of ragged batches.
+
+    `tiled` is a model whose passes are tiles of one shape, for which there is one attention.
+    """
     layout = layout_of(config, model)
-    attend = None if ways is None else ways.attends.get(model)
-    attend = attend or _attention(config, model, layout, row_wise=is_batch_invariant(model))
-    return ModelRunner(model, make_arena(layout), attend, adapters, states.arena(TARGET, model.device))
-
-
-def _ragged(config: EngineConfig, model: PreTrainedModel, *, row_wise: bool) -> attention.Attend:
-    """The attention with which this process's shard of a model passes the self-test of ragged batches."""
-    return _attention(config, model, layout_of(config, model), row_wise=row_wise)
+    if model is not tiled:
+        return _attention(config, model, layout, row_wise=row_wise)
+    return attention.fitting("fixed", model.device, partial(check_ragged_contract, model, layout))
 
 
 def _attention(config: EngineConfig, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:
@@ -385,12 +393,12 @@ def _tiled_runner(
     model: PreTrainedModel,
     make_arena: Callable[..., KVArena],
     states: StatePlan,
+    ways: Ways,
     tap: Tap | None,
     adapters: Adapters | None = None,
 ) -> Runner:
     layout = layout_of_model(model)
-    attend = attention.fitting("fixed", model.device, partial(check_ragged_contract, model, layout))
     ensure_batch_invariance(model, layout)
     arena = make_arena(layout, spare_rows=TILE)
-    inner = ModelRunner(model, arena, attend, adapters, states.arena(TARGET, model.device))
+    inner = ModelRunner(model, arena, ways.attends[model], adapters, states.arena(TARGET, model.device))
     return FixedShapeRunner(inner, scratch=arena.num_pages, tap=tap, scratch_state=states.scratch)

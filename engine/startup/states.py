@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.errors import ModelError
-from engine.kv.states import StatePool
+from engine.kv.states import StatePool, slots_per_sequence
 from engine.recurrent.arena import StateArena, StateLayout
 from engine.startup.memory import GIB
 
@@ -47,9 +47,9 @@ class StatePlan:
         log_rows, most = max(1, config.num_draft_tokens), config.max_batch_size
         each = {name: layout.bytes_per_slot(log_rows) for name, layout in layouts.items()}
         target, drafts = each.pop(TARGET, 0), sum(each.values())
-        own = 3 if config.prefix_cache else 2  # as in StatePool.per_sequence
+        own, own_draft = (slots_per_sequence(snapshots=kept) for kept in (config.prefix_cache, False))
         budget = int(memory * GIB * _SHARE) - _SPARE * (target + drafts)
-        one = own * target + 2 * drafts
+        one = own * target + own_draft * drafts
         if layouts and budget < one:
             raise ModelError(
                 f"kv_memory is {memory} GiB, and states take at most half of it; those of one sequence take {one} "
@@ -58,7 +58,11 @@ class StatePlan:
         running = min(most, budget // one) if layouts else 0
         kept = min(2 * most, (budget - running * one) // target) if target and config.prefix_cache else 0
         return cls(
-            layouts, _SPARE + running * own + kept, _SPARE + running * 2, log_rows, snapshots=config.prefix_cache
+            layouts,
+            _SPARE + running * own + kept,
+            _SPARE + running * own_draft,
+            log_rows,
+            snapshots=config.prefix_cache,
         )
 
     @property
