@@ -100,7 +100,7 @@ def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     target, ranks = _load_target(config, device, progress)
     assert ranks is not None, "a share of a whole target"
     # In the order of `assemble`: the passes of the self-test are of all ranks together.
-    ways = Ways.of(config, target, None, partial(_ragged, config, row_wise=is_batch_invariant(target)))
+    ways = Ways.of(config, target, None, partial(_ragged, config, target, row_wise=is_batch_invariant(target)))
     ranks.minimum(kv_gib(config, device, target.config))
     num_pages, page_size = ranks.receive()
     make_arena = partial(KVArena, num_pages=num_pages, page_size=page_size, device=target.device)
@@ -212,8 +212,8 @@ def assemble(
     tap = Tap(target) if config.medusa or config.eagle else None  # before the self-test, which shows that it works
     # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
     needs_tiles = config.reproducible and not is_batch_invariant(target)
-    tiled = target if needs_tiles else None
-    ways = Ways.of(config, target, draft, partial(_ragged, config, tiled=tiled, row_wise=is_batch_invariant(target)))
+    ragged = partial(_ragged, config, target, needs_tiles=needs_tiles, row_wise=is_batch_invariant(target))
+    ways = Ways.of(config, target, draft, ragged)
     drafters = Drafters.load(config, target, draft, vocab, ways, tap)
     # After a draft of the target's own layers was copied: it has none.
     adapters = _adapters(config, target, ranks, ways)
@@ -370,16 +370,23 @@ def _runner(
 
 
 def _ragged(
-    config: EngineConfig, model: PreTrainedModel, *, row_wise: bool, tiled: PreTrainedModel | None = None
+    config: EngineConfig,
+    target: PreTrainedModel,
+    model: PreTrainedModel,
+    *,
+    row_wise: bool,
+    needs_tiles: bool = False,
 ) -> attention.Attend:
-    """The attention with which this process's shard of a model passes the self-test of ragged batches.
+    """The attention with which the target, or this process's shard of it, or a draft passes the self-test.
 
-    `tiled` is a model whose passes are tiles of one shape, for which there is one attention.
+    `needs_tiles`: passes of the target are tiles of one shape, for which there is one attention.
     """
-    layout = layout_of(config, model)
-    if model is not tiled:
-        return _attention(config, model, layout, row_wise=row_wise)
-    return attention.fitting("fixed", model.device, partial(check_ragged_contract, model, layout))
+    if model is not target:  # every rank that drafts holds a whole draft
+        return _attention(config, model, layout_of_model(model), row_wise=row_wise)
+    layout = layout_of(config, target)
+    if not needs_tiles:
+        return _attention(config, target, layout, row_wise=row_wise)
+    return attention.fitting("fixed", target.device, partial(check_ragged_contract, target, layout))
 
 
 def _attention(config: EngineConfig, model: PreTrainedModel, layout: KVLayout, *, row_wise: bool) -> attention.Attend:

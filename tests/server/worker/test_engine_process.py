@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, ModelError
 from engine.params import Guided
+from engine.text import guided as guided_text
 from engine.text.guided import COMPILE_SECONDS
 from models import embedded_target
 from pilotfish.v1 import control_pb2
@@ -424,13 +426,15 @@ async def test_the_log_of_both_is_one(capfd):
     assert "ZeroDivisionError" in failure["error"]
 
 
-def test_a_structure_that_its_caller_has_waited_for_may_take_longer_in_the_engines_process():
+def test_a_structure_that_its_caller_has_waited_for_may_take_longer_in_the_engines_process(monkeypatch):
     """There it compiles again, beside the prompts of all interrupted streams: that must not end its request."""
     engine, config = FakeEngine(), EngineConfig(target=str(embedded_target()))
     engine.vocab_size = 2048
-    guided = Guided(regex="[ab]{3}")
+    guided, waits, compiles = Guided(regex="[ab]{3}"), threading.Event(), guided_text._compile
+    monkeypatch.setattr(guided_text, "_compile", lambda *args: waits.wait(60) and compiles(*args))
     with pytest.raises(InvalidRequest, match="did not compile within 0 s"):
         ServedModel.around(engine, config, "cpu", compile_seconds=0.0).compile_grammar(guided)
+    waits.set()
     assert ServedModel.around(engine, config, "cpu", compile_seconds=60.0).compile_grammar(guided).start()
     assert engine_process.LOAD.keywords["compile_seconds"] > COMPILE_SECONDS
 
