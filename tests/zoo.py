@@ -33,7 +33,7 @@ from engine.model.runner import prepare
 
 VOCAB = 97
 END = 2
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -90,7 +90,7 @@ _DELTA = {
     "linear_value_head_dim": 8,
     "head_dim": 16,
 }
-_DEEPSEEK = LATENT | _EXPERTS | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+DEEPSEEK = LATENT | _EXPERTS | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 _GEMMA_N = {
     "num_hidden_layers": 6,
     "head_dim": 8,
@@ -118,8 +118,8 @@ _BY_KIND: dict[str, tuple[str, dict[str, object]]] = {
         {"head_dim": 16, "sliding_window": 9, "layer_types": _ALTERNATING, "num_local_experts": 4,
          "num_experts_per_tok": 2},
     ),
-    "deepseek-v2": ("deepseek_v2", _DEEPSEEK | {"topk_method": "group_limited_greedy", "q_lora_rank": None}),
-    "deepseek-v3": ("deepseek_v3", _DEEPSEEK),
+    "deepseek-v2": ("deepseek_v2", DEEPSEEK | {"topk_method": "group_limited_greedy", "q_lora_rank": None}),
+    "deepseek-v3": ("deepseek_v3", DEEPSEEK),
     "llama-4": ("llama4_text", LLAMA_4),
     "gemma-3n": (
         "gemma3n_text",
@@ -172,12 +172,12 @@ _BY_KIND: dict[str, tuple[str, dict[str, object]]] = {
 def configs() -> dict[str, PreTrainedConfig]:
     """One config per family; grouped heads, learned and rotary positions, norms on q and k, windows, softcaps."""
     return {
-        "llama": LlamaConfig(**_COMMON),
+        "llama": LlamaConfig(**COMMON),
         "gpt2": GPT2Config(**_GPT2),
         "opt": OPTConfig(**_OPT),
-        "qwen3": Qwen3Config(**_COMMON, head_dim=16),
-        "mistral": MistralConfig(**_COMMON, sliding_window=9),
-        "gemma2": Gemma2Config(**_COMMON, head_dim=16, sliding_window=9, query_pre_attn_scalar=7),
+        "qwen3": Qwen3Config(**COMMON, head_dim=16),
+        "mistral": MistralConfig(**COMMON, sliding_window=9),
+        "gemma2": Gemma2Config(**COMMON, head_dim=16, sliding_window=9, query_pre_attn_scalar=7),
     }
 
 
@@ -186,24 +186,24 @@ BORDER = 32  # where the longrope config changes its table
 
 def families() -> dict[str, PreTrainedConfig]:
     """The ones above, and other shapes and switches of layers like theirs."""
-    gemma = {**_COMMON, "head_dim": 16}
+    gemma = {**COMMON, "head_dim": 16}
     return configs() | {
-        "llama-tied": LlamaConfig(**_COMMON, tie_word_embeddings=True),
-        "llama-3": LlamaConfig(**_COMMON, rope_parameters=_LLAMA_3_ROPE),
-        "tinyllama-1.1b": LlamaConfig(**_COMMON | {"hidden_size": 64, "num_attention_heads": 16}),
+        "llama-tied": LlamaConfig(**COMMON, tie_word_embeddings=True),
+        "llama-3": LlamaConfig(**COMMON, rope_parameters=_LLAMA_3_ROPE),
+        "tinyllama-1.1b": LlamaConfig(**COMMON | {"hidden_size": 64, "num_attention_heads": 16}),
         "llama-160m": LlamaConfig(
-            **_COMMON | {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 12}, attention_bias=False
+            **COMMON | {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 12}, attention_bias=False
         ),
         "distilgpt2": GPT2Config(**_GPT2 | {"n_layer": 1}),
         "opt-350m": OPTConfig(**_OPT | {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
         "opt-1.3b": OPTConfig(**_OPT | {"hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 8}),
-        "phi3": Phi3Config(**_COMMON, pad_token_id=0, original_max_position_embeddings=128, sliding_window=20),
+        "phi3": Phi3Config(**COMMON, pad_token_id=0, original_max_position_embeddings=128, sliding_window=20),
         "phi3-longrope": longrope(),
-        "qwen2": Qwen2Config(**_COMMON),
-        "qwen2-window": Qwen2Config(**_COMMON, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+        "qwen2": Qwen2Config(**COMMON),
+        "qwen2-window": Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=9, max_window_layers=1),
         "gemma": GemmaConfig(**gemma),
         "gemma3": Gemma3TextConfig(**gemma, sliding_window=9, query_pre_attn_scalar=7, layer_types=_ALTERNATING),
-        "mixtral": MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
+        "mixtral": MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
     }
 
 
@@ -219,7 +219,7 @@ def every_family() -> dict[str, PreTrainedConfig]:
 
 def config_of(kind: str, **extra: object) -> PreTrainedConfig:
     """A tiny config of any model type; windows and chunks in `extra` should be shorter than the prompts."""
-    common = {} if "n_embd" in extra else _COMMON  # such types have names of their own for the common sizes
+    common = {} if "n_embd" in extra else COMMON  # such types have names of their own for the common sizes
     own = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
     return AutoConfig.for_model(kind, **common | own | extra)
 
@@ -227,7 +227,7 @@ def config_of(kind: str, **extra: object) -> PreTrainedConfig:
 def longrope(border: int = BORDER) -> PreTrainedConfig:
     """Phi-3 with two rotary tables, the second for sequences longer than `border`."""
     return Phi3Config(
-        **_COMMON,
+        **COMMON,
         pad_token_id=0,
         original_max_position_embeddings=border,
         rope_parameters={

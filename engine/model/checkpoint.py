@@ -25,6 +25,7 @@ from engine.model.gguf.architectures import config_of
 from engine.model.gguf.files import gguf_file, open_gguf
 from engine.model.gguf.tokenizer import chat_template_in
 from engine.model.rope import longrope_border
+from engine.model.text_part import text_part
 
 # The errors of transformers and safetensors for a checkpoint that they cannot load.
 _FAULTS = (
@@ -54,6 +55,8 @@ _LONGEST_COMPLAINT = 300  # characters; some messages of transformers list every
 def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     """Read the config of a causal language model, without running the checkpoint's own code.
 
+    Of a model that also sees or hears it is the config of its language model.
+
     Raises:
         ModelError: there is no config, or it describes another kind of model.
     """
@@ -63,7 +66,7 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise ModelError(f"cannot load model {name!r}: there is no such folder")
     with told_as_model_error(name):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        config = text_part(AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False))
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(f"{name!r} is a {config.model_type} model, which is no causal language model")
     if config.is_encoder_decoder or getattr(config.get_text_config(), "add_cross_attention", False):

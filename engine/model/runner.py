@@ -37,6 +37,7 @@ from engine.model.checkpoint import (
 from engine.model.linear.int8 import matmul_shape
 from engine.model.rope import install_tables
 from engine.model.temperature import install_temperatures
+from engine.model.text_part import names_in_whole
 from engine.recurrent.arena import StateArena, StateLayout
 
 
@@ -128,7 +129,7 @@ def load_model(
     for path in sorted(Path(name).glob("*.safetensors")):
         check_whole(path)
     stays_mapped = device.type == "cpu" and dtype in ("auto", named_type(config))
-    with told_as_model_error(name), nullcontext() if stays_mapped else _tensors_told():
+    with told_as_model_error(name), _rest_untold(config), nullcontext() if stays_mapped else _tensors_told():
         read = partial(
             AutoModelForCausalLM.from_pretrained,
             name,
@@ -138,6 +139,7 @@ def load_model(
             trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `check_complete` reports them in a clearer message
+            key_mapping=names_in_whole(config),
             distributed_config=DistributedConfig(tp_size=shares) if shares > 1 else None,
         )
         model, report = _read(read, config)
@@ -157,6 +159,18 @@ def _read(read: Callable[..., Any], config: PreTrainedConfig) -> tuple[Any, Any]
             raise
         return tuple(read(config=own))
     return model, report
+
+
+@contextmanager
+def _rest_untold(config: PreTrainedConfig) -> Iterator[None]:
+    """Where only the language model of a checkpoint is loaded, keep transformers from listing all other weights."""
+    before = logging.get_verbosity()
+    if names_in_whole(config) is not None:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from engine.model.published.files import read_tensors
 from engine.model.published.gguf import weights_in
 from engine.model.published.methods import Quantisation, without_quantisation
 from engine.model.runner import prepare
+from engine.model.text_part import as_if_alone
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,9 @@ def read_weights(
         ModelError: a tensor is missing, or of another shape or type.
     """
     gguf = open_gguf(name, revision)
-    return quantisation.read(read(name, revision)) if gguf is None else weights_in(gguf)
+    if gguf is not None:
+        return weights_in(gguf)
+    return as_if_alone(read_config(name, revision), quantisation.read(read(name, revision)))
 
 
 def fill(

@@ -1,0 +1,68 @@
+"""The language model inside a checkpoint that also sees or hears: its config, and its weights' names as if alone.
+
+Only text is served, so the other parts need neither memory nor the libraries that prepare their inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+# Text parts that have no class of their own, and the families that compute the same from text alone: all three
+# coordinates of a token's position are then equal, so rotary tables by coordinate are the usual ones.
+_SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+# What the language model is called inside of the whole, in old and new checkpoints; without what follows, alone.
+_NAMES = {r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head.",
+          r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model."}  # fmt: skip
+_Weight = TypeVar("_Weight")
+
+
+def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the language model inside of `config`, or `config` itself where transformers knows no such part.
+
+    Of the whole it has the end tokens, the type of weights, the quantisation and whether the head is the embedding.
+    """
+    text = config.get_text_config(decoder=True)
+    kind = _SAME_AS.get(text.model_type, text.model_type)
+    if text is config or config.is_encoder_decoder or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return config
+    part = copy.deepcopy(text) if kind == text.model_type else _same(text, kind)
+    for name in ("dtype", "eos_token_id", "quantization_config"):
+        if getattr(config, name, None) is not None:
+            setattr(part, name, getattr(config, name))
+    part.tie_word_embeddings = config.tie_word_embeddings  # where both are stored, transformers takes both
+    part.part_of = config.model_type
+    return part
+
+
+def names_in_whole(config: PreTrainedConfig) -> dict[str, str] | None:
+    """Regular expressions for names of weights in the whole, with what they become; None if `config` is no part."""
+    return _NAMES if getattr(config, "part_of", None) else None
+
+
+def as_if_alone(config: PreTrainedConfig, weights: Mapping[str, _Weight]) -> dict[str, _Weight]:
+    """Rename weights of the whole as if its language model were alone; of other models they keep their names."""
+    rules = names_in_whole(config) or {}
+    return {_renamed(name, rules): weight for name, weight in weights.items()}
+
+
+def _renamed(name: str, rules: Mapping[str, str]) -> str:
+    found = (re.sub(rule, becomes, name) for rule, becomes in rules.items() if re.match(rule, name))
+    return next(found, name)
+
+
+def _same(text: PreTrainedConfig, kind: str) -> PreTrainedConfig:
+    rope = dict(text.rope_parameters)
+    for name in ("mrope_section", "mrope_interleaved"):
+        rope.pop(name, None)
+    if rope.get("rope_type") == "mrope":
+        rope["rope_type"] = "default"
+    fields = text.to_dict() | {"rope_parameters": rope}
+    fields.pop("model_type")
+    part: PreTrainedConfig = AutoConfig.for_model(kind, **fields)
+    return part
