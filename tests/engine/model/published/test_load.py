@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import GPT2Config, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoConfig, GPT2Config, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
@@ -327,3 +327,18 @@ def test_end_tokens_are_those_of_its_generation_config(tmp_path: Path) -> None:
     published.publish(tmp_path, published.CONFIGS["llama"], form("gptq"))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
     assert loaded(tmp_path).generation_config.eos_token_id == [5, 7]
+
+
+def test_codes_of_the_language_model_of_a_checkpoint_that_also_sees(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("mistral", **published.SIZES)
+    want = published.publish(tmp_path, config, form("awq")).state_dict()
+    file, inside = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    tensors = {f"language_model.{key}": value for key, value in load_file(file).items()}
+    save_file(tensors | {"vision_tower.ln_pre.weight": torch.ones(4)}, file, metadata={"format": "pt"})
+    settings, tied = inside.pop("quantization_config"), {"tie_word_embeddings": False}
+    whole = {"model_type": "mistral3", "text_config": inside, "quantization_config": settings, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(whole | tied))
+    got = loaded(tmp_path, "dequantised").state_dict()
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    assert isinstance(loaded(tmp_path).model.layers[0].mlp.up_proj, GroupedLinear)
