@@ -24,7 +24,7 @@ EMPTY_STATE = 0  # the slot of the state that every sequence begins with: zeros,
 
 @dataclass(slots=True)
 class StateSlot:
-    """A slot that holds the state of one sequence at position `base`, and the inputs of positions `base .. end - 1`."""
+    """A slot that holds the state of one sequence at position `base`, and a log of positions `base .. end - 1`."""
 
     slot: int
     base: int = -1  # nothing yet
@@ -36,9 +36,9 @@ class StateSlot:
 class StateSpan:
     """What a pass does with the state of one sequence (`engine/kv/states.py`).
 
-    It reads slot `read`, which holds the state at `base`, and applies the logged inputs up to its own first position.
-    If `settled` is beyond `base`, it writes the state at `settled` to slot `write`, and the inputs from there on to the
-    log of that slot; else `write` is `read`, and the inputs are appended to the log there. `snapshot` is a second slot
+    It reads slot `read`, which holds the state at `base`, and applies its log up to its own first position.
+    If `settled` is beyond `base`, it writes the state at `settled` to slot `write`, and logs the tokens from there on
+    in that slot; else `write` is `read`, and the tokens are appended to the log there. `snapshot` is a second slot
     to write, and its position.
     """
 

@@ -18,17 +18,19 @@ _PART, _MOST_PARTS = 1 << 20, 2048  # bytes of a part at least; parts of a file 
 
 
 def fingerprint(config: EngineConfig, dtype: str) -> str:
-    """Return 16 hexadecimal digits that depend on the target's files and on the type of its weights and activations.
+    """Return 16 hexadecimal digits that depend on the target's files and on the types of weights, activations and K/V.
 
     Small files are read whole, weights in samples: of each MiB 4 KiB, of large files fewer. Drafts do not count,
     nor does the machine: float results of two kinds of machines may differ in the last bits.
     """
-    digest = hashlib.blake2b(f"{VERSION} {config.weights} {dtype}".encode(), digest_size=8)
+    kept = "" if config.kv_cache_dtype == "auto" else f" {config.kv_cache_dtype}"
+    digest = hashlib.blake2b(f"{VERSION} {config.weights} {dtype}{kept}".encode(), digest_size=8)
     gguf = open_gguf(config.target, config.revision)
     if gguf is not None:
         with gguf.path.open("rb") as file:
             digest.update(file.read(gguf.header_bytes))
-        digest.update(_sampled(gguf.path))
+        for part in gguf.paths:
+            digest.update(_sampled(part))
         return digest.hexdigest()
     path = find_file(config.target, "config.json", config.revision)
     folder = Path(config.target) if path is None else path.parent

@@ -24,7 +24,8 @@ def codes(
     blocks = 1 if "two" in form else groups
     scale = (torch.rand(outputs, blocks, generator=draw) * 2 - 1).to(dtype)
     scale[0], scale[-1, 0] = 2.0**-14, 2.0**-24  # the least in whole steps and at all, of float16
-    low, high, kind, width = (0, 256, torch.uint8, inputs // 2) if bits == 4 else (-128, 128, torch.int8, inputs)
+    low, high, kind = (-128, 128, torch.int8) if bits == 8 else (0, 256 if bits == 4 else 1 << bits, torch.uint8)
+    width = inputs // 2 if bits == 4 else inputs
     numbers = torch.randint(low, high, (outputs, width), generator=draw, dtype=kind)
     numbers[0], numbers[-1] = low, high - 1
     offset = torch.randn(outputs, blocks, generator=draw).to(dtype) if "offset" in form else None

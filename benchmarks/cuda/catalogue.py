@@ -35,15 +35,16 @@ class Part:
 
 
 FIRST_LIGHT = (
-    Part("card", "card.ceilings", "Card, versions, ceilings", 20, 5),
-    Part("attention", "parts.checks.attention", "Attention against its reference", 70, 45),
+    Part("card", "card.ceilings", "Card, versions, ceilings", 15, 5),
+    Part("attention", "parts.checks.attention", "Attention against its reference", 60, 45),
     Part("kernels", "parts.checks.others", "Other kernels against their reference", 45, 25),
-    Part("tokens", "parts.tokens.compare", "Tokens of rounds, plain steps and transformers", 70, 45),
+    Part("families", "parts.families.compare", "Sinks, chunks, latents and experts", 60, 50),
+    Part("tokens", "parts.tokens.compare", "Tokens of rounds, plain steps and transformers", 60, 45),
     Part("waits", "parts.waits.count", "Synchronisations in the steady loop", 30, 20),
-    Part("plain", "parts.decoding.plain", "Plain decoding against its limit", 55, 30),
-    Part("rounds", "parts.decoding.rounds", "Rounds against theirs", 75, 50),
-    Part("speed", "parts.kernels.attention", "Attention against a copy", 30, 15),
-    Part("profile", "parts.profiles.write", "Kernels of a step, by time", 45, 30),
+    Part("plain", "parts.decoding.plain", "Plain decoding against its limit", 45, 30),
+    Part("rounds", "parts.decoding.rounds", "Rounds against theirs", 60, 50),
+    Part("speed", "parts.kernels.attention", "Attention against a copy", 25, 15),
+    Part("profile", "parts.profiles.write", "Kernels of a step, by time", 40, 30),
     Part("tuning", "parts.tuning.sweep", "Tuning of attention", 85, 80),
 )
 FIRST_LIGHT_2 = (

@@ -109,6 +109,10 @@ def _batch(lab: Lab, running: dict[Peer, Remote], batch: int, memory: Memory) ->
             first[name] = run()
         except NotMeasured as error:
             yield labels[name] | {"remark": f"not measured: {error}"}
+    if not any(labels[name]["is_ours"] for name in first):
+        why = "first turns alone: nothing of ours runs beside it"
+        yield from (labels[name] | {"tokens_per_second": turn.speed, "remark": why} for name, turn in first.items())
+        return
     left = {name: ways[name] for name in _worth_while(first, ways, labels)}
     bandwidths: list[float] = []
 

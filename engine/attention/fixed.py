@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from engine.attention.reference import arena_rows, hidden_from
 from engine.attention.spec import AttentionSpec
 from engine.kv.batch import RaggedBatch
+from engine.kv.rounded import floats_of, width_of
 
 BLOCK = 64
 ROWS = 4  # a verified sequence has K + 1, a decoding one 1: more would mostly be padding
@@ -58,13 +59,14 @@ def attend(
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
     floor = q.new_full(q.shape[:3], _MASKED) if spec.sinks is None else _sinks(spec.sinks, q)
     weights, largest = _exp(scores.masked_fill_(pairs.hidden, _MASKED), pairs.tile, floor)
-    out = q.new_zeros(*q.shape[:3], v.shape[2] + -v.shape[2] % _LANES)
+    value_dim = width_of(v)
+    out = q.new_zeros(*q.shape[:3], value_dim + -value_dim % _LANES)
     for g in _groups(pairs):
         # One after the other in the order of the index: from left to right for each tile.
         out.index_add_(0, pairs.tile[g], _values(weights[g], v, pairs.where[g]))
     total = (floor - largest).exp_().index_add_(0, pairs.tile, weights.sum(-1))
-    out = (out / total[..., None])[..., : v.shape[2]]
-    out = out.unflatten(2, (group, ROWS)).permute(0, 3, 1, 2, 4).reshape(-1, query.shape[1], v.shape[2])
+    out = (out / total[..., None])[..., :value_dim]
+    out = out.unflatten(2, (group, ROWS)).permute(0, 3, 1, 2, 4).reshape(-1, query.shape[1], value_dim)
     result: Tensor = out[pairs.home].to(query.dtype)
     return result
 
@@ -131,9 +133,8 @@ def _values(weights: Tensor, v: Tensor, where: Tensor) -> Tensor:
 
 def _gathered(arena: Tensor, where: Tensor) -> Tensor:
     """Blocks of keys or values, float32 `[GROUP * kv_heads, BLOCK, d]`."""
-    head_dim = arena.shape[2]
-    found = arena.view(-1, head_dim).index_select(0, where.flatten()).float()
-    return _padded(found.view(-1, BLOCK, head_dim))
+    found = arena.view(-1, arena.shape[2]).index_select(0, where.flatten()).view(-1, BLOCK, arena.shape[2])
+    return _padded(floats_of(found, torch.float32))
 
 
 def _padded(x: Tensor) -> Tensor:

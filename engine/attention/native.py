@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.attention import sdpa
 from engine.attention.spec import AttentionSpec
 from engine.kv.batch import RaggedBatch
+from engine.kv.rounded import is_rounded, width_of
 from engine.machine.threads import pool_threads
 from engine.native import library
 from engine.native.attention import BITS, AttentionArgs, attention_args, pack_batch_indices
@@ -34,10 +35,11 @@ def attend(
         return otherwise(query, k, v, batch, spec)
     if query.stride()[1:] != (query.shape[2], 1):
         query = query.contiguous()
-    out = query.new_empty(*query.shape[:2], v.shape[2])
-    args = args_of(batch, query.shape[1], k.shape[1], k.shape[2])
+    out = query.new_empty(*query.shape[:2], width_of(v))
+    args = args_of(batch, query.shape[1], k.shape[1], query.shape[2])
     args.query, args.key, args.value, args.out = (x.data_ptr() for x in (query, k, v, out))
-    args.query_stride, args.value_stride, args.value_dim = query.stride(0), v.stride(0), v.shape[2]
+    args.query_stride, args.key_stride, args.value_stride = query.stride(0), k.stride(0), v.stride(0)
+    args.value_dim, args.rounded = width_of(v), is_rounded(k)
     args.scale, args.softcap, args.window, args.chunk = (
         spec.scale,
         spec.softcap or 0.0,
@@ -54,7 +56,7 @@ def attend(
 def _reads(query: Tensor, x: Tensor) -> bool:
     """Whether the kernel reads heads like those of `x`."""
     beside = x.stride(1) == x.shape[2] or x.shape[1] == 1 or x is query
-    return x.dtype == query.dtype and not x.shape[2] % _LANES and beside
+    return (x.dtype == query.dtype or is_rounded(x)) and not width_of(x) % _LANES and beside
 
 
 def args_of(batch: RaggedBatch, heads: int, kv_heads: int, dim: int) -> AttentionArgs:

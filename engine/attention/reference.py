@@ -9,22 +9,23 @@ from torch import Tensor
 
 from engine.attention.spec import AttentionSpec
 from engine.kv.batch import RaggedBatch
+from engine.kv.rounded import floats_of, width_of
 
 
 def attend(
     query: Tensor,  # [T, heads, key_dim]
     k: Tensor,  # [rows, kv_heads, key_dim], the arena of one layer
-    v: Tensor,  # [rows, kv_heads, value_dim]; may be a view of `k`
+    v: Tensor,  # [rows, kv_heads, value_dim]; may be a view of `k`. Both may be in int8, with scales (`kv.rounded`)
     batch: RaggedBatch,
     spec: AttentionSpec,
 ) -> Tensor:  # [T, heads, value_dim]
     """What `AttentionSpec` says, each sequence over its own pages, in float32."""
-    out = query.new_empty(*query.shape[:2], v.shape[2])
+    out = query.new_empty(*query.shape[:2], width_of(v))
     for i, kv_len in enumerate(batch.kv_lens):
         rows = slice(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
         where = batch.once(("rows", i), partial(arena_rows, batch, i, k.device))
         positions = batch.positions[rows]
-        key, value = k[where].float(), v[where].float()  # [kv_len, kv_heads, dim]
+        key, value = (floats_of(x[where], torch.float32) for x in (k, v))  # [kv_len, kv_heads, dim]
         q = query[rows].float().unflatten(1, (k.shape[1], -1))  # [t, kv_heads, group, key_dim]
         scores = torch.einsum("tkgd,jkd->kgtj", q, key) * spec.scale
         if spec.softcap is not None:

@@ -19,6 +19,7 @@ from engine.errors import ModelError
 from engine.kernels import faults, has_triton, is_interpreted
 from engine.kv.arena import KVArena
 from engine.kv.batch import RaggedBatch
+from engine.kv.latent import LatentHeads
 from engine.native import library
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ log = logging.getLogger(__name__)
 AttentionName = Literal["auto", "native", "triton", "rows", "sdpa", "reference", "fixed"]
 
 # Under this name transformers finds us. It must NOT be registered with its mask interface: then no mask is built.
-ATTENTION_NAME = "pilotfish_ragged"
+_PREFIX = "pilotfish_"
+ATTENTION_NAME = f"{_PREFIX}ragged"
 # What layers pass besides, and what changes nothing of inference over our arena.
 _HARMLESS = frozenset(
     {"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"}
@@ -105,6 +107,11 @@ _BY_NAME: Mapping[str, Attend] = {
 }
 
 
+def is_ours(implementation: str) -> bool:
+    """Whether transformers' models call us under this name of an attention, and not its own code."""
+    return implementation.startswith(_PREFIX)
+
+
 def choose(name: AttentionName, device: torch.device, *, row_wise: bool = False) -> Attend:
     """Pick an implementation; `auto` is the fastest here, or if `row_wise` that of those whose rows see no other.
 
@@ -176,6 +183,9 @@ def _hook(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     spec = AttentionSpec(scale, sliding_window, _chunk(module, layer), softcap, s_aux)
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
+    latent = getattr(module, "latent", None)
+    if isinstance(latent, LatentHeads):  # the layer hands over keys of one head, and values that are their beginning
+        return latent.expand(ragged.attend_layer(layer, latent.absorb(q), k, v, spec))[None], None
     return ragged.attend_layer(layer, q, k, v, spec)[None], None  # [1, T, heads, value_dim]
 
 

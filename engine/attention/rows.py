@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.attention.reference import arena_rows
 from engine.attention.spec import AttentionSpec
 from engine.kv.batch import RaggedBatch
+from engine.kv.rounded import floats_of, width_of
 
 
 def attend(
@@ -26,25 +27,25 @@ def attend(
 ) -> Tensor:  # [T, heads, value_dim]
     """Same contract as `reference.attend`."""
     folded: Tensor = query.unflatten(1, (k.shape[1], -1))  # [T, kv_heads, group, key_dim]
-    out = folded.new_empty(*folded.shape[:3], v.shape[2])
+    out = folded.new_empty(*folded.shape[:3], width_of(v))
     sinks = None if spec.sinks is None else spec.sinks.float().view(*folded.shape[1:3], 1)
     for i, kv_len in enumerate(batch.kv_lens):
         rows = range(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
-        key, value = (_sequence(arena, batch, i) for arena in (k, v))
+        key, value = (_sequence(arena, batch, i, query.dtype) for arena in (k, v))
         for row, position in zip(rows, range(kv_len - len(rows), kv_len), strict=True):
             seen = slice(spec.oldest(position), position + 1)
             out[row] = _one_row(folded[row], key[:, seen], value[:, seen], spec, sinks)
     return out.flatten(1, 2)
 
 
-def _sequence(arena: Tensor, batch: RaggedBatch, i: int) -> Tensor:
+def _sequence(arena: Tensor, batch: RaggedBatch, i: int, dtype: torch.dtype) -> Tensor:
     """K or V of sequence i, `[kv_heads, kv_len, dim]`."""
     if batch.is_contiguous[i]:
         start = batch.page_tables[i][0] * batch.page_size
         rows = arena[start : start + batch.kv_lens[i]]
     else:
         rows = arena.index_select(0, batch.once(("rows", i), partial(arena_rows, batch, i, arena.device)))
-    return rows.transpose(0, 1)
+    return floats_of(rows, dtype).transpose(0, 1)
 
 
 def _one_row(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:

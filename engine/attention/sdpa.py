@@ -1,7 +1,7 @@
 """Attention by torch's SDPA, one sequence at a time, on any device.
 
 Where the pages of a sequence lie in a row, and the pool sees to it that most do, its K/V is a view of the arena;
-else it is gathered first.
+else it is gathered first. K/V in int8 becomes floats first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.attention import reference
 from engine.attention.spec import AttentionSpec
 from engine.kv.batch import RaggedBatch
+from engine.kv.rounded import floats_of, width_of
 
 
 def attend(
@@ -26,7 +27,7 @@ def attend(
     """Same contract as `reference.attend`. SDPA has neither softcap nor sinks: those layers take the reference."""
     if spec.softcap is not None or spec.sinks is not None:
         return reference.attend(query, k, v, batch, spec)
-    out = query.new_empty(*query.shape[:2], v.shape[2])
+    out = query.new_empty(*query.shape[:2], width_of(v))
     for i, kv_len in enumerate(batch.kv_lens):
         rows = slice(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
         num_rows = rows.stop - rows.start
@@ -35,7 +36,7 @@ def attend(
         if num_rows > 1:
             make = partial(reference.causal_mask, batch.positions[rows], range(oldest, kv_len), spec)
             mask = batch.once(("mask", i, spec.reach), make)
-        key, value = (_positions(arena, batch, i, oldest) for arena in (k, v))
+        key, value = (floats_of(_positions(arena, batch, i, oldest), query.dtype) for arena in (k, v))
         out[rows] = _one_sequence(query[rows], key, value, mask, spec.scale)
     return out
 

@@ -54,8 +54,8 @@ class Layout:
     """
 
     def __init__(
-        self, state: DeviceSlots, tables: Tables, size: int, passes: Seq[Pass], *, key: tuple[str, int], tile_rows: int,
-        page_size: int, positions: int, truncated: bool, apart: Stream | None,
+        self, state: DeviceSlots, tables: Tables, size: int, passes: Seq[Pass], *, keys: Seq[tuple[object, ...]],
+        tile_rows: int, page_size: int, positions: int, truncated: bool, apart: Stream | None,
     ) -> None:  # fmt: skip
         self._state, self._tables, self._size, self._passes = state, tables, size, passes
         self._page_size, self._positions, self._truncated, self._apart = page_size, positions, truncated, apart
@@ -75,7 +75,7 @@ class Layout:
         self._device = state.tracks.tokens.device
         self._place, self._offset, self._spans = self._up(place), self._up(offset), self._up(spans).int()
         self._tiles, self._logit_rows = [self._up(each).int() for each in tiles], [self._up(each) for each in wanted]
-        self._key, self._nothing = key, torch.zeros(size, dtype=torch.int64, device=self._device)
+        self._keys, self._nothing = keys, torch.zeros(size, dtype=torch.int64, device=self._device)
         self._coupled = torch.full_like(self._place, int(Stream.COUPLED))
         self._off = self._nothing.new_zeros(len(place)).double(), self._nothing.new_ones(len(place)).double()
 
@@ -137,7 +137,8 @@ class Layout:
             is_contiguous=(),
         )
         paging = Paging(self._tiles[i], laid.spans[i], tables.pages, page_size, tables.width * page_size)
-        batch.once(self._key, lambda: paging)
+        for key in self._keys:
+            batch.once(key, lambda: paging)
         return batch
 
     def _up(self, numbers: Seq[object]) -> Tensor:

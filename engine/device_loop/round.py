@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.attention.paged import key_of
+from engine.attention.paged import keys_of
 from engine.attention.registry import Attend, CurrentPass, Ragged
 from engine.device_loop import draws
 from engine.device_loop.layout import Layout, Pass
@@ -58,9 +58,9 @@ class DeviceModel:
     def group(self) -> int:
         """Query heads to a KV head."""
         heads: int = self.model.config.get_text_config().num_attention_heads
-        shape = self.arena.layout.same
-        assert shape is not None, "rounds are for models whose layers are alike"
-        return heads // shape.heads
+        kv_heads = self.arena.layout.heads
+        assert kv_heads is not None, "rounds are for models whose layers have one number of K/V heads"
+        return heads // kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class _Model:
     ) -> None:  # fmt: skip
         self._fed, self._attend, self._current = fed, attend, CurrentPass.of(fed.model)
         self.layout = Layout(
-            state, tables, size, passes, key=key_of(fed.group), tile_rows=tile_of(fed.group).rows,
+            state, tables, size, passes, keys=keys_of(fed.group), tile_rows=tile_of(fed.group).rows,
             page_size=fed.arena.page_size, positions=fed.positions, truncated=truncated, apart=apart,
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -25,6 +26,32 @@ class Fp8Rows:
     scale: Tensor  # [R, 1] float32
     shape: torch.Size  # of what was rounded: [..., in]
     dtype: torch.dtype  # of what was rounded
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStacks:
+    """The matrices of E experts in stacks, as transformers holds them; `[E, in, out]` where they are `transposed`."""
+
+    up: Tensor  # [E, 2 inner, in], or [E, inner, in] of a gate that stands alone
+    down: Tensor  # [E, out, inner]
+    up_bias: Tensor | None  # [E, 2 inner], or [E, inner]
+    down_bias: Tensor | None  # [E, out]
+    transposed: bool
+    gate: Callable[[Tensor], Tensor]  # what lies between the two, in plain torch: an `engine.native.experts.ExpertGate`
+    numbers: tuple[float, float, float, float]  # and its fields: linear, cubic, limit, plus
+    squared: bool
+    alone: bool
+    interleaved: bool
+
+    @property
+    def inner(self) -> int:
+        """Numbers between the two matrices."""
+        return self.down.shape[1 if self.transposed else 2]
+
+    @property
+    def out_features(self) -> int:
+        """Numbers of a row of the result."""
+        return self.down.shape[2 if self.transposed else 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ ITEM = 9  # numbers that say what one program of the attention kernel does
 PROMPT_ROWS = 32  # a sequence that feeds so many rows is a prompt's: more than any verification has
 _DECODE_ROWS = 8  # query rows that share one reading of K/V: a verification of up to 7 drafts
 _DECODE_SIZE = 64  # query rows times heads, at most
+_DECODE_SUMS = _DECODE_SIZE * 256  # rows times heads times numbers of a value: a program holds two of each sum
 _PROMPT_SIZE = 128
 SCRATCH = 128 << 20  # bytes, at most, for what programs that share tiles say; what does not fit is not shared
 _SUMS = 2  # float32 numbers of a cell of scratch beside its values: the maximum and the sum of weights
@@ -36,6 +37,10 @@ class Tile:
     def size(self) -> int:
         """Rows of its matmuls: a power of two, at least 16."""
         return max(16, 1 << (self.rows * self.heads - 1).bit_length())
+
+    def of_values(self, dim: int) -> Tile:
+        """The same with fewer heads where values of `dim` numbers are wide: 4 rows x 16 heads of 512 -> 4 x 8."""
+        return Tile(self.rows, max(1, min(self.heads, _DECODE_SUMS // padded(dim) // self.rows)))
 
 
 def tile_of(group: int, *, prompt: bool = False) -> Tile:

@@ -22,7 +22,7 @@ _ALL = 1 << 30  # programs: more than there can be splits
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which program reads which keys of which tile: the same for all layers of a pass with one shape and one window."""
+    """Which program reads which keys of which tile: the same for all layers of a pass with one shape and one reach."""
 
     items: Tensor  # [W, ITEM] int32, one for each program of a K/V head; `_plan_kernel` says what is in them
     merges: Tensor  # [M] int32, items whose tiles are shared by several programs; -1: none
@@ -34,11 +34,13 @@ class Plan:
 
 
 def plans_of(
-    query: Tensor,
-    k: Tensor,
+    query: Tensor,  # [T, heads, key_dim]
+    k: Tensor,  # [rows, kv_heads, key_dim]
     paging: Paging,
     window: int | None = None,
     *,
+    chunk: int | None = None,
+    value_dim: int | None = None,
     spread: bool | None = None,
     split: int = SPLIT,
     per_level: int = PER_LEVEL,
@@ -47,7 +49,8 @@ def plans_of(
     """A plan for the tiles of each kind, made on the device: lengths may be known there alone.
 
     `spread` shares the keys of each tile among as many programs as it has splits, or leaves them to one; by default
-    as lengths are. `split` and `per_level` are `paging.split_of`'s.
+    as lengths are. `value_dim` is the size of a value, by default that of a key. `split` and `per_level` are
+    `paging.split_of`'s.
     """
     num_rows, heads, dim = query.shape
     kv_heads = k.shape[1]
@@ -59,14 +62,17 @@ def plans_of(
     for tiles, is_prompt in ((paging.tiles, False), (paging.prompts, True)):
         if tiles is None or not len(tiles):
             continue
-        tile, chosen = tile_of(group, prompt=is_prompt), tuning or tuning_for(query.dtype, group, dim, is_prompt)
+        tile = tile_of(group, prompt=is_prompt)
+        tile = tile if is_prompt else tile.of_values(value_dim or dim)
+        chosen = tuning or tuning_for(query.dtype, group, dim, is_prompt)
         programs = chosen.programs if spread is None else _ALL if spread else 0
-        sizes = plan_sizes(len(tiles), tile, num_rows, heads, kv_heads, dim, max_splits, programs)
+        sizes = plan_sizes(len(tiles), tile, num_rows, heads, kv_heads, value_dim or dim, max_splits, programs)
         items = torch.empty((sizes.items, ITEM), dtype=torch.int32, device=query.device)
         merges = torch.empty(sizes.merges, dtype=torch.int32, device=query.device)
         _plan_kernel[(1,)](
             tiles, paging.spans, items, merges, len(tiles), *astuple(sizes), num_keys,
-            HEADS=heads, ROWS=tile.rows, **splits, WINDOW=window or 0, RUNS=is_prompt, BLOCK=_PLANNED, num_warps=4,
+            HEADS=heads, ROWS=tile.rows, **splits, WINDOW=window or 0, CHUNK=chunk or 0, RUNS=is_prompt, BLOCK=_PLANNED,
+            num_warps=4,
         )  # fmt: skip
         plans.append(Plan(items, merges, sizes.cells, tile, is_prompt, chosen, splits))
     return tuple(plans)
@@ -91,9 +97,10 @@ def split_start(split, SPLIT: tl.constexpr, PER_LEVEL: tl.constexpr):
 
 
 @triton.jit
-def oldest_of(position, WINDOW: tl.constexpr):
-    """The first key that a row at `position` sees."""
-    return tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else position * 0
+def oldest_of(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first key that a row at `position` sees: of its window, and of its chunk."""
+    oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else position * 0
+    return tl.maximum(oldest, position // CHUNK * CHUNK) if CHUNK > 0 else oldest
 
 
 @triton.jit(
@@ -103,7 +110,7 @@ def oldest_of(position, WINDOW: tl.constexpr):
 def _plan_kernel(
     tiles_ptr, spans_ptr, items_ptr, merges_ptr, num_tiles, wanted, num_items, num_merges, num_cells, num_keys,
     HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, PER_LEVEL: tl.constexpr, LEVELS: tl.constexpr,
-    WINDOW: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, RUNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Give each tile one program, and those with many keys more: `wanted` in proportion to all keys.
 
@@ -114,14 +121,14 @@ def _plan_kernel(
     total = tl.zeros([BLOCK], tl.int64)
     for first in range(0, num_tiles, BLOCK):
         _, _, position, rows = _tile_at(tiles_ptr, spans_ptr, first + tl.arange(0, BLOCK), num_tiles, ROWS)
-        keys = tl.minimum(position + rows, num_keys) - oldest_of(position, WINDOW)
+        keys = tl.minimum(position + rows, num_keys) - oldest_of(position, WINDOW, CHUNK)
         total += tl.where(rows > 0, tl.maximum(keys, 0), 0)
     all_keys = tl.maximum(tl.sum(total), 1)
     used, merged, cells = num_tiles, num_tiles * 0, tl.sum(tl.zeros([BLOCK], tl.int64))
     for first in range(0, num_tiles, BLOCK):
         t = first + tl.arange(0, BLOCK)
         row, table, position, rows = _tile_at(tiles_ptr, spans_ptr, t, num_tiles, ROWS)
-        oldest, newest = oldest_of(position, WINDOW), tl.minimum(position + rows, num_keys)
+        oldest, newest = oldest_of(position, WINDOW, CHUNK), tl.minimum(position + rows, num_keys)
         keys = tl.maximum(newest - oldest, 0).to(tl.int64)
         splits = (
             split_at(tl.maximum(newest - 1, oldest), SPLIT, PER_LEVEL, LEVELS)

@@ -18,6 +18,7 @@ from engine.kernels.args import (
     TINIEST,
     UNSOUND,
     Committed,
+    ExpertStacks,
     Fp8Rows,
     Tracks,
 )
@@ -25,14 +26,17 @@ from engine.kernels.paging import Paging
 
 
 def attend(
-    query: Tensor,  # [T, heads, head_dim]
-    k: Tensor,  # [rows, kv_heads, head_dim]
-    v: Tensor,
+    query: Tensor,  # [T, heads, key_dim]
+    k: Tensor,  # [rows, kv_heads, key_dim]
+    v: Tensor,  # [rows, kv_heads, value_dim]
     paging: Paging,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-) -> Tensor:  # [T, heads, head_dim]
+    *,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,  # [heads]
+) -> Tensor:  # [T, heads, value_dim]
     """As `attention.attend`, but rows of no sequence become 0. Gathers `max_kv` keys for every row: for small sizes."""
     sequence, position = _rows_of(paging, len(query))
     key = torch.arange(min(paging.max_kv, paging.tables.shape[1] * paging.page_size), device=query.device)
@@ -41,12 +45,18 @@ def attend(
     visible = (key <= position[:, None]) & (sequence >= 0)[:, None]
     if window is not None:
         visible &= key > position[:, None] - window
+    if chunk is not None:
+        visible &= key >= (position // chunk * chunk)[:, None]
     q = query.float().unflatten(1, (k.shape[1], -1))  # [T, kv_heads, group, head_dim]
     scores = torch.einsum("tkgd,tjkd->tkgj", q, k[where].float()) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     hidden = ~visible[:, None, None]
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().view(*scores.shape[1:3], 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    weights = scores.softmax(-1)[..., : len(key)].masked_fill(hidden, 0)
     # A hidden row of the arena may hold anything: 0 times NaN would be NaN.
     values = v[where].float().masked_fill(~visible[:, :, None, None], 0)
     return torch.einsum("tkgj,tjkd->tkgd", weights, values).flatten(1, 2).to(query.dtype)
@@ -142,6 +152,20 @@ def w4_matmul(x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, _arr
     weight: Tensor = w4_levels(words).float().unflatten(1, (len(words), -1)) * scale.t()[..., None].float()
     out = x.float() @ weight.flatten(1).t()
     return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def mix(x: Tensor, chosen: Tensor, weights: Tensor, stacks: ExpertStacks) -> Tensor:
+    """As `experts.mix`. All experts multiply all rows: for small sizes."""
+    ups, downs = ((m if stacks.transposed else m.transpose(1, 2)).float() for m in (stacks.up, stacks.down))
+    both = x.float() @ ups  # [E, T, 2 inner]
+    both = both if stacks.up_bias is None else both + stacks.up_bias.float()[:, None]
+    inner = stacks.gate(both).to(x.dtype).float()
+    given = inner @ downs
+    given = (given if stacks.down_bias is None else given + stacks.down_bias.float()[:, None]).to(x.dtype)
+    is_known = (chosen >= 0) & (chosen < len(downs))
+    expert = torch.where(is_known, chosen, 0)  # [T, k]
+    mine = given.transpose(0, 1).gather(1, expert[..., None].expand(*expert.shape, given.shape[2]))
+    return (mine.float() * torch.where(is_known, weights.float(), 0)[..., None]).sum(1).to(x.dtype)
 
 
 def commit(drawn: Tensor, drafts: Tensor, num_sound: Tensor, slots: Tensor, tracks: Tracks) -> Committed:

@@ -7,11 +7,14 @@ There is one arena per model, allocated once. A sequence's position p is stored 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from engine.choices import KVType
+from engine.kv.rounded import SCALE_BYTES, round_heads
 
 _ALIGNED = 64  # bytes, like torch's own tensors
 
@@ -26,11 +29,10 @@ class LayerKV:
     is_latent: bool = False  # the value is the beginning of the key, and is not stored again (MLA)
     source: int | None = None  # an earlier layer whose keys and values this one reads; it keeps none of its own
 
-    @property
-    def numbers(self) -> int:
-        """Numbers that one position takes."""
-        stored = self.key_dim + (0 if self.is_latent else self.value_dim)
-        return 0 if self.source is not None else self.heads * stored
+    def bytes_in(self, dtype: torch.dtype) -> int:
+        """Bytes that one position takes."""
+        kept = (self.key_dim,) if self.is_latent else (self.key_dim, self.value_dim)
+        return 0 if self.source is not None else self.heads * sum(_stored(dim, dtype) * dtype.itemsize for dim in kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class KVLayout:
     """The shape of K/V, layer by layer; None for a layer without attention, which keeps nothing by position."""
 
     layers: tuple[LayerKV | None, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # int8: every vector is rounded, and has a scale of its own (`kv.rounded`)
 
     @classmethod
     def uniform(cls, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVLayout:
@@ -52,15 +54,26 @@ class KVLayout:
         return first if first is not None and first.key_dim == first.value_dim and not first.is_latent else None
 
     @property
+    def heads(self) -> int | None:
+        """K/V heads of a layer, where all layers attend and have as many; else None."""
+        found = {layer.heads if layer is not None else None for layer in self.layers}
+        return found.pop() if len(found) == 1 else None
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V that one position takes over all layers."""
-        return sum(layer.numbers for layer in self.layers if layer is not None) * self.dtype.itemsize
+        return sum(layer.bytes_in(self.dtype) for layer in self.layers if layer is not None)
+
+    def stored_as(self, kind: KVType) -> KVLayout:
+        """The layout of the same K/V under the option `kv_cache_dtype`."""
+        return self if kind == "auto" else replace(self, dtype=torch.int8)
 
 
 class KVArena:
     """Keys and values of every sequence of one model: per layer `k` and `v` of `[rows, kv_heads, head_dim]`.
 
-    A layer without attention has empty ones; a layer that reads those of an earlier layer has the same tensors.
+    In int8 the last dimension is that of `rounded.round_heads`. A layer without attention has empty ones; a layer that
+    reads those of an earlier layer has the same tensors.
     """
 
     def __init__(
@@ -87,17 +100,23 @@ class KVArena:
         assert shape is not None, "a layer without attention attends"
         if shape.source is not None:
             return
-        self.k[layer].index_copy_(0, rows, key)
-        if not shape.is_latent:
-            self.v[layer].index_copy_(0, rows, value)
+        for stored, new in ((self.k[layer], key), (self.v[layer], None if shape.is_latent else value)):
+            if new is not None:
+                stored.index_copy_(0, rows, round_heads(new) if self.layout.dtype == torch.int8 else new)
 
 
 def _pair(layer: LayerKV, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     # Zeroed once: rows beyond `kv_len` may be read under a mask, and the mask would not remove a NaN.
-    key = _zeros((rows, layer.heads, layer.key_dim), dtype, device)
+    key_width, value_width = (_stored(dim, dtype) for dim in (layer.key_dim, layer.value_dim))
+    key = _zeros((rows, layer.heads, key_width), dtype, device)
     if layer.is_latent:
-        return key, key[..., : layer.value_dim]
-    return key, _zeros((rows, layer.heads, layer.value_dim), dtype, device)
+        return key, key[..., :value_width]
+    return key, _zeros((rows, layer.heads, value_width), dtype, device)
+
+
+def _stored(dim: int, dtype: torch.dtype) -> int:
+    """The numbers of `dtype` that a vector of `dim` numbers takes."""
+    return dim + (SCALE_BYTES if dtype == torch.int8 else 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 A recurrent layer (Mamba, gated delta rules) or a short convolution keeps no K/V by position but one state per sequence,
 which every token changes. Rollback remains an integer all the same. A slot holds the state at a position `base`, and
-the *inputs* of the layer for the positions since, its log. Only tokens that are never taken back move `base`; drafts
+what the tokens of the positions since do to it, its *log*. Only tokens that are never taken back move `base`; drafts
 are only logged. The next pass reads the newest slot whose `base` is not beyond its first position, applies from the log
 what was kept of the drafts, and goes on. It writes to another slot than the one it reads, so a pass can be repeated.
 

@@ -66,7 +66,10 @@ def read_config(name: str, revision: str | None) -> PreTrainedConfig:
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise ModelError(f"cannot load model {name!r}: there is no such folder")
     with told_as_model_error(name):
-        config = text_part(AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False))
+        whole = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        config = text_part(whole)
+    if whole.model_type.endswith("_assistant"):
+        raise ModelError(f"{name!r} is a {whole.model_type} model, which reads the keys and values of another model")
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ModelError(f"{name!r} is a {config.model_type} model, which is no causal language model")
     if config.is_encoder_decoder or getattr(config.get_text_config(), "add_cross_attention", False):
@@ -203,9 +206,9 @@ def check_whole(path: Path) -> None:
 
 def weights_size(name: str, revision: str | None) -> int:
     """Bytes of the files with weights of a checkpoint that are on this machine."""
-    gguf = gguf_file(name, revision)
+    gguf = open_gguf(name, revision)
     if gguf is not None:
-        return gguf.stat().st_size
+        return sum(path.stat().st_size for path in gguf.paths)
     found = cached_file(name, "config.json", revision=revision)
     return sum(path.stat().st_size for path in Path(str(found)).parent.glob("*.safetensors"))
 

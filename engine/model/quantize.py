@@ -30,7 +30,7 @@ from engine.model.linear.int4 import GROUP, Int4Linear, fits
 from engine.model.linear.int8 import Int8Linear
 from engine.model.linear.packed import MATMULS, matrix
 from engine.model.linear.routing import make_routing_row_wise
-from engine.model.linear.swap import ROUTERS, bytes_after_swap
+from engine.model.linear.swap import bytes_after_swap, is_router
 from engine.model.linear.unstack import unstack
 from engine.model.published.files import folder_of, read_tensors
 from engine.model.published.methods import quantisation_of
@@ -80,7 +80,7 @@ def _round(model: PreTrainedModel, weights: Rounded) -> None:
 
 
 def _is_matmul(name: str, module: nn.Module) -> bool:
-    return type(module) in MATMULS and name.rpartition(".")[2] not in ROUTERS
+    return type(module) in MATMULS and not is_router(name)
 
 
 def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights, *, on_cuda: bool = False) -> int:

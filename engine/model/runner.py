@@ -22,6 +22,7 @@ from engine.attention.registry import ATTENTION_NAME, Attend, CurrentPass, Ragge
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout, LayerKV
 from engine.kv.batch import Feed, RaggedBatch
+from engine.kv.latent import LatentHeads
 from engine.machine.mapped import reading
 from engine.model.checkpoint import (
     check_complete,
@@ -201,22 +202,26 @@ def prepare(config: PreTrainedConfig) -> None:
         config.pad_token_id = None
 
 
-def kv_layout(config: PreTrainedConfig, dtype: torch.dtype) -> KVLayout:
-    """Read the shape of K/V, layer by layer, from a transformers config of any family."""
+def kv_layout(config: PreTrainedConfig, dtype: torch.dtype, *, compressed: bool = False) -> KVLayout:
+    """Read the shape of K/V, layer by layer, from a transformers config of any family.
+
+    `compressed`: layers with latent attention keep latents (`fusion.latent.compress`), and not what they expand to.
+    """
     text = config.get_text_config()
     depth = shape_of(config, "num_hidden_layers")
     own = (
         [text.per_layer_config[i] for i in range(depth)] if getattr(text, "is_heterogeneous", False) else [text] * depth
     )
-    sources = _sources(text, depth)
-    return KVLayout(tuple(replace(_layer_kv(c), source=s) for c, s in zip(own, sources, strict=True)), dtype)
+    layers = [_layer_kv(config, compressed=compressed) for config in own]
+    return KVLayout(tuple(replace(kv, source=s) for kv, s in zip(layers, _sources(text, depth), strict=True)), dtype)
 
 
-def _layer_kv(config: PreTrainedConfig) -> LayerKV:
+def _layer_kv(config: PreTrainedConfig, *, compressed: bool) -> LayerKV:
     """The shape of K/V in a layer with this config."""
-    heads = shape_of(config, "num_attention_heads")
-    if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_nope_head_dim", None):
-        # Latent attention (MLA): what reaches the attention function is expanded to a key and a value for each head.
+    heads, rank = shape_of(config, "num_attention_heads"), getattr(config, "kv_lora_rank", None)
+    if rank and getattr(config, "qk_nope_head_dim", None):  # latent attention (MLA)
+        if compressed:
+            return LayerKV(1, rank + shape_of(config, "qk_rope_head_dim"), rank, is_latent=True)
         key_dim = shape_of(config, "qk_nope_head_dim") + shape_of(config, "qk_rope_head_dim")
         return LayerKV(heads, key_dim, shape_of(config, "v_head_dim"))
     kv_heads: int = (
@@ -245,7 +250,8 @@ def layout_of_model(model: PreTrainedModel) -> KVLayout:
     """
     states = StateLayout.of(model)
     if states is None:
-        return kv_layout(model.config, model.dtype)
+        compressed = any(isinstance(module, LatentHeads) for module in model.modules())
+        return kv_layout(model.config, model.dtype, compressed=compressed)
     depth = shape_of(model.config, "num_hidden_layers")
     return KVLayout(tuple(states.attends.get(layer) for layer in range(depth)), model.dtype)
 

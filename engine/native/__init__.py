@@ -2,7 +2,7 @@
 
 from engine.native.compiled import instructions, library, threads_in_use
 from engine.native.groups import GroupScales
-from engine.native.matmul import ALIGNED, Matrix, PackedMatrix, multiplies
+from engine.native.matmul import ALIGNED, Matrix, PackedMatrices, PackedMatrix, multiplies
 from engine.native.rows import Rows, rows, rows_for
 from engine.native.weights import round4, round8, rounds
 
@@ -10,6 +10,7 @@ __all__ = [
     "ALIGNED",
     "GroupScales",
     "Matrix",
+    "PackedMatrices",
     "PackedMatrix",
     "Rows",
     "instructions",

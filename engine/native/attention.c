@@ -6,6 +6,9 @@
  * of the tile. What a row may not see has weight 0 exactly and changes neither its maximum nor its sums, and all rows
  * take the same instructions: so a row's result is the same, bit for bit, whatever stands beside it.
  *
+ * Keys and values may be int8, each with a scale. They are multiplied as whole numbers, which both float types hold: a
+ * score is then multiplied by its key's scale, and a weight by its value's.
+ *
  * The products of queries with keys and of weights with values are written for AVX-512 and for any other CPU.
  */
 
@@ -20,7 +23,11 @@
 /* Ask for one K/V head of a position ahead of time: they lie too far apart for the processor to foresee. */
 INLINE void fetch(const void *data, int64_t place, int64_t dim, int bits) {
   for (int64_t d = 0; d < dim; d += 512 / bits) __builtin_prefetch((const char *)data + (place + d) * bits / 8);
+  if (bits == 8) __builtin_prefetch((const char *)data + place + dim - 1); /* behind a scale it begins within a line */
 }
+
+/* Bits of a number of the arena. */
+INLINE int kv_bits(const Args *a, int bits) { return a->rounded ? 8 : bits; }
 
 /* The oldest key that a token sees. */
 INLINE int64_t oldest_of(const Args *a, int64_t position) {
@@ -32,13 +39,13 @@ INLINE int64_t oldest_of(const Args *a, int64_t position) {
 /* Where the block from position `first` on lies; positions behind the last stand for it, and nobody sees them. */
 static void find(const Args *a, const Job *job, int64_t first, Places *places) {
   const int32_t *table = a->tables + job->sequence * a->width;
-  int64_t kv_len = a->kv_lens[job->sequence], page = -1, at = 0;
+  int64_t kv_len = a->kv_lens[job->sequence], page = -1, at = 0, before = a->rounded ? (int64_t)sizeof(float) : 0;
   for (int64_t j = 0; j < BLOCK; j++) {
     int64_t position = first + j < kv_len ? first + j : kv_len - 1;
     if (j == 0 || at == a->page_size) page = position / a->page_size, at = position % a->page_size;
     int64_t row = table[page] * a->page_size + at;
-    places->key[j] = row * a->key_stride + job->head * a->dim;
-    places->value[j] = row * a->value_stride + job->head * a->value_dim;
+    places->key[j] = row * a->key_stride + job->head * (before + a->dim) + before;
+    places->value[j] = row * a->value_stride + job->head * (before + a->value_dim) + before;
     at += position < kv_len - 1;
   }
 }
@@ -89,6 +96,15 @@ static float weigh(float *scores, float *maximum, float *weight) {
   return shrink;
 }
 
+/* The scales of rounded vectors, whose codes begin at `places`. */
+static void load_scales(const void *data, const int64_t *places, float *scales) {
+  for (int j = 0; j < BLOCK; j++) memcpy(scales + j, (const char *)data + places[j] - sizeof(float), sizeof(float));
+}
+
+INLINE void scale_by(float *x, const float *scales) {
+  for (int j = 0; j < BLOCK; j++) x[j] *= scales[j];
+}
+
 #if WIDTH == 64
 #include "attention_avx512.h"
 #else
@@ -105,9 +121,11 @@ INLINE void strip(const Args *a, Work *w, const Job *job, int row, int64_t first
   multiply_keys(a, w, row, rows, fast);
   for (int i = 0; i < rows; i++) {
     float *scores = w->scores + (row + i) * BLOCK;
+    if (a->rounded) scale_by(scores, w->key_scale);
     cap(a, scores);
     mask(a, scores, first, position_of(a, job, row + i));
     shrink[i] = weigh(scores, &w->maximum[row + i], &w->weight[row + i]);
+    if (a->rounded) scale_by(scores, w->value_scale);
   }
   multiply_values(a, w, row, shrink, rows, fast);
 }
@@ -156,7 +174,7 @@ static void attention_run(const Args *a, const Job *job, const Job *after, Work 
   begin(a, job, w, group, start, bits, fast);
   find(a, job, first, places);
   /* Of a short context everything is the first block, and nobody asked for that ahead of time. */
-  for (int j = 0; j < BLOCK; j++) fetch(a->value, places->value[j], a->value_dim, bits);
+  for (int j = 0; j < BLOCK; j++) fetch(a->value, places->value[j], a->value_dim, kv_bits(a, bits));
   for (; first <= newest; first += BLOCK) {
     if (first + BLOCK <= newest) {
       find(a, job, first + BLOCK, ahead);
@@ -166,6 +184,10 @@ static void attention_run(const Args *a, const Job *job, const Job *after, Work 
       *ahead = *places;
     }
     load_block(a, w, places, ahead, bits);
+    if (a->rounded) {
+      load_scales(a->key, places->key, w->key_scale);
+      load_scales(a->value, places->value, w->value_scale);
+    }
     for (int row = 0; row < job->count; row += STRIP) meet(a, w, job, row, first, fast);
     Places *done = places;
     places = ahead, ahead = done;
@@ -173,15 +195,21 @@ static void attention_run(const Args *a, const Job *job, const Job *after, Work 
   finish(a, job, w, group, start, bits);
 }
 
-int attention_plan(const Args *a, Job *jobs) {
+int64_t attention_tile(const Args *a, int threads) {
+  int64_t tile = ROWS;
+  while (tile > STRIP && attention_plan(a, tile, NULL) < threads) tile /= 2;
+  return tile;
+}
+
+int attention_plan(const Args *a, int64_t tile, Job *jobs) {
   int count = 0;
   int64_t group = a->heads / a->kv_heads;
   for (int64_t i = 0; i < a->sequences; i++) {
     int64_t rows = (a->first_rows[i + 1] - a->first_rows[i]) * group;
-    for (int64_t first = 0; first < rows; first += ROWS)
+    for (int64_t first = 0; first < rows; first += tile)
       for (int64_t head = 0; head < a->kv_heads; head++, count++)
         if (jobs) {
-          int64_t here = rows - first < ROWS ? rows - first : ROWS;
+          int64_t here = rows - first < tile ? rows - first : tile;
           jobs[count] = (Job){(int32_t)i, (int32_t)head, (int32_t)first, (int32_t)here};
         }
   }
@@ -232,16 +260,18 @@ double attention_work(const Args *a, int bits) {
   double all = 0;
   for (int64_t i = 0; i < a->sequences; i++)
     all += a->kv_lens[i] * (1 + (double)(a->first_rows[i + 1] - a->first_rows[i]) * (double)(a->heads / a->kv_heads) / 4);
-  return all * (double)(a->kv_heads * (a->dim + a->value_dim) * bits / 8);
+  return all * (double)(a->kv_heads * (a->dim + a->value_dim) * kv_bits(a, bits) / 8);
 }
 
 /* Returns 0, or 1 if there was no memory. `bits`: 32 for float, 16 for bfloat16. */
 int pilotfish_attend(const Args *a, int bits, int threads) {
-  int count = attention_plan(a, NULL), workers = pool_enter(threads);
+  int workers = pool_enter(threads);
+  int64_t tile = attention_tile(a, pool_threads());
+  int count = attention_plan(a, tile, NULL);
   Job *jobs = malloc(sizeof(Job) * (size_t)(count ? count : 1));
   Work *w = jobs ? attention_begin(a, workers) : NULL;
   if (w) {
-    attention_plan(a, jobs);
+    attention_plan(a, tile, jobs);
     attention_together(a, jobs, count, w, bits);
     attention_end(w, workers);
   }

@@ -22,7 +22,7 @@ class AttentionArgs(ctypes.Structure):
         ),
         *((name, ctypes.c_int64) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int64) for name in ("sequences", "width", "page_size", "heads", "kv_heads")),
-        *((name, ctypes.c_int64) for name in ("dim", "value_dim", "window", "chunk")),
+        *((name, ctypes.c_int64) for name in ("dim", "value_dim", "window", "chunk", "rounded")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
 

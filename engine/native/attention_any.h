@@ -1,5 +1,5 @@
-/* The products of attention in registers of 16 and 32 bytes: keys and values are read where they lie, or, in bfloat16,
- * from where they were widened to. A score is a sum across a register; four are summed at once. */
+/* The products of attention in registers of 16 and 32 bytes: keys and values are read where they lie, or, in bfloat16
+ * and int8, from where they were widened to. A score is a sum across a register; four are summed at once. */
 
 #include "registers.h"
 
@@ -75,17 +75,18 @@ INLINE void multiply_values(const Args *a, const Work *w, int row, const float *
   }
 }
 
-/* Where a block's keys or values lie as floats: where they are, or in `wide`. */
+/* Where a block's keys or values lie as floats, codes as whole ones: where they are, or in `wide`. */
 static void load_rows(const void *data, const int64_t *places, const int64_t *ahead, int64_t dim, int bits, float *wide,
                       const float **rows) {
   for (int j = 0; j < BLOCK; j++) {
     fetch(data, ahead[j], dim, bits);
     rows[j] = bits == 32 ? (const float *)data + places[j] : wide + j * dim;
-    for (int64_t d = 0; d < dim && bits == 16; d += LANES) *(vec *)(wide + j * dim + d) = load(data, places[j] + d, 16);
+    for (int64_t d = 0; d < dim && bits != 32; d += LANES)
+      *(vec *)(wide + j * dim + d) = load(data, places[j] + d, bits);
   }
 }
 
 static void load_block(const Args *a, Work *w, const Places *places, const Places *ahead, int bits) {
-  load_rows(a->key, places->key, ahead->key, a->dim, bits, w->keys, w->key_rows);
-  load_rows(a->value, places->value, ahead->value, a->value_dim, bits, w->values, w->value_rows);
+  load_rows(a->key, places->key, ahead->key, a->dim, kv_bits(a, bits), w->keys, w->key_rows);
+  load_rows(a->value, places->value, ahead->value, a->value_dim, kv_bits(a, bits), w->values, w->value_rows);
 }

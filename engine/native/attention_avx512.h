@@ -77,6 +77,68 @@ static void load_values(const Args *a, const Work *w, const int64_t *places, con
   }
 }
 
+/* Two whole numbers that bfloat16 holds, in each lane: the upper halves of their floats. */
+INLINE vec pair_of(vec low, vec high) {
+  return (vec)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32((__m512i)low, 16), (__m512i)high);
+}
+
+/* Four codes in each 32-bit lane: number `i` of each as a float. */
+INLINE vec code(ivec four, const int i) { return __builtin_convertvector(four << (24 - 8 * i) >> 24, vec); }
+
+/* 16 codes of each of 16 keys from `d` on, keys side by side: lane j of to[c] holds codes 4 c .. 4 c + 3 of key j. */
+INLINE void gather_codes(const int8_t *data, const int64_t *from, int64_t d, ivec *to) {
+  __m512i r[4];
+  EACH(int i = 0; i < 4; i++) {
+    __m512i four = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(data + from[i] + d)));
+    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(data + from[i + 4] + d)), 1);
+    four = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(data + from[i + 8] + d)), 2);
+    r[i] = _mm512_inserti32x4(four, _mm_loadu_si128((const __m128i *)(data + from[i + 12] + d)), 3);
+  }
+  __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpacklo_epi32(r[2], r[3]);
+  __m512i c = _mm512_unpackhi_epi32(r[0], r[1]), e = _mm512_unpackhi_epi32(r[2], r[3]);
+  to[0] = (ivec)_mm512_unpacklo_epi64(a, b), to[1] = (ivec)_mm512_unpackhi_epi64(a, b);
+  to[2] = (ivec)_mm512_unpacklo_epi64(c, e), to[3] = (ivec)_mm512_unpackhi_epi64(c, e);
+}
+
+INLINE void load_key_codes(const Args *a, const Work *w, const int64_t *places, const int64_t *ahead,
+                           const int paired) {
+  for (int j = 0; j < BLOCK; j++) fetch(a->key, ahead[j], a->dim, 8);
+  for (int j = 0; j < BLOCK; j += 16)
+    for (int64_t d = 0; d < a->dim; d += 16) {
+      ivec four[4];
+      gather_codes(a->key, places + j, d, four);
+      EACH(int c = 0; c < 4; c++) {
+        vec *to = (vec *)(w->keys + (d + 4 * c) / (paired ? 2 : 1) * BLOCK + j);
+        EACH(int i = 0; i < 4; i += paired ? 2 : 1) {
+          vec here = code(four[c], i);
+          to[i / (paired ? 2 : 1) * (BLOCK / LANES)] = paired ? pair_of(here, code(four[c], i + 1)) : here;
+        }
+      }
+    }
+}
+
+INLINE vec value_codes(const Args *a, int64_t at) {
+  return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)((const char *)a->value + at))));
+}
+
+INLINE void load_value_codes(const Args *a, const Work *w, const int64_t *places, const int64_t *ahead,
+                             const int paired) {
+  for (int j = 0; j < BLOCK; j++) fetch(a->value, ahead[j], a->value_dim, 8);
+  for (int j = 0; j < BLOCK; j += 2)
+    for (int64_t d = 0; d < a->value_dim; d += LANES) {
+      vec even = value_codes(a, places[j] + d), odd = value_codes(a, places[j + 1] + d);
+      vec *to = (vec *)(w->values + (paired ? j / 2 : j) * a->value_dim + d);
+      *to = paired ? pair_of(even, odd) : even;
+      if (!paired) to[a->value_dim / LANES] = odd;
+    }
+}
+
+/* Codes as floats or, `paired`, as bfloat16 with two neighbours of the summed dimension in each lane. */
+INLINE void load_codes(const Args *a, const Work *w, const Places *places, const Places *ahead, const int paired) {
+  load_key_codes(a, w, places->key, ahead->key, paired);
+  load_value_codes(a, w, places->value, ahead->value, paired);
+}
+
 #ifdef __AVX512BF16__
 /* The same with bfloat16 products: two neighbours of the summed dimension side by side in each 32-bit lane. `query` is
  * then [ROWS, dim / 2] pairs, `keys` [dim / 2, BLOCK], `values` [BLOCK / 2, value_dim]; weights are rounded to bfloat16.
@@ -173,7 +235,11 @@ INLINE void multiply_values(const Args *a, const Work *w, int row, const float *
 }
 
 static void load_block(const Args *a, Work *w, const Places *places, const Places *ahead, int bits) {
-  if (FAST(bits, a->dim)) {
+  if (a->rounded && FAST(bits, a->dim)) {
+    load_codes(a, w, places, ahead, 1);
+  } else if (a->rounded) {
+    load_codes(a, w, places, ahead, 0);
+  } else if (FAST(bits, a->dim)) {
     load_keys_bf16(a, w, places->key, ahead->key);
     load_values_bf16(a, w, places->value, ahead->value);
   } else {

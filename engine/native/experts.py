@@ -93,7 +93,7 @@ class ExpertMatrices:
     @staticmethod
     def fits(ups: Seq[PackedMatrix], downs: Seq[PackedMatrix], gate: ExpertGate) -> bool:
         """Whether C can run these: all `ups` have one form, all `downs` too, and rows are whole vectors."""
-        if any(len(set(map(_form, parts))) != 1 for parts in (ups, downs)):
+        if any(len({part.form for part in parts}) != 1 for parts in (ups, downs)):
             return False
         sizes = ups[0].out_features == downs[0].in_features * (1 if gate.alone else 2)
         return sizes and not downs[0].out_features % ALIGNED and not any(p.matrix.order for p in (*ups, *downs))
@@ -118,8 +118,3 @@ class ExpertMatrices:
         if native.pilotfish_experts(ctypes.byref(self._experts), ctypes.byref(batch), pool_threads()):
             raise MemoryError("a mixture had no memory to work in")
         return out
-
-
-def _form(packed: PackedMatrix) -> tuple[object, ...]:
-    """What of a matrix decides how its rows are fed and how many bytes its panels have."""
-    return packed.dtype, bytes(packed.matrix.groups), packed.in_features, packed.out_features

@@ -5,7 +5,9 @@
  * that the sums of a group are exact. Floats are multiplied, rounded, and then added, on every processor: results are the
  * same bits on all. */
 
-#define MIDDLE 8 /* the code of 4 bits that means 0 */
+/* Inputs whose codes lie together, and how many steps they take. */
+#define INPUTS(bits) ((bits) == 8 ? 4 : (bits) == 6 ? 16 : (bits) == 5 ? 32 : 8)
+#define STEPS(bits) (INPUTS(bits) * (bits) / 32)
 
 INLINE int64_t head_of_block(const Groups *g) { return (1 + g->has_offset) * (g->kind == FLOAT32 ? 4 : 2) * PANEL; }
 INLINE int64_t head_of_group(const Groups *g) { return (g->has_steps + g->has_zeros) * PANEL; }
@@ -62,6 +64,27 @@ INLINE void worth_of(const Groups *g, const char *block, const char *group, Wort
     EACH(int v = 0; v < VECTORS; v++) w->offset[v] *= small_numbers_of(zeros, v, 0);
 }
 
+/* A register at `at`, and the bits of each byte from `up` upwards, without what its neighbour hands down. */
+INLINE chars codes_at(const char *at) { return *(const chars *)at; }
+INLINE chars above(chars x, const int up) { return (chars)((ushorts)x >> up) & (char)(255 >> up); }
+
+/* Eight codes in each 32 bits: the p-th two registers of those that lie at `at` together. */
+INLINE void codes_of(const char *at, const int p, const int bits, chars *first, chars *last) {
+  if (bits == 6) {
+    chars a = codes_at(at), b = codes_at(at + STEP), c = codes_at(at + 2 * STEP);
+    chars spread = above(a, 6) | ((chars)((ushorts)b >> 4) & 12) | ((chars)((ushorts)c >> 2) & 48);
+    *first = (p ? c : a) & 63, *last = p ? spread : b & 63;
+    return;
+  }
+  chars both = codes_at(at + (p + (bits == 5)) * STEP);
+  *first = both & 15, *last = above(both, 4);
+  if (bits == 5) {
+    ushorts fifth = (ushorts)codes_at(at); /* bit q of a byte is of its q-th code */
+    *first |= (chars)(p > 2 ? fifth >> (2 * p - 4) : fifth << (4 - 2 * p)) & 16;
+    *last |= (chars)(p > 1 ? fifth >> (2 * p - 3) : fifth << (3 - 2 * p)) & 16;
+  }
+}
+
 INLINE int32_t sum_of_inputs(const char *x, int64_t group) {
   int32_t sum;
   memcpy(&sum, x + group * 4, 4);
@@ -74,7 +97,7 @@ INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, i
   const Groups *g = &m->groups;
   const int64_t stride = fed_bytes(m), groups = m->in / g->size;
   const int has_offset = g->has_offset || g->has_zeros;
-  const int from = CODES_FROM(bits) + (bits == 4 && !has_offset ? MIDDLE : 0);
+  const int from = bits == 8 ? CODES_FROM(8) : has_offset ? 0 : 1 << (bits - 1);
   const char *plain = x + m->in, *block = panel;
   floats total[BLOCK][VECTORS];
   EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) total[r][v] = (floats){0};
@@ -91,16 +114,21 @@ INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, i
       ints start = every(-from * sum_of_inputs(plain + r * stride, i));
       EACH(int v = 0; v < VECTORS; v++) sum[r][v] = start;
     }
-    for (int64_t k = 0; k < g->size; k += 32 / bits, panel += STEP, x += 32 / bits) {
-      for (int l = 0; l < lines; l++) __builtin_prefetch(panel + ahead + l * LINE, 0, 2);
+    for (int64_t k = 0; k < g->size; k += INPUTS(bits), panel += STEPS(bits) * STEP, x += INPUTS(bits)) {
+      for (int s = 0; s < STEPS(bits); s++)
+        for (int l = 0; l < lines; l++) __builtin_prefetch(panel + ahead + s * STEP + l * LINE, 0, 2);
       EACH(int v = 0; v < VECTORS; v++) {
-        chars codes = *(const chars *)(panel + v * WIDTH);
+        const char *at = panel + v * WIDTH;
         if (bits == 8) {
-          Four w = four_of(codes);
+          Four w = four_of(*(const chars *)at);
           EACH(int r = 0; r < rows; r++) sum[r][v] = dot_codes(sum[r][v], w, x + r * stride);
         } else {
-          chars low = codes & 15, high = (chars)((ushorts)codes >> 4) & 15;
-          EACH(int r = 0; r < rows; r++) sum[r][v] = dot_nibbles(sum[r][v], low, high, x + r * stride);
+          EACH(int p = 0; p < 4; p++) {
+            if (p == INPUTS(bits) / 8) break;
+            chars first, last;
+            codes_of(at, p, bits, &first, &last);
+            EACH(int r = 0; r < rows; r++) sum[r][v] = dot_small_codes(sum[r][v], first, last, x + r * stride + 8 * p);
+          }
         }
       }
     }

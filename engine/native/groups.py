@@ -58,18 +58,18 @@ class GroupScales:
         return Groups(inputs // self.groups, block, _KINDS[self.scale.dtype], *has)
 
 
-def panels_of_groups(parts: Seq[Tensor], scales: GroupScales, width: int, codes_from: int) -> Tensor:
+def panels_of_groups(parts: Seq[Tensor], bits: int, scales: GroupScales, width: int, codes_from: int) -> Tensor:
     """Pack codes, stacked along the outputs, and their scales -> uint8 `[out / width rounded up, bytes of a panel]`.
 
-    Codes are uint8 `[out, in / 2]`, two in a byte, the first input low; or int8 `[out, in]`, to which `codes_from` is
-    added, because some processors multiply unsigned ones.
+    Codes of 4 bits are uint8 `[out, in / 2]`, two in a byte, the first input low; of 5 and 6 bits uint8 `[out, in]`; of
+    8 bits int8 `[out, in]`, to which `codes_from` is added, because some processors multiply unsigned ones.
     """
-    outputs, bits = sum(map(len, parts)), 4 if parts[0].dtype == torch.uint8 else 8
-    blocks, groups, words = scales.scale.shape[1], scales.groups, parts[0].shape[1] // 4 // scales.groups
+    outputs, blocks, groups = sum(map(len, parts)), scales.scale.shape[1], scales.groups
+    words = parts[0].shape[1] // 4 // groups  # of a group's codes, as they come
     heads = [x for x in (scales.scale, scales.offset) if x is not None]
     in_groups = [x for x in (scales.steps, scales.zeros) if x is not None]
     block_head, group_head = width * sum(x.element_size() for x in heads), width * len(in_groups)
-    each = group_head + 4 * words * width
+    each = group_head + (words * bits // 2 if bits in (5, 6) else words * 4) * width
     panels = empty(-(-outputs // width), blocks * block_head + groups * each, dtype=torch.uint8)
     panels[outputs // width :].zero_()  # padding: outputs beyond the matrix
     whole = panels.view(len(panels), blocks, -1)

@@ -10,7 +10,7 @@
 typedef struct {
   Matrix qkv, out, gate_up, down;
   const float *norm_attention, *norm_mlp; /* [width] */
-  void *key, *value;                      /* of the arena: [arena rows, kv_heads, dim] */
+  void *key, *value;                      /* of the arena: [arena rows, kv_heads, dim], perhaps rounded (`Args`) */
   float eps_attention, eps_mlp, scale, softcap;
   int64_t window;
 } Layer;
@@ -78,7 +78,7 @@ static void norm_mlp(const Pass *p, const Layer *l, int64_t r) {
 
 static void rotate(const Pass *p, const Layer *l, int64_t r) {
   const Args *a = &p->attention;
-  Heads h = {a->heads, a->kv_heads, a->dim, l->key, l->value};
+  Heads h = {a->heads, a->kv_heads, a->dim, l->key, l->value, a->rounded != 0};
   rotate_row((void *)row_of(p->qkv, r, a->query_stride, p->bits), &h, row_of(p->cos, r, a->dim, p->bits),
              row_of(p->sin, r, a->dim, p->bits), p->places[r], p->bits);
 }
@@ -133,11 +133,13 @@ static double work_of(const Pass *p, const Layer *l) {
 
 /* Returns 0, or 1 if there was no memory. */
 int pilotfish_layers(const Pass *p, const Layer *layers, int64_t depth, int threads) {
-  int count = attention_plan(&p->attention, NULL), workers = pool_enter(threads);
+  int workers = pool_enter(threads);
+  int64_t tile = attention_tile(&p->attention, pool_threads());
+  int count = attention_plan(&p->attention, tile, NULL);
   Job *jobs = malloc(sizeof(Job) * (size_t)(count ? count : 1));
   Work *w = jobs ? attention_begin(&p->attention, workers) : NULL;
   if (w) {
-    attention_plan(&p->attention, jobs);
+    attention_plan(&p->attention, tile, jobs);
     for (int64_t i = 0; i < depth; i++) run(p, layers + i, jobs, count, w);
     attention_end(w, workers);
   }

@@ -129,9 +129,12 @@ ALL(OF, 8)
 ALL(OF, 16)
 ALL(OF, 32)
 ALL(OF_GROUPS, 4)
+ALL(OF_GROUPS, 5)
+ALL(OF_GROUPS, 6)
 ALL(OF_GROUPS, 8)
 static Block *const BLOCKS[3][BLOCK] = {NAMES(block, 8), NAMES(block, 16), NAMES(block, 32)};
-static BlockOfGroups *const BLOCKS_OF_GROUPS[2][BLOCK] = {NAMES(groups, 4), NAMES(groups, 8)};
+static BlockOfGroups *const BLOCKS_OF_GROUPS[][BLOCK] = {NAMES(groups, 4), NAMES(groups, 5), NAMES(groups, 6),
+                                                         NAMES(groups, 8)};
 
 OF4(1) OF4(2)
 #if BLOCK4 == 3
@@ -191,7 +194,7 @@ INLINE void meet(const Matrix *m, const Product *p, int64_t row, int64_t count, 
                  const char *next, int lines, void *sums) {
   const char *rows = (const char *)p->in + row * fed_bytes(m);
   if (m->groups.size)
-    BLOCKS_OF_GROUPS[m->bits == 8][count - 1](m, rows, weights, next - weights, lines, sums);
+    BLOCKS_OF_GROUPS[m->bits == 8 ? 3 : m->bits - 4][count - 1](m, rows, weights, next - weights, lines, sums);
   else if (m->bits == 4)
     BLOCKS4[count - 1](m, rows, weights, next, lines, (const float *)m->offset + panel * PANEL, sums);
   else
@@ -233,50 +236,57 @@ const char *pilotfish_bfloat16_path(void) { return BFLOAT16_PATH; }
 #define PIECE (1 << 15) /* bytes of weights, at least, where there is one row: fewer take no longer than to be claimed */
 
 typedef struct {
-  const Matrix *m;
-  const Product *p;
-  int64_t tiles, panels; /* of all rows; of a piece */
+  const Matrix *m;  /* one, or several of the same form */
+  const Product *p; /* rows and products of the first; those of the others follow */
+  int64_t tiles, panels, pieces; /* of all rows of a matrix; of a piece; of a matrix */
 } Stage;
 
 /* Tiles of rows of the same panels come one after the other, while those are in a cache. */
 static void multiply_piece(const void *stage, int64_t piece, int worker) {
   const Stage *s = stage;
+  const Matrix *m = s->m + piece / s->pieces;
+  int64_t before = piece / s->pieces * s->p->rows;
   Product p = *s->p;
+  piece %= s->pieces;
   int64_t tile = piece % s->tiles, first = p.rows * tile / s->tiles, panel = piece / s->tiles * s->panels;
-  int64_t end = panel + s->panels, all = matmul_panels(s->m);
-  p.in = (const char *)p.in + first * fed_bytes(s->m);
-  p.out = (char *)p.out + first * s->m->out * (p.bits / 8);
-  p.step = p.step ? p.step + first : NULL;
+  int64_t end = panel + s->panels, all = matmul_panels(m);
+  p.in = (const char *)p.in + (before + first) * fed_bytes(m);
+  p.out = (char *)p.out + (before + first) * m->out * (p.bits / 8);
+  p.step = p.step ? p.step + before + first : NULL;
   p.rows = p.rows * (tile + 1) / s->tiles - first;
-  multiply_panels(s->m, &p, panel, end < all ? end : all);
+  multiply_panels(m, &p, panel, end < all ? end : all);
   (void)worker;
 }
 
-void multiply_together(const Matrix *m, const Product *p) {
+static void multiply_several(const Matrix *m, int64_t count, const Product *p) {
   int64_t bytes = m->in * m->bits / 8 * PANEL * p->rows;
-  Stage s = {m, p, (p->rows + TILE - 1) / TILE, bytes > 0 && bytes < PIECE ? PIECE / bytes : 1};
-  pool_run(multiply_piece, &s, (matmul_panels(m) + s.panels - 1) / s.panels * s.tiles);
+  Stage s = {m, p, (p->rows + TILE - 1) / TILE, bytes > 0 && bytes < PIECE ? PIECE / bytes : 1, 0};
+  s.pieces = (matmul_panels(m) + s.panels - 1) / s.panels * s.tiles;
+  pool_run(multiply_piece, &s, count * s.pieces);
 }
+
+void multiply_together(const Matrix *m, const Product *p) { multiply_several(m, 1, p); }
 
 double matmul_work(const Matrix *m, int64_t rows) {
   return (double)m->out * (double)m->in * (double)m->bits / 8 * (1 + (double)rows / 4);
 }
 
-/* `p->in` is dense here, [rows, matrix.in]: uint8 for 4 and 8 bits, else of the matrix' own type. Returns 0, or 1 if there
- * was no memory. */
-int pilotfish_multiply(const Matrix *m, const Product *p, int threads) {
+/* `count` matrices of one form, each times `p->rows` rows of its own. `p->in` is dense here, [count, rows, matrix.in]: uint8
+ * for 4 and 8 bits, else of the matrix' own type; `p->out` is [count, rows, matrix.out]. Returns 0, or 1 if there was no
+ * memory. */
+int pilotfish_multiply(const Matrix *m, int64_t count, const Product *p, int threads) {
   Product fed = *p;
   int64_t wide = fed_bytes(m), narrow = m->bits <= 8 ? m->in : m->in * m->bits / 8;
   void *own = NULL;
   if (!fed_as_is(m)) {
-    own = malloc((size_t)(wide * p->rows));
+    own = malloc((size_t)(wide * p->rows * count));
     if (!own) return 1;
-    for (int64_t r = 0; r < p->rows; r++) feed(m, (const char *)p->in + r * narrow, (char *)own + r * wide);
+    for (int64_t r = 0; r < p->rows * count; r++) feed(m, (const char *)p->in + r * narrow, (char *)own + r * wide);
     fed.in = own;
   }
   pool_enter(threads);
-  multiply_together(m, &fed);
-  pool_leave(matmul_work(m, p->rows));
+  multiply_several(m, count, &fed);
+  pool_leave(matmul_work(m, p->rows) * (double)count);
   free(own);
   return 0;
 }

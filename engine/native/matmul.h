@@ -15,16 +15,19 @@
  * bfloat16, what a step of each output is worth in the first and in the second group, and then [128 inputs / 8, PANEL, 4]
  * bytes. Of the byte j in step s the low half is input 8 s + j, the high one 8 s + 4 + j; a half names one of 16
  * levels. */
-/* Codes in groups of inputs: weight = code * step + offset, a step and an offset for each output and group. Codes are 0 to
- * 15 in 4 bits, of which 8 means 0 where there is no offset; -128 to 127 in 8 bits. A block is one or several groups. Of a
- * panel lies first, for every block, [PANEL] numbers of `kind`, and as many again if `has_offset`; then for each of its
+/* Codes in groups of inputs: weight = code * step + offset, a step and an offset for each output and group. Codes of 4, 5
+ * and 6 bits have no sign, and the middle one (8, 16, 32) means 0 where there is no offset; codes of 8 bits are -128 to
+ * 127. A block is one or several groups. Of a panel lies first, for every block, [PANEL] numbers of `kind`, and as many again if `has_offset`; then for each of its
  * groups [PANEL] int8 if `has_steps`, [PANEL] uint8 if `has_zeros`, and the group's inputs as in other panels (8 bits: plus
- * `pilotfish_codes_from`). Of these bytes 4 i + v is that of output v PANEL / 4 + i.
+ * `pilotfish_codes_from`). Of these bytes 4 i + v is that of output v PANEL / 4 + i. Of 6 bits the codes of 16 inputs lie
+ * together in [3, PANEL, 4] bytes: byte j of step s is the code of input 4 s + j, and above it two bits of input 12 + j,
+ * the lowest in the first step. Of 5 bits those of 32 lie together: [PANEL, 4] bytes with the highest bits, of input
+ * 4 q + j in bit q of byte j, and then the others as in codes of 4 bits.
  *
  * A step is the block's number, times the group's int8 if there is one. An offset is the block's second number, times the
  * group's uint8 if there is one; with uint8 and no second number it is minus the step times the uint8. */
 typedef struct {
-  int64_t size;  /* inputs of a group, a multiple of 16; 0: no codes in groups */
+  int64_t size;  /* inputs of a group, a multiple of 16 (5 bits: of 32); 0: no codes in groups */
   int64_t block; /* groups of a block */
   int32_t kind;  /* FLOAT16, BFLOAT16 or FLOAT32 */
   int32_t has_steps, has_offset, has_zeros;
@@ -38,9 +41,9 @@ typedef struct {
   const void *offset;  /* int8 and 4 bits: [out rounded up], 128 times the sum of each output's weights, since rows are
                         * uint8 around 128: int32_t, or float and already times what steps are worth */
   const float *bias;     /* [out rounded up] or NULL */
-  int64_t in, out, bits; /* 4, 8, 16 or 32, of a weight */
+  int64_t in, out, bits; /* 4, 8, 16 or 32, of a weight; in groups 4, 5, 6 or 8 */
   int8_t levels[16];     /* of 4 bits, each -32 to 32 */
-  Groups groups;         /* 4 and 8 bits; without `scale`, `offset` and `levels` */
+  Groups groups;         /* 4, 5, 6 and 8 bits; without `scale`, `offset` and `levels` */
   const int64_t *order;  /* [in] or NULL: with groups, input j of the panels is input order[j] of a row */
 } Matrix;
 

@@ -1,4 +1,4 @@
-"""Matrices packed for our C (`matmul.h`): integers of 4 and 8 bits, bfloat16 and float32. Knows only numbers."""
+"""Matrices packed for our C (`matmul.h`): integers of 4 to 8 bits, bfloat16 and float32. Knows only numbers."""
 
 from __future__ import annotations
 
@@ -115,17 +115,23 @@ class PackedMatrix:
 
     @classmethod
     def of_groups(
-        cls, codes: Tensor | Seq[Tensor], scales: GroupScales, bias: Tensor | None, order: Tensor | None = None
+        cls,
+        codes: Tensor | Seq[Tensor],
+        bits: int,
+        scales: GroupScales,
+        bias: Tensor | None,
+        order: Tensor | None = None,
     ) -> PackedMatrix:
-        """Pack codes in groups as they are: uint8 `[out, in / 2]`, two in a byte, the first low; or int8 `[out, in]`.
+        """Pack codes in groups as they are; `bits` are 4, 5, 6 or 8.
 
-        Input j of the codes is `order[j]` of a row, int64 `[in]`, if there is an order.
+        Codes are uint8 `[out, in / 2]`, two in a byte, the first low, in 4 bits; uint8 `[out, in]` in 5 and 6 bits;
+        int8 `[out, in]` in 8 bits. Input j of the codes is `order[j]` of a row, int64 `[in]`, if there is an order.
         """
         parts = _parts(codes)
-        dtype, inputs = parts[0].dtype, parts[0].shape[1] * (2 if parts[0].dtype == torch.uint8 else 1)
-        panels = panels_of_groups(parts, scales, panel(), codes_from())
-        made = cls(dtype, (len(scales.scale), inputs), panels, None, None, bias)
-        made.matrix.groups = scales.form(inputs)
+        inputs = parts[0].shape[1] * (2 if bits == 4 else 1)
+        panels = panels_of_groups(parts, bits, scales, panel(), codes_from())
+        made = cls(parts[0].dtype, (len(scales.scale), inputs), panels, None, None, bias)
+        made.matrix.bits, made.matrix.groups = bits, scales.form(inputs)
         if order is not None:
             order = order.contiguous()
             made.matrix.order, made._held = order.data_ptr(), (*made._held, order)
@@ -144,15 +150,44 @@ class PackedMatrix:
 
         Rows have the type of the weights. For integer weights they are uint8 around 128, in units of `step` `[M, 1]`.
         """
-        native = library()
-        assert native is not None
-        assert rows.is_contiguous(), "rows lie apart"
         out = torch.empty(len(rows), self.out_features, dtype=dtype)
-        at = None if step is None else step.data_ptr()
-        product = _Product(rows.data_ptr(), at, out.data_ptr(), len(rows), _BITS[dtype], 0)
-        if native.pilotfish_multiply(ctypes.byref(self.matrix), ctypes.byref(product), pool_threads()):
-            raise MemoryError("a product had no memory to work in")
+        _multiply(self.matrix, 1, rows, step, out)
         return out
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What decides how rows are fed to the matrix and how many bytes its panels have."""
+        return self.dtype, bytes(self.matrix.groups), self.in_features, self.out_features
+
+
+class PackedMatrices:
+    """Float matrices of one form, each for rows of its own, multiplied in one call. A copy is the same object."""
+
+    def __init__(self, parts: Seq[PackedMatrix]) -> None:
+        assert len({part.form for part in parts}) == 1, "matrices of several forms"
+        self._parts = tuple(parts)  # kept alive, because C holds their addresses
+        self._matrices = (Matrix * len(parts))(*(part.matrix for part in parts))
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> PackedMatrices:
+        return self
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Multiply rows `[n, M, in]` by the n matrices -> `[n, M, out]`, all in one type."""
+        out = rows.new_empty(*rows.shape[:2], self._parts[0].out_features)
+        _multiply(self._matrices, len(self._parts), rows, None, out)
+        return out
+
+
+def _multiply(
+    matrices: ctypes.Structure | ctypes.Array[Any], count: int, rows: Tensor, step: Tensor | None, out: Tensor
+) -> None:
+    native = library()
+    assert native is not None
+    assert rows.is_contiguous(), "rows lie apart"
+    at = None if step is None else step.data_ptr()
+    product = _Product(rows.data_ptr(), at, out.data_ptr(), out.shape[-2], _BITS[out.dtype], 0)
+    if native.pilotfish_multiply(ctypes.byref(matrices), ctypes.c_int64(count), ctypes.byref(product), pool_threads()):
+        raise MemoryError("a product had no memory to work in")
 
 
 def _parts(weight: Tensor | Seq[Tensor]) -> Seq[Tensor]:

@@ -111,28 +111,47 @@ void pilotfish_panels4(const char *rows, const bf16 *scale, int64_t count, int64
 
 #define WIDEST 64 /* outputs of a panel */
 
-/* Codes of 4 or 8 bits in groups of `words` words (Groups in matmul.h): into panels that have `block_head` bytes before
- * every block of `block` groups and `group_head` before every group, which are the caller's. `from` is 128 where codes of
- * 8 bits lie with 128 more, else 0. */
+/* Words of codes as they come, of 4 bits two in a byte and else one, to those of a panel. `from` is what codes of 8 bits lie
+ * there with, in each byte. */
+INLINE void codes_word(const uint32_t *codes, int64_t bits, uint32_t from, uint32_t *to) {
+  const uint32_t halves = 0x0f0f0f0f;
+  if (bits == 8) {
+    *to = *codes ^ from;
+  } else if (bits == 4) {
+    *to = apart(*codes & 0xffff) | apart(*codes >> 16) << 4;
+  } else if (bits == 6) {
+    for (int s = 0; s < 3; s++) to[s] = codes[s] | (codes[3] >> 2 * s & 0x03030303) << 6;
+  } else {
+    *to = 0;
+    for (int q = 0; q < 8; q++) *to |= (codes[q] >> 4 & 0x01010101) << q;
+    for (int q = 0; q < 8; q += 2) to[1 + q / 2] = (codes[q] & halves) | (codes[q + 1] & halves) << 4;
+  }
+}
+
+/* Codes of 4, 5, 6 or 8 bits in groups of `words` words (Groups in matmul.h): into panels that have `block_head` bytes
+ * before every block of `block` groups and `group_head` before every group, which are the caller's. `from` is 128 where
+ * codes of 8 bits lie with 128 more, else 0. */
 void pilotfish_codes(const char *rows, int64_t count, int64_t groups, int64_t words, int64_t bits, int64_t from,
                      int64_t width, int64_t first, int64_t block, int64_t block_head, int64_t group_head, char *panels) {
-  int64_t stride = 4 * groups * words, size = groups / block * block_head + groups * (group_head + 4 * words * width);
-  const uint32_t flipped = (uint32_t)from * 0x01010101;
+  const int64_t each = bits == 5 ? 8 : bits == 6 ? 4 : 1, made = bits == 5 ? 5 : bits == 6 ? 3 : 1; /* words together */
+  const int64_t tile = TILE / each;
+  const int64_t packed = words / each * made, stride = 4 * groups * words;
+  const int64_t size = groups / block * block_head + groups * (group_head + 4 * packed * width);
   for (int64_t row = 0, stop; row < count; row = stop) {
     stop = less(count, row + width - (first + row) % width);
     char *panel = panels + (first + row) / width * size + (first + row) % width * 4;
     for (int64_t g = 0; g < groups; g++) {
       const char *codes = rows + row * stride + 4 * g * words;
-      char *to = panel + (g / block + 1) * block_head + (g + 1) * group_head + 4 * g * words * width;
-      for (int64_t at = 0; at < words; at += TILE, codes += 4 * TILE, to += 4 * TILE * width) {
-        int64_t here = less(TILE, words - at);
-        uint32_t own[WIDEST][TILE];
+      char *to = panel + (g / block + 1) * block_head + (g + 1) * group_head + 4 * g * packed * width;
+      for (int64_t at = 0; at < words; at += tile * each, codes += 4 * tile * each, to += 4 * tile * made * width) {
+        int64_t here = less(tile, (words - at) / each);
+        uint32_t own[WIDEST][TILE], plain[TILE];
         for (int64_t r = 0; r < stop - row; r++) {
-          memcpy(own[r], codes + r * stride, (size_t)here * 4);
+          memcpy(plain, codes + r * stride, (size_t)(here * each) * 4);
           for (int64_t i = 0; i < here; i++)
-            own[r][i] = bits == 8 ? own[r][i] ^ flipped : apart(own[r][i] & 0xffff) | apart(own[r][i] >> 16) << 4;
+            codes_word(plain + i * each, bits, (uint32_t)from * 0x01010101, own[r] + i * made);
         }
-        transpose((const char *)own, 4 * TILE, stop - row, here, (uint32_t *)to, width);
+        transpose((const char *)own, 4 * TILE, stop - row, here * made, (uint32_t *)to, width);
       }
     }
   }

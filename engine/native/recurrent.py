@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence as Seq
 from functools import cache
 
+import torch
 from torch import Tensor
 
 from engine.machine.threads import pool_threads
@@ -15,18 +16,12 @@ from engine.native.compiled import function, library
 RULES = ("delta", "mamba1", "conv")  # in the order of recurrent.c
 
 
-class _Plan(ctypes.Structure):
-    _fields_ = (
-        ("sequences", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("rows", "read", "first", "writes")),
-    )
-
-
 class _Scan(ctypes.Structure):
     _fields_ = (
-        ("plan", _Plan),
-        ("states", ctypes.c_void_p),
-        ("x", ctypes.c_void_p * 6),
+        ("sequences", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("plan", "states", "log")),
+        *((name, ctypes.c_int64) for name in ("log_rows", "log_width")),
+        ("x", ctypes.c_void_p * 5),
         *((name, ctypes.c_void_p) for name in ("a", "d", "out")),
         *((name, ctypes.c_int64) for name in ("heads", "groups", "width", "depth", "blocks")),
         *((name, ctypes.c_int) for name in ("bits", "wide", "corrects")),
@@ -48,13 +43,12 @@ def scans(x: Tensor, depth: int) -> bool:
 def scan(
     rule: str,
     states: Tensor,
+    log: Tensor,
+    plan: Tensor,
     rows: Seq[Tensor],
-    slots: Tensor,
-    num_sequences: int,
     *,
     a: Tensor | None = None,
     d: Tensor | None = None,
-    out: Tensor,
     heads: int = 1,
     groups: int = 1,
     width: int,
@@ -62,17 +56,16 @@ def scan(
     wide: bool = False,
     corrects: bool = False,
 ) -> Tensor:
-    """Run a rule over the rows of all sequences; return `out`.
+    """Run a rule over the rows of all sequences; return `[T, ...]`, in the shape and type of `rows[0]`.
 
     Args:
         rule: one of `RULES`.
-        states: the arena of states, dense.
-        rows: the inputs `[S, ...]`, in the order of recurrent.c; those of one type are dense rows.
-        slots: int64, `[B + 1]` first rows, `[B]` slots to read, `[B + 1]` first writes, then pairs of (rows, slot).
-        num_sequences: B.
+        states: all slots `[slots, ...]`, dense.
+        log: of the same slots, `[slots, log_rows, log_width]`, dense, in the type of the states.
+        plan: int64 `[B, 8]`, the `SequenceScan` of each sequence.
+        rows: the inputs `[T, ...]`, in the order of recurrent.c; those of one type are dense rows.
         a: float32, what does not depend on rows: decays, or a kernel.
         d: float32, what is added to the result: per head, or per number.
-        out: `[S, ...]`, dense, in the type of `rows[0]`.
         heads: of the rule.
         groups: of heads that share keys and queries.
         width: numbers of a head that come out.
@@ -80,17 +73,14 @@ def scan(
         wide: for `delta`, a decay for each number of a key; for `conv`, silu.
         corrects: whether `delta` is a delta rule; else it adds what it is fed, as Mamba 2 does.
     """
-    held = [states, *(x if x.is_contiguous() else x.contiguous() for x in rows), out]
-    held += [x.contiguous() for x in (a, d) if x is not None]
-    assert all(x.is_contiguous() for x in (states, out)), "rows lie apart"
-    b, at = num_sequences, slots.data_ptr()
-    step = slots.element_size()
-    plan = _Plan(b, at, at + step * (b + 1), at + step * (2 * b + 1), at + step * (3 * b + 2))
-    inputs = (ctypes.c_void_p * 6)(*(x.data_ptr() for x in held[1 : 1 + len(rows)]))
-    told = iter(held[2 + len(rows) :])
+    assert all(x.is_contiguous() for x in (states, log, plan)), "rows lie apart"
+    rows = [x.contiguous() for x in rows]
+    a, d = (None if x is None else x.contiguous() for x in (a, d))
+    out = torch.empty_like(rows[0])
     made = _Scan(
-        plan, states.data_ptr(), inputs,
-        None if a is None else next(told).data_ptr(), None if d is None else next(told).data_ptr(), out.data_ptr(),
+        len(plan), plan.data_ptr(), states.data_ptr(), log.data_ptr(), *log.shape[1:],
+        (ctypes.c_void_p * 5)(*(x.data_ptr() for x in rows)),
+        None if a is None else a.data_ptr(), None if d is None else d.data_ptr(), out.data_ptr(),
         heads, groups, width, depth, 0, BITS[rows[0].dtype], int(wide), int(corrects),
     )  # fmt: skip
     call = function("scan", (ctypes.c_void_p, ctypes.c_int, ctypes.c_int))

@@ -203,13 +203,13 @@ INLINE ints dot_codes(ints sum, Four w, const char *x) {
 #endif
 }
 
-/* Eight inputs times codes of 0 to 15: four products of 127 and 15 are at most 7,620. */
-INLINE ints dot_nibbles(ints sum, chars low, chars high, const char *x) {
+/* Eight inputs times codes of 0 to 63: four products of 127 and 63 are at most 32,004. */
+INLINE ints dot_small_codes(ints sum, chars first, chars last, const char *x) {
 #if defined(TWO_PRODUCTS)
-  shorts four = byte_pairs((ints)low, four_inputs(x)) + byte_pairs((ints)high, four_inputs(x + 4));
+  shorts four = byte_pairs((ints)first, four_inputs(x)) + byte_pairs((ints)last, four_inputs(x + 4));
   return sum + pairs(four, (shorts){0} + 1);
 #else
-  return dot_codes(dot_codes(sum, four_of(low), x), four_of(high), x + 4);
+  return dot_codes(dot_codes(sum, four_of(first), x), four_of(last), x + 4);
 #endif
 }
 

@@ -83,17 +83,33 @@ float wide_round_row(const void *row, int bits, int64_t n, uint8_t *to) {
   return round_row(wide, n, to);
 }
 
+/* A head to its place in a rounded arena: the bits of `round_heads` in kv/rounded.py. */
+static void round_head(const void *head, int bits, int64_t dim, void *arena, int64_t place) {
+  char *to = (char *)arena + place * ((int64_t)sizeof(float) + dim);
+  uint8_t around[dim];
+  float scale = wide_round_row(head, bits, dim, around);
+  memcpy(to, &scale, sizeof scale);
+  for (int64_t i = 0; i < dim; i++) to[sizeof scale + i] = (char)(around[i] ^ 128);
+}
+
 INLINE void rotate(void *row, const Heads *h, const void *c, const void *s, int64_t place, int bits) {
   int64_t half = h->dim / 2;
+  float turned[h->dim];
   for (int64_t head = 0; head < h->query + h->kv; head++) {
     const void *from = row_of(row, head, h->dim, bits);
-    void *to = head < h->query ? (void *)from : (void *)row_of(h->key, place * h->kv + head - h->query, h->dim, bits);
+    int64_t at = place * h->kv + head - h->query;
+    void *of_key = h->rounded ? turned : (void *)row_of(h->key, at, h->dim, bits);
+    void *to = head < h->query ? (void *)from : of_key;
     for (int64_t i = 0; i < half; i += LANES) {
       vec a = load(from, i, bits), b = load(from, half + i, bits), x = load(c, i, bits), y = load(s, i, bits);
       store(to, i, a * x - b * y, bits);
       store(to, half + i, b * x + a * y, bits);
     }
+    if (h->rounded && head >= h->query) round_head(turned, bits, h->dim, h->key, at);
   }
+  for (int64_t head = 0; h->rounded && head < h->kv; head++)
+    round_head(row_of(row, h->query + h->kv + head, h->dim, bits), bits, h->dim, h->value, place * h->kv + head);
+  if (h->rounded) return;
   memcpy((void *)row_of(h->value, place * h->kv, h->dim, bits), row_of(row, h->query + h->kv, h->dim, bits),
          (size_t)(h->kv * h->dim * (bits / 8)));
 }
@@ -171,8 +187,8 @@ void pilotfish_scale(const float *sums, int64_t rows, int64_t n, const float *sc
 
 /* cos and sin are [rows, dim]; `places` are arena rows. */
 void pilotfish_rotate(void *qkv, int bits, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, const void *cos,
-                      const void *sin, const int64_t *places, void *key, void *value) {
-  Heads h = {heads, kv_heads, dim, key, value};
+                      const void *sin, const int64_t *places, void *key, void *value, int rounded) {
+  Heads h = {heads, kv_heads, dim, key, value, rounded};
   for (int64_t r = 0; r < rows; r++)
     rotate_row((void *)row_of(qkv, r, (heads + 2 * kv_heads) * dim, bits), &h, row_of(cos, r, dim, bits),
                row_of(sin, r, dim, bits), places[r], bits);

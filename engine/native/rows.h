@@ -9,10 +9,12 @@ INLINE const void *row_of(const void *data, int64_t row, int64_t stride, int bit
   return (const char *)data + row * stride * (bits / 8);
 }
 
-/* How query, key and value lie side by side in a row, and where the last two go: [arena rows, kv, dim]. */
+/* How query, key and value lie side by side in a row, and where the last two go: [arena rows, kv, dim]; `rounded`:
+ * there a head is a float scale and int8 codes. */
 typedef struct {
   int64_t query, kv, dim;
   void *key, *value;
+  int rounded;
 } Heads;
 
 /* To uint8 around 128, the row's largest number to 1 or 255; returns what one step is worth, NaN if there is a NaN. */

@@ -20,7 +20,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "gate": (_PTR, _INT, _I64, _I64, _PTR, _INT),
     "norm": (_PTR, _INT, _I64, _I64, _I64, _PTR, _F32, _PTR, _INT),
     "scale": (_PTR, _I64, _I64, _PTR, _PTR, _PTR, _INT, _INT),
-    "rotate": (_PTR, _INT, _I64, _I64, _I64, _I64, _PTR, _PTR, _PTR, _PTR, _PTR),
+    "rotate": (_PTR, _INT, _I64, _I64, _I64, _I64, _PTR, _PTR, _PTR, _PTR, _PTR, _INT),
 }
 
 
@@ -93,13 +93,14 @@ class Rows:
         """Rotate queries in place, write rotated keys and the values into the arena, and return the queries.
 
         `qkv` is `[T, (heads + 2 kv_heads) * d]`, `cos` and `sin` are `[T, d]` in its type, and `places` `[T]` are rows
-        of the arena `k`, `v` `[rows, kv_heads, d]`. The result is a view of `qkv`, `[T, heads, d]`.
+        of the arena `k`, `v` `[rows, kv_heads, d]`, or in int8 `[rows, kv_heads, 4 + d]`: a float scale in bytes, then
+        codes. The result is a view of `qkv`, `[T, heads, d]`.
         """
-        kv_heads, dim = k.shape[1:]
+        kv_heads, dim = k.shape[1], cos.shape[1]
         heads = qkv.shape[1] // dim - 2 * kv_heads
         self._call["rotate"](
             _dense(qkv), BITS[qkv.dtype], len(qkv), heads, kv_heads, dim,
-            _dense(cos), _dense(sin), _dense(places), _dense(k), _dense(v),
+            _dense(cos), _dense(sin), _dense(places), _dense(k), _dense(v), k.dtype == torch.int8,
         )  # fmt: skip
         query: Tensor = qkv[:, : heads * dim].unflatten(1, (heads, dim))
         return query

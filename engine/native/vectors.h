@@ -33,6 +33,8 @@ typedef float vec_unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t ivec_unaligned __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef bf16 bf16vec __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef uint8_t bytevec __attribute__((vector_size(LANES), aligned(1)));
+typedef int8_t codevec __attribute__((vector_size(LANES), aligned(1)));
+typedef int16_t shortvec __attribute__((vector_size(2 * LANES)));
 
 INLINE float wide(bf16 x) {
   uint32_t bits = (uint32_t)x << 16;
@@ -102,8 +104,12 @@ INLINE bf16vec narrow(vec x) {
   return __builtin_convertvector(kept, bf16vec);
 }
 
-/* A vector of numbers of a row of floats (`bits` 32) or bfloat16 (16). */
+/* A vector of numbers of a row of floats (`bits` 32), bfloat16 (16) or int8 (8). */
 INLINE vec load(const void *row, int64_t i, int bits) {
+  if (bits == 8) { /* by steps of two: GCC takes a longer one apart, number by number */
+    shortvec twice = __builtin_convertvector(*(const codevec *)((const int8_t *)row + i), shortvec);
+    return __builtin_convertvector(__builtin_convertvector(twice, ivec), vec);
+  }
   if (bits == 32) return *(const vec_unaligned *)((const float *)row + i);
   return (vec)(__builtin_convertvector(*(const bf16vec *)((const bf16 *)row + i), ivec) << 16);
 }

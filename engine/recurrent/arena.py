@@ -61,7 +61,7 @@ class StateArena:
         """Keywords for the model's forward: our cache object for this pass, under the name that the model gives it."""
         return {self.layout.keyword: RaggedStates(ScanPlan.of(batch, self.log_rows), self, self._rules)}
 
-    def of(self, number: int, part: StatePart) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def of(self, number: int, part: StatePart) -> tuple[Tensor, Tensor]:
         """As in `states.Store`."""
         assert part == self.layout.parts[number], "a pass came to the parts of the state in another order"
         return self._tensors[number]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.recurrent.plan import ScanPlan
+from engine.recurrent.parts import PartSlots, StatePart
 from engine.recurrent.registry import StateRules
 from engine.recurrent.rules import silu, softplus
 
@@ -27,10 +27,8 @@ class Scan(Protocol):
         """The inputs of a convolution, which the mixer has also handed to its cache."""
         ...
 
-    def run(
-        self, shape: tuple[int, ...], dtype: torch.dtype, rows: tuple[Tensor, ...], rule: Callable[..., Tensor]
-    ) -> Tensor:
-        """Run `rule(states, *rows, plan)`, where states are `[slots, *shape]`; rows of this pass in, and out."""
+    def slots(self, part: StatePart) -> PartSlots:
+        """The slots of this part."""
         ...
 
 
@@ -46,11 +44,8 @@ def causal_conv1d(
     if activation not in (None, "silu", "swish"):
         raise ModelError(f"a convolution has the activation {activation}; there is only silu")
     x = scan.kept(hidden_states)[0].T.contiguous()
-
-    def rule(states: Tensor, rows: Tensor, plan: ScanPlan) -> Tensor:
-        return scan.rules.conv(states, rows, weight, bias, "silu" if activation else None, plan)
-
-    return scan.run((weight.shape[0], weight.shape[1] - 1), x.dtype, (x,), rule).T[None]
+    slots = scan.slots(StatePart.of((weight.shape[0], weight.shape[1] - 1), x.dtype, x))
+    return scan.rules.conv(slots, x, weight, bias, "silu" if activation else None).T[None]
 
 
 def gated_delta_rule(
@@ -64,17 +59,13 @@ def gated_delta_rule(
     **_: object,
 ) -> tuple[Tensor, Tensor]:
     """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`: `[1, T, H, dv]` in the type of `query`."""
-    heads, key_dim, value_dim = value.shape[2], key.shape[3], value.shape[3]
-
-    def rule(states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan) -> Tensor:
-        q, k, v, g, beta = (rows.float().contiguous() for rows in (q, k, v, g, beta))
-        if use_qk_l2norm_in_kernel:
-            q, k = (rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6) for rows in (q, k))
-        delta = scan.rules.gated_delta if g.ndim == 2 else scan.rules.kimi_delta
-        return delta(states, q * key_dim**-0.5, k, v, g, beta, plan)
-
-    rows = tuple(rows[0] for rows in (query, key, value, g, beta))
-    out = scan.run((heads, key_dim, value_dim), torch.float32, rows, rule)
+    q, k, v, g, beta = (rows[0].float().contiguous() for rows in (query, key, value, g, beta))
+    heads, key_dim, value_dim = v.shape[1], k.shape[2], v.shape[2]
+    if use_qk_l2norm_in_kernel:
+        q, k = (rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6) for rows in (q, k))
+    delta = scan.rules.gated_delta if g.ndim == 2 else scan.rules.kimi_delta
+    slots = scan.slots(StatePart.of((heads, key_dim, value_dim), torch.float32, k, v, g))
+    out = delta(slots, q * key_dim**-0.5, k, v, g, beta)
     return out[None].to(query.dtype), _last_state(out)
 
 
@@ -96,15 +87,10 @@ def mamba2_chunk_scan(
     """`mamba2_chunk_scan`: float32 `[1, T, H, P]`. The order of sums does not know chunks."""
     if z is not None:
         raise ModelError("a Mamba 2 layer hands its gate to the scan, which ours does not apply")
-    heads, head_dim = hidden_states.shape[2:]
-
-    def rule(states: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, plan: ScanPlan) -> Tensor:
-        step = _step_sizes(dt, dt_bias, dt_softplus).clamp(*dt_limit)
-        x, b, c = (rows.float().contiguous() for rows in (x, b, c))
-        return scan.rules.mamba2(states, x, step, A.float(), b, c, _skip(D, A), plan)
-
-    rows = tuple(rows[0] for rows in (hidden_states, dt, B, C))
-    out = scan.run((heads, B.shape[-1], head_dim), torch.float32, rows, rule)
+    x, b, c = (rows[0].float().contiguous() for rows in (hidden_states, B, C))
+    step = _step_sizes(dt[0], dt_bias, dt_softplus).clamp(*dt_limit)
+    slots = scan.slots(StatePart.of((x.shape[1], b.shape[2], x.shape[2]), torch.float32, b, x, step))
+    out = scan.rules.mamba2(slots, x, step, A.float(), b, c, _skip(D, A))
     return out[None], _last_state(out)
 
 
@@ -122,14 +108,10 @@ def mamba_selective_scan(
     **_: object,
 ) -> tuple[Tensor, Tensor]:
     """`mamba_selective_scan` of Mamba 1: float32 `[1, I, T]`."""
-
-    def rule(states: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, plan: ScanPlan) -> Tensor:
-        step = _step_sizes(dt, delta_bias, delta_softplus)
-        x, b, c = (rows.float() for rows in (x, b, c))
-        return scan.rules.mamba1(states, x, step, A.float(), b, c, _skip(D, A[:, 0]), plan)
-
-    rows = tuple(rows[0].T.contiguous() for rows in (hidden_states, dt, B, C))
-    out = scan.run((A.shape[1], A.shape[0]), torch.float32, rows, rule)
+    x, b, c = (rows[0].T.float().contiguous() for rows in (hidden_states, B, C))
+    step = _step_sizes(dt[0].T.contiguous(), delta_bias, delta_softplus)
+    slots = scan.slots(StatePart.of((b.shape[1], x.shape[1]), torch.float32, b, x, step))
+    out = scan.rules.mamba1(slots, x, step, A.float(), b, c, _skip(D, A[:, 0]))
     if z is not None:
         out = out * silu(z[0].T.float().contiguous())
     return out.T[None], _last_state(out)
@@ -145,7 +127,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def _step_sizes(dt: Tensor, bias: Tensor | None, is_logarithm: bool) -> Tensor:
-    """Of `dt` `[S, ...]`, in float32 as in the kernels that such models are trained with."""
+    """Of `dt` `[T, ...]`, in float32 as in the kernels that such models are trained with."""
     step = dt.float() if bias is None else dt.float() + bias.float()
     return (softplus(step) if is_logarithm else step).contiguous()
 

@@ -6,94 +6,87 @@ The same for all layers of a model, so it is worked out once for a batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.kv.batch import RaggedBatch
+from engine.types import StateSpan
 
 PLAN = "scan plan"  # the key under which a batch keeps its plan
 
 
-@dataclass(frozen=True, slots=True)
-class ScanPlan:
-    """Rows and slots of B sequences. T rows are new; with the logged rows that are applied first there are S.
+class SequenceScan(NamedTuple):
+    """The rows of one sequence: those of a log that are applied again, then new ones. Eight numbers, as our C reads it.
 
-    Two sequences, of which the first goes on after two logged rows, feeds one token and two drafts, and the second is
-    fed a prompt of four tokens:
+    A sequence whose slot 3 has the state at position 7, and that goes on at 9 with one token and two drafts:
 
-        cu_rows [0, 5, 9]                  rows 0, 1 from the log, 2..4 new | 5..8 new
-        read    [3, 0]                     slot 0 is the empty state
-        writes  [[(3, 4)], [(4, 5)]]       after three of its rows, to slot 4 | after all four, to slot 5
-        log     rows 3, 4 to slot 4        the drafts, which may be taken back
+        first 0, stop 3           its new rows in the batch, at positions 9, 10, 11
+        read 3, replayed 2        positions 7 and 8 are applied from the log of slot 3
+        write 4, settled 3        the state after three rows, at position 10, goes to slot 4
+                                  positions 10 and 11, which may be taken back, go to rows 0 and 1 of its log
+        snapshot 5, reached 1     the state after one row, at position 8, goes to slot 5 too
     """
 
-    cu_rows: tuple[int, ...]  # [B + 1]
-    read: tuple[int, ...]  # [B]
-    writes: tuple[tuple[tuple[int, int], ...], ...]  # [B], pairs (after how many of the sequence's S rows, slot)
-    log_rows: int  # of each slot
-    new: Tensor  # int64 [T], which of the S rows are new
-    replayed: Tensor  # int64 [S - T], which of the S rows are from the log
-    replayed_from: Tensor  # int64 [S - T], slot * log_rows + row
-    logged: Tensor  # int64, which of the S rows are written to a log
-    logged_to: Tensor  # int64, slot * log_rows + row
-    slots: Tensor  # int64 on the CPU: `cu_rows`, `read`, B + 1 first writes, then the writes; what our C reads
+    first: int
+    stop: int
+    read: int
+    replayed: int
+    write: int
+    settled: int  # 0: no state is written, and new rows are appended to the log that is read
+    snapshot: int
+    reached: int  # 0: no snapshot
+
+    @classmethod
+    def of(cls, span: StateSpan, rows: range, start: int) -> SequenceScan:
+        """The scan of a sequence that is fed the positions from `start` on as these rows of the batch."""
+        snapshot, reached = (0, span.base) if span.snapshot is None else span.snapshot
+        scan = cls(
+            rows.start, rows.stop, span.read, start - span.base, span.write, span.settled - span.base,
+            snapshot, reached - span.base,
+        )  # fmt: skip
+        in_place = scan.write == scan.read
+        assert scan.settled > scan.replayed or not scan.settled, "a row of a log is settled, but no new one"
+        assert scan.settled or in_place, "rows are appended to a log that begins elsewhere"
+        assert not scan.settled or not scan.replayed or not in_place, "a log is written while it is read"
+        return scan
+
+    @property
+    def num_rows(self) -> int:
+        """Rows from the log and new ones."""
+        return self.replayed + self.stop - self.first
+
+    def new_row(self, number: int) -> int | None:
+        """The row of the batch that is the sequence's row `number`; None if that comes from the log."""
+        return None if number < self.replayed else self.first + number - self.replayed
+
+    @property
+    def writes(self) -> list[tuple[int, int]]:
+        """Pairs of (after how many rows, slot) for each state that is written."""
+        return [pair for pair in ((self.settled, self.write), (self.reached, self.snapshot)) if pair[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class ScanPlan:
+    """The scans of all sequences of a batch."""
+
+    scans: tuple[SequenceScan, ...]  # [B]
+    numbers: Tensor  # the same as int64 [B, 8] on the CPU
 
     @classmethod
     def of(cls, batch: RaggedBatch, log_rows: int) -> ScanPlan:
-        """The plan of a batch, whose sequences all have states."""
+        """The plan of a batch, whose sequences all have states, with logs of `log_rows` rows."""
         plan: ScanPlan = batch.once((PLAN, log_rows), lambda: cls._of(batch, log_rows))
         return plan
 
     @classmethod
     def _of(cls, batch: RaggedBatch, log_rows: int) -> ScanPlan:
-        cu_rows, writes = [0], list[tuple[tuple[int, int], ...]]()
-        new, replayed, replayed_from, logged, logged_to = (list[int]() for _ in range(5))
         spans = [span for span in batch.states if span is not None]
         assert len(spans) == len(batch.kv_lens), "a sequence has no state"
+        scans = []
         for i, (span, stop) in enumerate(zip(spans, batch.kv_lens, strict=True)):
-            start = stop - (batch.cu_seqlens[i + 1] - batch.cu_seqlens[i])
-            first = cu_rows[-1] - span.base  # row of position p is first + p
-            cu_rows.append(first + stop)
+            rows = range(batch.cu_seqlens[i], batch.cu_seqlens[i + 1])
             assert stop - span.settled <= log_rows, "more tokens than the log holds may be taken back"
-            replayed += range(first + span.base, first + start)
-            replayed_from += (span.read * log_rows + p - span.base for p in range(span.base, start))
-            new += range(first + start, first + stop)
-            # What is not settled is logged; where nothing more is settled, the log of the slot already has the rows
-            # that came from it.
-            unsettled = range(span.settled if span.settled > span.base else start, stop)
-            logged += (first + p for p in unsettled)
-            logged_to += (span.write * log_rows + p - span.settled for p in unsettled)
-            stops = [span.snapshot[::-1]] if span.snapshot is not None else []
-            stops += [(span.settled, span.write)] if span.settled > span.base else []
-            writes.append(tuple((position - span.base, slot) for position, slot in stops))
-        device = batch.positions.device
-        read, firsts = tuple(span.read for span in spans), accumulate(map(len, writes), initial=0)
-        slots = torch.tensor([*cu_rows, *read, *firsts, *chain.from_iterable(chain.from_iterable(writes))])
-
-        def sent(indices: list[int]) -> Tensor:
-            return torch.tensor(indices, dtype=torch.int64, device=device)
-
-        return cls(
-            tuple(cu_rows), read, tuple(writes), log_rows, sent(new), sent(replayed), sent(replayed_from), sent(logged),
-            sent(logged_to), slots,
-        )  # fmt: skip
-
-    def gather(self, fresh: Tensor, log: Tensor) -> Tensor:
-        """Rows `[T, ...]` of this pass, with those of `log` `[slots, log_rows, ...]` before them: `[S, ...]`."""
-        if not len(self.replayed):
-            return fresh
-        rows = fresh.new_empty(self.cu_rows[-1], *fresh.shape[1:])
-        rows[self.new] = fresh
-        rows[self.replayed] = log.flatten(0, 1)[self.replayed_from].to(fresh.dtype)
-        return rows
-
-    def record(self, rows: Tensor, log: Tensor) -> None:
-        """Write the rows `[S, ...]` that may be taken back to `log` `[slots, log_rows, ...]`."""
-        if len(self.logged):
-            log.flatten(0, 1)[self.logged_to] = rows[self.logged].to(log.dtype)
-
-    def fresh(self, rows: Tensor) -> Tensor:
-        """Of rows `[S, ...]` those of this pass, `[T, ...]`."""
-        return rows[self.new] if len(self.replayed) else rows
+            scans.append(SequenceScan.of(span, rows, stop - len(rows)))
+        return cls(tuple(scans), torch.tensor(scans, dtype=torch.int64).view(len(scans), -1))

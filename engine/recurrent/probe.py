@@ -13,6 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from engine.errors import ModelError
 from engine.kv.arena import LayerKV
 from engine.kv.batch import Feed, RaggedBatch
+from engine.kv.latent import LatentHeads
 from engine.recurrent import registry
 from engine.recurrent.parts import StatePart
 from engine.recurrent.plan import ScanPlan
@@ -37,19 +38,19 @@ class _Store:
 
     def __init__(self, device: torch.device) -> None:
         self.parts: list[StatePart] = []
-        self._device = device
+        self.device = device
 
-    def of(self, number: int, part: StatePart) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def of(self, number: int, part: StatePart) -> tuple[Tensor, Tensor]:
         assert number == len(self.parts)
         self.parts.append(part)
-        return part.tensors(2, 1, self._device)
+        return part.tensors(2, 1, self.device)
 
 
 class _Watch(RaggedStates):
     """Notes which layers keep keys and values, and which of them come to the attention function."""
 
     def __init__(self, plan: ScanPlan, store: _Store) -> None:
-        super().__init__(plan, store, registry.choose(plan.new.device))
+        super().__init__(plan, store, registry.choose(store.device))
         self.keep_kv: set[int] = set()
         self.attends: dict[int, LayerKV] = {}
 
@@ -108,8 +109,11 @@ def _note(
     """Called by every layer of the model that attends, with what our attention would be handed."""
     layer = module.layer_idx
     assert isinstance(layer, int)
-    watch.attends[layer] = LayerKV(key.shape[1], key.shape[3], value.shape[3])
-    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None  # [1, T, heads, value_dim]
+    latent = getattr(module, "latent", None)
+    is_latent = isinstance(latent, LatentHeads)
+    watch.attends[layer] = LayerKV(key.shape[1], key.shape[3], value.shape[3], is_latent=is_latent)
+    out = value.new_zeros(query.shape[2], query.shape[1], value.shape[3])  # [T, heads, value_dim]
+    return (latent.expand(out) if isinstance(latent, LatentHeads) else out)[None], None
 
 
 AttentionInterface.register(_WATCHING, _note)

@@ -1,123 +1,118 @@
 """The rules by which states change, in plain torch: one token after another, in float32. The oracle of all others.
 
-Every function runs the rows of each sequence from the state in the slot that the plan reads, and writes the states
-that the plan wants. Each operation has the same order and the same shape at every position, so the bits of a row
-depend on its own sequence alone, however its tokens were cut into passes.
+Every function runs the rows of each sequence from the state in the slot that the plan reads. First it applies rows of
+that slot's log, then the new ones; it writes the states that the plan wants, and logs the rows that may be taken back.
+A row of the log is not what a layer is fed but what that does to a state, so no row is computed twice. Each operation
+has the same order and the same shape at every position, so the bits of a row depend on its own sequence alone, however
+its tokens were cut into passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from engine.recurrent.plan import ScanPlan
+from engine.recurrent.parts import PartSlots
 
 
 def conv(
-    states: Tensor,  # [slots, C, k - 1], the newest inputs
-    x: Tensor,  # [S, C]
+    slots: PartSlots,  # of states [slots, C, k - 1], the newest inputs; logged: x
+    x: Tensor,  # [T, C]
     weight: Tensor,  # [C, k]
     bias: Tensor | None,  # [C]
     activation: str | None,  # None or "silu"
-    plan: ScanPlan,
 ) -> Tensor:
-    """A causal convolution of each channel over its own k newest inputs: `[S, C]`, in the type of `x`."""
-    taps = weight.float().T  # [k, C]
-    out = torch.empty_like(x)
-    for i, (first, stop) in enumerate(pairwise(plan.cu_rows)):
-        inputs = torch.cat([states[plan.read[i]].T, x[first:stop]])  # a copy: its slot may be written below
-        total = torch.zeros(stop - first, x.shape[1], device=x.device) if bias is None else bias.float()
-        for tap, weights in enumerate(taps):
-            total = total + inputs[tap : tap + stop - first].float() * weights
-        out[first:stop] = silu(total) if activation == "silu" else total
-        for num_rows, slot in plan.writes[i]:
-            states[slot] = inputs[num_rows : num_rows + len(taps) - 1].T
+    """A causal convolution of each channel over its own k newest inputs: `[T, C]`, in the type of `x`."""
+    taps, states, log = weight.float().T, slots.states, slots.log  # [k, C]
+    out, before = torch.empty_like(x), weight.shape[1] - 1
+    for scan in slots.plan.scans:
+        new = range(before + scan.replayed, before + scan.num_rows)
+        inputs = torch.cat([states[scan.read].T, log[scan.read, : scan.replayed], x[scan.first : scan.stop]])
+        total = torch.zeros(len(new), x.shape[1], device=x.device) if bias is None else bias.float()
+        for tap, weights in enumerate(taps, start=-before):
+            total = total + inputs[new.start + tap : new.stop + tap].float() * weights
+        out[scan.first : scan.stop] = silu(total) if activation == "silu" else total
+        for num_rows, slot in scan.writes:
+            states[slot] = inputs[num_rows : num_rows + before].T
+        fresh = max(scan.settled, scan.replayed)  # the first row that goes to the log
+        log[scan.write, fresh - scan.settled : scan.num_rows - scan.settled] = inputs[before + fresh :]
     return out
 
 
 def gated_delta(
-    states: Tensor,  # [slots, H, dk, dv] float32
-    q: Tensor,  # [S, G, dk], normalised and scaled; H / G heads share each
-    k: Tensor,  # [S, G, dk], normalised
-    v: Tensor,  # [S, H, dv]
-    g: Tensor,  # [S, H], logarithms of the decay
-    beta: Tensor,  # [S, H]
-    plan: ScanPlan,
+    slots: PartSlots,  # of states [slots, H, dk, dv] float32; logged: k, v, g
+    q: Tensor,  # [T, G, dk], normalised and scaled; H / G heads share each
+    k: Tensor,  # [T, G, dk], normalised
+    v: Tensor,  # [T, H, dv]
+    g: Tensor,  # [T, H], logarithms of the decay
+    beta: Tensor,  # [T, H]
 ) -> Tensor:
-    """The gated delta rule (Yang et al. 2024, arXiv:2412.06464): `[S, H, dv]`, in the type of `v`."""
-    return kimi_delta(states, q, k, v, g[..., None], beta, plan)
+    """The gated delta rule (Yang et al. 2024, arXiv:2412.06464): `[T, H, dv]`, in the type of `v`."""
+    return kimi_delta(slots, q, k, v, g[..., None], beta)
 
 
 def kimi_delta(
-    states: Tensor,  # [slots, H, dk, dv] float32
-    q: Tensor,  # [S, G, dk], normalised and scaled; H / G heads share each
-    k: Tensor,  # [S, G, dk], normalised
-    v: Tensor,  # [S, H, dv]
-    g: Tensor,  # [S, H, dk], logarithms of the decay of each key channel
-    beta: Tensor,  # [S, H]
-    plan: ScanPlan,
+    slots: PartSlots,  # of states [slots, H, dk, dv] float32; logged: k, v, g
+    q: Tensor,  # [T, G, dk], normalised and scaled; H / G heads share each
+    k: Tensor,  # [T, G, dk], normalised
+    v: Tensor,  # [T, H, dv]
+    g: Tensor,  # [T, H, dk], logarithms of the decay of each key channel
+    beta: Tensor,  # [T, H]
 ) -> Tensor:
-    """Kimi Delta Attention (arXiv:2510.26692), a gated delta rule by channels: `[S, H, dv]`, in the type of `v`."""
-    dtype, group = v.dtype, v.shape[1] // k.shape[1]
-    q, k = (rows.float().repeat_interleave(group, 1) for rows in (q, k))
-    v, g, beta = (rows.float() for rows in (v, g, beta))
+    """Kimi Delta Attention (arXiv:2510.26692), a gated delta rule by channels: `[T, H, dv]`, in the type of `v`."""
+    keys, wanted, steps = _by_head(k, v.shape[1]), v.float(), beta.float()[..., None]
 
-    def step(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
-        key = k[row][..., None]  # [H, dk, 1]
-        state = state * torch.exp(g[row])[..., None]
-        change = beta[row][:, None] * (v[row] - (state * key).sum(1))  # [H, dv]
-        state = state + key * change[:, None]
-        return state, (state * q[row][..., None]).sum(1)
+    def change(state: Tensor, row: int) -> Tensor:
+        seen = (state * torch.exp(g[row].float())[..., None] * keys[row][..., None]).sum(1)
+        return steps[row] * (wanted[row] - seen)
 
-    return _run(states, plan, step, torch.empty_like(v)).to(dtype)
+    return _outer(slots, q, k, g, change, torch.empty_like(v, dtype=torch.float32)).to(v.dtype)
 
 
 def mamba2(
-    states: Tensor,  # [slots, H, N, P] float32
-    x: Tensor,  # [S, H, P]
-    dt: Tensor,  # [S, H], after its bias, softplus and limits
+    slots: PartSlots,  # of states [slots, H, N, P] float32; logged: b, dt * x, dt * a
+    x: Tensor,  # [T, H, P]
+    dt: Tensor,  # [T, H], after its bias, softplus and limits
     a: Tensor,  # [H], negative
-    b: Tensor,  # [S, G, N]
-    c: Tensor,  # [S, G, N]
+    b: Tensor,  # [T, G, N]
+    c: Tensor,  # [T, G, N]
     d: Tensor,  # [H]
-    plan: ScanPlan,
 ) -> Tensor:
-    """The state space of Mamba 2 (Dao and Gu 2024, arXiv:2405.21060): `[S, H, P]`, in the type of `x`."""
-    dtype, group = x.dtype, x.shape[1] // b.shape[1]
-    x, dt, a, d = (values.float() for values in (x, dt, a, d))
-    b, c = (rows.float().repeat_interleave(group, 1) for rows in (b, c))  # [S, H, N]
+    """The state space of Mamba 2 (Dao and Gu 2024, arXiv:2405.21060): `[T, H, P]`, in the type of `x`."""
+    fed, steps = x.float(), dt.float()[..., None]  # [T, H, 1]
 
-    def step(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
-        decay = torch.exp(dt[row] * a)[:, None, None]
-        state = state * decay + b[row][..., None] * (dt[row][:, None] * x[row])[:, None]
-        return state, (state * c[row][..., None]).sum(1) + d[:, None] * x[row]
+    def change(_: Tensor, row: int) -> Tensor:
+        return steps[row] * fed[row]
 
-    return _run(states, plan, step, torch.empty_like(x)).to(dtype)
+    out = _outer(slots, c, b, steps * a.float()[:, None], change, torch.empty_like(fed))
+    return (out + d.float()[:, None] * fed).to(x.dtype)
 
 
 def mamba1(
-    states: Tensor,  # [slots, N, I] float32
-    x: Tensor,  # [S, I]
-    dt: Tensor,  # [S, I], after its bias and softplus
+    slots: PartSlots,  # of states [slots, N, I] float32; logged: b, dt * x, dt
+    x: Tensor,  # [T, I]
+    dt: Tensor,  # [T, I], after its bias and softplus
     a: Tensor,  # [I, N], negative
-    b: Tensor,  # [S, N]
-    c: Tensor,  # [S, N]
+    b: Tensor,  # [T, N]
+    c: Tensor,  # [T, N]
     d: Tensor,  # [I]
-    plan: ScanPlan,
 ) -> Tensor:
-    """The selective state space of Mamba (Gu and Dao 2023, arXiv:2312.00752): `[S, I]`, in the type of `x`."""
-    dtype = x.dtype
-    x, dt, a, b, c, d = (values.float() for values in (x, dt, a, b, c, d))
+    """The selective state space of Mamba (Gu and Dao 2023, arXiv:2312.00752): `[T, I]`, in the type of `x`."""
+    fed, steps, decays = x.float(), dt.float(), a.float().T
+    entries = torch.cat([b.float(), steps * fed, steps], 1)
+    sizes = [b.shape[1], *x.shape[1:], *x.shape[1:]]
 
-    def step(state: Tensor, row: int) -> tuple[Tensor, Tensor]:
-        decay = torch.exp(dt[row] * a.T)
-        state = state * decay + b[row][:, None] * (dt[row] * x[row])
-        return state, (state * c[row][:, None]).sum(0) + d * x[row]
+    def apply(state: Tensor, entry: Tensor) -> Tensor:
+        key, added, step = _split(entry, sizes)
+        return state * torch.exp(step * decays) + key[:, None] * added
 
-    return _run(states, plan, step, torch.empty_like(x)).to(dtype)
+    def read(state: Tensor, row: int) -> Tensor:
+        return (state * c[row].float()[:, None]).sum(0)
+
+    out = _run(slots, lambda _, row: entries[row], apply, read, torch.empty_like(fed))
+    return (out + d.float() * fed).to(x.dtype)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -130,13 +125,63 @@ def softplus(x: Tensor) -> Tensor:
     return torch.where(x > 20, x, torch.log1p(torch.exp(x)))
 
 
-def _run(states: Tensor, plan: ScanPlan, step: Callable[[Tensor, int], tuple[Tensor, Tensor]], out: Tensor) -> Tensor:
-    """Step through all rows of all sequences. `step` returns the state after a row, and the row's output."""
-    for i, (first, stop) in enumerate(pairwise(plan.cu_rows)):
-        state = states[plan.read[i]].clone()
-        for row in range(first, stop):
-            state, out[row] = step(state, row)
-            for num_rows, slot in plan.writes[i]:
-                if first + num_rows == row + 1:
+def _by_head(rows: Tensor, heads: int) -> Tensor:
+    """Rows `[..., G, n]`, each of which some heads share, for each head: `[..., H, n]` float32."""
+    return rows.float().repeat_interleave(heads // rows.shape[-2], -2)
+
+
+def _split(entry: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """The parts of a row of the log."""
+    parts: tuple[Tensor, ...] = entry.split(sizes)
+    return parts
+
+
+def _outer(
+    slots: PartSlots,  # of states [slots, H, dk, dv]
+    q: Tensor,  # [T, G, dk]
+    k: Tensor,  # [T, G, dk]
+    g: Tensor,  # [T, H, dk] or [T, H, 1]
+    change: Callable[[Tensor, int], Tensor],  # of a state and a row: [H, dv]
+    out: Tensor,
+) -> Tensor:
+    """Let states decay, add the outer product of each row's key and its change, and ask with its query."""
+    heads, width = out.shape[1:]
+    queries, sizes = _by_head(q, heads), [k[0].numel(), heads * width, g[0].numel()]
+
+    def entry(state: Tensor, row: int) -> Tensor:
+        return torch.cat([rows.flatten().float() for rows in (k[row], change(state, row), g[row])])
+
+    def apply(state: Tensor, entry: Tensor) -> Tensor:
+        key, added, decay = _split(entry, sizes)
+        key = _by_head(key.view(k.shape[1:]), heads)
+        return state * torch.exp(decay.view(g.shape[1:]))[..., None] + key[..., None] * added.view(heads, 1, width)
+
+    def read(state: Tensor, row: int) -> Tensor:
+        return (state * queries[row][..., None]).sum(1)
+
+    return _run(slots, entry, apply, read, out)
+
+
+def _run(
+    slots: PartSlots,
+    entry: Callable[[Tensor, int], Tensor],  # of a state and a row: what the row does to it, as a row of the log
+    apply: Callable[[Tensor, Tensor], Tensor],  # of a state and a row of the log: the state after it
+    read: Callable[[Tensor, int], Tensor],  # of the state after a row, and the row: what comes out
+    out: Tensor,
+) -> Tensor:
+    """Step through all rows of all sequences."""
+    states, log = slots.states, slots.log
+    for scan in slots.plan.scans:
+        state = states[scan.read].clone()
+        for number in range(scan.num_rows):
+            row = scan.new_row(number)
+            applied = log[scan.read, number] if row is None else entry(state, row)
+            state = apply(state, applied)
+            if row is not None:
+                out[row] = read(state, row)
+            if row is not None and number >= scan.settled:
+                log[scan.write, number - scan.settled] = applied
+            for num_rows, slot in scan.writes:
+                if num_rows == number + 1:
                     states[slot] = state
     return out

@@ -7,18 +7,16 @@ to the cache. We replace the functions (`mixers.py`), so there is no last state;
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from types import FunctionType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from transformers import Cache
 
 from engine.errors import ModelError
 from engine.recurrent.library import FUNCTIONS
-from engine.recurrent.parts import StatePart
+from engine.recurrent.parts import PartSlots, StatePart
 from engine.recurrent.plan import ScanPlan
 from engine.recurrent.registry import StateRules
 
@@ -26,8 +24,8 @@ from engine.recurrent.registry import StateRules
 class Store(Protocol):
     """Where the states and logs of all parts are."""
 
-    def of(self, number: int, part: StatePart) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The states `[slots, *shape]` and logs `[slots, log_rows, ...]` of the part with this number."""
+    def of(self, number: int, part: StatePart) -> tuple[Tensor, Tensor]:
+        """The states `[slots, *shape]` and logs `[slots, log_rows, width]` of the part with this number."""
         ...
 
 
@@ -52,17 +50,11 @@ class RaggedStates(Cache):
             self._bound[forward] = copy
         return self._bound[forward]
 
-    def run(
-        self, shape: tuple[int, ...], dtype: torch.dtype, rows: tuple[Tensor, ...], rule: Callable[..., Tensor]
-    ) -> Tensor:
-        """Run the part whose turn it is; as in `library.Scan`."""
-        states, logs = self._store.of(self._number, StatePart.of(shape, dtype, rows))
+    def slots(self, part: StatePart) -> PartSlots:
+        """The slots of the part whose turn it is; as in `library.Scan`."""
+        states, log = self._store.of(self._number, part)
         self._number += 1
-        rows = tuple(self._plan.gather(fresh, log) for fresh, log in zip(rows, logs, strict=True))
-        out = rule(states, *rows, self._plan)
-        for row, log in zip(rows, logs, strict=True):
-            self._plan.record(row, log)
-        return self._plan.fresh(out)
+        return PartSlots(states, log, self._plan)
 
     def kept(self, rows: Tensor) -> Tensor:
         """As in `library.Scan`."""

@@ -27,11 +27,13 @@ from engine.kv.pages import PagePool
 from engine.machine.mapped import ReadProgress, told
 from engine.machine.rank import RankInfo
 from engine.machine.threads import cores, leave_to_pool, use_threads
+from engine.model.adapters.peft import read_adapter
 from engine.model.adapters.store import Adapters
 from engine.model.checkpoint import read_config, weights_size
 from engine.model.fixed_shape import TILE, FixedShapeRunner
 from engine.model.fusion.fuse import fuse
 from engine.model.fusion.fuse_cuda import fuse_for_cuda, round_ahead
+from engine.model.fusion.latent import EXPANDING, compress, has_latents
 from engine.model.fusion.stack import stack
 from engine.model.linear.fp8 import to_fp8
 from engine.model.linear.packed import is_batch_invariant, pack, runs_in_c
@@ -52,7 +54,7 @@ from engine.startup.drafters import Drafters, match_vocabularies
 from engine.startup.loop import rounds_for, wants_rounds
 from engine.startup.memory import GIB, kv_gib
 from engine.startup.precision import HeldPrecision, held_as
-from engine.startup.runners import Ways
+from engine.startup.runners import RoundsByShape, Ways
 from engine.startup.self_test import check_ragged_contract
 from engine.startup.states import TARGET, StatePlan
 
@@ -86,7 +88,12 @@ def build_engine(config: EngineConfig, progress: Callable[[str], None] = lambda 
         draft = load(config, config.draft, config.draft_revision, weights, device, progress=progress)
     vocab = None if draft is None else match_vocabularies(config, target, draft)
     progress("allocating K/V")
-    return assemble(config, target, draft, vocab=vocab, ranks=ranks)
+    try:
+        return assemble(config, target, draft, vocab=vocab, ranks=ranks)
+    except RoundsByShape as error:
+        log.warning("%s: it is loaded again, in float32", error)
+    del target, draft  # before their successors take as much memory again
+    return build_engine(config.model_copy(update={"dtype": "float32"}), progress)
 
 
 def load_shard(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> Callable[[], None]:
@@ -209,6 +216,7 @@ def assemble(
         ranks: the group of ranks with the other shards of the target.
     """
     _check_reproducible(config, target.device)
+    _compress(config, target, draft, ranks)
     tap = Tap(target) if config.medusa or config.eagle else None  # before the self-test, which shows that it works
     # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
     needs_tiles = config.reproducible and not is_batch_invariant(target)
@@ -248,6 +256,20 @@ def assemble(
     if all(map(runs_in_c, (target, *drafters.models.values()))):
         leave_to_pool()
     return Engine(config, limits, runner, proposers, scheduler, rounds=rounds, dtype=dtype, adapters=adapters)
+
+
+def _compress(
+    config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel | None, ranks: Ranks | None
+) -> None:
+    """Let layers with latent attention keep latents: not those of a shard, or with adapters of what expands them."""
+    stays = ranks is not None
+    if config.adapter and has_latents(target):
+        parts = (path for folder in config.adapter.values() for path in read_adapter(Path(folder)).parts)
+        stays = stays or any(path.endswith(EXPANDING) for path in parts)
+    for model in (None if stays else target, draft):
+        if model is not None:
+            on_cpu = model.device.type == "cpu"
+            compress(model, row_wise=on_cpu and (config.reproducible or is_batch_invariant(model)))
 
 
 def _adapters(config: EngineConfig, target: PreTrainedModel, ranks: Ranks | None, ways: Ways) -> Adapters:
@@ -323,7 +345,7 @@ def pick_device(name: str) -> torch.device:
 
 def layout_of(config: EngineConfig, target: PreTrainedModel) -> KVLayout:
     """The K/V layout of a target, or of this process's shard of it."""
-    layout = layout_of_model(target)
+    layout = layout_of_model(target).stored_as(config.kv_cache_dtype)
     shares = config.tensor_parallel_size
     return layout if shares == 1 else shard_layout(layout, target.config, shares)
 
@@ -382,7 +404,8 @@ def _ragged(
     `needs_tiles`: passes of the target are tiles of one shape, for which there is one attention.
     """
     if model is not target:  # every rank that drafts holds a whole draft
-        return _attention(config, model, layout_of_model(model), row_wise=row_wise)
+        layout = layout_of_model(model).stored_as(config.kv_cache_dtype)
+        return _attention(config, model, layout, row_wise=row_wise)
     layout = layout_of(config, target)
     if not needs_tiles:
         return _attention(config, target, layout, row_wise=row_wise)
@@ -396,7 +419,7 @@ def _attention(config: EngineConfig, model: PreTrainedModel, layout: KVLayout, *
 
 
 def _tiled_runner(
-    _: EngineConfig,
+    config: EngineConfig,
     model: PreTrainedModel,
     make_arena: Callable[..., KVArena],
     states: StatePlan,
@@ -404,7 +427,7 @@ def _tiled_runner(
     tap: Tap | None,
     adapters: Adapters | None = None,
 ) -> Runner:
-    layout = layout_of_model(model)
+    layout = layout_of(config, model)
     ensure_batch_invariance(model, layout)
     arena = make_arena(layout, spare_rows=TILE)
     inner = ModelRunner(model, arena, ways.attends[model], adapters, states.arena(TARGET, model.device))

@@ -28,6 +28,7 @@ from engine.errors import ModelError
 from engine.kv.arena import KVLayout
 from engine.machine.threads import cores, quota
 from engine.model import checkpoint
+from engine.model.fusion.latent import has_latents
 from engine.model.linear.int8 import kernel_name
 from engine.model.published.files import read_headers
 from engine.model.published.load import num_bytes, read_weights
@@ -103,9 +104,10 @@ class Facts:
             has_chat_template = checkpoint.has_chat_template(name, revision)
         codec, width = Codec.load(name, revision), model.get_output_embeddings().weight.shape[0]
         codes = _bytes_of_codes(name, revision, held, model)
+        compressed = config.tensor_parallel_size == 1 and has_latents(model)
         return cls(
             config=described,
-            layout=kv_layout(described, held.dtype),
+            layout=kv_layout(described, held.dtype, compressed=compressed).stored_as(config.kv_cache_dtype),
             held=held,
             weight_bytes=codes + weight_bytes(model, held.dtype, held.weights, on_cuda=device.type == "cuda"),
             kernel="torch's" if held.weights == "fp8" else "our Triton" if device.type == "cuda" else kernel_name(),
@@ -125,7 +127,8 @@ class Facts:
         held = dtype if rounded == "native" else f"{rounded} ({self.kernel} kernel), the rest in {dtype}"
         yield "type", str(self.held)
         yield "weights", f"{_size(self.weight_bytes)} in {held}"
-        yield "K/V", f"{self.layout.bytes_per_token} bytes per token"
+        rounded = " in int8" if self.layout.dtype == torch.int8 else ""
+        yield "K/V", f"{self.layout.bytes_per_token} bytes per token{rounded}"
         yield "context", f"{known.limit} tokens ({known.reason})"
         tokens = f", {len(self.vocabulary.ids)} tokens" if self.codec else ""
         yield "vocabulary", f"{self.vocabulary.width} logits{tokens}"

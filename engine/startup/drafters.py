@@ -62,21 +62,21 @@ class Drafters:
         Raises:
             ModelError: the draft or a head does not fit this target.
         """
-        models, layouts = dict[str, PreTrainedModel](), dict[str, KVLayout]()
+        models, layouts, stored = dict[str, PreTrainedModel](), dict[str, KVLayout](), config.kv_cache_dtype
         if draft is not None:
             if vocab is None:
                 _check_vocabulary(config, target, draft)
             alone = None if ways is None else ways.alone.get(draft)
-            models["model"], layouts["model"] = draft, alone or layout_of_model(draft)
+            models["model"], layouts["model"] = draft, alone or layout_of_model(draft).stored_as(stored)
         if config.self_layers is not None or config.proposer == "self":
             layers = config.self_layers or max(1, shape_of(target.config, "num_hidden_layers") // 3)
             models["self"] = first_layers(target, layers)
-            whole = layout_of_model(models["self"])
+            whole = layout_of_model(models["self"]).stored_as(stored)
             layouts["self"] = replace(whole, layers=whole.layers[:layers])
         medusa = load_medusa(config.medusa, config.medusa_revision, target) if config.medusa else None
         eagle = load_eagle(config.eagle, config.eagle_revision, target) if config.eagle else None
         if eagle is not None:
-            layouts["eagle"] = kv_layout(eagle.config, target.dtype)
+            layouts["eagle"] = kv_layout(eagle.config, target.dtype).stored_as(stored)
         return cls(target, models, medusa, eagle, tap, layouts, vocab)
 
     def runners(

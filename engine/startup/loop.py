@@ -70,7 +70,7 @@ def _rounds(
     """Build rounds; a ModelError gives the reason why they cannot run."""
     if not isinstance(target, ModelRunner):
         raise ModelError("no rounds: its passes have a shape of their own (reproducible), or one sequence each")
-    why_not, device = _why_not(config, target), target.device
+    why_not, device = _why_not(config, target, draft), target.device
     if why_not is not None:
         raise ModelError(f"no rounds: {why_not}")
     rounds = RoundLoop(
@@ -101,7 +101,7 @@ def _refusals() -> tuple[type[Exception], ...]:
     return (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, *faults())
 
 
-def _why_not(config: EngineConfig, target: ModelRunner) -> str | None:
+def _why_not(config: EngineConfig, target: ModelRunner, draft: ModelRunner | None) -> str | None:
     is_gpu = target.device.type != "cpu"
     if is_gpu and not has_triton():
         return "Triton is not installed"
@@ -111,8 +111,12 @@ def _why_not(config: EngineConfig, target: ModelRunner) -> str | None:
         return "the model has two rotary tables"
     if is_batch_invariant(target.model):
         return "its weights are packed for a CPU"
-    if target.states is not None or target.arena.layout.same is None:
-        return "its layers are not all alike, or keep a state"
+    if target.arena.layout.dtype == torch.int8:
+        return "keys and values are in int8, which our kernel does not read"
+    if any(runner.states is not None for runner in (target, draft) if runner is not None):
+        return "layers keep a state"
+    if any(runner.arena.layout.heads is None for runner in (target, draft) if runner is not None):
+        return "layers have several numbers of K/V heads"
     return None
 
 

@@ -106,5 +106,6 @@ def _widest(target: PreTrainedConfig) -> int:
 def _shared_attention(rows: int, config: EngineConfig, text: PreTrainedConfig) -> int:
     """Bytes of one layer's partial attention results, where long sequences are split among kernel programs."""
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    widest = max(head_dim, *(getattr(text, name, None) or 0 for name in ("kv_lora_rank", "global_head_dim")))
     longest = config.max_model_len or getattr(text, "max_position_embeddings", None) or _LONGEST
-    return scratch_bytes(rows, text.num_attention_heads, head_dim, longest)
+    return scratch_bytes(rows, text.num_attention_heads, widest, longest)

@@ -39,6 +39,11 @@ log = logging.getLogger(__name__)
 
 _LENGTH, _PAGE = 12, 5  # tokens of each sequence of the self-test, in pages of a size that divides no part of it
 _MINE, _OTHER = (4, 0, 2), (1, 3, 5)  # their pages
+_NEVER = {"xlm": "takes the tokens of its text that equal its pad token for padding"}  # by model type
+
+
+class RoundsByShape(ModelError):
+    """Expected: a target runs in no ragged batch in bfloat16, which nobody has asked for; it is to be float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class Ways:
         """Find the way of each model; `ragged` chooses the attention that passes the self-test of ragged batches.
 
         Raises:
+            RoundsByShape: the target should be loaded once more, in float32.
             ModelError: a model runs in no way; the message gives the reason for each.
         """
         attends, alone = dict[PreTrainedModel, Attend](), dict[PreTrainedModel, KVLayout]()
@@ -67,6 +73,7 @@ class Ways:
                 attends[model] = _tried(model, ragged)
             except ModelError as error:
                 if model is target:
+                    _check_type(config, model, error)
                     _check_allowed(config, error)
                 alone[model] = _layout_alone(model, error)
         return cls(attends, alone)
@@ -91,11 +98,29 @@ def _check_allowed(config: EngineConfig, error: ModelError) -> None:
         "eagle": config.eagle is not None,
         "self_layers": config.self_layers is not None or config.proposer == "self",
         "adapter": bool(config.adapter),
+        "kv_cache_dtype": config.kv_cache_dtype != "auto",  # transformers' attention reads floats
         "attention by name": config.attention != "auto",  # it would be transformers' own
     }
     found = next((name for name, is_asked in asked.items() if is_asked), None)
     if found is not None:
         raise ModelError(f"{error}; one sequence at a time it could be served, but not with {found}") from error
+
+
+def _check_type(config: EngineConfig, target: PreTrainedModel, error: ModelError) -> None:
+    """On a CPU, let only who asks for bfloat16 have it: `precision.py` chooses it where our C runs a whole model.
+
+    Here torch attends, and in float32 drafts do not change its tokens. `error` says why there is no ragged batch; where
+    that was rounding, as of a mixture that chose other experts, there is one in float32.
+    """
+    if target.device.type != "cpu" or target.dtype != torch.bfloat16:
+        return
+    if config.dtype == "auto":
+        raise RoundsByShape(str(error)) from error
+    log.warning(
+        "%s is in bfloat16, which torch rounds by the number of tokens of a pass: drafts, chunks and the prefix cache "
+        "may change its tokens; in float32 they do not",
+        _name(target),
+    )
 
 
 def _layout_alone(model: PreTrainedModel, error: ModelError) -> KVLayout:
@@ -117,9 +142,12 @@ def _layout_alone(model: PreTrainedModel, error: ModelError) -> KVLayout:
 
 
 def _check_kinds(model: PreTrainedModel) -> None:
-    """Refuse by name what shows only in texts longer than those of the self-test."""
+    """Refuse by name what shows only in texts unlike those of the self-test, or there by an error of torch alone."""
     if "lsh" in (getattr(model.config.get_text_config(), "attn_layers", None) or ()):
         raise ModelError(f"{_name(model)} has layers of type lsh, which find what to attend to by hashes of the text")
+    reason = _NEVER.get(model.config.model_type)
+    if reason is not None:
+        raise ModelError(f"{_name(model)} {reason}")
 
 
 def _with_cache(model: PreTrainedModel, plain: Tensor) -> tuple[KVLayout | None, str]:

@@ -112,6 +112,18 @@ def test_both_conditions_are_measured_in_one_run(lab):
     assert any(line.startswith("- Batch 2, plain") for line in peers.verdict(rows))
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_where_none_of_ours_is_there_others_are_told_without_a_ratio(lab, fails):
+    """Our entries for GGUF need llama.cpp, which rounds the files."""
+    ours, other, _ = lab.peers
+    ours.fails, other.fails = True, fails
+    rows = peers.measure(lab)
+    assert [row["remark"] for row in rows if row["name"] == OURS] == ["not measured: no model here"]
+    told = {row["remark"] for row in rows if row["name"] == "other int8"}
+    assert told == {"not measured: no model here" if fails else "first turns alone: nothing of ours runs beside it"}
+    assert not peers.verdict(rows)
+
+
 def test_a_prompt_is_timed_to_its_first_token(lab):
     rows = peer_prompts.measure_prompts(lab)
     by_cell = {(r["prompt"], r["neighbours"], r["name"]): r for r in rows if "prompt" in r}

@@ -27,7 +27,7 @@ from tests.kernels.test_attention import alone, problem
 
 pytestmark = pytest.mark.cuda
 LENS = [(5, 3000), (1, 9000), (0, 7), (40, 0), (1, 0)]
-SHAPES = [(1, 64), (4, 80), (3, 96), (8, 128), (2, 256), (48, 64)]  # group, head size
+SHAPES = [(1, 64), (4, 80), (3, 96), (8, 128), (2, 192), (2, 256), (48, 64)]  # group, head size
 
 
 @pytest.mark.parametrize(("group", "dim"), SHAPES)
@@ -88,7 +88,7 @@ def said_by(engine, family: str = "llama") -> None:
     assert (said.tokens, {n: f.reason for n, f in said.finished.items()}) == on_the_cpu(family)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "gemma2", "mistral", "gpt-oss"])
 @pytest.mark.parametrize("loop", ["plain", "rounds"])
 @pytest.mark.parametrize("num_draft", [0, 3])
 def test_the_tokens_of_the_cpu(family, loop, num_draft):
@@ -206,13 +206,22 @@ def test_stand_ins(family):
     assert torch.allclose(got, want, rtol=0, atol=1e-4 * float(want.std()))
 
 
-def logits_of(model):
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek-v3", "llama-4", "gemma-4"])
+def test_attention_and_experts_of_single_families(family):
+    """Sinks, chunks, heads of several sizes, experts: our kernels against plain torch."""
+    plain, fused = (zoo.ours(zoo.reference(family)).cuda() for _ in range(2))
+    assert (fuse_for_cuda(fused)["mixtures"] > 0) == (family in ("gpt-oss", "deepseek-v3"))
+    want, got = logits_of(plain, "reference"), logits_of(fused)
+    assert torch.allclose(got, want, rtol=0, atol=1e-4 * float(want.std()))
+
+
+def logits_of(model, attention="auto"):
     from engine.kv.arena import KVArena
     from engine.kv.batch import Feed
     from engine.model.runner import ModelRunner, kv_layout
 
     arena = KVArena(kv_layout(model.config, model.dtype), 3, 64, model.device)
-    runner = ModelRunner(model, arena, choose("auto", model.device))
+    runner = ModelRunner(model, arena, choose(attention, model.device))
     return runner.forward([Feed(range(5, 25), 0, [1], 20), Feed([3, 4, 5], 0, [2], 1)])
 
 

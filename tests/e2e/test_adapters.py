@@ -1,48 +1,47 @@
-"""The embedded target with adapters, through the gRPC server: each request gets what its merged model generates."""
+"""A target with eight adapters, through the gRPC server: each request gets what its merged model gives, alone."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-
-from models import corpus, embedded_target
-from tests import adapters
-from tests.serving import grpc_client, serving_embedded
-
-NEW_TOKENS = 24
-KINDS = {"one": (4, 8.0, ["q_proj", "v_proj", "down_proj"]), "two": (8, 4.0, ["k_proj", "o_proj", "up_proj"])}
-PROPOSERS = ("none", "ngram", "suffix", "model", "self")
+from tests import adapters, zoo
+from tests.families import LAWS, MOST_DRAFTS, NEW_TOKENS, PROPOSERS, generate, sample, save
+from tests.serving import grpc_client, serving
 
 
-def generated(model: PreTrainedModel, prompt: list[int]) -> tuple[int, ...]:
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
-    )
-    return tuple(out[0, len(prompt) :].tolist())
+async def test_each_request_gets_what_its_merged_model_gives(tmp_path: Path) -> None:
+    """Half of the adapters are there from the start, the others are loaded by calls; all are in each batch.
 
-
-async def test_each_request_gets_what_its_merged_model_generates(tmp_path: Path) -> None:
-    """One adapter is there from the start, the other is loaded by a call; all requests are in the engine at once."""
-    model = AutoModelForCausalLM.from_pretrained(embedded_target(), dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(embedded_target())
-    folders = {name: adapters.write(tmp_path / name, model, *kind) for name, kind in KINDS.items()}
-    merged = {None: model} | {name: adapters.merged(model, folder) for name, folder in folders.items()}
-    texts = zip(corpus.held_out_prompts(3), (300, 9, 70), strict=True)
-    prompts = dict(zip(merged, (tokenizer.encode(text)[-n:] for text, n in texts), strict=True))
-    want = {name: generated(one, prompts[name]) for name, one in merged.items()}
-    assert len(set(want.values())) == 3
-    options = {"adapter": {"one": str(folders["one"])}, "adapter_root": tmp_path, "dtype": "float32", "self_layers": 3}
-    async with (
-        serving_embedded(engine_process=True, max_batch_tokens=64, **options) as server,
-        grpc_client(server) as to,
-    ):
-        await to.load_adapter("two", "two")
-        asked = [(name, proposer) for name in prompts for proposer in PROPOSERS]
-        fixed = {"max_tokens": NEW_TOKENS, "speculation": "fixed", "num_draft_tokens": 4}
-        calls = [to.generate(prompts[name], adapter=name, proposer=proposer, **fixed) for name, proposer in asked]
-        for (name, proposer), done in zip(asked, await asyncio.gather(*calls), strict=True):
-            assert done.outputs[0].token_ids == want[name], (name, proposer)
+    The same prompts come with each proposer, greedily and sampled by turns, so that later ones find cached pages.
+    """
+    saved, model = save("llama", tmp_path), zoo.reference("llama")
+    folders = adapters.write_all(tmp_path / "adapters", model)
+    names = (None, *folders)
+    merged = {None: model} | {name: adapters.merged(model, Path(folder)) for name, folder in folders.items()}
+    prompts = dict(zip(names, zoo.prompts(len(names)), strict=True))
+    laws = {name: ({}, LAWS[i % len(LAWS)]) for i, name in enumerate(names)}
+    want = {
+        (name, turn): sample(merged[name], prompts[name], law) if law else generate(merged[name], prompts[name])
+        for name in names
+        for turn, law in enumerate(laws[name])
+    }
+    assert len(set(map(tuple, want.values()))) == len(want)
+    known = list(folders)[:4]
+    options = {"adapter": {name: folders[name] for name in known}, "adapter_root": tmp_path / "adapters"}
+    models = {"target": saved.target, "draft": saved.draft, "self_layers": 1, "threads": 1}
+    sizes = {"max_batch_size": 2 * len(names), "max_batch_tokens": 64, "page_size": 4, "warm_up_seconds": 0.0}
+    async with serving(engine_process=True, **models, **sizes, **options) as server, grpc_client(server) as to:
+        for name in folders.keys() - set(known):
+            await to.load_adapter(name, name)
+        asked = [(name, proposer) for proposer in PROPOSERS for name in names]
+        calls = [
+            to.generate(
+                prompts[name], adapter=name, max_tokens=NEW_TOKENS, **laws[name][i % 2],
+                proposer=proposer, speculation="fixed", num_draft_tokens=(i + i // len(names)) % (MOST_DRAFTS + 1),
+            )
+            for i, (name, proposer) in enumerate(asked)
+        ]  # fmt: skip
+        done = await asyncio.gather(*calls)
+    for i, ((name, proposer), completion) in enumerate(zip(asked, done, strict=True)):
+        assert list(completion.outputs[0].token_ids) == want[name, i % 2], (name, proposer)

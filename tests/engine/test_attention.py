@@ -11,6 +11,7 @@ from engine.attention import choose, fixed, native, paged, reference, registry, 
 from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
 from engine.kv.batch import Feed, RaggedBatch
+from engine.kv.rounded import floats_of, round_heads
 
 
 def _problem(seed: int, lens: list[tuple[int, int]], page: int, kv_heads: int, group: int, dim: int, longest: int = 64):
@@ -104,6 +105,21 @@ def test_fixed_gives_a_query_the_same_bits_everywhere(
             row = batch.cu_seqlens[i] + t
             got = fixed.attend(query[row : row + 1], my_k, my_v, alone, AttentionSpec(0.4, window, softcap=softcap))
             assert torch.equal(got[0], together[row])
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 1000), LENS, st.sampled_from([4, 64]), WINDOW, st.sampled_from([None, 5.0]), st.booleans())
+@pytest.mark.parametrize("attend", [reference.attend, rows.attend, sdpa.attend, fixed.attend, paged.attend])
+def test_int8_keys_and_values_mean_their_floats(
+    attend: registry.Attend, seed: int, lens: list[tuple[int, int]], page: int, window: int | None,
+    softcap: float | None, latent: bool,
+) -> None:  # fmt: skip
+    batch, query, k, v = _problem(seed, lens, page, 1 if latent else 2, 3, 20)
+    k, v = round_heads(k), round_heads(v[..., :12])
+    v = k[..., : v.shape[2]] if latent else v
+    spec = AttentionSpec(0.3, window, softcap=softcap, sinks=query[0, :, 0])
+    want = reference.attend(query, floats_of(k, torch.float32), floats_of(v, torch.float32), batch, spec)
+    assert torch.allclose(attend(query, k, v, batch, spec), want, atol=2e-5)
 
 
 def test_softcap_goes_to_the_reference() -> None:

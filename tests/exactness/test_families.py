@@ -1,4 +1,4 @@
-"""Every family of docs/models.md: saved, loaded from its folder, and equal to `generate` in ragged batches."""
+"""Every family of docs/models.md: saved, loaded from its folder, and equal to transformers in ragged batches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import pytest
 from transformers import AutoConfig
 
 from engine.config import EngineConfig
+from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.startup.build import assemble, build_engine
 from engine.types import KVCursor, Request
 from tests import fakes, zoo
-from tests.families import NEW_TOKENS, Saved, generate, save
+from tests.families import NEW_TOKENS, Saved, assert_expected, generate, requests, save
 
 
 @pytest.fixture(scope="module", params=zoo.every_family())
@@ -18,53 +19,45 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return save(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def outputs_of(saved: Saved, **config: object) -> fakes.Outputs:
-    settings = {"target": saved.target, "draft": saved.draft, "threads": 1, "max_batch_size": 8}
-    engine = build_engine(EngineConfig(**settings | config))
-    params = SamplingParams(max_tokens=NEW_TOKENS)
-    requests = [Request(request_id=str(i), token_ids=tuple(p), sampling=params) for i, p in enumerate(saved.prompts)]
-    return fakes.run(engine, requests)
+def engine_of(saved: Saved, **config: object) -> Engine:
+    models = {"target": saved.target, "draft": saved.draft, "self_layers": saved.self_layers}
+    return build_engine(EngineConfig(**models, threads=1, max_batch_size=8, **config))
 
 
-def tokens_of(outputs: fakes.Outputs) -> list[list[int]]:
-    return [outputs.tokens[name] for name in sorted(outputs.tokens)]
+def test_equals_transformers(saved: Saved) -> None:
+    """Greedy and sampled, with every proposer and every number of drafts in the same batches."""
+    asked = requests(saved, saved.proposers)
+    outputs = fakes.run(engine_of(saved), asked)
+    assert_expected(saved, outputs.tokens)
+    for proposer in {"model", "self"}.intersection(saved.proposers):
+        done = [outputs.finished[r.request_id].stats for r in asked if r.speculation.proposer == proposer]
+        assert sum(stats.accepted for stats in done) > 0
 
 
-@pytest.mark.parametrize("max_batch_tokens", [512, 13], ids=["whole", "chunked"])
-@pytest.mark.parametrize("proposer", ["none", "ngram", "model"])
-def test_equals_generate(saved: Saved, proposer: str, max_batch_tokens: int) -> None:
-    outputs = outputs_of(saved, proposer=proposer, max_batch_tokens=max_batch_tokens)
-    assert tokens_of(outputs) == saved.expected
-    if proposer == "model":
-        assert sum(ended.stats.accepted for ended in outputs.finished.values()) > 0
+def test_equals_transformers_in_chunks(saved: Saved) -> None:
+    asked = requests(saved, ["ngram", "model", saved.proposers[-1]])
+    assert_expected(saved, fakes.run(engine_of(saved, max_batch_tokens=21), asked).tokens)
 
 
-@pytest.mark.parametrize(("proposer", "num_draft"), [("suffix", 8), ("self", 1), ("self", 8)])
-def test_equals_generate_with_fixed_drafts(saved: Saved, proposer: str, num_draft: int) -> None:
-    described = AutoConfig.from_pretrained(saved.target)
-    if proposer == "self" and (described.num_hidden_layers == 1 or described.model_type == "falcon"):
-        proposer = "ngram"  # one layer has no earlier ones, and what runs one sequence at a time has no such draft
-    drafts = {"proposer": proposer, "num_draft_tokens": num_draft, "speculation": "fixed"}
-    assert tokens_of(outputs_of(saved, max_batch_tokens=29, **drafts)) == saved.expected
-
-
-def test_equals_generate_after_preemption_and_from_the_cache(saved: Saved) -> None:
+def test_equals_transformers_after_preemption_and_from_the_cache(saved: Saved) -> None:
     """Pages for little more than one sequence; then for all, and the same prompts again, from cached pages."""
-    settings = {"target": saved.target, "draft": saved.draft, "threads": 1, "max_batch_size": 8, "max_model_len": 96}
-    engine = build_engine(EngineConfig(**settings, proposer="model", speculation="fixed", page_size=4))
-    pool, hog = engine.pages, KVCursor()
-    assert pool.reserve(hog, 4 * (pool.num_pages - 26))
-    params, cached = SamplingParams(max_tokens=NEW_TOKENS), 0
-    for _ in range(3):
+    half, last = len(saved.cases) // 2, saved.proposers[-1]
+    engine = engine_of(saved, max_model_len=80, page_size=4, max_batch_tokens=29)
+    pool, hog, cached, preempted = engine.pages, KVCursor(), 0, []
+    assert pool.reserve(hog, 4 * (pool.num_pages - 22))
+    for asked in (requests(saved, ["model"]), requests(saved, [last])[:half], requests(saved, [last])[half:]):
         outputs = fakes.Outputs()
-        for i, prompt in enumerate(saved.prompts):
-            engine.add(Request(request_id=str(i), token_ids=tuple(prompt), sampling=params))
+        for request in asked:
+            engine.add(request)
         while engine.has_work:
-            outputs.take(engine.step().events)
+            step = engine.step()
+            outputs.take(step.events)
+            preempted.append(step.stats.preempted)
             pool.check_invariants([hog, *(s.target for s in engine._scheduler.sequences)])
-        assert tokens_of(outputs) == saved.expected
+        assert_expected(saved, outputs.tokens)
         pool.release(hog)
         cached = sum(ended.cached_prompt_tokens for ended in outputs.finished.values())
+    assert sum(preempted)
     assert cached > 0
 
 
@@ -109,11 +102,12 @@ def test_what_the_probe_lets_through_is_right(kind: str) -> None:
     model = zoo.with_large_weights(AutoConfig.for_model(kind, **SIZES, **SERVED_UNASKED[kind]))
     engine = assemble(EngineConfig(target=kind, max_batch_size=8), zoo.ours(model))
     params, prompts = SamplingParams(max_tokens=NEW_TOKENS), zoo.prompts()
-    requests = [Request(request_id=str(i), token_ids=tuple(p), sampling=params) for i, p in enumerate(prompts)]
-    assert tokens_of(fakes.run(engine, requests)) == [generate(model, prompt) for prompt in prompts]
+    asked = [Request(request_id=str(i), token_ids=tuple(p), sampling=params) for i, p in enumerate(prompts)]
+    outputs = fakes.run(engine, asked)
+    assert [outputs.tokens[r.request_id] for r in asked] == [generate(model, prompt) for prompt in prompts]
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
 def test_sharded_and_tied_or_not(family: str, tmp_path: object) -> None:
     saved = save(family, tmp_path, max_shard_size="10KB")
-    assert tokens_of(outputs_of(saved)) == saved.expected
+    assert_expected(saved, fakes.run(engine_of(saved), requests(saved, ["model"])).tokens)

@@ -35,8 +35,13 @@ def problem(
     dtype=torch.float32,
     *,
     fixed: bool = False,
+    value_dim: int | None = None,
+    latent: bool = False,
 ):
-    """Random queries over an arena whose unused rows are not a number; `lens` are (fed now, fed before)."""
+    """Random queries over an arena whose unused rows are not a number; `lens` are (fed now, fed before).
+
+    `latent` values are the beginning of their keys.
+    """
     generator = torch.Generator().manual_seed(seed)
     pages = [-(-(now + before) // page) for now, before in lens]
     order = torch.randperm(sum(pages) + 2, generator=generator).tolist()
@@ -45,12 +50,14 @@ def problem(
     paging = Paging.of([now for now, _ in lens], starts, tables, page, group, DEVICE, fixed=fixed)
     query = torch.randn(sum(now for now, _ in lens), kv_heads * group, dim, generator=generator).to(dtype)
     k, v = torch.randn(2, (sum(pages) + 2) * page, kv_heads, dim, generator=generator).to(dtype)
+    v = v[..., :value_dim].contiguous()
     used = torch.zeros(len(k), dtype=torch.bool)
     for table, (now, before) in zip(tables, lens, strict=True):
         for position in range(now + before):
             used[table[position // page] * page + position % page] = True
     k[~used], v[~used] = float("nan"), float("nan")
-    return query.to(DEVICE), k.to(DEVICE), v.to(DEVICE), paging
+    k = k.to(DEVICE)
+    return query.to(DEVICE), k, k[..., :value_dim] if latent else v.to(DEVICE), paging
 
 
 LENS = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 70)), min_size=1, max_size=3)
@@ -62,16 +69,21 @@ LENS = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 70)), min_size=1, m
     lens=LENS,
     page=st.sampled_from([16, 32]),
     group=st.sampled_from([1, 2, 3, 4, 7, 8]),
-    dim=st.sampled_from([64, 80, 96, 128]),
+    dim=st.sampled_from([20, 64, 80, 96, 128, 192]),
+    value_dim=st.sampled_from([None, 20, 16]),
     dtype=st.sampled_from([torch.float32, torch.float16]),
     window=st.one_of(st.none(), st.integers(1, 40)),
+    chunk=st.sampled_from([None, 10, 32]),
     softcap=st.sampled_from([None, 5.0]),
+    has_sinks=st.booleans(),
     spread=st.booleans(),
 )
-def test_equals_reference(seed, lens, page, group, dim, dtype, window, softcap, spread):
-    query, k, v, paging = problem(seed, lens, page, 1 + seed % 2, group, dim, dtype)
-    got = attention.attend(query, k, v, paging, dim**-0.5, window, softcap, spread=spread, **SPLITS)
-    want = reference.attend(query, k, v, paging, dim**-0.5, window, softcap)
+def test_equals_reference(seed, lens, page, group, dim, value_dim, dtype, window, chunk, softcap, has_sinks, spread):
+    query, k, v, paging = problem(seed, lens, page, 1 + seed % 2, group, dim, dtype, value_dim=value_dim)
+    asked = {"chunk": chunk, "sinks": 2 * torch.randn(query.shape[1], device=DEVICE) if has_sinks else None}
+    got = attention.attend(query, k, v, paging, dim**-0.5, window, softcap, spread=spread, **asked, **SPLITS)
+    want = reference.attend(query, k, v, paging, dim**-0.5, window, softcap, **asked)
+    assert got.shape == (*query.shape[:2], v.shape[2])
     assert torch.allclose(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -82,6 +94,18 @@ def test_large_heads(group, dtype):
     got = attention.attend(query, k, v, paging, 0.06, spread=True, **SPLITS)
     want = reference.attend(query, k, v, paging, 0.06)
     assert torch.allclose(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("dim", "value_dim", "group"), [(576, 512, 16), (24, 16, 3)])
+def test_values_within_keys(dim, value_dim, group, dtype):
+    """As latent attention keeps them: one K/V head, the value is the beginning of the key."""
+    lens = [(3, 40), (1, 5)]
+    query, k, v, paging = problem(dim, lens, 16, 1, group, dim, dtype, fixed=True, value_dim=value_dim, latent=True)
+    for spread in (False, True):
+        got = attention.attend(query, k, v, paging, dim**-0.5, spread=spread, **SPLITS)
+        want = reference.attend(query, k, v, paging, dim**-0.5)
+        assert torch.allclose(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("group", [12, 48, 71])
@@ -142,22 +166,26 @@ def exact_problem(seed: int, lens: list[tuple[int, int]], group: int):
 
 
 @settings(max_examples=8, phases=LOOKING)
-@given(st.integers(0, 1000), LENS, st.one_of(st.none(), st.integers(1, 40)), st.sampled_from([1, 4]))
-def test_a_rows_bits_are_its_own(seed, lens, window, group):
+@given(
+    st.integers(0, 1000), LENS, st.one_of(st.none(), st.integers(1, 40)), st.sampled_from([None, 10, 40]),
+    st.booleans(), st.sampled_from([1, 4]),
+)  # fmt: skip
+def test_a_rows_bits_are_its_own(seed, lens, window, chunk, has_sinks, group):
     """Alone or in company, decoded or one of several, its splits walked by one program or spread: the same bits.
 
     The interpreter's matmul is the CPU's, whose order of sums hangs on a row's place. So scores are of small integers,
     and within a block of keys each column of the values has one entry: both matmuls are exact in any order.
     """
     query, k, v, paging = exact_problem(seed, lens, group)
-    together = attention.attend(query, k, v, paging, 0.1, window, spread=False, **SPLITS)
-    spread = attention.attend(query, k, v, paging, 0.1, window, spread=True, **SPLITS)
+    asked = {"chunk": chunk, "sinks": torch.randn(group, device=DEVICE) if has_sinks else None, **SPLITS}
+    together = attention.attend(query, k, v, paging, 0.1, window, spread=False, **asked)
+    spread = attention.attend(query, k, v, paging, 0.1, window, spread=True, **asked)
     assert torch.equal(spread, together)
     for i, (now, _) in enumerate(lens):
         first = int(paging.spans[i, 0])
         for row in {0, now // 2, now - 1} if now else ():
             mine = query[first + row : first + row + 1]
-            got = attention.attend(mine, k, v, alone(paging, i, row, group), 0.1, window, spread=True, **SPLITS)
+            got = attention.attend(mine, k, v, alone(paging, i, row, group), 0.1, window, spread=True, **asked)
             assert torch.equal(got[0], together[first + row])
 
 

@@ -1,8 +1,9 @@
 """What the compiler makes of the attention kernel for a card that is not there: one line of JSON per kernel.
 
 A program of its own, for kernels must be defined without the interpreter. With `shapes bfloat16/4/128 ...` it compiles
-both tiles for models of these shapes (type, query heads to a K/V head, head size); with `batches` it launches what
-random batches of one model would, and prints how many variants of each kernel that took.
+both tiles for models of these shapes (type, query heads to a K/V head, size of a key, and of a value where that is
+another one: with `within` behind it, the beginning of the key); with `batches` it launches what random batches of one
+model would, and prints how many variants of each kernel that took.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 
+from engine.attention import paged
 from engine.kernels import attention
 from engine.kernels.paging import Paging
 from tests.no_gpu.stand_in import Compiled, StandIn
@@ -48,23 +50,29 @@ def buffers(ttgir: str) -> list[str]:
     return re.findall(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<([\dx]+)x\w+, #\w+, #\w+, mutable>", ttgir)
 
 
-def attend(dtype: torch.dtype, group: int, dim: int, num_rows: list[int], starts: list[int], window: int = 0) -> None:
+def attend(
+    dtype: torch.dtype, group: int, dim: int, num_rows: list[int], starts: list[int], value_dim: int = 0,
+    within: bool = False,
+) -> None:  # fmt: skip
     """As a layer would, over pages of 32."""
+    kv_heads = 1 if within else KV_HEADS
     tables = [list(range(-(-(n + start) // 32))) for n, start in zip(num_rows, starts, strict=True)]
     paging = Paging.of(num_rows, starts, tables, 32, group, torch.device("cpu"))
-    query = torch.zeros(sum(num_rows), group * KV_HEADS, dim, dtype=dtype)
-    arena = torch.zeros(32, KV_HEADS, dim, dtype=dtype)
-    attention.attend(query, arena, arena, paging, 0.1, window or None)
+    query = torch.zeros(sum(num_rows), group * kv_heads, dim, dtype=dtype)
+    arena = torch.zeros(32, kv_heads, dim, dtype=dtype)
+    values = arena[..., : value_dim or dim]
+    attention.attend(query, arena, values if within else values.contiguous(), paging, 0.1)
 
 
 def shapes(stand_in: StandIn, names: list[str]) -> None:
     for name in names:
-        dtype, group, dim = name.split("/")
+        dtype, group, dim, *of_value = name.split("/")
+        value_dim, within = int(of_value[0]) if of_value else 0, of_value[1:] == ["within"]
         for kind, num_rows in (("decode", 5), ("prompt", 40)):
             before, start = set(stand_in.seen), process_time()
-            if kind == "prompt" and dtype == "float32":
+            if kind == "prompt" and (dtype == "float32" or max(int(dim), value_dim) > paged.WIDEST_IN_PROMPTS):
                 continue
-            attend(getattr(torch, dtype), int(group), int(dim), [num_rows], [9000])
+            attend(getattr(torch, dtype), int(group), int(dim), [num_rows], [9000], value_dim, within)
             seconds = process_time() - start
             for key in set(stand_in.seen) - before:
                 if "_attend_kernel" in key:

@@ -28,6 +28,10 @@ BUDGETS = {
     "_round_kernel": Budget(1),
     "_gate_round_kernel": Budget(1),
     "_w4_kernel": Budget(3),  # tiles of three sizes
+    "_tiles_kernel": Budget(2),  # for tiles of two sizes
+    "_order_kernel": Budget(1),
+    "_experts_kernel": Budget(4, blocks=2, stack_on_sm_80=16),  # both matrices, in tiles of two sizes
+    "_sum_kernel": Budget(1),
     "_commit_kernel": Budget(1),
     "_peaks_kernel": Budget(1),
     "_count_kernel": Budget(1),

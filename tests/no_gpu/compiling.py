@@ -29,7 +29,9 @@ from engine.device_loop.shapes import in_order_of_worth
 from engine.device_loop.slots import IDLE
 from engine.engine import Engine
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
+from engine.model.linear.experts import StackedExperts
 from engine.model.linear.w4 import W4Linear
+from engine.native.experts import ExpertGate
 from engine.params import SamplingParams, SpeculationParams
 from engine.startup.build import assemble
 from engine.startup.warm import make_ready
@@ -194,8 +196,8 @@ def main() -> None:
 
 
 def launch_as_8b() -> None:
-    """What hangs on sizes that whole engines here are too small for: norms, gates, draws."""
-    from engine.kernels import rows, sampling, w4
+    """What hangs on sizes that whole engines here are too small for: norms, gates, draws; and experts."""
+    from engine.kernels import experts, rows, sampling, w4
     from engine.kernels.args import TILE_OUTPUTS, SamplerRows
 
     raw: Any = inspect.unwrap  # launched, without a meaning
@@ -211,6 +213,12 @@ def launch_as_8b() -> None:
     matrix = W4Linear(torch.nn.Linear(4096, TILE_OUTPUTS, bias=False, dtype=torch.bfloat16), w4.matmul)
     for num_rows in (1, 6, 40, 200):
         matrix(torch.zeros(num_rows, 4096, dtype=torch.bfloat16))
+    # As Qwen3-30B-A3B has them, but fewer.
+    up, down = torch.zeros(16, 2 * 768, 2048, dtype=torch.bfloat16), torch.zeros(16, 2048, 768, dtype=torch.bfloat16)
+    mixture = StackedExperts(up, down, None, ExpertGate(), raw(experts.mix))
+    for num_rows in (1, 17, 300):
+        chosen = torch.zeros(num_rows, 8, dtype=torch.int64)
+        mixture(torch.zeros(num_rows, 2048, dtype=torch.bfloat16), chosen, chosen.bfloat16())
     samplers = SamplerRows(real.float(), whole, real, real, whole, whole, whole)
     for truncated in (False, True):
         raw(sampling.choose)(torch.zeros(3, 128256, dtype=torch.bfloat16), samplers, truncated=truncated)

@@ -63,9 +63,12 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    *,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `engine.kernels.reference.attend`, a sequence at a time: quick with thousands of keys for hundreds of rows."""
-    out = torch.zeros_like(query)
+    out = query.new_zeros(*query.shape[:2], v.shape[2])
     for first, rows, start, table in paging.spans.tolist():
         mine, kv_len = query[first : first + rows], start + rows
         if kv_len < 1:
@@ -77,6 +80,6 @@ def attend(
             cu_seqlens=(0, rows), kv_lens=(kv_len,), page_tables=(paging.tables[table].tolist(),),
             page_size=paging.page_size, is_contiguous=(False,),
         )  # fmt: skip
-        found = by_sequence.attend(mine, k, v, batch, AttentionSpec(scale, window, softcap=softcap))
+        found = by_sequence.attend(mine, k, v, batch, AttentionSpec(scale, window, chunk, softcap, sinks))
         out[first : first + rows] = torch.where((positions < 0)[:, None, None], 0, found)
     return out

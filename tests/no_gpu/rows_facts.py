@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, LlamaConfig, PreTrainedModel
 
 from engine.attention.registry import Ragged
-from engine.kernels import reference, rows, w4
+from engine.kernels import experts, reference, rows, w4
 from engine.kernels.args import GROUP, WORDS
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
@@ -99,7 +99,7 @@ def model_of(family: str, weights: str, layers: int) -> PreTrainedModel:
         to_w4(model, reference.w4_matmul)
     for module in model.modules():
         if hasattr(module, "ops"):
-            module.ops = LayerOps.of(rows)
+            module.ops = LayerOps.of(rows, experts)
         if isinstance(module, Fp8Linear):
             module.round_rows = rows.round_rows
         if isinstance(module, W4Linear):

@@ -36,10 +36,18 @@ def test_keys_and_values_have_two_buffers_and_nothing_spills():
     assert facts[0]["buffers"] == ["2x64x128", "2x64x128"]
 
 
-def test_float32_does_not_spill():
-    """8.8 KB were spilled, because whole heads went through registers; now pieces of them do."""
-    for fact in told("shapes", "float32/4/128", "float32/8/128"):
+def test_float32_and_wide_heads_do_not_spill():
+    """8.8 KB were spilled, because whole heads went through registers; now pieces of them do.
+
+    Of latent heads (576 and 512) 888 bytes were, in tiles of 64 rows.
+    """
+    wide = "bfloat16/4/192/128", "bfloat16/8/512", "bfloat16/16/576/512/within"
+    facts = told("shapes", "float32/4/128", "float32/8/128", *wide)
+    for fact in facts:
         assert fact["stack"] < SPILLED, fact
+    for fact in facts[2:]:
+        assert min(int(buffer.split("x")[0]) for buffer in fact["buffers"]) >= 2, fact
+    assert facts[-1]["buffers"] == ["2x16x512", "2x16x64"], "values are not loaded again"
 
 
 def test_one_model_needs_few_variants():

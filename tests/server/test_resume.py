@@ -400,13 +400,14 @@ def test_a_fingerprint_follows_the_weights_and_the_tokenizer(tmp_path):
     config = EngineConfig(target=str(tmp_path))
     seen = {fingerprint(config, "float32"), fingerprint(config, "bfloat16")}
     seen.add(fingerprint(config.model_copy(update={"weights": "int8"}), "float32"))
+    seen.add(fingerprint(config.model_copy(update={"kv_cache_dtype": "int8"}), "float32"))
     (tmp_path / "tokenizer.json").write_text("{}")
     seen.add(fingerprint(config, "float32"))
     weights = bytearray(3 << 20)
     weights[(1 << 20) + 5] = 1
     (tmp_path / "model.safetensors").write_bytes(weights)
     seen.add(fingerprint(config, "float32"))
-    assert len(seen) == 5
+    assert len(seen) == 6
     drafted = config.model_copy(update={"draft": str(tmp_path)})
     assert fingerprint(drafted, "float32") in seen
 

@@ -50,7 +50,7 @@ class KernelMismatch(Exception):
 
 def attention(setting: Setting, section: PartReport) -> None:
     """Check decoding, verification and prompts, and whether a row's bits are independent of the batch."""
-    _run(_attention_checks(setting, Card.measured(setting.device)), section)
+    run_checks(_attention_checks(setting, Card.measured(setting.device)), section)
 
 
 def others(setting: Setting, section: PartReport) -> None:
@@ -61,10 +61,10 @@ def others(setting: Setting, section: PartReport) -> None:
         checks += _fp8_checks(setting, card)
     else:
         section.needs_a_card("fp8 in rows of a scale each, which torch before 2.13 cannot do on a CPU")
-    _run(checks, section)
+    run_checks(checks, section)
 
 
-def _run(checks: Iterable[KernelCheck], section: PartReport) -> None:
+def run_checks(checks: Iterable[KernelCheck], section: PartReport) -> None:
     """Run all checks even if one fails, then raise Unsound if any result was wrong."""
     section.table("kernel", "type", "shape", "largest difference", "allowed", "")
     wrong, count = list[str](), 0
@@ -86,7 +86,7 @@ def _run(checks: Iterable[KernelCheck], section: PartReport) -> None:
         raise KernelMismatch("; ".join(wrong))
 
 
-def _types(card: Card) -> tuple[torch.dtype, ...]:
+def types_on(card: Card) -> tuple[torch.dtype, ...]:
     """Return the types, most important first; the interpreter has no bfloat16."""
     return (torch.bfloat16, torch.float32, torch.float16) if card.is_cuda else (torch.float32,)
 
@@ -95,7 +95,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _largest(got: Tensor, want: Tensor) -> float:
+def largest_difference(got: Tensor, want: Tensor) -> float:
     """Return the largest difference; a NaN counts as infinite."""
     difference = (got.float() - want.float()).abs().nan_to_num(nan=float("inf"))
     return float(difference.max())
@@ -109,7 +109,7 @@ def _attention_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
     }  # fmt: skip
     if not card.is_cuda:
         batches = {"decoding": ([1], [40]), "prompts": ([9, 3], [0, 20])}
-    for dtype in _types(card):
+    for dtype in types_on(card):
         for shape in dict.fromkeys((setting.target, setting.draft)):
             for name, batch in batches.items():
                 differs = partial(_attended, card, Heads.of(shape), batch, dtype)
@@ -125,7 +125,7 @@ def _attended(card: Card, heads: Heads, batch: tuple[list[int], list[int]], dtyp
     arenas, scale = Arenas.of(card, heads, *batch, dtype), heads.dim**-0.5
     k, v = arenas.kv[0]
     got = kernel.attend(arenas.query, k, v, arenas.paging, scale)
-    return _largest(got, reference.attend(arenas.query.float(), k.float(), v.float(), arenas.paging, scale))
+    return largest_difference(got, reference.attend(arenas.query.float(), k.float(), v.float(), arenas.paging, scale))
 
 
 def _bits_alone(card: Card, heads: Heads, batch: tuple[list[int], list[int]], dtype: torch.dtype) -> float:
@@ -139,12 +139,14 @@ def _bits_alone(card: Card, heads: Heads, batch: tuple[list[int], list[int]], dt
         pages = [arenas.paging.tables[table].tolist()]
         alone = Paging.of([1], [start + rows - 1], pages, PAGE, heads.group, card.device, fixed=True)
         row = first + rows - 1
-        found.append(_largest(kernel.attend(arenas.query[row : row + 1], k, v, alone, scale)[0], together[row]))
+        found.append(
+            largest_difference(kernel.attend(arenas.query[row : row + 1], k, v, alone, scale)[0], together[row])
+        )
     return max(found)
 
 
 def _row_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
-    for dtype in _types(card):
+    for dtype in types_on(card):
         for shape in dict.fromkeys((setting.target, setting.draft)):
             for normed in (False, True):
                 name = "rotate and write, heads normed" if normed else "rotate and write"
@@ -171,7 +173,7 @@ def _rotated(card: Card, heads: Heads, dtype: torch.dtype, *, is_normed: bool) -
     (k, v), (want_k, want_v) = arenas.clone(), arenas.clone()
     got = rows.rotate_and_write(projected, cos, sin, where, k, v, norms, 1e-5)
     want = reference.rotate_and_write(projected, cos, sin, where, want_k, want_v, norms, 1e-5)
-    return max(_relative(got, want), _relative(k, want_k), _largest(v, want_v))
+    return max(_relative(got, want), _relative(k, want_k), largest_difference(v, want_v))
 
 
 def _normed(card: Card, size: int, dtype: torch.dtype, *, adds: bool) -> float:
@@ -181,7 +183,7 @@ def _normed(card: Card, size: int, dtype: torch.dtype, *, adds: bool) -> float:
     scale = torch.randn(size, device=card.device)
     got, total = rows.add_norm(x, residual if adds else None, scale, 1e-5)
     want, want_total = reference.add_norm(x, residual if adds else None, scale, 1e-5)
-    return max(_relative(got, want), _largest(total, want_total))
+    return max(_relative(got, want), largest_difference(total, want_total))
 
 
 def _gated(card: Card, size: int, dtype: torch.dtype, bend: Bend) -> float:
@@ -193,13 +195,15 @@ def _gated(card: Card, size: int, dtype: torch.dtype, bend: Bend) -> float:
 
 def _relative(got: Tensor, want: Tensor) -> float:
     """Return the largest difference, relative to the value where that is above 1."""
-    return _largest(got.float() / want.float().abs().clamp(min=1), want.float() / want.float().abs().clamp(min=1))
+    return largest_difference(
+        got.float() / want.float().abs().clamp(min=1), want.float() / want.float().abs().clamp(min=1)
+    )
 
 
 def _token_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
     """Yield checks that count the rows with another token, or the numbers with another value."""
     vocab = SHAPES[setting.target]["vocab_size"]
-    for dtype in _types(card):
+    for dtype in types_on(card):
         for name, top_k, top_p in (("greedy", 0, 1.0), ("whole", vocab, 1.0), ("top-k 50, top-p 0.9", 50, 0.9)):
             yield KernelCheck(
                 f"draw, {name}", _name(dtype), str(vocab), 0, partial(_drawn, card, vocab, dtype, top_k, top_p)
@@ -264,7 +268,7 @@ def _fp8(card: Card, rows: int, inner: int, outer: int) -> float:
     want = _unrounded(reference.round_rows(x)) @ _unrounded(reference.round_rows(linear.weight.detach())).t()
     with torch.no_grad():
         got = fp8.Fp8Linear(linear)(x)
-    return _relative_to_largest(got, want)
+    return relative_to_largest(got, want)
 
 
 def _normed_in_fp8(card: Card, size: int) -> float:
@@ -274,7 +278,7 @@ def _normed_in_fp8(card: Card, size: int) -> float:
     scale = torch.randn(size, device=card.device)
     got, total = rows.add_norm_round(x, residual, scale, 1e-5)
     want, want_total = reference.add_norm(x, residual, scale, 1e-5)
-    return max(_coarsely(got, want), _largest(total, want_total))
+    return max(_coarsely(got, want), largest_difference(total, want_total))
 
 
 def _gated_in_fp8(card: Card, size: int) -> float:
@@ -312,10 +316,11 @@ def _w4(card: Card, rows: int, inner: int, outer: int, dtype: torch.dtype) -> fl
     linear = W4Linear(nn.Linear(inner, outer, bias=False, device=card.device, dtype=dtype), w4.matmul)
     x = torch.randn(rows, inner, device=card.device, dtype=dtype)
     with torch.no_grad():
-        return _relative_to_largest(
+        return relative_to_largest(
             linear(x), reference.w4_matmul(x.float(), linear.words, linear.scale, None, linear.arrived)
         )
 
 
-def _relative_to_largest(got: Tensor, want: Tensor) -> float:
-    return _largest(got, want) / float(want.abs().max())
+def relative_to_largest(got: Tensor, want: Tensor) -> float:
+    """Return the largest difference, relative to the largest number."""
+    return largest_difference(got, want) / float(want.abs().max())

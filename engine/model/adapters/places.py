@@ -9,14 +9,17 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.errors import ModelError
+from engine.kv.latent import LatentHeads
 from engine.model.fusion.fuse import Joined, JoinedPart
 from engine.model.fusion.kernel_layers import KernelGate
+from engine.model.fusion.latent import EXPANDING
 from engine.model.linear.fp8 import Fp8Linear
 from engine.model.linear.int8 import matmul_shape
 
 _ORIGINALS = ("inner", "fused")  # where a replacement keeps what it replaces
 _OF_JOINED = ("gate_proj", "up_proj")  # names of the parts of `KernelGate.both`
 _FP8 = "its rows are rounded to 8-bit floats before it gets them, and an adapter needs them as they were"
+_AT_START = "name an adapter of it when the server starts, and keys and values stay expanded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ def find_place(model: PreTrainedModel, path: str) -> Place:
     """
     module: nn.Module | Place = model
     for name in path.split("."):
+        if name == EXPANDING and isinstance(getattr(module, "latent", None), LatentHeads):
+            raise ModelError(f"{path!r} expands latents, which are kept as they are here: {_AT_START}")
         found = None if isinstance(module, Place) else _child(module, name)
         if found is None:
             raise ModelError(f"{path!r} is no matmul of {type(model).__name__}: it has no {name!r} there")

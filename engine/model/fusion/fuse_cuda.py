@@ -24,7 +24,9 @@ from engine.kv.batch import Feed, RaggedBatch
 from engine.model.fusion.fuse import Joined, JoinedPart, RMSNorm, RotaryAttention, fuse
 from engine.model.fusion.kernel_layers import NAMES, KernelAttention, KernelGate, KernelLayer, KernelNorm, LayerOps
 from engine.model.linear.equivalence import EquivalenceTests, random_rows
+from engine.model.linear.experts import StackedExperts
 from engine.model.linear.fp8 import Fp8Linear
+from engine.model.linear.unstack import recognised, together
 from engine.model.runner import kv_layout
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ def fuse_for_cuda(model: PreTrainedModel, ops: object = None) -> Counter[str]:
     """Join what `fuse` joins, then put our kernels into `model` wherever they fit; returns how many of each kind."""
     found, trials, done = _ops(ops), EquivalenceTests(), Counter[str]()
     run = partial(_try, model)
+    done["mixtures"] = _take_experts_together(model, found, trials)
     fuse(model)
     for name in [name for name, _ in model.named_modules()][:0:-1]:  # inner modules come before outer ones
         if name.endswith(".inner"):
@@ -54,10 +57,37 @@ def fuse_for_cuda(model: PreTrainedModel, ops: object = None) -> Counter[str]:
 def _ops(ops: object) -> LayerOps:
     """The operations of the module `ops`; by default those of our kernels."""
     if ops is None:
-        from engine.kernels import rows  # imports Triton
+        from engine.kernels import experts, rows  # import Triton
 
-        ops = rows
+        return LayerOps.of(rows, experts)
     return ops if isinstance(ops, LayerOps) else LayerOps.of(ops)
+
+
+def _take_experts_together(model: PreTrainedModel, ops: LayerOps, trials: EquivalenceTests) -> int:
+    """Replace stacked experts whose gate our kernel knows by one call over their stacks; returns how many."""
+    done = 0
+    for name, form in list(recognised(model)):
+        module = model.get_submodule(name)
+        new = together(module, form, ops.mix)
+        if new is not None and all(trials.agree("mixtures", run, module, new) for run in _mixtures(model, new)):
+            model.set_submodule(name, new)
+            done += 1
+    return done
+
+
+def _mixtures(model: PreTrainedModel, new: StackedExperts) -> Iterator[Callable[[nn.Module], Tensor]]:
+    """Functions that run a module of experts: on few rows, and on so many that the kernel takes its larger tile."""
+    num = len(new.down)
+    each = min(2, num)
+    for rows in (_ROWS, 16 * num // each):
+        x, weights = random_rows(model, rows, new.stacks.out_features), random_rows(model, rows, each).abs()
+        chosen = torch.arange(rows * each, device=x.device).view(rows, each) % num
+        yield partial(_mixed, x, chosen, weights)
+
+
+@torch.inference_mode()
+def _mixed(x: Tensor, chosen: Tensor, weights: Tensor, module: nn.Module) -> Tensor:
+    return cast("Tensor", module(x, chosen, weights))
 
 
 def link(model: PreTrainedModel, trials: EquivalenceTests | None = None) -> int:

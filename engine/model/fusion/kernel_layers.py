@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from engine.attention.registry import Ragged
 from engine.kernels.args import Fp8Rows
+from engine.kv.rounded import is_rounded
 from engine.model.fusion.fuse import RMSNorm, RotaryAttention
+from engine.model.linear.experts import Mix
 
 
 @dataclass(frozen=True, slots=True)
 class LayerOps:
-    """The functions of `engine.kernels.rows`, or of `engine.kernels.reference`, which compute the same."""
+    """The functions of `engine.kernels.rows` and `.experts`, or of `.reference`, which compute the same."""
 
     rotate_and_write: Callable[..., Tensor]
     add_norm: Callable[..., tuple[Tensor, Tensor]]
@@ -27,11 +31,13 @@ class LayerOps:
     gate: Callable[..., Tensor]
     gate_round: Callable[..., Fp8Rows]
     round_rows: Callable[[Tensor], Fp8Rows]
+    mix: Mix
 
     @classmethod
-    def of(cls, module: object) -> LayerOps:
-        """Take the functions of a module: a model that holds them can be copied, one that holds a module cannot."""
-        return cls(**{field.name: getattr(module, field.name) for field in fields(cls)})
+    def of(cls, *modules: object) -> LayerOps:
+        """Take the functions of modules: a model that holds them can be copied, one that holds a module cannot."""
+        found = {field.name: next(m for m in modules if hasattr(m, field.name)) for field in fields(cls)}
+        return cls(**{name: getattr(module, name) for name, module in found.items()})
 
 
 class KernelNorm(nn.Module):
@@ -42,6 +48,8 @@ class KernelNorm(nn.Module):
         size = norm.scale.numel()
         self.scale = nn.Parameter(norm.scale.detach() / size**0.5, requires_grad=False)
         self.eps, self.ops, self.rounds = norm.eps / size, ops, False
+        # Mamba's blocks ask a norm for the type of its weight: `fuse` has left an empty one.
+        self.weight = getattr(norm, "weight", norm.scale.detach()[:0])
         self._handed: tuple[Tensor | None, Tensor | Fp8Rows | None] = None, None  # a sum, and its stored norm
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,16 +125,24 @@ class KernelAttention(nn.Module):
         """Compute what the original computes."""
         if ragged is None or position_embeddings is None:
             return cast("tuple[Tensor, None]", self.fused(hidden_states, position_embeddings, ragged=ragged, **others))
-        cos, sin = position_embeddings
+        query = self._write(self.qkv(hidden_states)[0], position_embeddings, ragged)
         k, v = ragged.arena.k[self.layer_idx], ragged.arena.v[self.layer_idx]
+        out = ragged.attend(query, k, v, ragged.batch, self.seen.spec)
+        return self.o_proj(out.flatten(1)[None]), None
+
+    def _write(self, projected: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
+        """Write keys and values of `[T, (heads + 2 kv_heads) * head_dim]` to the arena; returns the turned queries."""
         norms = (self.head_norms[0].scale, self.head_norms[1].scale) if self.head_norms else None
         eps = self.head_norms[0].eps if self.head_norms else 0.0
-        query = self.ops.rotate_and_write(
-            self.qkv(hidden_states)[0], cos[0], sin[0], ragged.batch.kv_rows, k, v, norms, eps
-        )
-        seen = self.seen
-        out = ragged.attend(query, k, v, ragged.batch, seen.spec)
-        return self.o_proj(out.flatten(1)[None]), None
+        k, v, rows = ragged.arena.k[self.layer_idx], ragged.arena.v[self.layer_idx], ragged.batch.kv_rows
+        turn = partial(self.ops.rotate_and_write, projected, rotary[0][0], rotary[1][0])
+        if not is_rounded(k):
+            return turn(rows, k, v, norms, eps)
+        # The kernel writes floats: to a place from which the arena rounds them.
+        key, value = projected.new_empty(2, len(rows), self.seen.kv_heads, self.seen.head_dim)
+        query = turn(torch.arange(len(rows), device=rows.device), key, value, norms, eps)
+        ragged.arena.write(self.layer_idx, rows, key, value)
+        return query
 
 
 # In the order of their use: before attention, on attention's result, before the MLP, on the MLP's result.

@@ -8,25 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.model.gguf.container import Container, StoredTensor
+from engine.errors import ModelError
+from engine.model.gguf.container import StoredTensor
 from engine.model.gguf.kinds import BlockKind
 from engine.model.linear.grouped import GroupedCodes, GroupedLinear
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FIELDS = ("codes", "scale", "offset", "steps", "zeros")  # of `GroupedCodes`, each a row for each output
 _CHUNK = 2048  # rows that are converted at once
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # what codes of IQ4 stand for
+_MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the floats of 4 bits
 
 
-def raw_of(container: Container, tensor: StoredTensor) -> Tensor:
+def raw_of(tensor: StoredTensor) -> Tensor:
     """The data of a tensor, uint8 `[..., bytes of a row]`, mapped from the file; its pages are read when used."""
+    end = tensor.start + tensor.num_bytes
     # A private mapping: nothing that writes to the tensor would reach the file.
-    whole = torch.from_file(str(container.path), shared=False, size=container.size, dtype=torch.uint8)
-    return whole[tensor.start : tensor.start + tensor.num_bytes].view(tensor.shape_of_bytes)
+    upto = torch.from_file(str(tensor.path), shared=False, size=end, dtype=torch.uint8)
+    return upto[tensor.start :].view(tensor.shape_of_bytes)
 
 
 def float_type(kind: BlockKind) -> torch.dtype | None:
@@ -38,25 +43,39 @@ def dequantised(kind: BlockKind, raw: Tensor) -> Tensor:
     """Rows of blocks, uint8 `[..., bytes]` -> the numbers `[..., in]`: float32, or the type they are stored in."""
     if kind.is_float:
         return raw.view(_FLOATS[kind.name])
-    flat, split = raw.reshape(-1, raw.shape[-1]), _SPLITS[kind.name]
+    flat = raw.reshape(-1, raw.shape[-1])
     found = torch.empty(len(flat), raw.shape[-1] // kind.size * kind.weights)
     for part, out in zip(flat.split(_CHUNK), found.split(_CHUNK), strict=True):
-        out.copy_(GroupedLinear(split(part.unflatten(-1, (-1, kind.size)))).dequantised())
+        out.copy_(_plain(kind, part))
     return found.view(*raw.shape[:-1], -1)
 
 
-def codes_of(kind: BlockKind, raw: Tensor) -> GroupedCodes:
-    """Rows of blocks, uint8 `[out, bytes]` -> the same matrix as codes; not for floats."""
-    parts = [_SPLITS[kind.name](part.unflatten(-1, (-1, kind.size))) for part in raw.split(_CHUNK)]
+def _plain(kind: BlockKind, rows: Tensor) -> Tensor:
+    """Rows of blocks, uint8 `[n, bytes]` -> float32 `[n, in]`."""
+    if kind.name in _SPLITS:
+        return GroupedLinear(_SPLITS[kind.name](rows.unflatten(-1, (-1, kind.size)))).dequantised()
+    try:
+        from gguf import GGMLQuantizationType, quants
+    except ImportError as error:
+        raise ModelError(f"{kind.name} is read with the package gguf: pip install 'pilotfish[gguf]'") from error
+    return torch.from_numpy(quants.dequantize(rows.numpy(), GGMLQuantizationType[kind.name]))
+
+
+def codes_of(kind: BlockKind, *raws: Tensor) -> GroupedCodes:
+    """Rows of blocks, each uint8 `[out, bytes]` -> the matrix of all rows as codes; for types that have a size."""
+    chunks = (chunk for raw in raws for chunk in raw.split(_CHUNK))
+    parts = [_SPLITS[kind.name](chunk.unflatten(-1, (-1, kind.size))) for chunk in chunks]
     fields = {name: [getattr(part, name) for part in parts] for name in _FIELDS}
     joined: dict[str, Any] = {name: torch.cat(found) for name, found in fields.items() if found[0] is not None}
     return replace(parts[0], **joined)
 
 
-def size_of_codes(kind: BlockKind) -> int:
-    """Bytes of the codes, scales and offsets of a block, as `codes_of` returns them."""
-    found = _SPLITS[kind.name](torch.zeros(1, 1, kind.size, dtype=torch.uint8))
-    return sum(part.nbytes for name in _FIELDS if (part := getattr(found, name)) is not None)
+@lru_cache
+def size_of_codes(kind: BlockKind) -> int | None:
+    """Bytes of the codes, scales and offsets of a block, as our kernels hold them; None without such a form."""
+    if kind.name not in _SPLITS:
+        return None
+    return _SPLITS[kind.name](torch.zeros(1, 1, kind.size, dtype=torch.uint8)).nbytes
 
 
 def _halves(blocks: Tensor, *places: int) -> list[Tensor]:
@@ -98,13 +117,13 @@ def _q4_1(blocks: Tensor) -> GroupedCodes:
 def _q5_0(blocks: Tensor) -> GroupedCodes:
     (scale,) = _halves(blocks, 0)
     codes = _nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
-    return GroupedCodes((codes.to(torch.int8) - 16).flatten(1), 8, scale, None)
+    return GroupedCodes(codes.flatten(1), 5, scale, None)
 
 
 def _q5_1(blocks: Tensor) -> GroupedCodes:
     scale, offset = _halves(blocks, 0, 2)
     codes = _nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
-    return GroupedCodes(codes.to(torch.int8).flatten(1), 8, scale, offset)
+    return GroupedCodes(codes.flatten(1), 5, scale, offset)
 
 
 def _q4_k(blocks: Tensor) -> GroupedCodes:
@@ -115,7 +134,7 @@ def _q4_k(blocks: Tensor) -> GroupedCodes:
 def _q5_k(blocks: Tensor) -> GroupedCodes:
     low = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)
     high = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1  # [out, blocks, 8, 32]
-    return _in_two_levels(blocks, (low | high << 4).to(torch.int8).flatten(1), 8)
+    return _in_two_levels(blocks, (low | high << 4).flatten(1), 5)
 
 
 def _in_two_levels(blocks: Tensor, codes: Tensor, bits: int) -> GroupedCodes:
@@ -136,9 +155,68 @@ def _q6_k(blocks: Tensor) -> GroupedCodes:
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))  # [out, blocks, 2, 4, 32]
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3
-    codes = (low | high << 4).to(torch.int8) - 32
+    codes = low | high << 4
     steps = blocks[..., 192:208].contiguous().view(torch.int8)
+    return GroupedCodes(codes.flatten(1), 6, scale, None, steps=steps.flatten(1))
+
+
+def _q2_k(blocks: Tensor) -> GroupedCodes:
+    """Two bits, and four bits each for the step and the offset of a group of 16: bytes 0 to 15."""
+    scale, offset = _halves(blocks, 80, 82)
+    steps, zeros = (blocks[..., :16] & 15).to(torch.int8), blocks[..., :16] >> 4
+    codes = _pairs(_crumbs(blocks[..., 16:80]))
+    return GroupedCodes(codes, 4, scale, offset.neg(), steps=steps.flatten(1), zeros=zeros.flatten(1))
+
+
+def _q3_k(blocks: Tensor) -> GroupedCodes:
+    """Two bits and a mask of the third one; bytes 96 to 107 hold 6 bits for the step of each group of 16."""
+    (scale,) = _halves(blocks, 108)
+    high = (blocks[..., None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1).flatten(-2)
+    codes = (
+        _crumbs(blocks[..., 32:96]) + 4 + (high << 2)
+    )  # less 8 it is low bits - 4, or low bits where the mask is set
+    steps = _nibbles(blocks[..., 96:104]) | _fours(blocks[..., 104:108]).mT.flatten(-2) << 4
+    return GroupedCodes(_pairs(codes), 4, scale, None, steps=(steps.to(torch.int8) - 32).flatten(1))
+
+
+def _iq4_nl(blocks: Tensor) -> GroupedCodes:
+    (scale,) = _halves(blocks, 0)
+    return GroupedCodes(_levels(blocks[..., 2:], _IQ4).flatten(1), 8, scale, None)
+
+
+def _iq4_xs(blocks: Tensor) -> GroupedCodes:
+    """Bytes 4 to 7 hold the low four bits of the steps, two groups of 32 in each; bytes 2 and 3 the two high bits."""
+    (scale,) = _halves(blocks, 0)
+    low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], -1).flatten(-2)
+    steps = (low | _fours(blocks[..., 2:4]).flatten(-2) << 4).to(torch.int8) - 32
+    codes = _levels(blocks[..., 8:].unflatten(-1, (8, 16)), _IQ4)
     return GroupedCodes(codes.flatten(1), 8, scale, None, steps=steps.flatten(1))
+
+
+def _mxfp4(blocks: Tensor) -> GroupedCodes:
+    """Floats of 4 bits as integers of 5: twice the number, and 16 more. A scale is half a power of two.
+
+    Its exponents 0 and 1 mean numbers below the least normal one, in bfloat16 as in float32.
+    """
+    exponent = blocks[..., 0].to(torch.int16)
+    scale = torch.where(exponent < 2, 32 << exponent, exponent - 1 << 7).view(torch.bfloat16)
+    codes = _levels(blocks[..., 1:], _MXFP4) + 16
+    return GroupedCodes(codes.to(torch.uint8).flatten(1), 5, scale, None)
+
+
+def _fours(bytes_: Tensor) -> Tensor:
+    """`[..., n]` bytes -> `[..., n, 4]`: two bits each, the lowest first."""
+    return bytes_[..., None] >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3
+
+
+def _crumbs(bytes_: Tensor) -> Tensor:
+    """64 bytes of two-bit codes, in turn the lowest bits of 32 bytes, then the next ones -> `[..., 256]`."""
+    return _fours(bytes_.unflatten(-1, (2, 32))).mT.flatten(-3)
+
+
+def _levels(bytes_: Tensor, levels: tuple[int, ...]) -> Tensor:
+    """Codes of 4 bits as the int8 numbers that they stand for."""
+    return torch.tensor(levels, dtype=torch.int8)[_nibbles(bytes_).int()]
 
 
 # By the names of types: blocks, uint8 `[out, blocks, size]` -> codes.
@@ -151,4 +229,9 @@ _SPLITS: dict[str, Callable[[Tensor], GroupedCodes]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }

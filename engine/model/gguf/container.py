@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +27,7 @@ _MOST_DIMENSIONS = 4
 # Types of metadata values with a fixed size, by their numbers: u8, i8, u16, i16, u32, i32, f32, bool, u64, i64, f64.
 _FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
+_PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class StoredTensor:
     shape: tuple[int, ...]  # in the order of torch: the inputs of a matrix last
     kind: BlockKind
     start: int  # byte of the file
+    path: Path  # of the file
 
     @property
     def num_weights(self) -> int:
@@ -59,9 +63,17 @@ class StoredTensor:
         """The shape, with the bytes of a row instead of its numbers."""
         return (*self.shape[:-1], self.shape[-1] // self.kind.weights * self.kind.size)
 
+    def part(self, index: int) -> StoredTensor:
+        """One of the tensors of which this one is a stack."""
+        shape, size = self.shape[1:], self.num_bytes // self.shape[0]
+        return replace(self, shape=shape, start=self.start + index * size)
+
 
 class Container:
-    """An open file. `metadata` holds numbers, texts, lists of numbers, and `Strings`."""
+    """An open file, or the first of several with the tensors of all.
+
+    `metadata` holds numbers, texts, lists of numbers, and `Strings`; `paths` the files.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read everything but the data of tensors.
@@ -69,7 +81,7 @@ class Container:
         Raises:
             ModelError: this is no GGUF file, it is cut short, or it holds what cannot be read.
         """
-        self.path, self.size = path, path.stat().st_size
+        self.path, self.paths, self.size = path, [path], path.stat().st_size
         if not self.size:
             raise ModelError(f"{path} is no GGUF file: it is empty")
         with path.open("rb") as file:
@@ -83,12 +95,35 @@ class Container:
 
     @classmethod
     def open(cls, path: Path) -> Container:
-        """Return the container of a file, which is read again only where it has changed."""
+        """Return the container of a file, or of all files to which it belongs; they are read again where they changed.
+
+        Raises:
+            ModelError: a file is missing or cannot be read, or the files do not belong together.
+        """
+        paths = tuple(path.with_name(name) for name in names_of_parts(path.name))
         try:
-            status = path.stat()
+            states = tuple((status.st_mtime_ns, status.st_size) for status in (part.stat() for part in paths))
         except OSError as error:
-            raise ModelError(f"cannot read {path}: {error.strerror}") from error
-        return _opened(path, status.st_mtime_ns, status.st_size)
+            raise ModelError(f"cannot read {error.filename}: {error.strerror}") from error
+        return _opened(paths, states)
+
+    def join(self, others: Seq[Container]) -> None:
+        """Add the tensors of the files that follow this one.
+
+        Raises:
+            ModelError: the files do not belong together.
+        """
+        for number, part in enumerate((self, *others)):
+            told = part.get("split.no", int) or 0, part.get("split.count", int) or 1
+            if told != (number, 1 + len(others)):
+                told_as = f"its metadata says part {told[0] + 1} of {told[1]}"
+                raise ModelError(f"{part.path} is part {number + 1} of {1 + len(others)} by its name; {told_as}")
+        for other in others:
+            twice = self.tensors.keys() & other.tensors.keys()
+            if twice:
+                raise ModelError(f"{other.path} holds {min(twice)}, which an earlier part holds too")
+            self.tensors |= other.tensors
+            self.paths.append(other.path)
 
     def get(self, key: str, kind: type[T]) -> T | None:
         """The value of a key; None where the file has none.
@@ -131,7 +166,7 @@ class Container:
                 raise ModelError(f"{self.path} holds two tensors of the name {name}")
             if offset % alignment:
                 raise ModelError(f"{self.path}: {name} is at byte {offset} of the data; expected whole {alignment}s")
-            found[name] = self._checked(StoredTensor(name, shape, self._kind(name, number), data + offset))
+            found[name] = self._checked(StoredTensor(name, shape, self._kind(name, number), data + offset, self.path))
         return found
 
     def _kind(self, name: str, number: int) -> BlockKind:
@@ -149,9 +184,20 @@ class Container:
         return tensor
 
 
+def names_of_parts(name: str) -> list[str]:
+    """The names of all parts of a model, from that of one: `a-00002-of-00003.gguf`; of a whole file its own name."""
+    found = _PART.fullmatch(name)
+    if found is None:
+        return [name]
+    stem, count = found["stem"], int(found["count"])
+    return [f"{stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)] or [name]
+
+
 @lru_cache(maxsize=4)
-def _opened(path: Path, _changed: int, _size: int) -> Container:
-    return Container(path)
+def _opened(paths: tuple[Path, ...], _states: tuple[tuple[int, int], ...]) -> Container:
+    first, *others = map(Container, paths)
+    first.join(others)
+    return first
 
 
 class _Cursor:

@@ -8,7 +8,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
 from engine.errors import ModelError
-from engine.model.gguf.container import Container
+from engine.model.gguf.container import Container, names_of_parts
 
 _SUFFIX = ".gguf"
 _CHECKPOINT = ("config.json", "*.safetensors")  # what a folder holds that is another kind of checkpoint
@@ -18,7 +18,7 @@ def gguf_file(name: str | Path, revision: str | None = None) -> Path | None:
     """The GGUF file that a model name means; None if it means another kind of checkpoint.
 
     The name is that of a file, of a folder that holds one such file and no other checkpoint, or of a file on the hub,
-    `owner/model/file.gguf`.
+    `owner/model/file.gguf`. Of a model in several files it is that of any, or of a folder with all of them.
 
     Raises:
         ModelError: there is no such file, or the folder holds several.
@@ -35,9 +35,12 @@ def gguf_file(name: str | Path, revision: str | None = None) -> Path | None:
     if not file or owner in ("", ".", "..", "~"):
         raise ModelError(f"cannot load model {str(name)!r}: there is no such file")
     try:
-        return Path(hf_hub_download(f"{owner}/{model}", file, revision=revision))
+        folder, slash, last = file.rpartition("/")
+        parts = [f"{folder}{slash}{part}" for part in names_of_parts(last)]
+        first, *_ = [Path(hf_hub_download(f"{owner}/{model}", part, revision=revision)) for part in parts]
     except (EntryNotFoundError, OSError, ValueError) as error:
         raise ModelError(f"{str(name)!r} is no local file, and no such file came from the hub: {error}") from error
+    return first
 
 
 def open_gguf(name: str | Path, revision: str | None = None) -> Container | None:
@@ -54,7 +57,7 @@ def _only_one(folder: Path) -> Path | None:
     found = sorted(folder.glob(f"*{_SUFFIX}"))
     if not found or any(any(folder.glob(pattern)) for pattern in _CHECKPOINT):
         return None
-    if len(found) > 1:
+    if [path.name for path in found] != names_of_parts(found[0].name):
         names = ", ".join(path.name for path in found)
         raise ModelError(f"{str(folder)!r} holds {len(found)} GGUF files: name one of {names}")
     return found[0]

@@ -32,13 +32,23 @@ KINDS = {
     12: BlockKind("Q4_K", 256, 144),
     13: BlockKind("Q5_K", 256, 176),
     14: BlockKind("Q6_K", 256, 210),
+    10: BlockKind("Q2_K", 256, 84),
+    11: BlockKind("Q3_K", 256, 110),
+    20: BlockKind("IQ4_NL", 32, 18),
+    23: BlockKind("IQ4_XS", 256, 136),
+    39: BlockKind("MXFP4", 32, 17),
+    16: BlockKind("IQ2_XXS", 256, 66),
+    17: BlockKind("IQ2_XS", 256, 74),
+    22: BlockKind("IQ2_S", 256, 82),
+    18: BlockKind("IQ3_XXS", 256, 98),
+    21: BlockKind("IQ3_S", 256, 110),
+    19: BlockKind("IQ1_S", 256, 50),
+    29: BlockKind("IQ1_M", 256, 56),
+    34: BlockKind("TQ1_0", 256, 54),
+    35: BlockKind("TQ2_0", 256, 66),
 }
 # Names of types that are not read, for messages.
-_OTHERS = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
-    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
-}  # fmt: skip
+_OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4"}
 
 
 def unreadable(number: int) -> str:

@@ -22,6 +22,7 @@ _SPACE = "▁"  # stands for the space in vocabularies of SentencePiece
 _ENDS = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
 )
+_HARMONY = frozenset({"<|return|>", "<|call|>"})  # the ends of gpt-oss, whose `<|end|>` only ends a message of several
 
 _SHORT_FORMS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,6 +54,7 @@ class _Rule:
 
 _LLAMA3 = _Rule(rf"{_WORDS}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}")
 _LLAMA3_WHOLE = _Rule(_LLAMA3.pattern, whole_words=True, begins=True)
+_SEED = _Rule(rf"{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}")
 _QWEN2 = _Rule(rf"{_WORDS}|\p{{N}}|{_SIGNS}|{_SPACES}")
 _GPT4O = _Rule(rf"{_CASED_4O}|\p{{N}}{{1,3}}|{_SIGNS_AND_SLASHES}|{_SPACES}")
 _TEKKEN = _Rule(rf"{_CASED}|\p{{N}}|{_SIGNS_AND_SLASHES}|{_SPACES}", whole_words=True, begins=True)
@@ -60,11 +62,11 @@ _TEKKEN = _Rule(rf"{_CASED}|\p{{N}}|{_SIGNS_AND_SLASHES}|{_SPACES}", whole_words
 _RULES = (
     dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt"), _Rule())
     | dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _Rule(digits=True))
-    | dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LLAMA3_WHOLE)
-    | dict.fromkeys(("dbrx", "smaug-bpe"), _LLAMA3)
-    | dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2)
+    | dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2", "pixtral"), _LLAMA3_WHOLE)
+    | dict.fromkeys(("chatglm-bpe", "dbrx", "glm4", "smaug-bpe"), _LLAMA3)
+    | dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN2)
     | dict.fromkeys(("gpt-4o", "llama4"), _GPT4O)
-    | {"tekken": _TEKKEN}
+    | {"seed-coder": _SEED, "tekken": _TEKKEN}
 )
 
 
@@ -111,9 +113,10 @@ def end_tokens_in(container: Container) -> list[int]:
     if container.get("tokenizer.ggml.model", str) in _NONE:
         return sorted(found)
     kinds = container.get("tokenizer.ggml.token_type", list) or []
-    for i, (kind, text) in enumerate(zip(kinds, container.strings("tokenizer.ggml.tokens"), strict=False)):
-        found |= {i} if kind == _CONTROL and text in _ENDS else set()
-    return sorted(found)
+    typed = enumerate(zip(kinds, container.strings("tokenizer.ggml.tokens"), strict=False))
+    control = {text: i for i, (kind, text) in typed if kind == _CONTROL}
+    ends = _ENDS - {"<|end|>"} | _HARMONY if control.keys() >= _HARMONY else _ENDS
+    return sorted(found | {i for text, i in control.items() if text in ends})
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 transformers stacks the matrices of all experts in two parameters of three dimensions, which its own code multiplies.
 torch chooses the order of their sums by how many rows meet an expert, and that depends on the batch. Here each expert
-has two matmuls of its own; where our C has packed them, one call runs all experts of a layer.
+has two matmuls of its own; where our C has packed them, one call runs all experts of a layer. On CUDA a kernel reads
+the stacks as they are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.args import ExpertStacks
 from engine.model.linear.int8 import Int8Linear
 from engine.native import PackedMatrix, rows_for
 from engine.native.experts import ExpertGate, ExpertMatrices
@@ -75,6 +77,45 @@ class RoutedExperts(nn.Module):
         ready = self._ready
         serves = ready is not None and rows.is_cpu and rows_for(rows.dtype, ready.in_features) is not None
         return ready if serves else None
+
+
+Mix = Callable[[Tensor, Tensor, Tensor, ExpertStacks], Tensor]  # `kernels.experts.mix`, or its reference
+
+
+class StackedExperts(nn.Module):
+    """Replaces a module of stacked experts by one function over its stacks, for CUDA.
+
+    The stacks are buffers, so that they are not mistaken for those of code that is not understood.
+    """
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+    def __init__(
+        self, up: Tensor, down: Tensor, biases: tuple[Tensor, Tensor] | None, gate: ExpertGate, mix: Mix, *,
+        transposed: bool = False,
+    ) -> None:  # fmt: skip
+        """Take the stacks, as `ExpertStacks` says, and what runs them."""
+        super().__init__()
+        up_bias, down_bias = biases or (None, None)
+        for name, stack in (("up", up), ("down", down), ("up_bias", up_bias), ("down_bias", down_bias)):
+            self.register_buffer(name, None if stack is None else stack.detach().contiguous())
+        self.gate, self.mix, self.transposed = gate, mix, transposed
+
+    @property
+    def stacks(self) -> ExpertStacks:
+        """What the function is given."""
+        gate = self.gate
+        return ExpertStacks(
+            self.up, self.down, self.up_bias, self.down_bias, self.transposed,
+            gate, (gate.linear, gate.cubic, gate.limit, gate.plus), gate.squared, gate.alone, gate.interleaved,
+        )  # fmt: skip
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As `RoutedExperts.forward`."""
+        return self.mix(hidden_states, top_k_index, top_k_weights, self.stacks)
 
 
 def _packed_of(matmul: nn.Module) -> PackedMatrix | None:

@@ -19,7 +19,8 @@ from engine.model.linear.int8 import OFFSET, Int8Linear, Packed
 from engine.native import ALIGNED, GroupScales, PackedMatrix, multiplies, rows_for
 
 _CHUNK = 512  # rows of a matrix that are converted to float at once
-_MIDDLE = 8  # the code that means 0 in 4 bits, where there is no offset
+_TYPES = {4: torch.uint8, 5: torch.uint8, 6: torch.uint8, 8: torch.int8}  # of codes, by their bits
+_ALIGNED = {4: ALIGNED, 5: 2 * ALIGNED, 6: ALIGNED, 8: ALIGNED}  # what groups must be multiples of, in inputs
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -32,11 +33,13 @@ class GroupedCodes:
     `zeros`. With `zeros` alone an offset is minus the step times `zeros`: integer zero points.
 
     Attributes:
-        codes: 4 bits: uint8 `[out, in / 2]`, two codes of 0 to 15 in a byte, the first input low; 8 bits: int8
+        codes: 4 bits: uint8 `[out, in / 2]`, two codes of 0 to 15 in a byte, the first input low; 5 and 6 bits: uint8
+            `[out, in]`, codes of 0 to 31 or 63, which take no more than their bits once they are packed; 8 bits: int8
             `[out, in]`.
-        bits: 4 or 8.
+        bits: 4, 5, 6 or 8.
         scale: float16, bfloat16 or float32 `[out, blocks]`.
-        offset: float16, bfloat16 or float32 `[out, blocks]`; without it and `zeros` 0 (8 bits) or -8 steps (4 bits).
+        offset: float16, bfloat16 or float32 `[out, blocks]`; without it and `zeros` the middle code means 0: 8, 16 or
+            32, and of 8 bits 0.
         order: int64 `[in]`: column j of the codes multiplies input `order[j]`; None where they are in the same order.
         bias: float `[out]` or None.
         steps: int8 `[out, groups]` or None.
@@ -76,8 +79,15 @@ class GroupedCodes:
         types = (None if x is None else x.dtype for x in (self.offset, self.steps, self.zeros))
         return self.bits, self.group, self.scale.shape[1], self.scale.dtype, *types
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, steps and offsets, as they are packed."""
+        parts = (self.scale, self.offset, self.steps, self.zeros)
+        codes = len(self.codes) * self.in_features * self.bits // 8
+        return codes + sum(part.nbytes for part in parts if part is not None)
+
     def worth(self) -> tuple[Tensor, Tensor | None]:
-        """The steps and the offsets as float32 `[out, groups]`; offsets are None where they are 0 or -8 steps."""
+        """The steps and the offsets as float32 `[out, groups]`; offsets are None where the middle code means 0."""
         each = self.scales.groups // self.scale.shape[1]
         step = self.scale.float().repeat_interleave(each, 1)
         step = step if self.steps is None else step * self.steps.float()
@@ -90,8 +100,8 @@ class GroupedCodes:
         """The codes as float32 `[out, in]`, less the code that means 0."""
         if self.bits == 8:
             return self.codes.float()
-        both = torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(1).float()
-        return both - _MIDDLE if self.offset is None and self.zeros is None else both
+        plain = torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(1) if self.bits == 4 else self.codes
+        return plain.float() - (1 << self.bits - 1 if self.offset is None and self.zeros is None else 0)
 
     def rows(self, which: slice | Tensor) -> GroupedCodes:
         """Some of the outputs, in any order."""
@@ -107,8 +117,10 @@ class GroupedCodes:
         Raises:
             ValueError: they do not; names the field.
         """
-        if {4: torch.uint8, 8: torch.int8}.get(self.bits) != self.codes.dtype:
-            raise ValueError(f"codes: {self.codes.dtype} with bits {self.bits}; expected uint8 with 4 or int8 with 8")
+        if _TYPES.get(self.bits) != self.codes.dtype:
+            raise ValueError(
+                f"codes: {self.codes.dtype} with bits {self.bits}; expected uint8 with 4, 5 or 6, or int8 with 8"
+            )
         blocks = [len(self.codes), self.scale.shape[-1]]
         floats = (("scale", self.scale, _FLOATS), ("offset", self.offset, _FLOATS))
         of_groups = (("steps", self.steps, (torch.int8,)), ("zeros", self.zeros, (torch.uint8,)))
@@ -122,8 +134,9 @@ class GroupedCodes:
                 raise ValueError(f"{name}: {list(x.shape)} does not fit codes {list(self.codes.shape)}, scale {blocks}")
             if x.is_floating_point() and not x.isfinite().all():
                 raise ValueError(f"{name}: has a number that is not finite")
-        if self.group % ALIGNED:
-            raise ValueError(f"scale: groups of {self.group} inputs; expected a multiple of {ALIGNED}")
+        whole = _ALIGNED[self.bits]
+        if self.group % whole:
+            raise ValueError(f"scale: groups of {self.group} inputs, bits {self.bits}; expected a multiple of {whole}")
         if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(self.in_features)):
             raise ValueError(f"order: is no order of {self.in_features} inputs")
 
@@ -189,7 +202,7 @@ class GroupedLinear(Int8Linear):
         # C and the portable matrix hold the scales in their own form.
         self._codes, self.scale = None, codes.scale.new_empty(0)
         if multiplies(codes.codes.dtype) and rows_for(torch.float32, self.in_features) is not None:
-            return PackedMatrix.of_groups(parts, codes.scales, self.bias, codes.order)
+            return PackedMatrix.of_groups(parts, codes.bits, codes.scales, self.bias, codes.order)
         return PortableGrouped(replace(codes, codes=torch.cat([*parts])))
 
 

@@ -18,6 +18,7 @@ from engine.machine.mapped import release_mapped
 from engine.model.linear.activations import make_row_wise
 from engine.model.linear.int8 import Int8Linear
 from engine.model.linear.routing import RowWiseRouting, make_routing_row_wise
+from engine.model.linear.swap import is_in_router
 from engine.model.linear.unstack import has_whole_vectors, recognised, stacked_weights, unstack
 from engine.native import ALIGNED, PackedMatrix, multiplies, rows_for
 
@@ -59,6 +60,8 @@ def pack(model: PreTrainedModel) -> int:
     for name in [name for name, module in model.named_modules() if type(module) in MATMULS]:
         module = cast("nn.Linear | Conv1D", model.get_submodule(name))
         weight = matrix(module)
+        if is_in_router(name):  # its own code multiplies the matrix, row-wise where it is a mixture's
+            continue
         if multiplies(weight.dtype) and rows_for(weight.dtype, weight.shape[1]) is not None:
             # Logits must be in float32: rounded to bfloat16, many would be equal.
             dtype = torch.float32 if module is head else None

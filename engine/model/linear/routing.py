@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from engine.model.linear.activations import ELEMENTWISE
-from engine.model.linear.experts import RoutedExperts
+from engine.model.linear.experts import RoutedExperts, StackedExperts
+from engine.model.linear.swap import is_in_router
 from engine.native import PackedMatrix, multiplies, rows_for
 
 
@@ -90,11 +91,11 @@ class RowWiseRouting(nn.Module):
 
 
 def _router_weights(block: nn.Module) -> list[nn.Parameter]:
-    """Matrices that a block's parts multiply in code of their own; plain matmuls are packed."""
+    """Matrices that a block's parts multiply in code of their own; plain matmuls outside of routers are packed."""
     return [
         weight
-        for module in block.modules()
-        if type(module) is not nn.Linear
+        for name, module in block.named_modules()
+        if type(module) is not nn.Linear or is_in_router(name)
         for weight in module.parameters(recurse=False)
         if weight.ndim == 2
     ]
@@ -102,7 +103,8 @@ def _router_weights(block: nn.Module) -> list[nn.Parameter]:
 
 def make_routing_row_wise(model: nn.Module) -> None:
     """Wrap every module that has routed experts as its child, once."""
-    for name in [name for name, module in model.named_modules() if isinstance(module, RoutedExperts)]:
+    ours = RoutedExperts, StackedExperts
+    for name in [name for name, module in model.named_modules() if isinstance(module, ours)]:
         block = name.rpartition(".")[0]
         around = block.rpartition(".")[0]
         if block and not isinstance(model.get_submodule(around), RowWiseRouting):

@@ -20,7 +20,7 @@ from engine.model.linear.unstack import stacked_weights
 
 log = logging.getLogger(__name__)
 
-ROUTERS = ("gate", "router")  # small matrices that choose experts: rounding them could change the choice
+_ROUTERS = ("gate", "router")
 
 Fits = Callable[[int, int], bool]  # in_features, out_features
 
@@ -79,6 +79,16 @@ def why_not(name: str, matmul: nn.Linear, head: nn.Module | None, fits: Fits) ->
     """The reason why a matmul stays as it is; None if it can be replaced."""
     if matmul is head:
         return "head"
-    if name.rpartition(".")[2] in ROUTERS:
+    if is_router(name):
         return "router"
     return None if fits(matmul.in_features, matmul.out_features) else "of sizes that do not fit"
+
+
+def is_router(name: str) -> bool:
+    """Whether a matrix chooses experts, or is inside of what does: small, and rounding it could change the choice."""
+    return name.rpartition(".")[2] in _ROUTERS or is_in_router(name)
+
+
+def is_in_router(name: str) -> bool:
+    """Whether a matrix is a part of a router, whose own code may multiply it."""
+    return any(part in _ROUTERS for part in name.split(".")[-2:-1])

@@ -1,4 +1,4 @@
-"""Finds modules of stacked experts and replaces them by single matmuls (`experts.py`). Knows no family by name.
+"""Finds modules of stacked experts and replaces them by modules of our own (`experts.py`). Knows no family by name.
 
 A module is found by the shapes of its parameters. What it computes is found out on a miniature of it: the same code
 with small random matrices, so that the real ones need not be read, or even be there (meta device).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.model.linear.equivalence import agree
-from engine.model.linear.experts import OwnGate, RoutedExperts
+from engine.model.linear.experts import Mix, OwnGate, RoutedExperts, StackedExperts
 from engine.native import ALIGNED
 from engine.native.experts import ExpertGate
 
@@ -157,7 +157,22 @@ def _computes(twin: nn.Module, form: StackedForm) -> bool:
 def _unstacked(module: nn.Module, form: StackedForm) -> RoutedExperts:
     """Single matmuls over views of a module's stacks."""
     ups, downs = (_matmuls(module, name, form.transposed) for name in form.names)
+    return routed(module, form, ups, downs)
+
+
+def routed(module: nn.Module, form: StackedForm, ups: Iterable[nn.Linear], downs: Iterable[nn.Linear]) -> RoutedExperts:
+    """The matmuls of experts, as the module of their stacks runs them."""
     return RoutedExperts(ups, downs, OwnGate(_with(module, {})) if form.gate is None else form.gate)
+
+
+def together(module: nn.Module, form: StackedForm, mix: Mix) -> StackedExperts | None:
+    """The stacks of a module as they are, for one function over all of them; None where it must run its own code."""
+    if form.gate is None:
+        return None
+    up, down = (module.get_parameter(name) for name in form.names)
+    biases = [cast("Tensor | None", getattr(module, f"{name}_bias", None)) for name in form.names]
+    both = (biases[0], biases[1]) if biases[0] is not None and biases[1] is not None else None
+    return StackedExperts(up, down, both, form.gate, mix, transposed=form.transposed)
 
 
 def _matmuls(module: nn.Module, name: str, transposed: bool) -> Iterator[nn.Linear]:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.published.base import CodeParts, IntegerCodes, Weights, expect, taken, unpack4
+from engine.model.published.base import CodeParts, IntegerCodes, Weights, expect, taken, unpack4, with_codes
 
+_KINDS = ("qweight", "qzeros", "scales")
 _CODES, _ACTIVATION = ".qweight", ".act.scales"
 _IN_A_WORD = 8  # codes
 _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where the consecutive outputs of a word are
@@ -36,19 +37,13 @@ def read(_settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights
     Raises:
         ModelError: a tensor is missing, or of another shape or type, or the model scales activations too.
     """
-    weights: Weights = {}
-    for key, tensor in tensors.items():
-        path, _, kind = key.rpartition(".")
-        if key.endswith(_ACTIVATION):
-            raise ModelError(f"AWQ with {key}: it scales activations, which the model's class does not")
-        if kind == "qweight":
-            weights[f"{path}.weight"] = _matrix(path, tensors)
-        elif kind not in ("qzeros", "scales") or path + _CODES not in tensors:
-            weights[key] = tensor
-    return weights
+    scaled = next((key for key in tensors if key.endswith(_ACTIVATION)), None)
+    if scaled is not None:
+        raise ModelError(f"AWQ with {scaled}: it scales activations, which the model's class does not")
+    return with_codes(tensors, _KINDS, lambda kind, _: kind == "qweight", partial(_matrix, tensors))
 
 
-def _matrix(path: str, tensors: Mapping[str, Tensor]) -> IntegerCodes:
+def _matrix(tensors: Mapping[str, Tensor], path: str) -> IntegerCodes:
     codes = tensors[path + _CODES]
     zeros, scales = (taken(tensors, f"{path}.{kind}", path + _CODES) for kind in ("qzeros", "scales"))
     if codes.ndim != 2 or codes.dtype != torch.int32:

@@ -6,7 +6,7 @@ they are asked. So the same reader works on tensors of the meta device, of which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -170,6 +170,30 @@ class FloatCodes:
     def linear(self, bias: Tensor | None, dtype: torch.dtype | None) -> nn.Module | None:
         """See `Codes`."""
         return None
+
+
+def with_codes(
+    tensors: Mapping[str, Tensor],
+    kinds: Collection[str],
+    holds_codes: Callable[[str, Tensor], bool],
+    make: Callable[[str], Codes],
+) -> Weights:
+    """The weights of a checkpoint that has several tensors for a matrix: `x.qweight`, `x.scales` and others.
+
+    Args:
+        tensors: by their names.
+        kinds: the last parts of the names of tensors that belong to a matrix of codes.
+        holds_codes: whether a tensor of such a last part holds the codes of a matrix.
+        make: reads the matrix of a module by its path.
+
+    Raises:
+        ModelError: `make` raises it.
+    """
+    parts = {key: key.rpartition(".")[::2] for key in tensors}
+    matrices = {path: make(path) for key, (path, kind) in parts.items() if holds_codes(kind, tensors[key])}
+    weights: Weights = {f"{path}.weight": codes for path, codes in matrices.items()}
+    floats = {key: x for key, x in tensors.items() if parts[key][0] not in matrices or parts[key][1] not in kinds}
+    return weights | floats
 
 
 def unpack4(packed: Tensor) -> Tensor:

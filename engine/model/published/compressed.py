@@ -30,6 +30,7 @@ from engine.model.published.base import (
     signed8,
     taken,
     unpack4,
+    with_codes,
 )
 from engine.model.published.fp8 import FP8, scaled
 
@@ -41,6 +42,7 @@ _PACKED, _SCALE, _ZERO, _INDEX, _SHAPE = (
     "weight_g_idx",
     "weight_shape",
 )
+_KINDS = ("weight", _PACKED, _SCALE, _ZERO, _INDEX, _SHAPE)
 _WORD = 32  # bits
 
 
@@ -81,17 +83,16 @@ def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
     Raises:
         ModelError: a tensor is missing, or of another shape or type.
     """
-    weights: Weights = {}
-    for key, tensor in tensors.items():
-        path, _, kind = key.rpartition(".")
-        coded = tensors.keys() & {f"{path}.{_PACKED}", f"{path}.{_SCALE}"}
-        if kind == _PACKED:
-            weights[f"{path}.weight"] = _packed(path, _bits(settings, path), tensors)
-        elif kind == "weight" and tensor.dtype in (torch.int8, *FP8):
-            weights[key] = _plain(path, tensors)
-        elif kind not in (_SCALE, _ZERO, _INDEX, _SHAPE) or not coded:
-            weights[key] = tensor
-    return weights
+    return with_codes(tensors, _KINDS, _holds_codes, partial(_matrix, settings, tensors))
+
+
+def _holds_codes(kind: str, tensor: Tensor) -> bool:
+    return kind == _PACKED or (kind == "weight" and tensor.dtype in (torch.int8, *FP8))
+
+
+def _matrix(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> Codes:
+    is_packed = f"{path}.{_PACKED}" in tensors
+    return _packed(path, _bits(settings, path), tensors) if is_packed else _plain(path, tensors)
 
 
 def _bits(settings: Mapping[str, Any], path: str) -> int:

@@ -15,48 +15,61 @@ from engine.model.gguf.container import Container, StoredTensor
 from engine.model.gguf.kinds import BlockKind
 from engine.model.linear.grouped import GroupedLinear
 from engine.model.published.base import Weights
+from engine.model.published.stacked import StackedCodes
+
+_STACKED = 3  # dimensions of the matrices of all experts of a layer
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodes:
-    """One matrix of a file that is stored in blocks of codes."""
+    """One matrix of a file that is stored in blocks of codes, or as floats in several tensors."""
 
-    container: Container
-    tensor: StoredTensor
+    tensors: tuple[StoredTensor, ...]  # their rows follow each other
     weight: Weight
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See `Codes`."""
-        return self.tensor.shape
+        return sum(tensor.shape[0] for tensor in self.tensors), *self.tensors[0].shape[1:]
 
     def num_bytes(self) -> int | None:
         """See `Codes`."""
-        return self.tensor.num_weights // self.tensor.kind.weights * size_of_codes(self.tensor.kind)
+        kind, *others = {tensor.kind for tensor in self.tensors}
+        size = None if others else size_of_codes(kind)
+        return None if size is None else sum(tensor.num_weights for tensor in self.tensors) // kind.weights * size
 
     def dequantised(self) -> Tensor:
         """See `Codes`."""
-        raw = self._raw()
-        found = dequantised(self.tensor.kind, raw)
-        release_mapped(raw)
-        return _reordered(found, self.weight)
+        raws = self._raws()
+        parts = [dequantised(tensor.kind, raw) for tensor, raw in zip(self.tensors, raws, strict=True)]
+        found = _reordered(parts[0] if len(parts) == 1 else torch.cat(parts), self.weight)
+        _release(raws)
+        return found
 
     def linear(self, bias: Tensor | None, dtype: torch.dtype | None) -> nn.Module | None:
         """See `Codes`."""
-        raw = self._raw()
-        codes, rows = codes_of(self.tensor.kind, raw), self.weight.rows(self.shape[0])
-        release_mapped(raw)
+        raws, order = self._raws(), self.weight.order
+        codes = codes_of(self.tensors[0].kind, *raws)
+        _release(raws)
         try:
-            return GroupedLinear(replace(codes if rows is None else codes.rows(rows), bias=bias), dtype)
+            return GroupedLinear(
+                replace(codes if order is None else codes.rows(order(self.shape[0])), bias=bias), dtype
+            )
         except ValueError as error:
-            raise ModelError(f"{self.container.path}: {self.tensor.name}: {error}") from error
+            raise ModelError(f"{self.tensors[0].path}: {self.tensors[0].name}: {error}") from error
 
     def embedding(self, table: nn.Embedding, dtype: torch.dtype) -> nn.Module:
         """What takes the place of `table`, over the blocks, which stay in the file."""
-        return BlockEmbedding(self._raw(), self.tensor.kind, dtype, getattr(table, "embed_scale", None))
+        (raw,) = self._raws()
+        return BlockEmbedding(raw, self.tensors[0].kind, dtype, getattr(table, "embed_scale", None))
 
-    def _raw(self) -> Tensor:
-        return raw_of(self.container, self.tensor)
+    def _raws(self) -> list[Tensor]:
+        return [raw_of(tensor) for tensor in self.tensors]
+
+
+def _release(raws: list[Tensor]) -> None:
+    for raw in raws:
+        release_mapped(raw)
 
 
 class BlockEmbedding(nn.Module):
@@ -66,7 +79,10 @@ class BlockEmbedding(nn.Module):
         """`raw` is `[rows, bytes of a row]`; rows are multiplied by `scale`, where there is one, as in Gemma 3."""
         super().__init__()
         self.num_embeddings, self.embedding_dim = len(raw), raw.shape[1] // kind.size * kind.weights
-        self.dtype, self._kind = dtype, kind
+        self._kind = kind
+        # Holds nothing. transformers takes the type of a model from its first parameter; without this one it would be
+        # the float32 scale of a fused norm, and keys and values of bfloat16 would not fit into their arena.
+        self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
         self.raw: Tensor
         self.scale: Tensor | None
         self.register_buffer("raw", raw, persistent=False)
@@ -75,8 +91,8 @@ class BlockEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Token ids `[...]` -> rows `[..., embedding_dim]`."""
         rows = dequantised(self._kind, self.raw[ids.reshape(-1)])
-        found = rows.to(self.dtype).view(*ids.shape, self.embedding_dim)
-        return found if self.scale is None else found * self.scale.to(self.dtype)
+        found = rows.to(self.weight.dtype).view(*ids.shape, self.embedding_dim)
+        return found if self.scale is None else found * self.scale.to(found.dtype)
 
 
 def weights_in(container: Container) -> Weights:
@@ -87,16 +103,30 @@ def weights_in(container: Container) -> Weights:
     """
     found: Weights = {}
     for name, weight in weights_of(container).items():
-        tensor = container.tensors[weight.stored]
-        if tensor.kind.is_float:
-            found[name] = _reordered(dequantised(tensor.kind, raw_of(container, tensor)), weight)
+        tensors = tuple(container.tensors[stored] for stored in weight.stored)
+        if len(tensors[0].shape) == _STACKED:
+            found[name] = _stack(tensors, weight)
+        elif tensors[0].kind.is_float:
+            parts = [dequantised(tensor.kind, raw_of(tensor)) for tensor in tensors]
+            found[name] = _reordered(parts[0] if len(parts) == 1 else torch.cat(parts, weight.axis), weight)
         else:
-            found[name] = BlockCodes(container, tensor, weight)
+            found[name] = BlockCodes(tensors, weight)
     return found
 
 
+def _stack(tensors: tuple[StoredTensor, ...], weight: Weight) -> Tensor | StackedCodes:
+    """Matrices of experts; those of floats that lie in one tensor, as they must, stay in the file."""
+    (first, *others) = tensors
+    if first.kind.is_float and not others and not weight.transposed:
+        return dequantised(first.kind, raw_of(first))
+    matrices = [
+        BlockCodes(tuple(tensor.part(expert) for tensor in tensors), weight) for expert in range(first.shape[0])
+    ]
+    return StackedCodes(matrices, weight.transposed)
+
+
 def _reordered(stored: Tensor, weight: Weight) -> Tensor:
-    """Undo what the converter to GGUF did to a float weight."""
-    rows = weight.rows(len(stored))
-    ordered = stored if rows is None else stored[rows]
-    return ordered.float() - 1 if weight.minus_one else ordered
+    """Undo what the converter to GGUF did to numbers."""
+    size = stored.shape[weight.axis]
+    ordered = stored if weight.order is None else stored.index_select(weight.axis, weight.order(size))
+    return ordered if weight.undo is None else weight.undo(ordered)

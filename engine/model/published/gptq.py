@@ -26,8 +26,10 @@ from engine.model.published.base import (
     signed8,
     taken,
     unpack4,
+    with_codes,
 )
 
+_KINDS = ("qweight", "qzeros", "scales", "g_idx")
 _CODES = ".qweight"
 _VERSION_1, _VERSION_2 = "gptq", "gptq_v2"
 _WORD = 32  # bits
@@ -50,21 +52,14 @@ def read(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Weights:
     Raises:
         ModelError: a tensor is missing, or of another shape or type.
     """
-    weights: Weights = {}
-    for key, tensor in tensors.items():
-        path, _, kind = key.rpartition(".")
-        if kind == "qweight":
-            weights[f"{path}.weight"] = _matrix(path, settings, tensors)
-        elif kind not in ("qzeros", "scales", "g_idx") or path + _CODES not in tensors:
-            weights[key] = tensor
-    return weights
+    return with_codes(tensors, _KINDS, lambda kind, _: kind == "qweight", partial(_matrix, settings, tensors))
 
 
 def _layout(settings: Mapping[str, Any]) -> str:
     return str(settings.get("checkpoint_format") or settings.get("format") or _VERSION_1)
 
 
-def _matrix(path: str, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> IntegerCodes:
+def _matrix(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> IntegerCodes:
     codes, bits = tensors[path + _CODES], int(settings["bits"])
     zeros, scales = (taken(tensors, f"{path}.{kind}", path + _CODES) for kind in ("qzeros", "scales"))
     index = tensors.get(f"{path}.g_idx")

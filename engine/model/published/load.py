@@ -7,6 +7,7 @@ stay pass through it as stand-ins, which take no memory; afterwards each module 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,14 +26,18 @@ from engine.model.checkpoint import check_complete, read_config, read_generation
 from engine.model.gguf.files import open_gguf
 from engine.model.linear.activations import make_row_wise
 from engine.model.linear.packed import MATMULS
+from engine.model.linear.unstack import StackedForm, recognised, routed
 from engine.model.published.base import Codes, Weights
 from engine.model.published.files import read_tensors
 from engine.model.published.gguf import weights_in
 from engine.model.published.methods import Quantisation, without_quantisation
+from engine.model.published.stacked import StackedCodes
 from engine.model.runner import prepare
 from engine.model.text_part import as_if_alone
 
 log = logging.getLogger(__name__)
+
+_STACKS = 2  # of a module of experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +45,17 @@ class _Place:
     """Where in a model a weight of codes belongs."""
 
     codes: Codes
-    module: nn.Module | None  # whose `weight` it is, on the meta device; None where it becomes part of a larger one
+    module: nn.Module | None  # whose parameter it is, on the meta device; None where it becomes part of a larger one
+    kind: str = "weight"  # of the parameter
+    form: StackedForm | None = None  # of a module of experts
 
     @property
     def keeps(self) -> bool:
-        """Whether a module of codes can take the place."""
+        """Whether a module of codes can take the place; of experts, if that of the other stack can too."""
         has_form = self.codes.num_bytes() is not None
         is_table = isinstance(self.module, nn.Embedding) and hasattr(self.codes, "embedding")
-        return has_form and (type(self.module) in MATMULS or is_table)
+        is_stack = self.form is not None and isinstance(self.codes, StackedCodes)
+        return has_form and (type(self.module) in MATMULS or is_table or is_stack)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,7 +65,7 @@ class _Place:
 
     def check(self, key: str) -> None:
         """Raise ModelError where the codes are of another shape than the weight."""
-        wants = self.shape if self.module is None else tuple(cast("Tensor", self.module.weight).shape)
+        wants = self.shape if self.module is None else tuple(self.module.get_parameter(self.kind).shape)
         if self.shape != wants:
             raise ModelError(f"{key} is of shape {list(self.shape)}; its config says {list(wants)}")
 
@@ -137,7 +145,7 @@ def fill(
     prepare(config)
     bare = _on_meta(config, dtype)
     places = _places(bare, weights)
-    kept = {key: place.codes for key, place in places.items() if keeps_codes and place.keeps}
+    kept = _kept(places) if keeps_codes else {}
     stand_ins = {key: torch.empty(1, dtype=dtype) for key in kept}
     given: dict[str, Any] = dict(weights)
     given |= {key: _Later(place, dtype) for key, place in places.items() if key not in kept}
@@ -166,13 +174,21 @@ def num_bytes(model: PreTrainedModel, weights: Mapping[str, Tensor | Codes], *, 
     Raises:
         ModelError: codes are of another shape than the weight.
     """
-    total, places = 0, _places(model, weights).values()
+    total, places = 0, _places(model, weights)
     names = {id(module): name for name, module in model.named_modules()}
-    for place in places if keeps_codes else ():
-        if place.keeps:
-            total += place.codes.num_bytes() or 0
-            model.set_submodule(names[id(place.module)], nn.Identity())
+    for key, codes in _kept(places).items() if keeps_codes else ():
+        total += codes.num_bytes() or 0
+        model.set_submodule(names[id(places[key].module)], nn.Identity())
     return total
+
+
+def _kept(places: Mapping[str, _Place]) -> dict[str, Codes]:
+    """The weights that keep their codes, by key. A module of experts keeps both of its stacks, or none."""
+    keeping = {key: place for key, place in places.items() if place.keeps}
+    stacks = Counter(id(place.module) for place in keeping.values() if place.form is not None)
+    return {
+        key: place.codes for key, place in keeping.items() if place.form is None or stacks[id(place.module)] == _STACKS
+    }
 
 
 def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -188,14 +204,14 @@ def _places(bare: PreTrainedModel, weights: Mapping[str, Tensor | Codes]) -> dic
     rules = get_model_conversion_mapping(bare)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    wanted, places = bare.state_dict(), {}
+    wanted, places, forms = bare.state_dict(), {}, dict(recognised(bare))
     for key, codes in weights.items():
         if isinstance(codes, Tensor):
             continue
         renamed, merged = rename_source_key(key, renamings, converters, bare.base_model_prefix, wanted)
         path, _, kind = renamed.rpartition(".")
-        alone = merged is None and kind == "weight" and renamed in wanted
-        places[key] = _Place(codes, bare.get_submodule(path) if alone else None)
+        alone = merged is None and renamed in wanted and (kind == "weight" or path in forms)
+        places[key] = _Place(codes, bare.get_submodule(path) if alone else None, kind, forms.get(path))
         places[key].check(key)
     return places
 
@@ -203,19 +219,33 @@ def _places(bare: PreTrainedModel, weights: Mapping[str, Tensor | Codes]) -> dic
 def _replace(model: PreTrainedModel, kept: Mapping[int, Codes], dtype: torch.dtype) -> None:
     """Replace every module whose weight is a stand-in; `kept` has the codes by the addresses of the stand-ins."""
     head, done = model.get_output_embeddings(), set()
+    forms = dict(recognised(model))
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        weight = module._parameters.get("weight")  # noqa: SLF001 - modules have no other view of their own parameters
-        codes = None if weight is None else kept.get(weight.data_ptr())
-        if weight is None or codes is None:
+        found = {
+            kind: at for kind, weight in module.named_parameters(recurse=False) if (at := weight.data_ptr()) in kept
+        }
+        if not found:
             continue
-        done.add(weight.data_ptr())
-        if isinstance(module, nn.Embedding):
-            made: Any = cast("Any", codes).embedding(module, dtype)
+        done |= set(found.values())
+        codes = {kind: kept[at] for kind, at in found.items()}
+        if name in forms:
+            made: Any = _experts(module, forms[name], codes)
+        elif isinstance(module, nn.Embedding):
+            made = cast("Any", codes["weight"]).embedding(module, dtype)
         else:
             # Logits must be in float32: rounded to bfloat16, many would be equal.
-            made = codes.linear(cast("Tensor | None", module.bias), torch.float32 if module is head else None)
+            kind = torch.float32 if module is head else None
+            made = codes["weight"].linear(cast("Tensor | None", module.bias), kind)
         model.set_submodule(name, made)
     assert len(done) == len(kept), "transformers copied a stand-in"
+
+
+def _experts(module: nn.Module, form: StackedForm, codes: Mapping[str, Codes]) -> nn.Module:
+    """Matmuls of codes in the place of a module of stacked experts."""
+    biases = (getattr(module, f"{name}_bias", None) for name in form.names)
+    stacks = (cast("StackedCodes", codes[name]) for name in form.names)
+    ups, downs = (stack.linears(several) for stack, several in zip(stacks, biases, strict=True))
+    return routed(module, form, ups, downs)
 
 
 def _tell(name: str, places: Mapping[str, _Place], kept: Mapping[str, Codes], dtype: torch.dtype) -> None:

@@ -20,6 +20,7 @@ from engine.device_loop.round import Round, RoundOps
 from engine.device_loop.shapes import places_for
 from engine.device_loop.slots import REJECTS, SlotState
 from engine.errors import ModelError
+from engine.kernels import reference as plain_kernels
 from engine.kv.batch import Feed
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.runner import ModelRunner
@@ -110,9 +111,9 @@ def test_some_ride_and_some_do_not() -> None:
     assert on_device == {str(i): i not in (4, 5) for i in range(7)}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma2", "mistral"])
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma2", "mistral", "gpt-oss", "deepseek-v3"])
 def test_other_families(family: str) -> None:
-    """Learned positions, windows, softcaps, norms on heads."""
+    """Learned positions, windows, softcaps, norms on heads, sinks, experts, latents."""
     asked = [request(i) for i in (1, 2, 3)]
     said = fakes.run(engine_of(family), asked)
     for one in asked:
@@ -290,6 +291,16 @@ def test_a_round_without_the_host(family: str, k: int) -> None:
         brought = run.verify(slots, run.propose(slots))
     assert (brought.committed.num_fresh[:3] > 0).all()
     assert brought.committed.num_fresh[3] == 0
+
+
+def test_a_round_of_a_mixture_without_the_host() -> None:
+    """Sorting places by expert reads nothing: transformers' own code would."""
+    pair = [copy.deepcopy(model) for model in models("gpt-oss")]
+    assert all(fuse_for_cuda(model, plain_kernels)["mixtures"] for model in pair)
+    run, slots = round_of(pair, PLAIN, 2)
+    with hostless():
+        brought = run.verify(slots, run.propose(slots))
+    assert (brought.committed.num_fresh[:3] > 0).all()
 
 
 def test_a_steady_launch_without_the_host() -> None:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.kv.arena import KVArena, KVLayout
+from engine.kv.arena import KVArena, KVLayout, LayerKV
 from engine.kv.pages import PagePool
+from engine.kv.rounded import floats_of, round_heads, width_of
 from engine.types import KVCursor
 
 
@@ -83,3 +84,42 @@ def test_arena_writes_in_place() -> None:
     assert torch.equal(arena.v[1][[7, 2]], value)
     assert arena.k[0].count_nonzero() == 0
     assert layout.bytes_per_token == 2 * 2 * 3 * 4 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_rounded_vector_is_near_and_knows_nothing_of_others(dtype: torch.dtype) -> None:
+    x = (torch.randn(6, 3, 20, generator=torch.Generator().manual_seed(1)) * 7).to(dtype)
+    stored = round_heads(x)
+    assert (stored.dtype, stored.shape, width_of(stored)) == (torch.int8, (6, 3, 24), 20)
+    peak = x.float().abs().amax(-1, keepdim=True)
+    assert ((floats_of(stored, torch.float32) - x.float()).abs() <= 0.501 * peak / 127).all()
+    assert torch.equal(stored[..., 4:].abs().amax(-1), torch.full((6, 3), 127, dtype=torch.int8))
+    assert torch.equal(round_heads(x[4:5, 1:2]), stored[4:5, 1:2])
+
+
+def test_what_is_no_number_stays_none_and_zeros_stay_zero() -> None:
+    x = torch.randn(5, 2, 16)
+    x[0, 0], x[1, 1, 3], x[2, 0, 15], x[3, 1] = 0, float("nan"), float("inf"), 1e-38
+    got = floats_of(round_heads(x), torch.float32)
+    assert not got[0, 0].any()
+    assert got[[1, 2], [1, 0]].isnan().all()
+    assert got.isnan().sum() == 2 * 16
+    assert torch.allclose(got[3, 1], x[3, 1], atol=1e-30)
+
+
+def test_a_rounded_arena() -> None:
+    """A vector takes a byte for each number and four for its scale; latent values share their key's."""
+    layers = (LayerKV(3, 8, 4), LayerKV(1, 24, 16, is_latent=True), LayerKV(3, 8, 4, source=0), None)
+    layout = KVLayout(layers, torch.bfloat16).stored_as("int8")
+    assert layout.bytes_per_token == 3 * (12 + 8) + 28
+    arena = KVArena(layout, num_pages=2, page_size=5, device=torch.device("cpu"))
+    rows = torch.tensor([7, 2])
+    for layer, shape in enumerate(layers[:2]):
+        key = torch.randn(2, shape.heads, shape.key_dim)
+        value = key[..., : shape.value_dim] if shape.is_latent else torch.randn(2, shape.heads, shape.value_dim)
+        arena.write(layer, rows, key, value)
+        assert torch.equal(arena.k[layer][rows], round_heads(key))
+        whole = floats_of(round_heads(key if shape.is_latent else value), torch.float32)
+        assert torch.equal(floats_of(arena.v[layer][rows], torch.float32), whole[..., : shape.value_dim])
+    assert arena.k[2] is arena.k[0]
+    assert layout.stored_as("auto") == layout

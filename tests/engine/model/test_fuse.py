@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 
 from engine.attention import choose
+from engine.choices import KVType
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.fusion.fuse import Joined, RotaryAttention, fuse
@@ -23,9 +24,9 @@ from tests.exactness.test_families import SERVED_UNASKED, SIZES
 ROTARY = sorted(name for name in zoo.families() if not name.startswith(("gpt2", "distilgpt2", "opt")))
 
 
-def logits(model: PreTrainedModel) -> torch.Tensor:
+def logits(model: PreTrainedModel, kind: KVType = "auto") -> torch.Tensor:
     """Of a ragged batch: a chunk, a prompt, then one token each."""
-    arena = KVArena(kv_layout(model.config, model.dtype), 3, 64, torch.device("cpu"))
+    arena = KVArena(kv_layout(model.config, model.dtype).stored_as(kind), 3, 64, torch.device("cpu"))
     runner = ModelRunner(model, arena, choose("auto", model.device))
     first = runner.forward([Feed(range(5, 25), 0, [1], 20), Feed([3, 4, 5], 0, [2], 0)])
     return torch.cat([first, runner.forward([Feed([9], 20, [1]), Feed([3, 4], 3, [2], 2)])])

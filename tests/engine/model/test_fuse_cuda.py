@@ -13,10 +13,13 @@ from engine.attention import choose
 from engine.kernels import faults, has_triton, reference
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.fusion.kernel_layers import KernelLayer, KernelNorm, LayerOps
+from engine.model.linear.experts import StackedExperts
 from engine.model.runner import Tap
 from engine.proposers.early_exit import first_layers
 from tests import zoo
+from tests.engine.model.test_experts import plain_model
 from tests.engine.model.test_fuse import ROTARY, logits
+from tests.hostless import hostless, sent_in_pieces
 from tests.interpreting import WHY_NOT
 
 pytestmark = pytest.mark.slow
@@ -49,6 +52,14 @@ def test_logits_are_the_same(family: str) -> None:
         assert done["norms"] >= 2 * layers + 1
     if family in TWO_NORMS | FOUR_NORMS:
         assert (done["layers"], done["gates"], done["sums handed on"]) == (layers, layers, layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_keys_and_values_in_int8_are_rounded_from_what_the_kernel_writes(family: str) -> None:
+    plain, fused = fused_pair(family)
+    want = logits(plain, "int8")
+    assert close(logits(fused, "int8"), want)
+    assert not close(logits(fused), want)
 
 
 def fused_pair(family: str = "llama"):
@@ -152,6 +163,22 @@ def test_a_kernel_that_does_not_compile_or_fit_stays_out_and_the_log_says_so_onc
     assert any(isinstance(module, KernelLayer) for module in fused.modules()) == (kind != "norms")
 
 
+@pytest.mark.filterwarnings("ignore:The explicitly set RoPE scaling factor")
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "nemotron_h"])
+def test_experts_are_taken_together_without_the_host(kind: str) -> None:
+    """Halves and turns, stacks either way round, biases, a gate that stands alone, experts that all rows share."""
+    plain = zoo.ours(plain_model(kind))
+    fused = copy.deepcopy(plain)
+    assert fuse_for_cuda(fused, reference)["mixtures"] > 0
+    assert close(logits(fused), logits(plain))
+    name = next(name for name, module in fused.named_modules() if isinstance(module, StackedExperts))
+    block, x = fused.get_submodule(name.rpartition(".")[0]), torch.randn(1, 7, 64)
+    with torch.inference_mode():
+        for watched in (hostless, sent_in_pieces):
+            with watched():
+                block(x)
+
+
 def test_a_layer_is_asked_as_before() -> None:
     """Some versions of transformers ask a layer which kind of attention it has."""
     model = zoo.ours(zoo.reference("llama"))
@@ -166,13 +193,20 @@ def test_a_layer_is_asked_as_before() -> None:
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
-def test_a_whole_model_on_interpreted_kernels(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention with windows and softcap, rotation with norms of heads, sums with norms, gates: all at once."""
+@pytest.mark.filterwarnings("ignore:The explicitly set RoPE scaling factor")
+@pytest.mark.parametrize(
+    ("family", "done"),
+    [(name, {"attentions": 2}) for name in ("llama", "qwen3", "gemma2")]
+    + [("gpt-oss", {"mixtures": 2}), ("deepseek-v3", {"mixtures": 1}), ("llama-4", {}), ("gemma-4", {})],
+)
+def test_a_whole_model_on_interpreted_kernels(
+    family: str, done: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention with windows, chunks, softcap, sinks and heads of several sizes, norms, gates, experts: all at once."""
     plain = zoo.ours(zoo.reference(family))
-    want = logits(plain)
     fused = copy.deepcopy(plain)
-    assert fuse_for_cuda(fused)["attentions"] == plain.config.num_hidden_layers
+    want = logits(plain)
+    assert fuse_for_cuda(fused).items() >= done.items()
     kernel = choose("triton", torch.device("cpu"))
     monkeypatch.setattr("tests.engine.model.test_fuse.choose", lambda *_: kernel)
     assert torch.allclose(logits(fused), want, rtol=0, atol=2e-5 * float(want.std()))

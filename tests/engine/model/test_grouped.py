@@ -26,7 +26,7 @@ INPUTS, GROUP = 96, 32
 
 def element(drawn: GroupedCodes, row: int, column: int) -> float:
     """One weight by the format's words, in float64; `column` is of the codes."""
-    if drawn.bits == 8:
+    if drawn.bits != 4:
         code = int(drawn.codes[row, column])
     else:
         both = int(drawn.codes[row, column // 2])
@@ -36,13 +36,13 @@ def element(drawn: GroupedCodes, row: int, column: int) -> float:
     if drawn.zeros is not None and drawn.offset is None:
         return (code - int(drawn.zeros[row, group])) * step
     if drawn.offset is None:
-        return (code - (8 if drawn.bits == 4 else 0)) * step
+        return (code - {4: 8, 5: 16, 6: 32, 8: 0}[drawn.bits]) * step
     times = 1 if drawn.zeros is None else int(drawn.zeros[row, group])
     return code * step + float(drawn.offset[row, block]) * times
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 def test_weights_are_those_of_the_format(form: str, bits: int) -> None:
     drawn = codes(5, INPUTS, form, bits)
     want = [[element(drawn, row, column) for column in range(INPUTS)] for row in range(5)]
@@ -50,7 +50,7 @@ def test_weights_are_those_of_the_format(form: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 def test_products_are_those_of_the_weights(form: str, bits: int) -> None:
     linear, x = GroupedLinear(replace(codes(70, INPUTS, form, bits), bias=numbers(70))), numbers(2, 3, INPUTS)
     weight, (rows, step) = linear.dequantised().double(), round_rows(x.view(6, INPUTS))
@@ -88,8 +88,9 @@ def test_a_row_is_the_same_alone_and_among_others(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_c_and_torch_give_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, x = replace(codes(70, INPUTS, form, 8), bias=numbers(70)), numbers(4, INPUTS)
+@pytest.mark.parametrize("bits", [5, 6, 8])
+def test_c_and_torch_give_the_same_bits(bits: int, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, x = replace(codes(70, INPUTS, form, bits), bias=numbers(70)), numbers(4, INPUTS)
     in_c = GroupedLinear(drawn)(x)
     without_c(monkeypatch)
     assert torch.equal(GroupedLinear(drawn)(x), in_c)
@@ -108,6 +109,7 @@ def test_only_one_form_and_one_order_are_joined() -> None:
     plain, order = codes(20, INPUTS, "scale"), torch.arange(INPUTS).flip(0)
     others = [
         codes(20, INPUTS, "scale", bits=8),
+        codes(20, INPUTS, "scale", bits=6),
         codes(20, INPUTS, "scale", group=16),
         codes(20, INPUTS, "scale", dtype=torch.bfloat16),
         codes(20, INPUTS, "zeros"),
@@ -173,6 +175,7 @@ def test_a_joined_layer_keeps_its_shape() -> None:
         ({"scale": numbers(70, 3).double()}, "scale: torch.float64"),
         ({"scale": numbers(69, 3)}, r"scale: \[69, 3\]"),
         ({"scale": numbers(70, 12)}, "groups of 8 inputs"),
+        ({"bits": 5, "codes": torch.zeros(70, INPUTS, dtype=torch.uint8), "scale": numbers(70, 6)}, "multiple of 32"),
         ({"scale": torch.full((70, 3), torch.inf)}, "scale: has a number that is not finite"),
         ({"offset": numbers(70, 1)}, r"offset: \[70, 1\]"),
         ({"zeros": torch.zeros(70, 4, dtype=torch.uint8)}, r"zeros: \[70, 4\]"),

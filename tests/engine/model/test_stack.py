@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.attention import choose, native
+from engine.choices import KVType
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.fusion.fuse import fuse
@@ -48,14 +49,14 @@ def model(family: str, dtype: torch.dtype, *, int8: bool) -> PreTrainedModel:
     return made
 
 
-def runner_of(made: PreTrainedModel, attention: str = "auto") -> ModelRunner:
-    arena = KVArena(kv_layout(made.config, made.dtype), 8, 32, CPU)
+def runner_of(made: PreTrainedModel, attention: str = "auto", kind: KVType = "auto") -> ModelRunner:
+    arena = KVArena(kv_layout(made.config, made.dtype).stored_as(kind), 8, 32, CPU)
     return ModelRunner(made, arena, choose(attention, CPU))  # type: ignore[arg-type]
 
 
-def several_passes(made: PreTrainedModel, attention: str = "auto") -> torch.Tensor:
+def several_passes(made: PreTrainedModel, attention: str = "auto", kind: KVType = "auto") -> torch.Tensor:
     """Prompts whole and in parts, decoding and verification."""
-    runner, text = runner_of(made, attention), [(7 * i + 3) % zoo.VOCAB for i in range(30)]
+    runner, text = runner_of(made, attention, kind), [(7 * i + 3) % zoo.VOCAB for i in range(30)]
     feeds = [
         [Feed(text, 0, [0], 30), Feed(text[:9], 0, [1], 1)],
         [Feed(text[9:12], 9, [1], 3), Feed(text[:4], 0, [5, 2], 0)],
@@ -72,6 +73,18 @@ def test_one_call_gives_the_bits_of_layer_after_layer(family: str, dtype: torch.
     want = several_passes(made)
     assert stack(made) == (family in STACKED)
     assert torch.equal(several_passes(made), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_call_gives_the_bits_of_layer_after_layer_over_int8_keys(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = model("llama", dtype, int8=False)
+    floats, want = several_passes(made), several_passes(made, kind="int8")
+    assert stack(made)
+    monkeypatch.setattr(Stack, "one_by_one", partial(_never, "one by one"))
+    assert torch.equal(several_passes(made, kind="int8"), want)
+    assert 0 < (want - floats).std() < 0.1 * floats.std()
 
 
 def test_c_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@
 
 #include "matmul.h"
 
-int pilotfish_multiply(const Matrix *m, const Product *p, int threads);
+int pilotfish_multiply(const Matrix *m, int64_t count, const Product *p, int threads);
 int pilotfish_panel(void);
 const char *pilotfish_integer_path(void);
 
@@ -31,6 +31,6 @@ int main(int count, char **words) {
   p.in = bytes(sizes[6]);
   float *out = aligned_alloc(64, (size_t)(p.rows * m.out * 4 + 63) / 64 * 64);
   p.out = out;
-  if (pilotfish_multiply(&m, &p, 2)) return 3;
+  if (pilotfish_multiply(&m, 1, &p, 2)) return 3;
   return fwrite(out, 4, (size_t)(p.rows * m.out), stdout) != (size_t)(p.rows * m.out);
 }

@@ -16,10 +16,11 @@ from tests.drawn_codes import FORMS, codes
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="no C compiler here")]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
+BITS = pytest.mark.parametrize("bits", [4, 5, 6, 8])
 
 
 def packed(drawn: GroupedCodes) -> PackedMatrix:
-    return PackedMatrix.of_groups(drawn.codes, drawn.scales, drawn.bias, drawn.order)
+    return PackedMatrix.of_groups(drawn.codes, drawn.bits, drawn.scales, drawn.bias, drawn.order)
 
 
 def rows_of(count: int, inputs: int, seed: int = 0) -> torch.Tensor:
@@ -27,8 +28,8 @@ def rows_of(count: int, inputs: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("bits", [4, 8])
-@settings(max_examples=25, deadline=None)
+@BITS
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, 20), st.sampled_from([16, 32, 48, 64, 128]), st.integers(1, 9), st.integers(1, 150),
     st.sampled_from(FLOATS), st.integers(0, 10**6),
@@ -36,13 +37,14 @@ def rows_of(count: int, inputs: int, seed: int = 0) -> torch.Tensor:
 def test_c_gives_the_bits_of_torch(
     form: str, bits: int, rows: int, group: int, groups: int, outputs: int, dtype: torch.dtype, seed: int
 ) -> None:
+    group *= 2 if bits == 5 else 1  # of 5 bits 32 inputs lie together
     drawn = codes(outputs, group * groups, form, bits, group, dtype, seed)
     x, step = rows_of(rows, group * groups, seed), numbers(rows, 1, seed=seed).abs()
     got = packed(drawn).multiply(x, step, torch.float32)
     assert torch.equal(got, PortableGrouped(drawn).multiply(x, step, torch.float32))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@BITS
 def test_sums_of_a_whole_row_of_extremes_are_exact(bits: int) -> None:
     """Far beyond 16 bits, and beyond what float32 holds."""
     inputs = 5632
@@ -54,7 +56,7 @@ def test_sums_of_a_whole_row_of_extremes_are_exact(bits: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("bits", [4, 8])
+@BITS
 def test_a_row_is_the_same_alone_and_among_others(form: str, bits: int) -> None:
     m, inputs = 23, 96
     matrix = packed(codes(200, inputs, form, bits))
@@ -70,8 +72,16 @@ def test_a_row_is_the_same_alone_and_among_others(form: str, bits: int) -> None:
 
 @pytest.mark.parametrize(
     ("form", "bits", "group", "file"),
-    [("scale", 8, 32, 8.5), ("scale", 4, 32, 4.5), ("zeros", 4, 128, 4.15625), ("two levels and offset", 4, 32, 4.5)],
-    ids=["q8_0", "q4_0", "int4", "q4_K"],
+    [
+        ("scale", 8, 32, 8.5),
+        ("scale", 4, 32, 4.5),
+        ("scale", 5, 32, 5.5),
+        ("zeros", 4, 128, 4.15625),
+        ("two levels and offset", 4, 32, 4.5),
+        ("two levels and offset", 5, 32, 5.5),
+        ("two levels", 6, 16, 6.5625),
+    ],
+    ids=["q8_0", "q4_0", "q5_0", "int4", "q4_K", "q5_K", "q6_K"],
 )
 def test_panels_take_the_bits_of_the_file(form: str, bits: int, group: int, file: float) -> None:
     matrix = packed(codes(64, 256, form, bits, group))

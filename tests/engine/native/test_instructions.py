@@ -125,11 +125,18 @@ def test_products(path: str, rows: int) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("bits", "group", "dtype"),
-    [(4, 32, torch.float16), (8, 16, torch.float16), (4, 64, torch.bfloat16), (8, 96, torch.float32)],
+    [
+        (4, 32, torch.float16),
+        (8, 16, torch.float16),
+        (4, 64, torch.bfloat16),
+        (8, 96, torch.float32),
+        (5, 32, torch.float16),
+        (6, 16, torch.float16),
+    ],
 )
 def test_codes_in_groups(path: str, form: str, bits: int, group: int, dtype: torch.dtype) -> None:
     drawn = codes(100, 192, form, bits, group, dtype)
-    packed = PackedMatrix.of_groups(drawn.codes, drawn.scales, None)
+    packed = PackedMatrix.of_groups(drawn.codes, drawn.bits, drawn.scales, None)
     for rows in (1, 2, 5, 13):
         x, step = unsigned(int8s(rows, 192, seed=rows)), numbers(rows, 1).abs()
         x[0], x[-1] = 255, 1
@@ -156,14 +163,14 @@ def test_a_row_is_the_same_alone_and_among_others(path: str, dtype: torch.dtype)
         assert torch.equal(alone, together[part]), path
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("options", [{}, {"sinks": True, "chunk": 50}], ids=["plain", "sinks"])
 @pytest.mark.parametrize("shape", [(2, 3, 48), (2, 1, 192, 128), LATENT])
 def test_attention(path: str, shape: tuple[int, ...], options: dict, dtype: torch.dtype, tolerance: float) -> None:
-    p = Problem([(1, 100), (40, 0), (3, 63)], 16, shape, dtype)
-    k, v = (arena.float().nan_to_num() for arena in (p.k, p.v))
-    want = reference.attend(p.query.float(), k, v, p.batch, p.spec(**options))
-    assert torch.allclose(p.solve(**options).float(), want, atol=tolerance), path
+    for int8 in (False, True):
+        p = Problem([(1, 100), (40, 0), (3, 63)], 16, shape, dtype, int8=int8)
+        want = reference.attend(p.query.float(), *p.numbers(), p.batch, p.spec(**options))
+        assert torch.allclose(p.solve(**options).float(), want, atol=tolerance), path
 
 
 @pytest.fixture(scope="module", params=ARM)
@@ -220,7 +227,7 @@ def test_products_on_arm(arm: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         together = multiplied_by(arm, packed, row, None)
         assert torch.allclose(together, (row.double() @ floats.double().t()).float(), rtol=1e-4, atol=1e-3)
         assert torch.equal(multiplied_by(arm, packed, row[3:5], None), together[3:5])
-    for form, bits in itertools.product(FORMS, (4, 8)):
+    for form, bits in itertools.product(FORMS, (4, 5, 6, 8)):
         drawn = codes(outputs, inputs, form, bits)
-        packed = PackedMatrix.of_groups(drawn.codes, drawn.scales, None)
+        packed = PackedMatrix.of_groups(drawn.codes, drawn.bits, drawn.scales, None)
         assert torch.equal(multiplied_by(arm, packed, x, step), PortableGrouped(drawn).multiply(x, step, torch.float32))

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.attention import native, reference, sdpa
 from engine.attention.spec import AttentionSpec
 from engine.kv.batch import Feed, RaggedBatch
+from engine.kv.rounded import floats_of, round_heads
 from engine.machine.threads import exactly
 from engine.native import library, rows
 from engine.native.compiled import _compiled, cache_folders, loaded
@@ -42,9 +43,11 @@ SPECS = st.fixed_dictionaries(
 
 
 class Problem:
-    """Random queries over an arena in which whatever no sequence wrote is NaN."""
+    """Random queries over an arena in which whatever no sequence wrote is NaN; with `int8` the arena is rounded."""
 
-    def __init__(self, lens: list[tuple[int, int]], page: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self, lens: list[tuple[int, int]], page: int, shape: tuple[int, ...], dtype: torch.dtype, *, int8: bool = False
+    ) -> None:
         kv_heads, group, dim, value_dim = (*shape, shape[2])[:4]
         generator = torch.Generator().manual_seed(sum(map(sum, lens)) + page)
         pages = [-(-(now + before) // page) for now, before in lens]
@@ -64,12 +67,18 @@ class Problem:
             rows = reference.arena_rows(self.batch, i, CPU)
             for arena in (self.k, self.v):
                 arena[rows] = torch.randn(len(rows), *arena.shape[1:], generator=generator).to(dtype)
+        if int8:
+            self.k, self.v = round_heads(self.k), round_heads(self.v)
         if shape == LATENT:
-            self.v = self.k[..., :value_dim]
+            self.v = self.k[..., : self.v.shape[2]]
 
     def spec(self, *, sinks: bool = False, **options: object) -> AttentionSpec:
         """The meaning of an attention with these options."""
         return AttentionSpec(0.2, sinks=self.sinks if sinks else None, **options)
+
+    def numbers(self) -> Iterator[Tensor]:
+        """Keys and values as floats, where the formula may read what nobody wrote."""
+        return (floats_of(arena, torch.float32).nan_to_num() for arena in (self.k, self.v))
 
     def solve(self, **options: object) -> Tensor:
         return native.attend(self.query, self.k, self.v, self.batch, self.spec(**options))
@@ -85,29 +94,30 @@ class Problem:
 
 def check_formula(p: Problem, dtype: torch.dtype, options: dict[str, object]) -> None:
     got = p.solve(**options)
-    k, v = (arena.float().nan_to_num() for arena in (p.k, p.v))
+    k, v = p.numbers()
     want = reference.attend(p.query.float(), k, v, p.batch, p.spec(**options))
     assert got.dtype == dtype
     assert torch.allclose(got.float(), want, atol=TOLERANCE[dtype])
 
 
 @needs_kernel
-@given(LENS, st.sampled_from([1, 16, 32, 500]), SHAPES, st.sampled_from(list(TOLERANCE)), SPECS)
-def test_it_is_the_formula(lens, page, shape, dtype, options) -> None:
-    check_formula(Problem(lens, page, shape, dtype), dtype, options)
+@given(LENS, st.sampled_from([1, 16, 32, 500]), SHAPES, st.sampled_from(list(TOLERANCE)), SPECS, st.booleans())
+def test_it_is_the_formula(lens, page, shape, dtype, options, int8) -> None:
+    check_formula(Problem(lens, page, shape, dtype, int8=int8), dtype, options)
 
 
 @needs_kernel
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_values_that_are_the_beginning_of_keys(dtype: torch.dtype) -> None:
-    check_formula(Problem([(1, 100), (40, 0), (3, 63)], 16, LATENT, dtype), dtype, {})
+def test_values_that_are_the_beginning_of_keys(dtype: torch.dtype, int8: bool) -> None:
+    check_formula(Problem([(1, 100), (40, 0), (3, 63)], 16, LATENT, dtype, int8=int8), dtype, {})
 
 
 @needs_kernel
-@given(LENS, SHAPES, st.sampled_from(list(TOLERANCE)), SPECS, st.data())
-def test_a_row_is_the_same_bits_in_any_company(lens, shape, dtype, options, data) -> None:
+@given(LENS, SHAPES, st.sampled_from(list(TOLERANCE)), SPECS, st.booleans(), st.data())
+def test_a_row_is_the_same_bits_in_any_company(lens, shape, dtype, options, int8, data) -> None:
     """In a batch, alone, with fewer of its own neighbours, on any number of threads."""
-    p = Problem(lens, 16, shape, dtype)
+    p = Problem(lens, 16, shape, dtype, int8=int8)
     together = p.solve(**options)
     i = data.draw(st.integers(0, len(lens) - 1))
     first = data.draw(st.integers(0, lens[i][0] - 1))
@@ -230,8 +240,8 @@ def test_gates_norms_and_scales_are_the_formula(size, dtype) -> None:
 
 
 @needs_kernel
-@given(st.sampled_from([(4, 2, 32), (3, 1, 64), (8, 8, 96)]), st.integers(1, 5), DTYPES)
-def test_rotation_on_the_way_into_the_arena(shape, tokens, dtype) -> None:
+@given(st.sampled_from([(4, 2, 32), (3, 1, 64), (8, 8, 96)]), st.integers(1, 5), DTYPES, st.booleans())
+def test_rotation_on_the_way_into_the_arena(shape, tokens, dtype, is_sick) -> None:
     heads, kv_heads, dim = shape
     qkv = numbers((tokens, (heads + 2 * kv_heads) * dim), dtype)
     angles = torch.rand(tokens, dim // 2).repeat(1, 2) * 6
@@ -244,7 +254,15 @@ def test_rotation_on_the_way_into_the_arena(shape, tokens, dtype) -> None:
         a, b = x.chunk(2, -1)
         return x * cos[:, None].float() + torch.cat([-b, a], -1) * sin[:, None].float()
 
+    if is_sick:
+        qkv[0, heads * dim], qkv[0, -1] = float("nan"), float("inf")
+    again, rounded_k, rounded_v = qkv.clone(), round_heads(k), round_heads(v)
     got = rows().rotate(qkv, cos, sin, places, k, v)
+    assert torch.equal(rows().rotate(again, cos, sin, places, rounded_k, rounded_v), got)
+    for in_int8, in_floats in ((rounded_k, k), (rounded_v, v)):
+        assert torch.equal(in_int8, round_heads(in_floats)), "the same bits as torch gives"
+    if is_sick:
+        return
     near = {"rtol": 1e-5, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 0.3}
     assert torch.allclose(got.float(), turned(query), **near)
     assert torch.allclose(k[places].float(), turned(key), **near)

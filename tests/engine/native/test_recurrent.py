@@ -13,6 +13,7 @@ from engine.kv.batch import Feed, RaggedBatch
 from engine.machine.threads import exactly
 from engine.native import library
 from engine.recurrent import native, rules
+from engine.recurrent.parts import PartSlots, StatePart
 from engine.recurrent.plan import ScanPlan
 from engine.types import EMPTY_STATE, StateSpan
 
@@ -39,6 +40,9 @@ class Case:
         self.name, self.dtype = name, dtype
         make: Callable[..., None] = getattr(self, f"_{name}")
         make(*sizes)
+        logged = {"conv": slice(1), "gated_delta": slice(1, 4), "kimi_delta": slice(1, 4)}.get(name, slice(3))
+        kept = self.dtype if name == "conv" else torch.float32
+        self.part = StatePart.of(self.shape, kept, *self.rows[logged])
 
     def _conv(self, channels: int, size: int) -> None:
         self.shape: tuple[int, ...] = (channels, size - 1)
@@ -68,19 +72,19 @@ class Case:
         self.rows = drawn(WHOLE, width, dtype=self.dtype), torch.rand(WHOLE, width), *pair
         self.decay = -torch.rand(width, depth) * 3
 
-    def states(self) -> Tensor:
-        kept = self.dtype if self.name == "conv" else torch.float32
-        states = torch.randn(SLOTS, *self.shape).to(kept)
-        states[EMPTY_STATE] = 0
-        return states
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Drawn states, but the empty one; nothing is logged."""
+        states, log = self.part.tensors(SLOTS, LOG, torch.device("cpu"))
+        states[EMPTY_STATE + 1 :].normal_()
+        return states, log
 
-    def run(self, module: object, states: Tensor, rows: list[int], plan: ScanPlan) -> Tensor:
-        taken = [x[rows] for x in self.rows]
+    def run(self, module: object, slots: tuple[Tensor, Tensor], rows: list[int], plan: ScanPlan) -> Tensor:
+        taken, held = [x[rows] for x in self.rows], PartSlots(*slots, plan)
         rule = getattr(module, self.name)
         if self.name in ("mamba1", "mamba2"):
             x, dt, b, c = taken
-            return rule(states, x, dt, self.decay, b, c, *self.rest, plan)
-        return rule(states, *taken, *self.rest, plan)
+            return rule(held, x, dt, self.decay, b, c, *self.rest)
+        return rule(held, *taken, *self.rest)
 
 
 CASES = {
@@ -102,55 +106,71 @@ def make(request: pytest.FixtureRequest) -> Callable[..., Case]:
     return partial(Case, *request.param)
 
 
-MIXED = (
-    (2, 7, StateSpan(3, 0, 4, 4, (5, 2))),  # goes on after two logged rows, and drafts: its state is written twice
-    (0, 3, StateSpan(EMPTY_STATE, 0, 6, 3)),
+DRAFTED = (
+    (0, 4, StateSpan(1, 0, 3, 1)),  # three drafts
     (0, 3, StateSpan(7, 0, 7, 0)),  # nothing is settled
+)
+MIXED = (
+    (3, 7, StateSpan(3, 1, 4, 4, (5, 2))),  # goes on after two logged rows, and drafts: its state is written twice
+    (0, 3, StateSpan(EMPTY_STATE, 0, 6, 3)),
+    (2, 4, StateSpan(7, 0, 7, 0)),  # nothing is settled here either, after two logged rows
 )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_computes_what_the_reference_does(make: Callable[..., Case], dtype: torch.dtype) -> None:
-    case, plan = make(dtype), plan_of(*MIXED)
-    rows = list(range(plan.cu_rows[-1]))
-    states = case.states()
-    ours, theirs = states.clone(), states.clone()
-    out, want = case.run(native, ours, rows, plan), case.run(rules, theirs, rows, plan)
-    assert out.dtype == want.dtype == dtype
+    case = make(dtype)
+    slots = case.slots()
+    before = slots[0].clone()
+    copy = slots[0].clone(), slots[1].clone()
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(out, want, **near)
-    torch.testing.assert_close(ours, theirs, **near)
-    written = {4, 5, 6}
-    assert all(torch.equal(ours[i], states[i]) for i in range(SLOTS) if i not in written), "a slot of another changed"
+    for plan in plan_of(*DRAFTED), plan_of(*MIXED):
+        rows = list(range(plan.scans[-1].stop))
+        out, want = case.run(native, slots, rows, plan), case.run(rules, copy, rows, plan)
+        assert out.dtype == want.dtype == dtype
+        for ours, theirs in ((out, want), *zip(slots, copy, strict=True)):
+            torch.testing.assert_close(ours, theirs, **near)
+    written = {3, 4, 5, 6}
+    assert all(torch.equal(slots[0][i], before[i]) for i in range(SLOTS) if i not in written), "another slot changed"
+    assert {i for i in range(SLOTS) if slots[1][i].any()} == {3, 4, 7}, "a log of another slot was written"
+
+
+WHOLE_TEXT = (0, 10, StateSpan(EMPTY_STATE, 0, 1, 10))
+IN_PARTS = (  # and how many of a part's rows are kept
+    ((0, 1, StateSpan(EMPTY_STATE, 0, 2, 1)), 1),
+    ((1, 6, StateSpan(2, 1, 3, 2)), 3),
+    ((4, 6, StateSpan(3, 2, 3, 2)), 2),
+    ((6, 10, StateSpan(3, 2, 2, 10)), 4),
+)
 
 
 def test_a_row_has_the_same_bits_however_it_comes(make: Callable[..., Case]) -> None:
-    """Whole, in parts, beside others, and on one thread."""
+    """Whole, in parts of which drafts are taken back, beside others, and on one thread."""
     case = make()
-    states = case.states()
-    whole = case.run(native, states, list(range(10)), plan_of((0, 10, StateSpan(EMPTY_STATE, 0, 1, 10))))
-    after = states[1].clone()
+    slots = case.slots()
+    whole = case.run(native, slots, list(range(10)), plan_of(WHOLE_TEXT))
+    after = slots[0][1].clone()
     parts = []
-    for start, stop, read, write in ((0, 1, EMPTY_STATE, 2), (1, 6, 2, 3), (6, 10, 3, 2)):
-        plan = plan_of((start, stop, StateSpan(read, start, write, stop)), (0, 3, StateSpan(EMPTY_STATE, 0, 8, 3)))
-        rows = [*range(start, stop), *range(10, 13)]
-        parts.append(case.run(native, states, rows, plan)[: stop - start])
+    for (start, stop, span), kept in IN_PARTS:
+        plan = plan_of((start, stop, span), (0, 3, StateSpan(EMPTY_STATE, 0, 8, 3)))
+        rows = [*range(start, start + kept), *range(10, 10 + stop - start - kept), *range(10, 13)]
+        parts.append(case.run(native, slots, rows, plan)[:kept])
     assert torch.equal(torch.cat(parts), whole)
-    assert torch.equal(states[2], after)
+    assert torch.equal(slots[0][2], after)
     with exactly(1):
-        alone = case.run(native, states, list(range(10)), plan_of((0, 10, StateSpan(EMPTY_STATE, 0, 1, 10))))
+        alone = case.run(native, slots, list(range(10)), plan_of(WHOLE_TEXT))
     assert torch.equal(alone, whole)
-    assert torch.equal(states[1], after)
+    assert torch.equal(slots[0][1], after)
 
 
 def test_a_slot_can_be_written_while_it_is_read(make: Callable[..., Case]) -> None:
     case = make()
-    states = case.states()
-    apart = states.clone()
+    slots = case.slots()
+    apart = slots[0].clone(), slots[1].clone()
     there = case.run(native, apart, list(range(5)), plan_of((0, 5, StateSpan(3, 0, 4, 5))))
-    here = case.run(native, states, list(range(5)), plan_of((0, 5, StateSpan(3, 0, 3, 5))))
+    here = case.run(native, slots, list(range(5)), plan_of((0, 5, StateSpan(3, 0, 3, 5))))
     assert torch.equal(here, there)
-    assert torch.equal(states[3], apart[4])
+    assert torch.equal(slots[0][3], apart[0][4])
 
 
 def test_says_what_it_cannot_run() -> None:

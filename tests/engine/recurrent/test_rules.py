@@ -30,9 +30,9 @@ ROWS, HEADS, GROUPS, KEYS, VALUES = 21, 4, 2, 6, 5
 class Slots:
     """One part of a state, in two slots: the empty one and the one that the pass writes."""
 
-    def of(self, _: int, part: StatePart) -> tuple[Tensor, tuple[Tensor, ...]]:
-        self.states, logs = part.tensors(2, 1, torch.device("cpu"))
-        return self.states, logs
+    def of(self, _: int, part: StatePart) -> tuple[Tensor, Tensor]:
+        self.states, log = part.tensors(2, 1, torch.device("cpu"))
+        return self.states, log
 
 
 def one_sequence(slots: Slots | None = None) -> RaggedStates:

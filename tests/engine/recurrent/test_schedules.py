@@ -12,50 +12,54 @@ from torch import Tensor
 
 from engine.kv.batch import Feed, RaggedBatch
 from engine.kv.states import StatePool
-from engine.recurrent import rules
-from engine.recurrent.parts import StatePart
+from engine.recurrent import native, rules
+from engine.recurrent.parts import PartSlots, StatePart
 from engine.recurrent.plan import ScanPlan
-from engine.recurrent.states import RaggedStates
+from engine.recurrent.registry import StateRules
 from engine.types import EMPTY_STATE, KVCursor, StateSpan
 
 PAGE, LOG, LENGTH, TOKENS, DEVICE = 4, 3, 14, 7, torch.device("cpu")
 HEADS, KEYS, VALUES, GROUPS = 2, 3, 5, 1
 
-# Of each rule: the shape of a state, those of the inputs of a token, and the rule as it is run.
-RULES: dict[str, tuple[tuple[int, ...], list[tuple[int, ...]], Callable[..., Tensor]]] = {}
+# Of each rule: the shape of a state, those of the inputs of a token, which of these are logged, and how it is run.
+Run = Callable[..., Tensor]
+RULES: dict[str, tuple[tuple[int, ...], list[tuple[int, ...]], slice, Run]] = {}
 
 
-def _rule(name: str, state: tuple[int, ...], *inputs: tuple[int, ...]) -> Callable[..., Callable[..., Tensor]]:
-    def keep(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        RULES[name] = state, list(inputs), run
+def _rule(name: str, state: tuple[int, ...], logged: slice, *inputs: tuple[int, ...]) -> Callable[[Run], Run]:
+    def keep(run: Run) -> Run:
+        RULES[name] = state, list(inputs), logged, run
         return run
 
     return keep
 
 
-@_rule("conv", (VALUES, 3), (VALUES,))
-def _conv(states: Tensor, x: Tensor, plan: ScanPlan) -> Tensor:
-    return rules.conv(states, x, WEIGHT, BIAS, "silu", plan)
+@_rule("conv", (VALUES, 3), slice(1), (VALUES,))
+def _conv(how: StateRules, slots: PartSlots, x: Tensor) -> Tensor:
+    return how.conv(slots, x, WEIGHT, BIAS, "silu")
 
 
-@_rule("gated_delta", (HEADS, KEYS, VALUES), (HEADS, KEYS), (HEADS, KEYS), (HEADS, VALUES), (HEADS,), (HEADS,))
-def _gated_delta(states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan) -> Tensor:
-    return rules.gated_delta(states, q, k, v, -g.abs(), beta, plan)
+_SHAPES = (HEADS, KEYS), (HEADS, KEYS), (HEADS, VALUES)
 
 
-@_rule("kimi_delta", (HEADS, KEYS, VALUES), (HEADS, KEYS), (HEADS, KEYS), (HEADS, VALUES), (HEADS, KEYS), (HEADS,))
-def _kimi_delta(states: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ScanPlan) -> Tensor:
-    return rules.kimi_delta(states, q, k, v, -g.abs(), beta, plan)
+@_rule("gated_delta", (HEADS, KEYS, VALUES), slice(1, 4), *_SHAPES, (HEADS,), (HEADS,))
+def _gated_delta(how: StateRules, slots: PartSlots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    return how.gated_delta(slots, q, k, v, -g.abs(), beta)
 
 
-@_rule("mamba2", (HEADS, KEYS, VALUES), (HEADS, VALUES), (HEADS,), (GROUPS, KEYS), (GROUPS, KEYS))
-def _mamba2(states: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, plan: ScanPlan) -> Tensor:
-    return rules.mamba2(states, x, dt.abs(), -BIAS[:HEADS].abs(), b, c, BIAS[:HEADS], plan)
+@_rule("kimi_delta", (HEADS, KEYS, VALUES), slice(1, 4), *_SHAPES, (HEADS, KEYS), (HEADS,))
+def _kimi_delta(how: StateRules, slots: PartSlots, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    return how.kimi_delta(slots, q, k, v, -g.abs(), beta)
 
 
-@_rule("mamba1", (KEYS, VALUES), (VALUES,), (VALUES,), (KEYS,), (KEYS,))
-def _mamba1(states: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, plan: ScanPlan) -> Tensor:
-    return rules.mamba1(states, x, dt.abs(), -WEIGHT[:, :KEYS].abs(), b, c, BIAS, plan)
+@_rule("mamba2", (HEADS, KEYS, VALUES), slice(3), (HEADS, VALUES), (HEADS,), (GROUPS, KEYS), (GROUPS, KEYS))
+def _mamba2(how: StateRules, slots: PartSlots, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return how.mamba2(slots, x, dt.abs(), -BIAS[:HEADS].abs(), b, c, BIAS[:HEADS])
+
+
+@_rule("mamba1", (KEYS, VALUES), slice(3), (VALUES,), (VALUES,), (KEYS,), (KEYS,))
+def _mamba1(how: StateRules, slots: PartSlots, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return how.mamba1(slots, x, dt.abs(), -WEIGHT[:, :KEYS].abs(), b, c, BIAS)
 
 
 WEIGHT, BIAS = torch.randn(VALUES, 4), torch.randn(VALUES)
@@ -64,27 +68,23 @@ WEIGHT, BIAS = torch.randn(VALUES, 4), torch.randn(VALUES)
 class Layer:
     """A layer with one rule, whose inputs hang on the token alone."""
 
-    def __init__(self, name: str, num_slots: int) -> None:
-        self.shape, inputs, self.rule = RULES[name]
+    def __init__(self, name: str, how: StateRules, num_slots: int) -> None:
+        self.how = how
+        shape, inputs, logged, self.rule = RULES[name]
         generator = torch.Generator().manual_seed(0)
         self.table = [torch.randn(TOKENS, *shape, generator=generator) * 0.5 for shape in inputs]
-        part = StatePart.of(self.shape, torch.float32, self.table)
-        self.tensors = part.tensors(num_slots, LOG, DEVICE)
-
-    def of(self, _: int, part: StatePart) -> tuple[Tensor, tuple[Tensor, ...]]:
-        assert part == StatePart.of(self.shape, torch.float32, self.table)
-        return self.tensors
+        self.tensors = StatePart.of(shape, torch.float32, *self.table[logged]).tensors(num_slots, LOG, DEVICE)
 
     def run(self, feeds: list[Feed]) -> list[Tensor]:
         """The rows of each feed."""
         batch = RaggedBatch.of(feeds, PAGE, DEVICE)
-        rows = tuple(column[batch.input_ids] for column in self.table)
-        states = RaggedStates(ScanPlan.of(batch, LOG), self, rules)
-        return list(states.run(self.shape, torch.float32, rows, self.rule).split([len(feed.tokens) for feed in feeds]))
+        slots = PartSlots(*self.tensors, ScanPlan.of(batch, LOG))
+        out = self.rule(self.how, slots, *(column[batch.input_ids] for column in self.table))
+        return list(out.split([len(feed.tokens) for feed in feeds]))
 
 
-def in_one_pass(name: str, text: list[int]) -> Tensor:
-    (rows,) = Layer(name, 2).run([Feed(text, 0, range(9), state=StateSpan(EMPTY_STATE, 0, 1, len(text)))])
+def in_one_pass(name: str, how: StateRules, text: list[int]) -> Tensor:
+    (rows,) = Layer(name, how, 2).run([Feed(text, 0, range(9), state=StateSpan(EMPTY_STATE, 0, 1, len(text)))])
     return rows
 
 
@@ -124,15 +124,17 @@ texts = st.lists(st.integers(0, TOKENS - 1), min_size=LENGTH, max_size=LENGTH)
 schedules = st.lists(st.tuples(turn, turn), min_size=4, max_size=14)
 
 
+@pytest.mark.parametrize("how", [rules, native], ids=["torch", "C"])
 @pytest.mark.parametrize("name", RULES)
 @given(both=st.tuples(texts, texts), schedule=schedules, prompt=st.integers(1, 9))
 def test_any_schedule_has_the_bits_of_one_pass(
     name: str,
+    how: StateRules,
     both: tuple[list[int], list[int]],
     schedule: list[tuple[tuple[bool, int, int, int], ...]],
     prompt: int,
 ) -> None:
-    pool, layer = StatePool(7, LOG, snapshots=True), Layer(name, 7)
+    pool, layer = StatePool(7, LOG, snapshots=True), Layer(name, how, 7)
     writers = [Written(text, prompt, pool, layer) for text in both]
     for turns in schedule:
         planned = [(one, one.feed(*how)) for one, (takes_part, *how) in zip(writers, turns, strict=True) if takes_part]
@@ -142,4 +144,4 @@ def test_any_schedule_has_the_bits_of_one_pass(
         pool.check_invariants(one.cursor for one in writers)
     for one in writers:
         assert len(one.rows) == one.cursor.kv_len
-        assert torch.equal(one.rows, in_one_pass(name, one.text)[: len(one.rows)].reshape(one.rows.shape))
+        assert torch.equal(one.rows, in_one_pass(name, how, one.text)[: len(one.rows)].reshape(one.rows.shape))

@@ -99,6 +99,7 @@ def test_eight_billion_weights_take_sixteen_gigabytes(tmp_path: Path, monkeypatc
     assert own.works
     assert line(own, "target", "weights") == "14.96 GiB in bfloat16"
     assert line(own, "target", "K/V") == "131072 bytes per token"
+    assert line(doctor(tmp_path, kv_cache_dtype="int8"), "target", "K/V") == "67584 bytes per token in int8"
     assert line(wide, "target", "weights") == "29.92 GiB in float32"
     left = [float(line(report, "pair", "K/V pages").split("kv_memory is ")[1].split()[0]) for report in (own, wide)]
     assert left[0] > left[1] + 14, "what the weights do not take is for K/V"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -12,21 +13,27 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine import LLM
+from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.model.checkpoint import end_tokens_of, read_config
+from engine.model.checkpoint import end_tokens_of, read_config, weights_size
 from engine.model.gguf.container import Container
+from engine.model.gguf.files import gguf_file
+from engine.model.linear.experts import RoutedExperts
 from engine.model.linear.grouped import GroupedLinear
 from engine.model.published.base import Codes
 from engine.model.published.gguf import BlockEmbedding, weights_in
 from engine.model.published.load import fill
 from engine.model.published.methods import without_quantisation
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from engine.startup.build import load
 from tests import gguf_files, zoo
 from tests.families import generate
 from tests.gguf_files import Written
 
 FLOATS = (Type.F32, Type.F16, Type.BF16)
-ON_KERNELS = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K)
+ON_KERNELS = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K,
+              Type.Q2_K, Type.Q3_K, Type.IQ4_NL, Type.IQ4_XS)  # fmt: skip
+DEQUANTISED = (Type.IQ3_S,)
 NEW_TOKENS = 20
 
 
@@ -60,7 +67,7 @@ def loaded(path: Path, *, keeps_codes: bool) -> PreTrainedModel:
     return fill(config, weights_in(Container.open(path)), str(path), torch.float32, keeps_codes=keeps_codes)
 
 
-@pytest.mark.parametrize("kind", [*FLOATS, *ON_KERNELS, "mixed"])
+@pytest.mark.parametrize("kind", [*FLOATS, *ON_KERNELS, *DEQUANTISED, "mixed"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_weights_are_those_of_the_reference_to_the_last_bit(family: str, kind: Type | str, folder: Path) -> None:
     written = file_of(folder, family, kind)
@@ -79,6 +86,67 @@ def test_weights_are_those_of_the_reference_to_the_last_bit(family: str, kind: T
         assert torch.equal(table(ids), expected["model.embed_tokens.weight"][ids])
 
 
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("mixtral", Type.Q8_0), ("qwen2moe", Type.Q4_K), ("qwen3moe", "mixed"), ("gpt-oss", Type.MXFP4)],
+)
+def test_each_expert_keeps_its_codes(family: str, kind: Type | str, tmp_path: Path) -> None:
+    sizes = gguf_files.WIDE | {"num_hidden_layers": 1}
+    config = gguf_files.mixtures(sizes)[family]
+    written = gguf_files.write(tmp_path / "model.gguf", config, mixed if isinstance(kind, str) else kind)
+    model = loaded(written.path, keeps_codes=True)
+    experts = next(module for module in model.modules() if isinstance(module, RoutedExperts))
+    stacks = next(m for m in written.model.modules() if hasattr(m, "down_proj") and hasattr(m, "gate_up_proj"))
+    for name, matmuls in (("gate_up_proj", experts.ups), ("down_proj", experts.downs)):
+        expected = getattr(stacks, name).transpose(1, 2) if family == "gpt-oss" else getattr(stacks, name)
+        found = torch.stack([cast("GroupedLinear", matmul).dequantised() for matmul in matmuls])
+        assert torch.equal(found, expected)
+    container = Container.open(written.path)
+    counted = [_counted(codes) for codes in weights_in(container).values() if not isinstance(codes, torch.Tensor)]
+    stored = sum(t.num_bytes for t in container.tensors.values() if not t.kind.is_float)
+    assert stored <= sum(counted) < (1.3 if kind == Type.MXFP4 else 1.1) * stored
+    llm = LLM(written.path, dtype="float32", **SMALL)
+    expected_tokens = tokens(llm)
+    assert tokens(llm, mode=SpeculationMode.FIXED, proposer="ngram", num_draft_tokens=4) == expected_tokens
+    assert tokens(LLM(written.path, weights="dequantised", dtype="float32", **SMALL)) == reference(written.model)
+
+
+def test_experts_whose_halves_are_of_two_types_are_dequantised(tmp_path: Path) -> None:
+    config = gguf_files.mixtures(gguf_files.WIDE | {"num_hidden_layers": 1})["qwen3moe"]
+    written = gguf_files.write(
+        tmp_path / "model.gguf", config, lambda name: Type.Q8_0 if "gate_exps" in name else Type.Q4_0
+    )
+    model = loaded(written.path, keeps_codes=True)
+    found, expected = model.state_dict(), written.model.state_dict()
+    stacks = [name for name in expected if ".experts." in name]
+    assert len(stacks) == 2
+    assert all(torch.equal(found[name], expected[name]) for name in stacks)
+    assert isinstance(model.get_submodule("model.layers.0.self_attn.q_proj"), GroupedLinear)
+
+
+def test_a_model_in_several_files_is_named_by_any_of_them(folder: Path, tmp_path: Path) -> None:
+    whole = file_of(folder, "qwen3", Type.Q8_0)
+    written = gguf_files.write(tmp_path / "model.gguf", gguf_files.qwen3(), Type.Q8_0, tensors_of_a_part=9)
+    parts = sorted(tmp_path.iterdir())
+    assert len(parts) == 3
+    expected = whole.model.state_dict()
+    for name in (tmp_path, *parts):
+        found = loaded(Path(str(gguf_file(name))), keeps_codes=False).state_dict()
+        assert all(torch.equal(found[weight], expected[weight]) for weight in expected)
+    assert weights_size(str(tmp_path), None) == sum(part.stat().st_size for part in parts)
+    second = parts[1].read_bytes()
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(ModelError, match=r"00002-of-00003\.gguf is part 2 of 3 by its name; .* says part 3 of 3"):
+        Container.open(written.path)
+    parts[1].unlink()
+    with pytest.raises(ModelError, match=r"cannot read .*00002-of-00003\.gguf: No such file"):
+        Container.open(parts[2])
+    parts[1].write_bytes(second)
+    alone = parts[0].rename(tmp_path / "alone.gguf")
+    with pytest.raises(ModelError, match=r"alone\.gguf is part 1 of 1 by its name; its metadata says part 1 of 3"):
+        Container.open(alone)
+
+
 @pytest.mark.parametrize("family", gguf_files.families())
 def test_every_family_is_served_as_transformers_runs_it(family: str, tmp_path: Path) -> None:
     config = gguf_files.families()[family]
@@ -86,6 +154,9 @@ def test_every_family_is_served_as_transformers_runs_it(family: str, tmp_path: P
     read = read_config(str(written.path), None)
     assert read.rope_parameters == config.rope_parameters
     assert end_tokens_of(read, None) == {zoo.END}
+    found, expected = loaded(written.path, keeps_codes=False).state_dict(), written.model.state_dict()
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     assert tokens(LLM(written.path, dtype="float32", **SMALL)) == reference(written.model)
 
 
@@ -113,11 +184,15 @@ def test_dequantised_tokens_are_those_of_generate(family: str, kind: Type | str,
         assert tokens(llm, mode=SpeculationMode.FIXED, proposer=proposer, num_draft_tokens=4) == expected
 
 
-@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K, "mixed"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(kind, "float32") for kind in (Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K, "mixed")]
+    + [(kind, "bfloat16") for kind in (Type.Q8_0, "mixed")],
+)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_on_our_kernels_drafts_change_nothing(family: str, kind: Type | str, folder: Path) -> None:
+def test_on_our_kernels_drafts_change_nothing(family: str, kind: Type | str, dtype: str, folder: Path) -> None:
     written, draft = file_of(folder, family, kind), file_of(folder, family, Type.Q4_0)
-    llm = LLM(written.path, draft.path, **SMALL)
+    llm = LLM(written.path, draft.path, dtype=dtype, **SMALL)
     expected = tokens(llm)
     for proposer in ("ngram", "model"):
         assert tokens(llm, mode=SpeculationMode.FIXED, proposer=proposer, num_draft_tokens=4) == expected
@@ -125,6 +200,15 @@ def test_on_our_kernels_drafts_change_nothing(family: str, kind: Type | str, fol
         llm.generate(p, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))[0].token_ids for p in zoo.prompts(4)
     ]
     assert [list(text) for text in alone] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_of_codes_alone_knows_the_type_of_its_rows(dtype: torch.dtype, folder: Path) -> None:
+    """It has no matrix of floats to tell, and norms are scaled in float32 once they are fused."""
+    config = EngineConfig(target=str(file_of(folder, "llama", Type.Q8_0).path), dtype=str(dtype).removeprefix("torch."))
+    model = load(config, config.target, None, "native", torch.device("cpu"))
+    assert model.dtype == dtype
+    assert model.get_input_embeddings()(torch.tensor([3])).dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -174,5 +258,5 @@ def test_a_family_that_is_not_read_is_named(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"model\.gguf is a mamba model; GGUF files are read of llama, qwen2"):
+    with pytest.raises(ModelError, match=r"model\.gguf is a mamba model; GGUF files are read of .*llama, .*qwen2"):
         read_config(str(tmp_path / "model.gguf"), None)
