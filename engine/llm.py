@@ -206,7 +206,7 @@ class _Output:
             speculation=ended.speculation,
             stats=ended.stats,
             spec_gain=ended.spec_gain,
-            error=ended.error,
+            error=None if self.stop is not None else ended.error,  # it came after what plain decoding would have made
         )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from engine import LLM, FinishReason, InvalidRequest, ModelError, SamplingParams
-from engine.params import SpeculationMode, SpeculationParams
+from engine.params import Guided, SpeculationMode, SpeculationParams, ThinkingBudget
 from models import embedded_draft, embedded_target
 from tests import zoo
 
@@ -60,6 +61,24 @@ def test_a_stop_string_cuts_as_one_by_one_decoding_would(llm: LLM, plain: LLM, s
         assert got.text == whole.text[: whole.text.index(stop)]
         assert (got.finish_reason, got.matched_stop) == (FinishReason.STOP, stop)
     assert llm.engine.free_pages == llm.engine.total_pages
+
+
+def test_a_stop_string_wins_over_what_fails_behind_it(llm: LLM, plain: LLM) -> None:
+    """After six tokens the reasoning must end, by a token that is not allowed; the stop string is in these six."""
+    tokens = {token: llm.codec.decode([token]) for token in range(llm.engine.vocab_size)}
+    params = SamplingParams(
+        max_tokens=20,
+        guided=Guided(thinking=ThinkingBudget(max_tokens=6, end="</t>")),
+        allowed_token_ids=tuple(token for token, text in tokens.items() if "<" not in text),
+    )
+    drafting = SpeculationParams(mode=SpeculationMode.FIXED, num_draft_tokens=8)
+    prompts = ["class Stack:\n    def push(self, item):\n", "import os\n", "def add(a, b):\n"]
+    cut = plain.generate(prompts, params)
+    assert all(c.error is not None for c in cut)
+    stopped = [replace(params, stop=(tokens[c.token_ids[-1]],)) for c in cut]
+    for proposer in ("model", "ngram"):
+        for got in llm.generate(prompts, stopped, speculation=replace(drafting, proposer=proposer)):
+            assert (got.finish_reason, got.error) == (FinishReason.STOP, None)
 
 
 def test_params_one_for_each(llm: LLM) -> None:
