@@ -79,7 +79,7 @@ def cases_of(model: PreTrainedModel) -> list[Case]:
 
 def proposers_of(config: PreTrainedConfig) -> tuple[str, ...]:
     """One layer has no earlier ones, and what runs one sequence at a time has no such draft."""
-    has_layers = config.num_hidden_layers > 1 and config.model_type != "falcon"
+    has_layers = config.num_hidden_layers > 1 and config.model_type not in ("falcon", "qwen4_exp_text")
     return PROPOSERS if has_layers else PROPOSERS[:-1]
 
 

@@ -164,6 +164,11 @@ _BY_KIND: dict[str, tuple[str, dict[str, object]]] = {
         {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1,
          "head_dim": 8},
     ),
+    "qwen-4-exp": (
+        "qwen4_exp_text",
+        _FOUR | _DELTA | _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16, "indexer_n_heads": 2,
+         "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2},
+    ),
     "falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
     "gpt-j": ("gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 48, "rotary_dim": 4}),
 }  # fmt: skip
