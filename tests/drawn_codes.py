@@ -31,5 +31,6 @@ def codes(
     offset = torch.randn(outputs, blocks, generator=draw).to(dtype) if "offset" in form else None
     steps = torch.randint(-128, 128, (outputs, groups), generator=draw, dtype=torch.int8) if "two" in form else None
     has_zeros = form in ("zeros", "two levels and offset")
-    zeros = torch.randint(0, 256, (outputs, groups), generator=draw, dtype=torch.uint8) if has_zeros else None
+    least = -128 if bits == 8 else 0
+    zeros = torch.randint(least, least + 256, (outputs, groups), generator=draw, dtype=kind) if has_zeros else None
     return GroupedCodes(numbers, bits, scale, offset, steps=steps, zeros=zeros)

@@ -50,7 +50,7 @@ typedef struct {
 } Worth;
 
 /* What a group's codes are worth; `block` and `group` are where their heads lie. */
-INLINE void worth_of(const Groups *g, const char *block, const char *group, Worth *w) {
+INLINE void worth_of(const Groups *g, const char *block, const char *group, Worth *w, const int bits) {
   const char *zeros = group + g->has_steps * PANEL;
   EACH(int v = 0; v < VECTORS; v++) {
     w->step[v] = numbers_of(block, v, g->kind);
@@ -61,7 +61,7 @@ INLINE void worth_of(const Groups *g, const char *block, const char *group, Wort
   else
     EACH(int v = 0; v < VECTORS; v++) w->offset[v] = -w->step[v];
   if (g->has_zeros)
-    EACH(int v = 0; v < VECTORS; v++) w->offset[v] *= small_numbers_of(zeros, v, 0);
+    EACH(int v = 0; v < VECTORS; v++) w->offset[v] *= small_numbers_of(zeros, v, bits == 8);
 }
 
 /* A register at `at`, and the bits of each byte from `up` upwards, without what its neighbour hands down. */
@@ -133,7 +133,7 @@ INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, i
       }
     }
     Worth w;
-    worth_of(g, block, head, &w);
+    worth_of(g, block, head, &w, bits);
     EACH(int r = 0; r < rows; r++) {
       EACH(int v = 0; v < VECTORS; v++)
         total[r][v] = total[r][v] + w.step[v] * __builtin_convertvector(sum[r][v], floats);

@@ -43,7 +43,7 @@ class GroupedCodes:
         order: int64 `[in]`: column j of the codes multiplies input `order[j]`; None where they are in the same order.
         bias: float `[out]` or None.
         steps: int8 `[out, groups]` or None.
-        zeros: uint8 `[out, groups]` or None.
+        zeros: of the type of the codes, `[out, groups]`, or None.
     """
 
     codes: Tensor
@@ -123,7 +123,7 @@ class GroupedCodes:
             )
         blocks = [len(self.codes), self.scale.shape[-1]]
         floats = (("scale", self.scale, _FLOATS), ("offset", self.offset, _FLOATS))
-        of_groups = (("steps", self.steps, (torch.int8,)), ("zeros", self.zeros, (torch.uint8,)))
+        of_groups = (("steps", self.steps, (torch.int8,)), ("zeros", self.zeros, (self.codes.dtype,)))
         for name, x, dtypes in (*floats, *of_groups):
             if x is None:
                 continue

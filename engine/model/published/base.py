@@ -94,8 +94,7 @@ class IntegerCodes:
         if not self._fits():
             return None
         out, width = self.shape
-        of_zero = {4: 1, 8: 4}[self.bits] if self.has_zero else 0
-        of_scales = out * self.groups * (self.scale_type.itemsize + of_zero)
+        of_scales = out * self.groups * (self.scale_type.itemsize + self.has_zero)
         return out * width * self.bits // 8 + of_scales
 
     def _fits(self) -> bool:
@@ -125,10 +124,10 @@ class IntegerCodes:
 
     def _grouped(self, parts: CodeParts, bias: Tensor | None) -> GroupedCodes:
         zeros = offset = None
-        if parts.zero is not None and self.bits == 4:
-            zeros = parts.zero.to(torch.uint8)
-        elif parts.zero is not None:  # with 8 bits it may be negative
-            offset = -parts.zero * parts.scale.float()
+        if parts.zero is not None:
+            zeros = parts.zero.to(parts.codes.dtype)
+            if not torch.equal(zeros.int(), parts.zero):  # 128, beside codes of -128 to 127
+                zeros, offset = None, -parts.zero * parts.scale.float()
         return GroupedCodes(parts.codes, self.bits, parts.scale, offset, parts.order, bias, zeros=zeros)
 
     def _parts(self) -> CodeParts:
