@@ -36,8 +36,8 @@ class GroupScales:
         scale: float16, bfloat16 or float32 `[out, blocks]`; a block is one or several groups.
         steps: int8 `[out, groups]`: a group's step is this times the scale of its block; None where it is the scale.
         offset: `[out, blocks]`, of the type of `scale`, or None.
-        zeros: uint8, or int8 for codes of 8 bits, `[out, groups]`: a group's offset is this times `offset`, or times minus its step where `offset` is
-            None.
+        zeros: uint8, or int8 for codes of 8 bits, `[out, groups]`: a group's offset is this times `offset`, or times
+            minus its step where `offset` is None.
     """
 
     scale: Tensor
