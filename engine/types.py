@@ -120,6 +120,9 @@ class KVCursor:
         write = others[0].slot if settled > read.base else read.slot
         assert write != read.slot or read.is_own, "drafts are logged in a slot that others read"
         span = StateSpan(read.slot, read.base, write, settled, snapshot)
+        for state in others:  # a pass that fails may have written to them, so they hold nothing until it has succeeded
+            if state.slot == write or (snapshot is not None and state.slot == snapshot[0]):
+                state.base = state.end = -1
         self.pending = span, stop
         return span
 

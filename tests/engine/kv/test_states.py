@@ -130,6 +130,16 @@ class States(RuleBasedStateMachine):
         assert self.memory.state[EMPTY_STATE] == ()
 
 
+def test_what_a_failed_pass_wrote_is_kept_for_nobody():
+    """Seen by the machine above in one of many runs: the older slot stood at the end of a page, and was written to."""
+    machine = States()
+    machine.chunk(who=1, size=3, fails=False)
+    machine.fail_after_the_pass(who=1, taken_back=1)
+    machine.fail_after_the_pass(who=1, taken_back=1)
+    machine.chunk(who=1, size=1, fails=True)
+    machine.fail_after_the_pass(who=0, taken_back=1)
+
+
 TestStates = States.TestCase
 TestStates.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 
