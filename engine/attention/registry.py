@@ -19,7 +19,7 @@ from engine.errors import ModelError
 from engine.kernels import faults, has_triton, is_interpreted
 from engine.kv.arena import KVArena
 from engine.kv.batch import RaggedBatch
-from engine.kv.latent import LatentHeads
+from engine.kv.latent import latent_of
 from engine.native import library
 
 log = logging.getLogger(__name__)
@@ -183,8 +183,8 @@ def _hook(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     spec = AttentionSpec(scale, sliding_window, _chunk(module, layer), softcap, s_aux)
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
-    latent = getattr(module, "latent", None)
-    if isinstance(latent, LatentHeads):  # the layer hands over keys of one head, and values that are their beginning
+    latent = latent_of(module)
+    if latent is not None:  # the layer hands over keys of one head, and values that are their beginning
         return latent.expand(ragged.attend_layer(layer, latent.absorb(q), k, v, spec))[None], None
     return ragged.attend_layer(layer, q, k, v, spec)[None], None  # [1, T, heads, value_dim]
 

@@ -64,6 +64,15 @@ class KVLayout:
         """Bytes of K and V that one position takes over all layers."""
         return sum(layer.bytes_in(self.dtype) for layer in self.layers if layer is not None)
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether K/V are in int8."""
+        return self.dtype == torch.int8
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether our C writes keys and values of this type into such an arena, as they are or rounded."""
+        return self.is_rounded or self.dtype == dtype
+
     def stored_as(self, kind: KVType) -> KVLayout:
         """The layout of the same K/V under the option `kv_cache_dtype`."""
         return self if kind == "auto" else replace(self, dtype=torch.int8)
@@ -102,7 +111,7 @@ class KVArena:
             return
         for stored, new in ((self.k[layer], key), (self.v[layer], None if shape.is_latent else value)):
             if new is not None:
-                stored.index_copy_(0, rows, round_heads(new) if self.layout.dtype == torch.int8 else new)
+                stored.index_copy_(0, rows, round_heads(new) if self.layout.is_rounded else new)
 
 
 def _pair(layer: LayerKV, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

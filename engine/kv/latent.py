@@ -37,6 +37,12 @@ class LatentHeads(nn.Module):
         return made
 
 
+def latent_of(module: nn.Module) -> LatentHeads | None:
+    """The products of a layer that keeps latents (`model.fusion.latent`); None for any other."""
+    found = getattr(module, "latent", None)
+    return found if isinstance(found, LatentHeads) else None
+
+
 class HeadProducts(nn.Module):
     """A matrix `[out, in]` for each head; in our C where that multiplies its type and size."""
 

@@ -22,7 +22,7 @@ from engine.attention.registry import ATTENTION_NAME, Attend, CurrentPass, Ragge
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout, LayerKV
 from engine.kv.batch import Feed, RaggedBatch
-from engine.kv.latent import LatentHeads
+from engine.kv.latent import latent_of
 from engine.machine.mapped import reading
 from engine.model.checkpoint import (
     check_complete,
@@ -38,7 +38,7 @@ from engine.model.checkpoint import (
 from engine.model.linear.int8 import matmul_shape
 from engine.model.rope import install_tables
 from engine.model.temperature import install_temperatures
-from engine.model.text_part import names_in_whole
+from engine.model.text_part import names_in_whole, rest_untold
 from engine.recurrent.arena import StateArena, StateLayout
 
 
@@ -130,7 +130,7 @@ def load_model(
     for path in sorted(Path(name).glob("*.safetensors")):
         check_whole(path)
     stays_mapped = device.type == "cpu" and dtype in ("auto", named_type(config))
-    with told_as_model_error(name), _rest_untold(config), nullcontext() if stays_mapped else _tensors_told():
+    with told_as_model_error(name), rest_untold(config), nullcontext() if stays_mapped else _tensors_told():
         read = partial(
             AutoModelForCausalLM.from_pretrained,
             name,
@@ -160,18 +160,6 @@ def _read(read: Callable[..., Any], config: PreTrainedConfig) -> tuple[Any, Any]
             raise
         return tuple(read(config=own))
     return model, report
-
-
-@contextmanager
-def _rest_untold(config: PreTrainedConfig) -> Iterator[None]:
-    """Where only the language model of a checkpoint is loaded, keep transformers from listing all other weights."""
-    before = logging.get_verbosity()
-    if names_in_whole(config) is not None:
-        logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 @contextmanager
@@ -250,7 +238,7 @@ def layout_of_model(model: PreTrainedModel) -> KVLayout:
     """
     states = StateLayout.of(model)
     if states is None:
-        compressed = any(isinstance(module, LatentHeads) for module in model.modules())
+        compressed = any(latent_of(module) for module in model.modules())
         return kv_layout(model.config, model.dtype, compressed=compressed)
     depth = shape_of(model.config, "num_hidden_layers")
     return KVLayout(tuple(states.attends.get(layer) for layer in range(depth)), model.dtype)

@@ -6,12 +6,12 @@ Only text is served, so the other parts need neither memory nor the libraries th
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 # Text parts that have no class of their own, and the families that compute the same from text alone: all three
 # coordinates of a token's position are then equal, so rotary tables by coordinate are the usual ones.
@@ -19,7 +19,6 @@ _SAME_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text
 # What the language model is called inside of the whole, in old and new checkpoints; without what follows, alone.
 _NAMES = {r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head.",
           r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model."}  # fmt: skip
-_Weight = TypeVar("_Weight")
 
 
 def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -45,15 +44,16 @@ def names_in_whole(config: PreTrainedConfig) -> dict[str, str] | None:
     return _NAMES if getattr(config, "part_of", None) else None
 
 
-def as_if_alone(config: PreTrainedConfig, weights: Mapping[str, _Weight]) -> dict[str, _Weight]:
-    """Rename weights of the whole as if its language model were alone; of other models they keep their names."""
-    rules = names_in_whole(config) or {}
-    return {_renamed(name, rules): weight for name, weight in weights.items()}
-
-
-def _renamed(name: str, rules: Mapping[str, str]) -> str:
-    found = (re.sub(rule, becomes, name) for rule, becomes in rules.items() if re.match(rule, name))
-    return next(found, name)
+@contextmanager
+def rest_untold(config: PreTrainedConfig) -> Iterator[None]:
+    """Where only the language model of a checkpoint is loaded, keep transformers from listing all other weights."""
+    before = logging.get_verbosity()
+    if names_in_whole(config) is not None:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _same(text: PreTrainedConfig, kind: str) -> PreTrainedConfig:

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from engine.errors import ModelError
 from engine.kv.arena import LayerKV
 from engine.kv.batch import Feed, RaggedBatch
-from engine.kv.latent import LatentHeads
+from engine.kv.latent import latent_of
 from engine.recurrent import registry
 from engine.recurrent.parts import StatePart
 from engine.recurrent.plan import ScanPlan
@@ -109,11 +109,10 @@ def _note(
     """Called by every layer of the model that attends, with what our attention would be handed."""
     layer = module.layer_idx
     assert isinstance(layer, int)
-    latent = getattr(module, "latent", None)
-    is_latent = isinstance(latent, LatentHeads)
-    watch.attends[layer] = LayerKV(key.shape[1], key.shape[3], value.shape[3], is_latent=is_latent)
+    latent = latent_of(module)
+    watch.attends[layer] = LayerKV(key.shape[1], key.shape[3], value.shape[3], is_latent=latent is not None)
     out = value.new_zeros(query.shape[2], query.shape[1], value.shape[3])  # [T, heads, value_dim]
-    return (latent.expand(out) if isinstance(latent, LatentHeads) else out)[None], None
+    return (out if latent is None else latent.expand(out))[None], None
 
 
 AttentionInterface.register(_WATCHING, _note)

@@ -127,7 +127,7 @@ class Facts:
         held = dtype if rounded == "native" else f"{rounded} ({self.kernel} kernel), the rest in {dtype}"
         yield "type", str(self.held)
         yield "weights", f"{_size(self.weight_bytes)} in {held}"
-        rounded = " in int8" if self.layout.dtype == torch.int8 else ""
+        rounded = " in int8" if self.layout.is_rounded else ""
         yield "K/V", f"{self.layout.bytes_per_token} bytes per token{rounded}"
         yield "context", f"{known.limit} tokens ({known.reason})"
         tokens = f", {len(self.vocabulary.ids)} tokens" if self.codec else ""

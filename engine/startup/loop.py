@@ -111,7 +111,7 @@ def _why_not(config: EngineConfig, target: ModelRunner, draft: ModelRunner | Non
         return "the model has two rotary tables"
     if is_batch_invariant(target.model):
         return "its weights are packed for a CPU"
-    if target.arena.layout.dtype == torch.int8:
+    if target.arena.layout.is_rounded:
         return "keys and values are in int8, which our kernel does not read"
     if any(runner.states is not None for runner in (target, draft) if runner is not None):
         return "layers keep a state"

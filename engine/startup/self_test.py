@@ -49,7 +49,7 @@ def check_ragged_contract(model: PreTrainedModel, layout: KVLayout, attend: Atte
 
 def _keeps_contract(model: PreTrainedModel, layout: KVLayout, attend: Attend) -> bool:
     _check_layers(model, layout)
-    if layout.dtype != torch.int8:
+    if not layout.is_rounded:
         _passes(model, layout, attend, None)
         return True
     in_floats = _passes(model, replace(layout, dtype=model.dtype), attend, None)

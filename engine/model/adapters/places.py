@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.errors import ModelError
-from engine.kv.latent import LatentHeads
+from engine.kv.latent import latent_of
 from engine.model.fusion.fuse import Joined, JoinedPart
 from engine.model.fusion.kernel_layers import KernelGate
 from engine.model.fusion.latent import EXPANDING
@@ -41,7 +41,7 @@ def find_place(model: PreTrainedModel, path: str) -> Place:
     """
     module: nn.Module | Place = model
     for name in path.split("."):
-        if name == EXPANDING and isinstance(getattr(module, "latent", None), LatentHeads):
+        if name == EXPANDING and isinstance(module, nn.Module) and latent_of(module) is not None:
             raise ModelError(f"{path!r} expands latents, which are kept as they are here: {_AT_START}")
         found = None if isinstance(module, Place) else _child(module, name)
         if found is None:

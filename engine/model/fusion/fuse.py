@@ -228,7 +228,7 @@ class RotaryAttention(nn.Module):
     def _native_for(self, projected: Tensor, cos: Tensor, ragged: Ragged) -> Rows | None:
         """Our C functions, where they can rotate the projected rows while writing them into this arena; else None."""
         dtype, plain = projected.dtype, getattr(self.inner, "q_norm", None) is None
-        fits = dtype == cos.dtype and ragged.arena.layout.dtype in (dtype, torch.int8)
+        fits = dtype == cos.dtype and ragged.arena.layout.takes(dtype)
         one_type = fits and projected.is_cpu and cos.shape[0] == 1
         return rows_for(dtype, self.seen.head_dim // 2) if plain and one_type and not self.seen.head_dim % 2 else None
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.attention.registry import is_ours
-from engine.kv.latent import LatentHeads
+from engine.kv.latent import LatentHeads, latent_of
 from engine.model.linear.equivalence import agree, random_rows
 from engine.model.linear.int8 import matmul_shape
 from engine.verdicts import verdict
@@ -62,7 +62,7 @@ def compress(model: PreTrainedModel, *, row_wise: bool) -> int:
         model: a model with our attention, its matrices in any form. Those that expand are read as floats.
         row_wise: a row's bits depend on no other row, also where torch multiplies.
     """
-    layers = (module for module in model.modules() if not isinstance(getattr(module, "latent", None), LatentHeads))
+    layers = (module for module in model.modules() if latent_of(module) is None)
     found = [(module, shape) for module in layers if (shape := shape_of_latents(module))]
     made = [_heads_of(model, module, shape, row_wise=row_wise) for module, shape in found]
     if not all(_agrees(model, module, shape, heads) for (module, shape), heads in zip(found, made, strict=True)):

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,7 +17,6 @@ from engine.attention import native
 from engine.attention.registry import Ragged
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
-from engine.kv.rounded import is_rounded
 from engine.model.fusion.fuse import Gated, RMSNorm, RotaryAttention
 from engine.model.fusion.straight import bypass_model_code
 from engine.model.linear.equivalence import agree, random_rows
@@ -98,7 +96,7 @@ class Stack(nn.ModuleList):
         where = native.args_of(ragged.batch, first.self_attn.seen.heads, shape.heads, shape.key_dim)
         keys = ragged.arena.k[0]
         where.key_stride = where.value_stride = keys.stride(0)
-        where.rounded = is_rounded(keys)
+        where.rounded = ragged.arena.layout.is_rounded
         hidden = hidden_states[0].clone()
         return self._layers(ragged.arena).run(hidden, cos, sin, ragged.batch.kv_rows, where)[None]
 
@@ -108,7 +106,7 @@ class Stack(nn.ModuleList):
         if shape is None or shape.key_dim % 2 or ragged.batch.has_adapters:
             return False
         ours = getattr(ragged.attend, "func", ragged.attend) is native.attend
-        fits = hidden.dtype == rotary[0].dtype and layout.dtype in (hidden.dtype, torch.int8)
+        fits = hidden.dtype == rotary[0].dtype and layout.takes(hidden.dtype)
         one_type = fits and hidden.is_cpu and rotary[0].shape[0] == 1
         return ours and one_type and rows_for(hidden.dtype, hidden.shape[-1], shape.key_dim // 2) is not None
 

@@ -33,7 +33,7 @@ from engine.model.published.gguf import weights_in
 from engine.model.published.methods import Quantisation, without_quantisation
 from engine.model.published.stacked import StackedCodes
 from engine.model.runner import prepare
-from engine.model.text_part import as_if_alone
+from engine.model.text_part import names_in_whole, rest_untold
 
 log = logging.getLogger(__name__)
 
@@ -116,9 +116,7 @@ def read_weights(
         ModelError: a tensor is missing, or of another shape or type.
     """
     gguf = open_gguf(name, revision)
-    if gguf is not None:
-        return weights_in(gguf)
-    return as_if_alone(read_config(name, revision), quantisation.read(read(name, revision)))
+    return quantisation.read(read(name, revision)) if gguf is None else weights_in(gguf)
 
 
 def fill(
@@ -144,24 +142,27 @@ def fill(
     transformers_logging.disable_progress_bar()  # it would write into the log of a server
     prepare(config)
     bare = _on_meta(config, dtype)
-    places = _places(bare, weights)
+    forms = dict(recognised(bare))
+    places = _places(bare, weights, forms)
     kept = _kept(places) if keeps_codes else {}
     stand_ins = {key: torch.empty(1, dtype=dtype) for key in kept}
     given: dict[str, Any] = dict(weights)
     given |= {key: _Later(place, dtype) for key, place in places.items() if key not in kept}
     given |= {key: stand_in.expand(places[key].shape) for key, stand_in in stand_ins.items()}
-    loaded: Any = type(bare).from_pretrained(
-        None,
-        config=config,
-        state_dict=given,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # `check_complete` reports them in a clearer message
-    )
+    with rest_untold(config):
+        loaded: Any = type(bare).from_pretrained(
+            None,
+            config=config,
+            state_dict=given,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `check_complete` reports them in a clearer message
+            key_mapping=names_in_whole(config),
+        )
     model, report = loaded
     check_complete(name, report)
-    _replace(model, {stand_ins[key].data_ptr(): codes for key, codes in kept.items()}, dtype)
+    _replace(model, {stand_ins[key].data_ptr(): codes for key, codes in kept.items()}, forms, dtype)
     if kept:
         make_row_wise(model)  # rounding to int8 would enlarge a difference in the last bit
     _tell(name, places, kept, dtype)
@@ -174,7 +175,7 @@ def num_bytes(model: PreTrainedModel, weights: Mapping[str, Tensor | Codes], *, 
     Raises:
         ModelError: codes are of another shape than the weight.
     """
-    total, places = 0, _places(model, weights)
+    total, places = 0, _places(model, weights, dict(recognised(model)))
     names = {id(module): name for name, module in model.named_modules()}
     for key, codes in _kept(places).items() if keeps_codes else ():
         total += codes.num_bytes() or 0
@@ -199,12 +200,17 @@ def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _places(bare: PreTrainedModel, weights: Mapping[str, Tensor | Codes]) -> dict[str, _Place]:
-    """Where each weight of codes belongs, by the rules with which transformers renames and merges weights."""
-    rules = get_model_conversion_mapping(bare)
+def _places(
+    bare: PreTrainedModel, weights: Mapping[str, Tensor | Codes], forms: Mapping[str, StackedForm]
+) -> dict[str, _Place]:
+    """Where each weight of codes belongs, by the rules with which transformers renames and merges weights.
+
+    `forms` are those of the modules of experts, by their names.
+    """
+    rules = get_model_conversion_mapping(bare, names_in_whole(bare.config))
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    wanted, places, forms = bare.state_dict(), {}, dict(recognised(bare))
+    wanted, places = bare.state_dict(), {}
     for key, codes in weights.items():
         if isinstance(codes, Tensor):
             continue
@@ -216,10 +222,11 @@ def _places(bare: PreTrainedModel, weights: Mapping[str, Tensor | Codes]) -> dic
     return places
 
 
-def _replace(model: PreTrainedModel, kept: Mapping[int, Codes], dtype: torch.dtype) -> None:
+def _replace(
+    model: PreTrainedModel, kept: Mapping[int, Codes], forms: Mapping[str, StackedForm], dtype: torch.dtype
+) -> None:
     """Replace every module whose weight is a stand-in; `kept` has the codes by the addresses of the stand-ins."""
     head, done = model.get_output_embeddings(), set()
-    forms = dict(recognised(model))
     for name, module in list(model.named_modules(remove_duplicate=False)):
         found = {
             kind: at for kind, weight in module.named_parameters(recurse=False) if (at := weight.data_ptr()) in kept

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from engine.llm import LLM
 from engine.model.checkpoint import read_config
-from engine.model.text_part import as_if_alone, names_in_whole, text_part
+from engine.model.text_part import names_in_whole, text_part
 from engine.params import SamplingParams
 from tests import zoo
 from tests.families import NEW_TOKENS, generate
@@ -63,6 +64,12 @@ def test_its_tokens_are_those_of_the_whole(tmp_path, kind):
     want = [generate(whole, prompt) for prompt in zoo.prompts()]
     got = llm.generate(zoo.prompts(), SamplingParams(max_tokens=NEW_TOKENS))
     assert [list(output.token_ids) for output in got] == want
+
+
+def as_if_alone(config: PreTrainedConfig, weights: dict[str, object]) -> dict[str, object]:
+    """Weights by the names that transformers gives them as it loads them."""
+    rules = [WeightRenaming(whole, alone) for whole, alone in (names_in_whole(config) or {}).items()]
+    return {rename_source_key(name, rules, [])[0]: weight for name, weight in weights.items()}
 
 
 def test_names_in_the_whole():
