@@ -74,8 +74,19 @@ class EngineConfig(Bounds):
     fuse: bool = Field(True, description="Join and replace small operations of a model where that changes no result.")
     medusa: str | None = Field(None, description="Medusa heads of the target: a local folder or a hub id.")
     medusa_revision: str | None = Field(None, description="Hub revision of the Medusa heads; a commit pins it.")
-    eagle: str | None = Field(None, description="EAGLE head of the target: a local folder or a hub id.")
+    eagle: str | None = Field(
+        None, description="EAGLE head of the target (EAGLE-1, 2, 3 or 3.1): a local folder or a hub id."
+    )
     eagle_revision: str | None = Field(None, description="Hub revision of the EAGLE head; a commit pins it.")
+    mtp: bool = Field(
+        False, description="Draft with the multi-token prediction layers that the target's checkpoint ships with."
+    )
+    dflash: str | None = Field(None, description="DFlash draft of the target: a local folder or a hub id.")
+    dflash_revision: str | None = Field(None, description="Hub revision of the DFlash draft; a commit pins it.")
+    uno: str | None = Field(
+        None, description="Low-rank adapter with which the target drafts for itself (Uno): a local folder or a hub id."
+    )
+    uno_revision: str | None = Field(None, description="Hub revision of the Uno adapter; a commit pins it.")
     adapter: dict[AdapterName, str] = Field(
         default_factory=dict,
         description="Low-rank adapters of the target (LoRA, in the format of peft) that requests may name: "
@@ -89,8 +100,8 @@ class EngineConfig(Bounds):
     )
     proposer: str | None = Field(
         None,
-        description="Default proposer: auto, model, self, eagle, medusa, suffix, ngram or none, as far as its model or "
-        "heads are loaded; default auto with a draft model, else ngram.",
+        description="Default proposer: auto, model, self, eagle, mtp, dflash, uno, medusa, suffix, ngram or none, as far "
+        "as its model or heads are loaded; default auto with a draft model or head, else ngram.",
     )
     num_draft_tokens: int = Field(8, ge=0, le=MAX_NUM_DRAFT, description="Most drafts per sequence and step (K).")
     speculation: SpeculationMode = Field(SpeculationMode.AUTO, description="How K is chosen: auto, fixed or off.")
@@ -182,7 +193,8 @@ class EngineConfig(Bounds):
         )
         yield self.proposer == "self", "proposer is self, and no process has a whole layer to draft with"
         yield bool(self.adapter), f"adapter is {self.adapter}, and adapters are not cut"
-        for name, head in (("medusa", self.medusa), ("eagle", self.eagle)):
+        heads = ("medusa", self.medusa), ("eagle", self.eagle), ("dflash", self.dflash), ("uno", self.uno)
+        for name, head in (*heads, ("mtp", self.mtp or None)):
             yield head is not None, f"{name} is {head!r}, and no process has the whole output matrix that heads use"
 
     @model_validator(mode="after")

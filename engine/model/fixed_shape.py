@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.kv.batch import Feed
-from engine.model.runner import Runner, Tap
+from engine.model.runner import Runner
+from engine.model.tap import Tap
 from engine.types import EMPTY_STATE, StateSpan
 
 TILE = 16
@@ -36,13 +37,13 @@ class FixedShapeRunner:
 
     def forward(self, feeds: Seq[Feed]) -> Tensor:
         """Do what `Runner.forward` does. Tiles run in order, so the arena holds a sequence's earlier tokens."""
-        logits, hidden = list[Tensor](), list[Tensor]()
+        logits, tapped = list[Tensor](), list[dict[int, Tensor]]()
         for tile in cut(feeds):
             logits.append(self._pass(tile))
-            if self._tap is not None and self._tap.hidden is not None:
-                hidden.append(self._tap.hidden[: sum(len(feed.tokens) for feed in tile)])
-        if self._tap is not None and hidden:
-            self._tap.hidden = torch.cat(hidden)
+            if self._tap is not None:
+                tapped.append(self._tap.take(sum(len(feed.tokens) for feed in tile)))
+        if self._tap is not None and tapped:
+            self._tap.join(tapped)
         return torch.cat(logits)
 
     def _pass(self, tile: list[Feed]) -> Tensor:

@@ -100,18 +100,6 @@ class ModelRunner:
         return logits.float()
 
 
-class Tap:
-    """Keeps the hidden states of a model's last pass: the input of its output matrix, after the final norm."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.hidden: Tensor | None = None  # [T, hidden], one row per token of the ragged batch
-        # A hook on the trunk, because the output matrix receives only the rows whose logits are wanted.
-        model.get_decoder().register_forward_hook(self._keep)
-
-    def _keep(self, _trunk: nn.Module, _inputs: object, output: Any) -> None:
-        self.hidden = output[0][0]
-
-
 def load_model(
     name: str, revision: str | None, dtype: torch.dtype | Literal["auto"], device: torch.device, shares: int = 1
 ) -> PreTrainedModel:

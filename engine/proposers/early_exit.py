@@ -8,12 +8,12 @@ from __future__ import annotations
 import copy
 from itertools import chain
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from engine.errors import ModelError
 from engine.model.checkpoint import shape_of
 from engine.model.fusion.fuse_cuda import link
+from engine.model.tap import layers_of
 
 
 def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
@@ -28,16 +28,8 @@ def first_layers(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     # Tensors that a deep copy meets in its memo are taken as they are: new modules, the same weights.
     shared = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     twin = copy.deepcopy(model, shared)
-    name, stack = _decoder_layers(twin, depth)
+    name, stack = layers_of(twin)
     parent, _, attribute = name.rpartition(".")
     setattr(twin.get_submodule(parent), attribute, stack[:layers])
     link(twin)  # another layer comes before the final norm now
     return twin
-
-
-def _decoder_layers(model: PreTrainedModel, depth: int) -> tuple[str, nn.ModuleList]:
-    """The one list of modules as long as the model is deep."""
-    found = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    if not found:
-        raise ModelError(f"{type(model).__name__} keeps its {depth} layers in no list: it cannot draft for itself")
-    return found[0]

@@ -42,10 +42,12 @@ from engine.model.one_by_one import OneByOneRunner
 from engine.model.published.load import load_published
 from engine.model.quantize import load_quantised, quantise
 from engine.model.rope import longrope_border
-from engine.model.runner import ModelRunner, Runner, Tap, end_tokens, known_positions, layout_of_model, load_model
+from engine.model.runner import ModelRunner, Runner, end_tokens, known_positions, layout_of_model, load_model
+from engine.model.tap import Tap
 from engine.parallel.group import Ranks
 from engine.parallel.shards import ShardedRunner, check_shards, shard_layout, worker_loop
 from engine.proposers import Proposer, Proposers
+from engine.proposers.heads.load import load_heads
 from engine.proposers.vocab import VocabMap
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
@@ -217,12 +219,14 @@ def assemble(
     """
     _check_reproducible(config, target.device)
     _compress(config, target, draft, ranks)
-    tap = Tap(target) if config.medusa or config.eagle else None  # before the self-test, which shows that it works
+    heads = load_heads(config, target)
+    # Before the self-test, which shows that it works.
+    tap = Tap(target, {place for head in heads.values() for place in head.places}) if heads else None
     # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
     needs_tiles = config.reproducible and not is_batch_invariant(target)
     ragged = partial(_ragged, config, target, needs_tiles=needs_tiles, row_wise=is_batch_invariant(target))
     ways = Ways.of(config, target, draft, ragged)
-    drafters = Drafters.load(config, target, draft, vocab, ways, tap)
+    drafters = Drafters.load(config, target, draft, vocab, ways, heads, tap)
     # After a draft of the target's own layers was copied: it has none.
     adapters = _adapters(config, target, ranks, ways)
     sizes = _sizes(config, target, drafters, ranks, ways)
@@ -241,7 +245,7 @@ def assemble(
     attend = next((own.attend for own in runners.values() if isinstance(own, ModelRunner)), None)
     attend = attend or attention.choose(config.attention, target.device, row_wise=row_wise)
     prefill = PrefillBudget(config.max_step_ms / 1000, config.max_batch_tokens)
-    by_name = drafters.proposers(runners, make_arena, attend, prefill) | dict(extra_proposers)
+    by_name = drafters.proposers(runner, runners, make_arena, attend, prefill) | dict(extra_proposers)
     by_name |= {name: wrap(by_name[name]) for name, wrap in wrappers.items()}
     if config.proposer is not None and config.proposer not in by_name:
         raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(by_name)}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -14,13 +16,12 @@ from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.model.checkpoint import shape_of
 from engine.model.one_by_one import OneByOneRunner
-from engine.model.runner import ModelRunner, Runner, Tap, end_tokens, kv_layout, layout_of_model, vocab_size
+from engine.model.runner import ModelRunner, Runner, end_tokens, layout_of_model, vocab_size
+from engine.model.tap import Tap
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, SuffixProposer
 from engine.proposers.early_exit import first_layers
 from engine.proposers.first_of import FirstOf
-from engine.proposers.heads.eagle import EagleProposer
-from engine.proposers.heads.eagle_head import EagleHead, EagleRunner, load_eagle
-from engine.proposers.heads.medusa import MedusaHeads, MedusaProposer, load_medusa
+from engine.proposers.heads.base import Head, Surroundings
 from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
 from engine.startup.runners import Ways
 from engine.startup.states import StatePlan
@@ -39,8 +40,7 @@ class Drafters:
 
     target: PreTrainedModel
     models: Mapping[str, PreTrainedModel]  # by proposer name: a draft model, or the target's own first layers
-    medusa: MedusaHeads | None
-    eagle: EagleHead | None
+    heads: Mapping[str, Head]  # by proposer name
     tap: Tap | None  # where the heads read the target's hidden states
     layouts: Mapping[str, KVLayout]  # by proposer name, for those that need an arena
     vocab: VocabMap | None = None  # for a draft model of another vocabulary
@@ -53,14 +53,13 @@ class Drafters:
         draft: PreTrainedModel | None,
         vocab: VocabMap | None = None,
         ways: Ways | None = None,
+        heads: Mapping[str, Head] = MappingProxyType({}),
         tap: Tap | None = None,
     ) -> Drafters:
-        """Load the heads that `config` names, and add the draft model, which is loaded already and runs as in `ways`.
-
-        The heads read the target through `tap`.
+        """Gather what drafts: the draft model, which runs as in `ways`, and heads, which read the target through `tap`.
 
         Raises:
-            ModelError: the draft or a head does not fit this target.
+            ModelError: the draft does not fit this target.
         """
         models, layouts, stored = dict[str, PreTrainedModel](), dict[str, KVLayout](), config.kv_cache_dtype
         if draft is not None:
@@ -73,11 +72,8 @@ class Drafters:
             models["self"] = first_layers(target, layers)
             whole = layout_of_model(models["self"]).stored_as(stored)
             layouts["self"] = replace(whole, layers=whole.layers[:layers])
-        medusa = load_medusa(config.medusa, config.medusa_revision, target) if config.medusa else None
-        eagle = load_eagle(config.eagle, config.eagle_revision, target) if config.eagle else None
-        if eagle is not None:
-            layouts["eagle"] = kv_layout(eagle.config, target.dtype).stored_as(stored)
-        return cls(target, models, medusa, eagle, tap, layouts, vocab)
+        layouts |= {name: head.layout.stored_as(stored) for name, head in heads.items() if head.layout is not None}
+        return cls(target, models, heads, tap, layouts, vocab)
 
     def runners(
         self,
@@ -103,6 +99,7 @@ class Drafters:
 
     def proposers(
         self,
+        target: Runner,
         runners: Mapping[str, ModelRunner | OneByOneRunner],
         make_arena: MakeArena,
         attend: Attend,
@@ -118,24 +115,28 @@ class Drafters:
             vocab = self.vocab if name == "model" else None
             runner: Runner = own if vocab is None else MappedRunner(own, vocab, own.device)
             by_name[name] = ModelProposer(runner, prefill)
-        if self.tap is not None:
-            by_name |= self._heads(self.tap, make_arena, attend, prefill)
+        if self.tap is not None and self.heads:
+            by_name |= self._head_proposers(target, self.tap, make_arena, attend, prefill)
         drafter = next((by_name[name] for name in ("model", "eagle", "medusa") if name in by_name), None)
         if drafter is not None:
             by_name["auto"] = FirstOf(SuffixProposer(), drafter)
         return by_name
 
-    def _heads(self, tap: Tap, make_arena: MakeArena, attend: Attend, prefill: PrefillBudget) -> dict[str, Proposer]:
+    def _head_proposers(
+        self, target: Runner, tap: Tap, make_arena: MakeArena, attend: Attend, prefill: PrefillBudget
+    ) -> dict[str, Proposer]:
         """Make the proposers that read the target's hidden states, all through one tap."""
-        output, by_name = self.target.get_output_embeddings(), dict[str, Proposer]()
-        if not verdict(lambda: tap.hidden is not None):
-            raise ModelError(f"{type(self.target).__name__} runs past its decoder: no features can be read off it")
-        if self.medusa is not None:
-            by_name["medusa"] = MedusaProposer(self.medusa, output, tap)
-        if self.eagle is not None:
-            runner = EagleRunner(self.eagle, output, make_arena(self.layouts["eagle"]), attend)
-            by_name["eagle"] = EagleProposer(runner, tap, prefill)
-        return by_name
+        made = dict[str, Proposer]()
+        for name, head in self.heads.items():
+            if not verdict(partial(_is_read, tap, head)):
+                raise ModelError(f"{type(self.target).__name__} runs past its layers: no features can be read off it")
+            arena = make_arena(self.layouts[name]) if name in self.layouts else None
+            made[name] = head.proposer(Surroundings(target, tap, arena, attend, prefill))
+        return made
+
+
+def _is_read(tap: Tap, head: Head) -> bool:
+    return tap.read(head.places) is not None
 
 
 def _check_vocabulary(config: EngineConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:

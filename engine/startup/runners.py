@@ -96,6 +96,9 @@ def _check_allowed(config: EngineConfig, error: ModelError) -> None:
         "loop = rounds": config.loop == "rounds",
         "medusa": config.medusa is not None,
         "eagle": config.eagle is not None,
+        "mtp": config.mtp,
+        "dflash": config.dflash is not None,
+        "uno": config.uno is not None,
         "self_layers": config.self_layers is not None or config.proposer == "self",
         "adapter": bool(config.adapter),
         "kv_cache_dtype": config.kv_cache_dtype != "auto",  # transformers' attention reads floats

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from engine.model.fusion.straight import bypass_model_code
 from engine.model.linear.equivalence import agree, random_rows
 from engine.model.linear.packed import packed_of
 from engine.model.runner import kv_layout
+from engine.model.tap import Tap
 from engine.native import PackedMatrix, rows_for
 from engine.native.layers import LayerParts, Layers
 from engine.verdicts import verdict
@@ -52,7 +54,8 @@ class Stack(nn.ModuleList):
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__(layers)
-        self._ready: tuple[KVArena, Layers] | None = None  # for the arena that was used last
+        self._ready: tuple[KVArena, list[tuple[int, Layers]]] | None = None  # for the arena that was used last
+        self.tap: Tap | None = None  # reads hidden states between layers
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter((cast("nn.Module", self.run),))
@@ -64,7 +67,7 @@ class Stack(nn.ModuleList):
         return super().__getitem__(index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": None}  # a copy has its own arena
+        return {**self.__dict__, "_ready": None, "tap": None}  # a copy has its own arena, and nobody reads it
 
     def run(
         self,
@@ -98,7 +101,13 @@ class Stack(nn.ModuleList):
         where.key_stride = where.value_stride = keys.stride(0)
         where.rounded = ragged.arena.layout.is_rounded
         hidden = hidden_states[0].clone()
-        return self._layers(ragged.arena).run(hidden, cos, sin, ragged.batch.kv_rows, where)[None]
+        for place, layers in self._parts_between_places(ragged.arena):
+            if self.tap is not None and place in self.tap.places:
+                self.tap.keep(place, hidden.clone())
+            layers.run(hidden, cos, sin, ragged.batch.kv_rows, where)
+        if self.tap is not None and len(self) in self.tap.places:
+            self.tap.keep(len(self), hidden)
+        return hidden[None]
 
     def serves(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> bool:
         """Whether C can run this pass."""
@@ -110,11 +119,14 @@ class Stack(nn.ModuleList):
         one_type = fits and hidden.is_cpu and rotary[0].shape[0] == 1
         return ours and one_type and rows_for(hidden.dtype, hidden.shape[-1], shape.key_dim // 2) is not None
 
-    def _layers(self, arena: KVArena) -> Layers:
+    def _parts_between_places(self, arena: KVArena) -> list[tuple[int, Layers]]:
+        """All layers in one call, or cut where the tap reads: the number of layers before each part, and the part."""
         if self._ready is None or self._ready[0] is not arena:
-            layers = self._modules.values()
-            parts = [cast("LayerParts", _parts(layer)) for layer in layers]
-            self._ready = arena, Layers(parts, arena.k[: len(parts)], arena.v[: len(parts)])
+            parts = [cast("LayerParts", _parts(layer)) for layer in self._modules.values()]
+            places = set() if self.tap is None else self.tap.places
+            cuts = [0, *(place for place in range(1, len(parts)) if place in places), len(parts)]
+            made = [(a, Layers(parts[a:b], arena.k[a:b], arena.v[a:b])) for a, b in pairwise(cuts)]
+            self._ready = arena, made
         return self._ready[1]
 
 

@@ -19,6 +19,7 @@ from engine.attention.registry import Ragged
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.runner import kv_layout
+from engine.model.tap import FINAL, Tap
 from engine.verdicts import verdict
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ _PAGE, _START, _ROWS = 8, 4, 3  # of the equivalence test
 
 class LayerStack(Protocol):
     """All layers of a model, which can run in one call (`stack.Stack`)."""
+
+    tap: Tap | None
 
     def serves(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> bool:
         """Whether the layers can run this pass in one call."""
@@ -74,18 +77,22 @@ class DirectPass:
         logits_to_keep: Tensor | int = 0,  # [R]
         **others: Any,
     ) -> Tensor | None:
-        """Logits `[1, R, vocab]`; None where C cannot run the pass, or a hook reads the hidden states."""
+        """Logits `[1, R, vocab]`; None where C cannot run the pass."""
         trunk, rows = self._trunk, logits_to_keep
         if ragged is None or input_ids is None or not isinstance(rows, Tensor) or others != {"use_cache": False}:
-            return None
-        if trunk._forward_hooks:  # noqa: SLF001 - of `runner.Tap`; torch has no other name for them
             return None
         hidden = self._model.get_input_embeddings()(input_ids)
         rotary = trunk.rotary_emb(hidden, position_ids=position_ids)
         if not trunk.layers.serves(hidden, rotary, ragged):
             return None
-        kept = trunk.layers.at_once(hidden, rotary, ragged)[:, rows]
-        return cast("Tensor", cast("Any", self._model.get_output_embeddings())(trunk.norm(kept)))
+        made, tap = trunk.layers.at_once(hidden, rotary, ragged), trunk.layers.tap
+        if tap is not None and FINAL in tap.places:
+            made = trunk.norm(made)
+            tap.keep(FINAL, made[0])
+            kept = made[:, rows]
+        else:
+            kept = trunk.norm(made[:, rows])
+        return cast("Tensor", cast("Any", self._model.get_output_embeddings())(kept))
 
 
 @torch.inference_mode()

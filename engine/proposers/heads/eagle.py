@@ -1,113 +1,121 @@
-"""EAGLE (Li et al. 2024, arXiv 2401.15077): one layer that continues the target's features, and so its tokens.
-
-The head is fed (feature of position t, token t + 1) and makes the feature of t + 1, from which the target's own output
-matrix draws token t + 2. Beyond the last feature that the target made it goes on from its own.
-"""
+"""EAGLE-1 and 2 (Li et al. 2024, arXiv 2401.15077): one layer that makes the target's next feature."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from weakref import WeakKeyDictionary
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from engine.control.prefill_budget import PrefillBudget
-from engine.kv.batch import Feed
-from engine.model.runner import Tap
-from engine.proposers.base import Passed, Proposal
-from engine.proposers.chain import Chain, chains_of, draw, proposal_of
-from engine.proposers.heads.eagle_head import EagleRunner
-from engine.proposers.heads.features import Features
-from engine.stats import Forward
-from engine.types import Sequence
+from engine.attention import Attend
+from engine.attention.registry import ATTENTION_NAME, Ragged
+from engine.errors import ModelError
+from engine.kv.arena import KVArena
+from engine.kv.batch import Feed, RaggedBatch
+from engine.model.linear.int8 import matmul_shape
+from engine.model.runner import kv_layout
+from engine.model.tap import FINAL
+from engine.proposers.heads.base import Head, Surroundings
+from engine.proposers.heads.proposer import HeadProposer
+from engine.proposers.heads.weights import fill, load_checkpoint
+
+_PLACES = (FINAL,)
+_EAGLE_3 = ("d2t", "t2d", "midlayer.self_attn.q_proj.weight")
 
 
-class EagleProposer:
-    """Drafts with an EAGLE head over an arena of its own.
+class EagleHead(nn.Module):
+    """Keys as published for EAGLE-1: `fc.weight`, `fc.bias` perhaps, `layers.0.*`, `embed_tokens.weight` perhaps."""
 
-    Row r of a sequence's arena holds the r-th feature that was fed. These are all its positions but the last, unless
-    some were never seen (their K/V came from a cache): then the first rows are missing, and attention, which knows
-    only distances, spans the rest. The cursor moves past features of the target's alone. K/V made from guessed
-    features lies beyond it, and is overwritten by the true ones when they are known.
+    def __init__(self, config: LlamaConfig, keys: Seq[str], embedding: nn.Module) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.fc = nn.Linear(2 * hidden, hidden, bias="fc.bias" in keys)
+        layer: nn.Module = LlamaDecoderLayer(config, layer_idx=0)
+        if "layers.0.input_layernorm.weight" not in keys:
+            layer.input_layernorm = nn.Identity()  # the paper's head has none before its only attention
+        if "layers.0.self_attn.o_proj.bias" not in keys:
+            layer.get_submodule("self_attn.o_proj").register_parameter(
+                "bias", None
+            )  # some have biases on q, k and v alone
+        self.layers = nn.ModuleList([layer])
+        if "embed_tokens.weight" in keys:
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        self._embed = [self.embed_tokens if "embed_tokens.weight" in keys else embedding]  # in a list: not a part of us
+        self._rotary = [LlamaRotaryEmbedding(config)]
+        self.config = config
+
+    def forward(self, batch: RaggedBatch, features: Tensor, ragged: Ragged) -> Tensor:
+        """`features` `[T, hidden]` of t and the tokens of t + 1 -> features of t + 1, `[T, hidden]`."""
+        x = self.fc(torch.cat([self._embed[0](batch.input_ids), features], -1))[None]
+        positions = batch.positions[None]
+        rotary = self._rotary[0].to(x.device)(x, positions)
+        made = self.layers[0](x, position_ids=positions, position_embeddings=rotary, ragged=ragged)
+        return cast("Tensor", made[0])
+
+
+def load_eagle(name: str, revision: str | None, target: PreTrainedModel) -> Head:
+    """A head of a local folder or a hub id, in the target's type and place.
+
+    Raises:
+        ModelError: it is no EAGLE-1 head, or not of this target.
     """
+    config, tensors = load_checkpoint(name, revision)
+    if any(key in tensors for key in _EAGLE_3):
+        raise ModelError(f"{name!r} is an EAGLE-3 head, which reads three layers of the target; EAGLE-1 is served")
+    tensors.pop("layers.0.self_attn.rotary_emb.inv_freq", None)  # made from the config
+    tensors.pop("lm_head.weight", None)  # a copy of the target's, where one was saved
+    if config.get("num_hidden_layers", 1) != 1:
+        raise ModelError(f"{name!r} has {config['num_hidden_layers']} layers; an EAGLE-1 head has 1")
+    settings = _settings(config, tensors, name, target)
+    head = EagleHead(settings, list(tensors), target.get_input_embeddings())
+    fill(head, tensors, name)
+    head.to(target.device, target.dtype).eval()
+    output = target.get_output_embeddings()
 
-    uses_draft_kv = True
-    shares_draft_kv = False  # row r is no position r where features were never seen
+    def proposer(around: Surroundings) -> HeadProposer:
+        assert around.arena is not None, "it has a layout"
+        chain = EagleRunner(head, output, around.arena, around.attend)
+        return HeadProposer(chain, around.tap, _PLACES, around.prefill)
 
-    def __init__(self, runner: EagleRunner, tap: Tap, prefill: PrefillBudget) -> None:
-        self._runner, self._tap, self._prefill = runner, tap, prefill
-        self._unfed: WeakKeyDictionary[Sequence, Features] = WeakKeyDictionary()
+    return Head(_PLACES, kv_layout(settings, target.dtype), proposer)
 
-    def observe(self, passed: Seq[Passed]) -> None:
-        """Keep what the head has not been fed yet."""
-        before = [self._unfed.pop(p.sequence, None) for p in passed]  # if this fails, nothing stale is left
-        hidden = self._tap.hidden
-        assert hidden is not None, "the target has not run"
-        for p, features in zip(passed, before, strict=True):
-            kept = features or Features()
-            joins = kept.take(p.feed.start, hidden[p.rows_from(p.feed.start)])
-            if features is None or not joins:
-                p.sequence.draft.kv_len = 0  # what lies in the arena does not lead up to these
-            self._unfed[p.sequence] = kept
 
-    @torch.inference_mode()
-    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
-        """Catch up on the target's features, then draft; within the token budget, as `ModelProposer` does."""
-        chains = chains_of(sequences, k_each)
-        forwards: list[Forward] = []
-        active, hidden = self._catch_up([chain for chain in chains if chain.k], forwards)
-        while active:
-            active, hidden = self._extend(active, hidden, forwards)
-        return proposal_of(chains, forwards)
+def _settings(config: dict[str, Any], tensors: dict[str, Tensor], name: str, target: PreTrainedModel) -> LlamaConfig:
+    """The head's config as a Llama's, which attends through us."""
+    asked = {key: value for key, value in config.items() if key not in ("model_type", "torch_dtype", "dtype", "bias")}
+    try:
+        settings = LlamaConfig(**(asked | {"attention_bias": "layers.0.self_attn.q_proj.bias" in tensors}))
+    except (TypeError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load {name!r}: its config is not like a Llama's: {error!r}") from error
+    want = matmul_shape(target.get_output_embeddings())
+    if (settings.hidden_size, settings.vocab_size) != want:
+        found = f"{settings.hidden_size} features and {settings.vocab_size} tokens"
+        raise ModelError(f"{name!r} is a head for {found}; the target has {want}")
+    settings.pad_token_id = None
+    settings._attn_implementation = ATTENTION_NAME  # noqa: SLF001 - a config that is not loaded has no other way
+    return settings
 
-    def _catch_up(self, chains: list[Chain], forwards: list[Forward]) -> tuple[list[Chain], Tensor]:
-        """Feed the target's features; those that are fed to their end get their first draft."""
-        budget = self._prefill.tokens_of_draft(len(chains))
-        fed, ready = list[tuple[Chain, Feed, list[Tensor]]](), [(c, self._ready(c.sequence)) for c in chains]
-        for chain, rows in sorted(ready, key=lambda one: len(one[1])):
-            feed = self._feed(chain.sequence, len(rows), budget)
-            if feed.tokens:
-                fed.append((chain, feed, rows[: len(feed.tokens)]))
-                budget -= len(feed.tokens)
-        if not fed:
-            return [], torch.empty(0)
-        features = torch.stack([row for _, _, rows in fed for row in rows])
-        hidden = self._forward([feed for _, feed, _ in fed], features, forwards)
-        for chain, feed, rows in fed:
-            chain.sequence.draft.advance(feed.kv_len)
-            self._unfed[chain.sequence].drop(len(rows))
-        return self._grow([chain for chain, feed, _ in fed if feed.num_logits], hidden)
 
-    def _ready(self, sequence: Sequence) -> list[Tensor]:
-        """Features that are true and not fed, if they reach the newest that there can be; else none."""
-        features, stop = self._unfed.get(sequence), len(sequence.tokens) - 1
-        if features is None:
-            return []
-        features.cut(stop)  # rows of drafts that were not kept
-        return features.rows if features.stop == stop else []
+class EagleRunner:
+    """The head over an arena of its own."""
 
-    def _feed(self, sequence: Sequence, count: int, budget: int) -> Feed:
-        """The tokens that go with the next `count` features: of the feature of t the token t + 1."""
-        stop = len(sequence.tokens)
-        tokens = sequence.tokens[stop - count : stop][:budget]
-        return Feed(tokens, sequence.draft.kv_len, sequence.draft.page_table, int(len(tokens) == count))
+    def __init__(self, head: EagleHead, output: nn.Module, arena: KVArena, attend: Attend) -> None:
+        self.arena, self._head, self._output, self._attend = arena, head, output, attend
+        self._device = head.fc.weight.device
 
-    def _extend(self, chains: list[Chain], hidden: Tensor, forwards: list[Forward]) -> tuple[list[Chain], Tensor]:
-        """Feed each chain its own last feature and draft; the cursor stays, so all this is forgotten afterwards."""
-        feeds = [
-            Feed([c.tokens[-1]], c.sequence.draft.kv_len + len(c.tokens) - 1, c.sequence.draft.page_table)
-            for c in chains
-        ]
-        return self._grow(chains, self._forward(feeds, hidden, forwards))
+    def project(self, features: Tensor) -> Tensor:
+        """The head takes the target's features as they are."""
+        return features
 
-    def _forward(self, feeds: list[Feed], features: Tensor, forwards: list[Forward]) -> Tensor:
-        forwards.append(Forward("draft", len(feeds), len(features)))
-        return self._runner.forward(feeds, features)
+    def forward(self, feeds: Seq[Feed], features: Tensor) -> Tensor:
+        """One pass, `features` `[T, hidden]` beside the tokens of `feeds`; new ones `[R, hidden]` at the last rows."""
+        batch = RaggedBatch.of(feeds, self.arena.page_size, self._device)
+        made: Tensor = self._head(batch, features, Ragged(batch, self.arena, self._attend))
+        return made[batch.logit_rows]
 
-    def _grow(self, chains: list[Chain], hidden: Tensor) -> tuple[list[Chain], Tensor]:
-        """Draw a draft from each new feature `[len(chains), hidden]`; those that want more, and their features."""
-        if chains:
-            draw(chains, self._runner.logits(hidden))
-        unfinished = [i for i, chain in enumerate(chains) if chain.is_unfinished]
-        return [chains[i] for i in unfinished], hidden[unfinished]
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 `[R, vocab]` of features, by the target's own output matrix."""
+        return cast("Tensor", self._output(hidden).float())

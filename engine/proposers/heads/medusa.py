@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from engine.errors import ModelError
 from engine.model.linear.int8 import matmul_shape
-from engine.model.runner import Tap
+from engine.model.tap import FINAL, Tap
 from engine.proposers.base import Passed, Proposal
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
+from engine.proposers.heads.base import Head
 from engine.proposers.heads.features import Features
 from engine.proposers.heads.weights import fill, load_checkpoint, number
 from engine.stats import Forward
@@ -57,7 +58,7 @@ class MedusaHeads(nn.ModuleList):
         return cast("Tensor", (made if self.has_own_output else output(made)).float())
 
 
-def load_medusa(name: str, revision: str | None, target: PreTrainedModel) -> MedusaHeads:
+def load_medusa(name: str, revision: str | None, target: PreTrainedModel) -> Head:
     """Heads of a local folder or a hub id, in the target's type and place.
 
     Raises:
@@ -72,7 +73,9 @@ def load_medusa(name: str, revision: str | None, target: PreTrainedModel) -> Med
     own = f"0.{blocks}.weight" in tensors
     made = MedusaHeads(heads, blocks, output[0], output[1] if own else None)
     fill(made, tensors, name)
-    return made.to(target.device, target.dtype).eval()
+    made = made.to(target.device, target.dtype).eval()
+    matrix = target.get_output_embeddings()
+    return Head((FINAL,), None, lambda around: MedusaProposer(made, matrix, around.tap))
 
 
 class MedusaProposer:
@@ -89,7 +92,7 @@ class MedusaProposer:
         """Keep the rows that a next token may come from: after verification one of them is the right one."""
         for p in passed:
             self._features.pop(p.sequence, None)  # what cannot be replaced must not be met again
-        hidden = self._tap.hidden
+        hidden = self._tap.read((FINAL,))
         assert hidden is not None, "the target has not run"
         for p in passed:
             if p.feed.num_logits:

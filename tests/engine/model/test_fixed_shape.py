@@ -10,7 +10,8 @@ from engine.attention import choose
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.fixed_shape import TILE, FixedShapeRunner, cut, wanted_rows
-from engine.model.runner import ModelRunner, Tap, kv_layout
+from engine.model.runner import ModelRunner, kv_layout
+from engine.model.tap import FINAL, Tap
 from tests import fakes, zoo
 
 VOCAB, PAGE, PAGES = 11, 4, 64
@@ -41,10 +42,10 @@ def test_a_tap_holds_the_rows_of_all_passes() -> None:
     inner = ModelRunner(model, arena, choose("reference", model.device))
     feeds = feeds_of([(3, 1), (20, 0), (17, 2)])
     inner.forward(feeds)
-    whole = tap.hidden
+    whole = tap.read((FINAL,))
     FixedShapeRunner(inner, scratch=PAGES, tap=tap).forward(feeds)
-    assert tap.hidden.shape == (40, model.config.hidden_size)
-    assert torch.allclose(tap.hidden, whole, atol=1e-5)
+    assert tap.read((FINAL,)).shape == (40, model.config.hidden_size)
+    assert torch.allclose(tap.read((FINAL,)), whole, atol=1e-5)
 
 
 @given(LENS)

@@ -10,7 +10,7 @@ from transformers import GraniteConfig, PreTrainedModel
 
 from engine.model.fusion.stack import Stack
 from engine.model.fusion.straight import DirectPass
-from engine.model.runner import Tap
+from engine.model.tap import FINAL, Tap
 from tests import zoo
 from tests.engine.model.test_stack import DTYPES, STACKED, model, plain_model, pytestmark, several_passes, stack
 
@@ -51,8 +51,8 @@ def test_who_listens_to_the_layers_hears_of_every_pass() -> None:
     want = several_passes(made)
     tap = Tap(made)
     assert torch.equal(several_passes(made), want)
-    assert tap.hidden is not None
-    assert tap.hidden.shape[0] == 1 + 16 + 1  # of the last pass, every row
+    assert tap.read((FINAL,)) is not None
+    assert tap.read((FINAL,)).shape[0] == 1 + 16 + 1  # of the last pass, every row
 
 
 def test_another_attention_takes_the_way_around() -> None:

@@ -16,10 +16,11 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.kv.batch import Feed
+from engine.model.tap import FINAL
 from engine.params import SamplingParams, SpeculationParams
 from engine.proposers.base import Passed, Proposal
 from engine.proposers.early_exit import first_layers
-from engine.proposers.heads.eagle_head import load_eagle
+from engine.proposers.heads.eagle import load_eagle
 from engine.proposers.heads.features import Features
 from engine.proposers.heads.medusa import load_medusa
 from engine.startup.build import assemble
@@ -219,7 +220,7 @@ class Checked:
         for i in range(max(0, len(sequence.tokens) - 1 - features.first), len(features.rows)):
             features.rows[i] = torch.full_like(features.rows[i], NAN)
         if self.uses_draft_kv:
-            arena, page = self.inner._runner.arena, sequence.draft.page_table[0]
+            arena, page = self.inner._head.arena, sequence.draft.page_table[0]
             stale = slice(page * arena.page_size + sequence.draft.kv_len, (page + 1) * arena.page_size)
             arena.k[0][stale], arena.v[0][stale] = NAN, NAN
 
@@ -272,12 +273,12 @@ def test_a_prompt_whose_start_was_never_seen(tmp_path: Path) -> None:
     request = Request(request_id="r", token_ids=tuple(tokens), sampling=SamplingParams())
     [sequence] = engine._intake.open(request)
     sequence.draft.page_table.append(0)
-    eagle._tap.hidden = true_features(tokens)[5 : len(tokens) - 1]
+    eagle._tap.keep(FINAL, true_features(tokens)[5 : len(tokens) - 1])
     eagle.observe([Passed(sequence, Feed(tokens[5:-1], 5, [0]), 0)])
     [drafts] = eagle.propose([sequence], [3]).tokens
     assert list(drafts) == eagle_drafts(tokens, 3, first=5)
     assert sequence.draft.kv_len == len(tokens) - 1 - 5
-    eagle._tap.hidden = true_features(tokens)[8:9]
+    eagle._tap.keep(FINAL, true_features(tokens)[8:9])
     eagle.observe([Passed(sequence, Feed(tokens[8:9], 8, [0]), 0)])
     assert eagle.propose([sequence], [3]).tokens == ((),), "what it was shown does not reach the end: no drafts"
 

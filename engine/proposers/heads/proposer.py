@@ -1,0 +1,113 @@
+"""Drafting with a head that continues the target's features, and so its tokens (EAGLE, Li et al. 2024, 2401.15077).
+
+The head is fed (feature of position t, token t + 1) and makes the feature of t + 1, from which token t + 2 is drawn.
+Beyond the last feature that the target made it goes on from its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from engine.control.prefill_budget import PrefillBudget
+from engine.kv.batch import Feed
+from engine.model.tap import Tap
+from engine.proposers.base import Passed, Proposal
+from engine.proposers.chain import Chain, chains_of, draw, proposal_of
+from engine.proposers.heads.base import FeatureChain
+from engine.proposers.heads.features import Features
+from engine.stats import Forward
+from engine.types import Sequence
+
+
+class HeadProposer:
+    """Drafts with a head over an arena of its own; `places` are those of the target that it reads.
+
+    Row r of a sequence's arena holds the r-th feature that was fed. These are all its positions but the last, unless
+    some were never seen (their K/V came from a cache): then the first rows are missing, and attention, which knows
+    only distances, spans the rest. The cursor moves past features of the target's alone. K/V made from guessed
+    features lies beyond it, and is overwritten by the true ones when they are known.
+    """
+
+    uses_draft_kv = True
+    shares_draft_kv = False  # row r is no position r where features were never seen
+
+    def __init__(self, head: FeatureChain, tap: Tap, places: tuple[int, ...], prefill: PrefillBudget) -> None:
+        self._head, self._tap, self._places, self._prefill = head, tap, places, prefill
+        self._unfed: WeakKeyDictionary[Sequence, Features] = WeakKeyDictionary()
+
+    def observe(self, passed: Seq[Passed]) -> None:
+        """Keep what the head has not been fed yet."""
+        before = [self._unfed.pop(p.sequence, None) for p in passed]  # if this fails, nothing stale is left
+        hidden = self._tap.read(self._places)
+        assert hidden is not None, "the target has not run"
+        for p, features in zip(passed, before, strict=True):
+            kept = features or Features()
+            joins = kept.take(p.feed.start, hidden[p.rows_from(p.feed.start)])
+            if features is None or not joins:
+                p.sequence.draft.kv_len = 0  # what lies in the arena does not lead up to these
+            self._unfed[p.sequence] = kept
+
+    @torch.inference_mode()
+    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+        """Catch up on the target's features, then draft; within the token budget, as `ModelProposer` does."""
+        chains = chains_of(sequences, k_each)
+        forwards: list[Forward] = []
+        active, hidden = self._catch_up([chain for chain in chains if chain.k], forwards)
+        while active:
+            active, hidden = self._extend(active, hidden, forwards)
+        return proposal_of(chains, forwards)
+
+    def _catch_up(self, chains: list[Chain], forwards: list[Forward]) -> tuple[list[Chain], Tensor]:
+        """Feed the target's features; those that are fed to their end get their first draft."""
+        budget = self._prefill.tokens_of_draft(len(chains))
+        fed, ready = list[tuple[Chain, Feed, list[Tensor]]](), [(c, self._ready(c.sequence)) for c in chains]
+        for chain, rows in sorted(ready, key=lambda one: len(one[1])):
+            feed = self._feed(chain.sequence, len(rows), budget)
+            if feed.tokens:
+                fed.append((chain, feed, rows[: len(feed.tokens)]))
+                budget -= len(feed.tokens)
+        if not fed:
+            return [], torch.empty(0)
+        features = self._head.project(torch.stack([row for _, _, rows in fed for row in rows]))
+        hidden = self._forward([feed for _, feed, _ in fed], features, forwards)
+        for chain, feed, rows in fed:
+            chain.sequence.draft.advance(feed.kv_len)
+            self._unfed[chain.sequence].drop(len(rows))
+        return self._grow([chain for chain, feed, _ in fed if feed.num_logits], hidden)
+
+    def _ready(self, sequence: Sequence) -> list[Tensor]:
+        """Features that are true and not fed, if they reach the newest that there can be; else none."""
+        features, stop = self._unfed.get(sequence), len(sequence.tokens) - 1
+        if features is None:
+            return []
+        features.cut(stop)  # rows of drafts that were not kept
+        return features.rows if features.stop == stop else []
+
+    def _feed(self, sequence: Sequence, count: int, budget: int) -> Feed:
+        """The tokens that go with the next `count` features: of the feature of t the token t + 1."""
+        stop = len(sequence.tokens)
+        tokens = sequence.tokens[stop - count : stop][:budget]
+        return Feed(tokens, sequence.draft.kv_len, sequence.draft.page_table, int(len(tokens) == count))
+
+    def _extend(self, chains: list[Chain], hidden: Tensor, forwards: list[Forward]) -> tuple[list[Chain], Tensor]:
+        """Feed each chain its own last feature and draft; the cursor stays, so all this is forgotten afterwards."""
+        feeds = [
+            Feed([c.tokens[-1]], c.sequence.draft.kv_len + len(c.tokens) - 1, c.sequence.draft.page_table)
+            for c in chains
+        ]
+        return self._grow(chains, self._forward(feeds, hidden, forwards))
+
+    def _forward(self, feeds: list[Feed], features: Tensor, forwards: list[Forward]) -> Tensor:
+        forwards.append(Forward("draft", len(feeds), len(features)))
+        return self._head.forward(feeds, features)
+
+    def _grow(self, chains: list[Chain], hidden: Tensor) -> tuple[list[Chain], Tensor]:
+        """Draw a draft from each new feature `[len(chains), hidden]`; those that want more, and their features."""
+        if chains:
+            draw(chains, self._head.logits(hidden))
+        unfinished = [i for i, chain in enumerate(chains) if chain.is_unfinished]
+        return [chains[i] for i in unfinished], hidden[unfinished]
