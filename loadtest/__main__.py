@@ -7,6 +7,7 @@ python -m loadtest chaos       cancels, killed clients, stalled readers, deadlin
 python -m loadtest survive     32 streams of every option while the engine is killed at ten random moments, --runs times
 python -m loadtest replicas    32 streams while one of two replicas is killed or rolled every 30 s, for five minutes
 python -m loadtest restart     the pause that a reader sees when the engine dies
+python -m loadtest starts      --runs cold starts with an EAGLE head, each of which must accept what the first accepts
 python -m loadtest largest     calls of the largest size, of more than fifty kinds, ten of a kind at once
 python -m loadtest locust      Locust's users, for a minute, none of whom may fail; needs the extra loadtest
 
@@ -33,6 +34,7 @@ from loadtest.experiments.curve import SHARES, curve
 from loadtest.experiments.largest import largest
 from loadtest.experiments.overload import full_rate, overload
 from loadtest.experiments.restart import restarts
+from loadtest.experiments.starts import cold_starts
 from loadtest.phases import LoadTarget, Phase
 from loadtest.process import SCREEN, ServerProcess
 from loadtest.swarm import processes
@@ -46,8 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(given)
     told = report.conditions(" ".join(["python -m loadtest", *given]))
-    with _server(options) as server:
-        lines, problems = EXPERIMENTS[options.experiment](server, options, told)
+    if options.experiment == "starts":
+        lines, problems = _starts(options, told)
+    else:
+        with _server(options) as server:
+            lines, problems = EXPERIMENTS[options.experiment](server, options, told)
     page = "\n".join([f"`{told['command']}`; {told['machine']}; commit {told['commit']}", "", *lines, ""])
     (options.out / "report.md").write_text(page, "utf-8")
     print(page)
@@ -60,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m loadtest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("experiment", choices=EXPERIMENTS)
+    parser.add_argument("experiment", choices=[*EXPERIMENTS, "starts"])
     parser.add_argument("--out", type=Path, default=Path("build/loadtest"), help="folder of the results [%(default)s]")
     parser.add_argument("--seconds", type=float, help="how long a stretch takes; default: as the experiment has it")
     parser.add_argument("--workload", choices=WORKLOADS, default="long_outputs", help="what is asked [%(default)s]")
@@ -69,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--users", type=int, help="locust; default 100, or as many as wait for seconds at most")
     parser.add_argument("--workers", type=int, default=2, help="locust: processes that hold them [%(default)s]")
     parser.add_argument("--scenario", default="steady", help="locust: steady, ramp, spike, or a workload [%(default)s]")
-    parser.add_argument("--runs", type=int, default=10, help="survive: runs [%(default)s]")
+    parser.add_argument("--runs", type=int, default=10, help="survive, starts: runs [%(default)s]")
     parser.add_argument(
         "--deaths", type=int, default=10, help="survive, restart: deaths of the engine in a run [%(default)s]"
     )
@@ -164,6 +169,13 @@ def _restart(server: ServerProcess, options: argparse.Namespace, told: dict[str,
     found = asyncio.run(restarts(server, options.deaths, Random(0), _tell))
     _save(options, told, **asdict(found))
     return found.lines(), list(found.problems(timed=not options.untimed))
+
+
+def _starts(options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
+    options.out.mkdir(parents=True, exist_ok=True)
+    found = cold_starts(options.serve, options.runs, options.out / "server.log", _tell)
+    _save(options, told, **asdict(found))
+    return found.lines(), list(found.problems())
 
 
 def _largest(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:

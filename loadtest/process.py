@@ -8,10 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from client import Client
@@ -54,13 +54,20 @@ class ServerProcess:
         options: Options of `pilotfish serve`.
         log: The file for the server's log.
         program: Arguments of Python that start the server; default `pilotfish serve` itself.
+        environment: Variables of the server's own, beside those of this process.
     """
 
-    def __init__(self, *options: str, log: Path | None = None, program: Sequence[str] = SERVE) -> None:
+    def __init__(
+        self,
+        *options: str,
+        log: Path | None = None,
+        program: Sequence[str] = SERVE,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.address, self.http_address = (f"127.0.0.1:{free_port()}" for _ in range(2))
         ports = ("--grpc-port", _port(self.address), "--http-port", _port(self.http_address))
         self.command = [sys.executable, *program, *ports, *DEFAULTS, *options]
-        self._log = log
+        self._log, self._environment = log, {**os.environ, **environment}
 
     def __enter__(self) -> Self:
         self.start()
@@ -71,7 +78,9 @@ class ServerProcess:
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
         with Path(self._log or os.devnull).open("ab") as log:
-            self.process = subprocess.Popen(self.command, stderr=log, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                self.command, stderr=log, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=self._environment
+            )
         try:
             self._wait()
         except BaseException:
