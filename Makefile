@@ -132,8 +132,11 @@ endef
 train: install ## Train the embedded pair again (about 90 minutes on two cores; resumes a stopped run)
 	$(BIN)/python -m models.train $(ARGS)
 
-heads: install ## Train the embedded target's Medusa and EAGLE heads again (about 20 minutes on one core)
+heads: install ## Train the embedded target's Medusa and EAGLE heads again (about an hour on one core)
 	$(BIN)/python -m models.heads $(ARGS)
+	$(BIN)/pilotfish train-draft models/target --out models/.train/eagle --prompts models/.train/prompts.jsonl \
+		--held-out models/.train/held-out.jsonl --texts 8192 --steps 7000 --threads 1
+	cp models/.train/eagle/config.json models/.train/eagle/model.safetensors models/eagle/
 
 bench: install ## Measure this machine, by sections (ARGS="grid --rounds 3"); writes docs/benchmarks/cpu.md
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'

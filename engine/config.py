@@ -100,8 +100,8 @@ class EngineConfig(Bounds):
     )
     proposer: str | None = Field(
         None,
-        description="Default proposer: auto, model, self, eagle, mtp, dflash, uno, medusa, suffix, ngram or none, as far "
-        "as its model or heads are loaded; default auto with a draft model or head, else ngram.",
+        description="Default proposer: auto, model, self, eagle, mtp, dflash, uno, medusa, suffix, ngram or none, as "
+        "far as its model or heads are loaded; default auto with a draft model or head, else ngram.",
     )
     num_draft_tokens: int = Field(8, ge=0, le=MAX_NUM_DRAFT, description="Most drafts per sequence and step (K).")
     speculation: SpeculationMode = Field(SpeculationMode.AUTO, description="How K is chosen: auto, fixed or off.")

@@ -65,7 +65,7 @@ class Engine:
     ) -> None:
         self.config, self.limits, self._clock = config, limits, clock
         self.adapters = Adapters(None) if adapters is None else adapters
-        self._intake = Intake(config, limits, proposers.names, self.adapters)
+        self._intake = Intake(config, limits, proposers.names, self.adapters, proposers.any_of)
         self._proposers, self._scheduler = proposers, scheduler
         self.pages = scheduler.target_pool  # with the prefix cache, whose changes can be watched
         self._rounds: Rounds = rounds or NoRounds()
@@ -145,8 +145,7 @@ class Engine:
         if num_draft:
             sequence.stats = sequence.stats.after(num_draft, num_accepted)
         sequence.tokens += fresh
-        sequence.target.rollback(len(sequence.tokens))  # I3: this is the whole rollback
-        sequence.draft.rollback(len(sequence.tokens))
+        sequence.rollback(len(sequence.tokens))  # I3: this is the whole rollback
         advance_grammar(sequence, fresh)
         event = TokenEvent(
             request_id=sequence.request_id,

@@ -7,15 +7,16 @@ sequence gives up its pages and waits at the front of the queue; its tokens are 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from engine.control.controller import Control, FixedK, levelled
 from engine.control.prefill_budget import PrefillBudget
 from engine.control.speedup import Speedup
 from engine.kv.pages import PagePool
 from engine.params import MAX_PREDICTED_DRAFTS
-from engine.types import Sequence
+from engine.types import KVCursor, Sequence
 
 # Of a step, for the masks of structures. A mask takes 10 us, but one of a hostile structure up to 0.1 s: its outputs
 # then take turns, and have no drafts.
@@ -64,16 +65,15 @@ class StepPlan:
 
 
 class Scheduler:
-    """Waiting and running sequences, and the pages of both models."""
+    """Waiting and running sequences, and the pages of the target and of each proposer that keeps K/V."""
 
     def __init__(
         self,
         target_pool: PagePool,
-        draft_pool: PagePool | None,
         max_batch_size: int,
         max_batch_tokens: int,
-        draft_kv_users: frozenset[str] = frozenset(),  # names of the proposers that need draft pages
-        draft_kv_sharers: frozenset[str] = frozenset(),  # and of those whose pages the prefix cache may keep
+        draft_pools: Mapping[str, PagePool] = MappingProxyType({}),  # by proposer that keeps K/V: pages of its arena
+        draft_kv_sharers: frozenset[str] = frozenset(),  # those of them whose pages the prefix cache may keep
         control: Control | None = None,  # default: as many drafts as each may have
         round_control: Control | None = None,  # the same for rounds on the device, whose costs differ
         prefill: PrefillBudget | None = None,  # default: no bound on the time of a step
@@ -81,12 +81,11 @@ class Scheduler:
     ) -> None:
         self.control: Control = control or FixedK()
         self.round_control: Control = round_control or FixedK()
-        self.target_pool, self.draft_pool = target_pool, draft_pool
-        self._draft_kv_users, self._draft_kv_sharers = draft_kv_users, draft_kv_sharers
+        self.target_pool, self.draft_pools, self._draft_kv_sharers = target_pool, draft_pools, draft_kv_sharers
         self._max_batch_size, self._max_batch_tokens = max_batch_size, max_batch_tokens
         self._max_drafts = max_batch_tokens if max_drafts is None else max_drafts
         self.prefill = prefill or PrefillBudget()
-        pools = [pool for pool in (target_pool, draft_pool) if pool is not None]
+        pools = [target_pool, *draft_pools.values()]
         self._most_logged = [pool.most_drafts for pool in pools if pool.most_drafts is not None]
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -157,7 +156,8 @@ class Scheduler:
                 return  # in order: if short sequences overtook, a long one might wait for ever
             self._adopt(sequence, found)
             self.target_pool.reserve(sequence.target, len(sequence.tokens))
-            self._adopt_draft(sequence)  # before planning, so that control knows what drafting would cost
+            for name in sequence.drafters:  # before planning, so that control knows what drafting would cost
+                self._adopt_draft(sequence, name)
             self.running.append(self.waiting.popleft())
 
     def _queue_siblings(self) -> None:
@@ -180,18 +180,19 @@ class Scheduler:
             self._prefix_lookups += sequence.prompt_len
             self._prefix_hits += sequence.num_cached
 
-    def _adopt_draft(self, sequence: Sequence) -> None:
-        """Start with K/V that the draft model made of the same text for other sequences."""
-        if self.draft_pool is None or sequence.draft.page_table or not sequence.speculation.num_draft_tokens:
-            return
-        if sequence.speculation.proposer in self._draft_kv_sharers:
-            self.draft_pool.adopt(sequence.draft, self.draft_pool.find(sequence.tokens, _draft_salt(sequence)))
+    def _adopt_draft(self, sequence: Sequence, name: str) -> None:
+        """Start with K/V that the draft model of a proposer made of the same text for other sequences."""
+        if name in self._draft_kv_sharers and sequence.speculation.num_draft_tokens:
+            pool, cursor = self.draft_pools[name], sequence.draft_of(name)
+            if not cursor.page_table:
+                pool.adopt(cursor, pool.find(sequence.tokens, _draft_salt(sequence, cursor)))
 
     def _share(self, sequence: Sequence) -> None:
         """Register what this sequence has fed with the prefix caches."""
         self.target_pool.share(sequence.target, sequence.tokens, _target_salt(sequence))
-        if self.draft_pool is not None and sequence.speculation.proposer in self._draft_kv_sharers:
-            self.draft_pool.share(sequence.draft, sequence.tokens, _draft_salt(sequence))
+        for name, cursor in sequence.drafts.items():
+            if name in self._draft_kv_sharers:
+                self.draft_pools[name].share(cursor, sequence.tokens, _draft_salt(sequence, cursor))
 
     def _num_growing(self) -> int:
         """Running sequences that will need another page: one is kept free for each, or admission would preempt them."""
@@ -220,10 +221,14 @@ class Scheduler:
     def _renew_outgrown(self) -> None:
         """Release K/V that was made with another rotary table than the length now needs; all is fed again."""
         for sequence in self.running:
-            for pool, cursor in ((self.target_pool, sequence.target), (self.draft_pool, sequence.draft)):
-                if pool is not None and cursor.is_outgrown(len(sequence.tokens)):
+            for pool, cursor in ((self.target_pool, sequence.target), *self._drafts_of(sequence)):
+                if cursor.is_outgrown(len(sequence.tokens)):
                     pool.release(cursor)
                     cursor.table = cursor.table_for(len(sequence.tokens))
+
+    def _drafts_of(self, sequence: Sequence) -> Iterator[tuple[PagePool, KVCursor]]:
+        """What each draft model and head has been fed of a sequence, and the pool of its pages."""
+        return ((self.draft_pools[name], cursor) for name, cursor in sequence.drafts.items())
 
     def _with_pages(self) -> list[Sequence]:
         """Reserve pages for what each running sequence feeds, oldest first; preempt the newest if pages are missing."""
@@ -293,29 +298,31 @@ class Scheduler:
         length = _reach(sequence, num_draft)
         if not self.target_pool.reserve(sequence.target, length):
             return False
-        if self.draft_pool is None or sequence.speculation.proposer not in self._draft_kv_users:
+        name = sequence.drafter
+        if name not in self.draft_pools:
             return True
-        self._adopt_draft(sequence)
+        self._adopt_draft(sequence, name)
+        sequence.turn_to(name)
         # May fail although the pools have equal sizes: several sequences can share target pages, but not draft pages.
-        return self.draft_pool.reserve(sequence.draft, length)
+        return self.draft_pools[name].reserve(sequence.draft, length)
 
     def _release(self, sequence: Sequence) -> None:
         self._share(sequence)
         self.target_pool.release(sequence.target)
-        if self.draft_pool is not None:
-            self.draft_pool.release(sequence.draft)
+        for pool, cursor in self._drafts_of(sequence):
+            pool.release(cursor)
 
     def check_invariants(self) -> None:
-        """I1, and I5 for both models."""
+        """I1, and I5 for the target and for all that draft."""
         for sequence in self.running:
-            for cursor in (sequence.target, sequence.draft):
+            for cursor in (sequence.target, *sequence.drafts.values()):
                 assert cursor.kv_len <= len(sequence.tokens) - 1, "I1: the newest token has been fed"
         for sequence in self.waiting:
             assert not sequence.target.page_table, "a waiting sequence holds pages"
         everyone = self.sequences
         self.target_pool.check_invariants(s.target for s in everyone)
-        if self.draft_pool is not None:
-            self.draft_pool.check_invariants(s.draft for s in everyone)
+        for name, pool in self.draft_pools.items():
+            pool.check_invariants(s.drafts[name] for s in everyone if name in s.drafts)
 
 
 def _follow_predictions(sequences: list[Sequence]) -> None:
@@ -366,9 +373,6 @@ def _target_salt(sequence: Sequence) -> Hashable:
     return salt if adapter is None else (*salt, (adapter.name, adapter.fingerprint))
 
 
-def _draft_salt(sequence: Sequence) -> Hashable:
-    """Proposers share one page pool, but each has an arena of its own: their K/V must not be mixed.
-
-    No draft model has adapters, so its K/V is the same for all of them.
-    """
-    return sequence.request.cache_salt, sequence.draft.table, sequence.speculation.proposer
+def _draft_salt(sequence: Sequence, cursor: KVCursor) -> Hashable:
+    """What a draft model's K/V depends on besides tokens. No draft model has adapters: it is the same for all."""
+    return sequence.request.cache_salt, cursor.table

@@ -108,7 +108,7 @@ def _take_back(plan: StepPlan) -> None:
     """Put the cursors back to where the plan began. Rows beyond are stale (I4); the draft's cursor drops its drafts."""
     for work in plan.works:
         work.sequence.target.kv_len = work.span.start
-        work.sequence.draft.rollback(work.length)
+        work.sequence.rollback_drafts(work.length)
 
 
 def _fed_to_the_end(plan: StepPlan, proposal: Proposal) -> list[VerifyInput]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREDICTION = "prediction"  # as the name of a source of drafts; no proposer of a request
+AUTO = "auto"  # as the name of a proposer: in each step one of all that are loaded
 
 _ENDLESS = 2**31
 
@@ -318,8 +319,11 @@ class Sequence:
     index: int = 0  # which of the request's outputs
     adapter: Adapter | None = None  # that the target has for it; it stays in memory while a sequence refers to it
     num_emitted: int = 0  # how many of the generated tokens an earlier engine emitted
+    candidates: tuple[str, ...] = ()  # proposers of which control chooses one in each step; none: it named its own
+    choice: str = ""  # the one that it chose last
     target: KVCursor = field(default_factory=KVCursor)
-    draft: KVCursor = field(default_factory=KVCursor)
+    draft: KVCursor = field(default_factory=KVCursor)  # of the proposer that is asked (`turn_to`)
+    drafts: dict[str, KVCursor] = field(default_factory=dict)  # of each that has been asked, as far as it has K/V
     stats: DraftStats = field(default_factory=DraftStats)
     grammar: GrammarState | None = None
     grammar_lag: int = 0  # generated tokens that its state has yet to take, before the sequence is fed again
@@ -354,7 +358,32 @@ class Sequence:
     @property
     def drafter(self) -> str:
         """What drafts in the next step: the request's prediction where the output follows it, else its proposer."""
-        return PREDICTION if self.is_predicted else self.speculation.proposer
+        return PREDICTION if self.is_predicted else self.choice or self.speculation.proposer
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """The proposers that may draft for it, in some step."""
+        return self.candidates or (self.speculation.proposer,)
+
+    def draft_of(self, name: str) -> KVCursor:
+        """What the draft model or head of `name` has been fed: each has an arena, and so pages, of its own."""
+        if name not in self.drafts:
+            self.drafts[name] = KVCursor.of(self.draft.border, len(self.tokens)) if self.drafts else self.draft
+        return self.drafts[name]
+
+    def turn_to(self, name: str) -> None:
+        """Let `draft` be the cursor of the proposer that is asked, or shown a pass, next."""
+        self.draft = self.draft_of(name)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Keep of what all models have been fed what belongs to the first `num_tokens`: never the newest (I1, I3)."""
+        self.target.rollback(num_tokens)
+        self.rollback_drafts(num_tokens)
+
+    def rollback_drafts(self, num_tokens: int) -> None:
+        """The same for all that draft."""
+        for cursor in self.drafts.values() or (self.draft,):
+            cursor.rollback(num_tokens)
 
     @property
     def most_drafts(self) -> int:

@@ -94,6 +94,24 @@ def held_out_prompts(count: int, seed: int = 0) -> list[str]:
     return prompts[:count]
 
 
+def training_prompts(count: int, seed: int = 0) -> list[str]:
+    """Return starts of functions from the modules that are trained on, cut in the same way; the library's first."""
+    found = find()
+    prompts: list[str] = []
+    for paths in (found.library, found.tests):
+        some = [prompt for path in paths for prompt in _starts_of(path)]
+        random.Random(seed).shuffle(some)  # noqa: S311 - a sample of prompts, no secret
+        prompts += some
+    return prompts[:count]
+
+
+def _starts_of(path: Path) -> list[str]:
+    try:
+        return _function_starts(path.read_text("utf-8"))
+    except SyntaxError:
+        return []  # a few tests of the interpreter are deliberately no Python
+
+
 def _function_starts(source: str) -> list[str]:
     lines = source.splitlines(keepends=True)
     starts = []

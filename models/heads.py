@@ -1,9 +1,11 @@
-"""Train Medusa heads and an EAGLE head for the embedded target: small drafts that read the target's hidden states.
+"""Train Medusa heads for the embedded target, and write the prompts that its EAGLE head is made from.
 
-    python -m models.heads            # both, about 20 minutes on one core
+    python -m models.heads            # about 10 minutes on one core
+    python -m models.heads --prompts  # only models/.train/prompts.jsonl and held-out.jsonl
 
-Both learn the frozen target's own distribution from the same forward passes. They are stored in their published
-layouts, so the engine loads them in the same way as other people's heads.
+Medusa's heads learn the frozen target's own distribution. They are stored in their published layout, so the engine
+loads them in the same way as other people's heads. The EAGLE head is made as one for any other target is: by
+`pilotfish train-draft`, from text that the target writes after these prompts (`make heads` does both).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,9 +26,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from models import corpus, embedded_eagle, embedded_medusa, embedded_target
+from models import corpus, embedded_medusa, embedded_target
 from models.lessons import continuations, mixed, repeats
 from models.tokens import token_stream
 from models.train import DRAFT, NUM_CONTINUATIONS, POLISH, TARGET, WORK, batches
@@ -33,21 +35,21 @@ from models.train import DRAFT, NUM_CONTINUATIONS, POLISH, TARGET, WORK, batches
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """Shape and schedule of both heads."""
+    """Shape and schedule of the heads."""
 
-    num_heads: int = 4  # of Medusa: one per draft
-    num_layers: int = 1  # residual blocks in each Medusa head
-    unroll: int = 3  # EAGLE's passes over its own features during training, because drafting feeds it its own features
+    num_heads: int = 4  # one per draft
+    num_layers: int = 1  # residual blocks in each head
     steps: int = 1600
     batch_tokens: int = 2048
     matrix_lr: float = 0.01  # Muon
     other_lr: float = 1e-3  # AdamW
     decay: float = 0.8  # weight of each deeper draft, which is used only if all drafts before it were right
-    feature_weight: float = 0.5
     seed: int = 23
 
 
 HEADS = HeadRecipe()
+NUM_PROMPTS, PROMPTS_SEED = 8000, 1
+NUM_HELD_OUT = 32
 
 
 class Residual(nn.Module):
@@ -86,55 +88,19 @@ class Medusa(nn.ModuleList):
         }
 
 
-class Eagle(nn.Module):
-    """One layer that predicts the target's next features (Li et al. 2024, arXiv 2401.15077)."""
-
-    def __init__(self, target: LlamaConfig) -> None:
-        super().__init__()
-        self.settings = copy.deepcopy(target)
-        self.settings.num_hidden_layers = 1
-        self.fc = nn.Linear(2 * target.hidden_size, target.hidden_size, bias=False)
-        self.layers = nn.ModuleList([LlamaDecoderLayer(self.settings, 0)])
-        self.layers[0].input_layernorm = nn.Identity()
-        self.rotary = LlamaRotaryEmbedding(self.settings)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                nn.init.normal_(parameter, std=0.02 if "layers" in name else target.hidden_size**-0.5)
-
-    def forward(self, features: Tensor, embedded: Tensor) -> Tensor:
-        """Map (feature of t, embedding of token t + 1), `[batch, length, hidden]` each, to the feature of t + 1."""
-        x = self.fc(torch.cat([embedded, features], -1))
-        positions = torch.arange(x.shape[1])[None]
-        out = self.layers[0](x, position_embeddings=self.rotary(x, positions), position_ids=positions)
-        assert isinstance(out, Tensor)
-        return out
-
-    def losses(self, seen: TargetOutputs, matrix: Tensor, unroll: int, feature_weight: float) -> Iterator[Tensor]:
-        """Yield one loss per pass: the first continues the target's features, each later one the predicted features."""
-        fed = seen.features
-        for _ in range(unroll):
-            made = self(fed, seen.embedded)
-            away = F.smooth_l1_loss(made[:, :-1], seen.features[:, 1:])
-            yield seen.divergence(made[:, :-1] @ matrix.T, ahead=1) + feature_weight * away
-            fed = torch.cat([seen.features[:, :1], made[:, :-1]], 1)
-
-
 @dataclass(frozen=True)
 class TargetOutputs:
     """The target's results for windows `[batch, length + 1]`."""
 
     features: Tensor  # [batch, length, hidden], after the final norm
     law: Tensor  # [batch, length, vocab], log-probabilities of the token after each position
-    embedded: Tensor  # [batch, length, hidden], of the token after each position
 
     @classmethod
     @torch.no_grad()
     def of(cls, target: LlamaForCausalLM, windows: Tensor) -> TargetOutputs:
         """Run one pass of the frozen target."""
         features = target.model(input_ids=windows[:, :-1], use_cache=False).last_hidden_state
-        return cls(
-            features, target.lm_head(features).float().log_softmax(-1), target.model.embed_tokens(windows[:, 1:])
-        )
+        return cls(features, target.lm_head(features).float().log_softmax(-1))
 
     def divergence(self, logits: Tensor, ahead: int) -> Tensor:
         """Return mean KL(target || head) in nats; `logits[:, t]` predicts the distribution at t + `ahead`."""
@@ -142,23 +108,22 @@ class TargetOutputs:
         return F.kl_div(got, wanted, reduction="batchmean", log_target=True)
 
 
-def train(recipe: HeadRecipe, target: LlamaForCausalLM, data: Iterator[tuple[int, Tensor]]) -> tuple[Medusa, Eagle]:
-    """Train both kinds of head at once, because the target's pass is the larger part of the cost."""
+def train(recipe: HeadRecipe, target: LlamaForCausalLM, data: Iterator[tuple[int, Tensor]]) -> Medusa:
+    """Train all heads at once, from the same passes of the target."""
     torch.manual_seed(recipe.seed)
-    medusa, eagle = Medusa(recipe, target.config.hidden_size), Eagle(target.config)
-    step_of = _optimiser(recipe, [*medusa.parameters(), *eagle.parameters()])
-    smooth = np.zeros(recipe.num_heads + recipe.unroll)
+    medusa = Medusa(recipe, target.config.hidden_size)
+    step_of = _optimiser(recipe, list(medusa.parameters()))
+    smooth = np.zeros(recipe.num_heads)
     for step, windows in track(data, description="heads", total=recipe.steps):
         with torch.autocast("cpu", torch.bfloat16):
             seen, matrix = TargetOutputs.of(target, windows), target.lm_head.weight.detach()
-            losses = [*medusa.losses(seen, matrix), *eagle.losses(seen, matrix, recipe.unroll, recipe.feature_weight)]
-        weights = [recipe.decay**i for n in (recipe.num_heads, recipe.unroll) for i in range(n)]
-        torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum().backward()
+            losses = list(medusa.losses(seen, matrix))
+        torch.stack([recipe.decay**i * loss for i, loss in enumerate(losses)]).sum().backward()
         step_of(step)
         smooth += (np.array([loss.item() for loss in losses]) - smooth) * max(0.02, 1 / (step + 1))
         if step % 50 == 49:
             print(step + 1, " ".join(f"{loss:.3f}" for loss in smooth), flush=True)
-    return medusa, eagle
+    return medusa
 
 
 def _optimiser(recipe: HeadRecipe, parameters: list[nn.Parameter]) -> Callable[[int], None]:
@@ -200,19 +165,30 @@ def export(head: nn.Module, config: dict[str, object], out: Path) -> None:
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def write_prompts(folder: Path) -> None:
+    """Write starts of functions, as prompts of `pilotfish train-draft`, and others of the held-out modules."""
+    prompts = corpus.training_prompts(NUM_PROMPTS, PROMPTS_SEED)
+    random.Random(PROMPTS_SEED).shuffle(prompts)  # noqa: S311 - an order of prompts, no secret
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, texts in (("prompts", prompts), ("held-out", corpus.held_out_prompts(NUM_HELD_OUT))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts), "utf-8")
+
+
 def main() -> None:
-    """Train and write both kinds of head."""
+    """Write the prompts, and train and write Medusa's heads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=HEADS.steps)
+    parser.add_argument("--prompts", action="store_true", help="train nothing")
     options = parser.parse_args()
+    write_prompts(WORK)
+    if options.prompts:
+        return
     torch.set_num_threads(options.threads)
     recipe = replace(HEADS, steps=options.steps)
     target = LlamaForCausalLM.from_pretrained(embedded_target(), dtype=torch.float32).eval().requires_grad_(False)
-    medusa, eagle = train(recipe, target, lessons(recipe, target))
+    medusa = train(recipe, target, lessons(recipe, target))
     export(medusa, medusa.config(recipe, target.config), embedded_medusa())
-    shape = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
-    export(eagle, eagle.settings.to_diff_dict() | shape, embedded_eagle())
     print(json.dumps(asdict(recipe)))
 
 

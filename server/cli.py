@@ -31,6 +31,7 @@ commands:
   bench [MODEL] [--draft MODEL]   measure what speculation gains with a pair on this machine
   health [ADDRESS]                ask a server whether it serves; the exit code answers
   verify [ADDRESS]                check that a running server's tokens depend on nothing but the request
+  train-draft [MODEL] --out DIR   make an EAGLE-3 head for a model from what the model writes
   quantize MODEL OUT              save a model with int8 or int4 weights in the folder OUT
   version                         print the version
 
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bench": bench,
         "health": health,
         "verify": verify,
+        "train-draft": train_draft,
         "quantize": quantize,
         "version": show_version,
     }
@@ -140,6 +142,24 @@ def verify(arguments: list[str]) -> int:
         return 2
     print(text)
     return 0 if is_equal else 1
+
+
+def train_draft(arguments: list[str]) -> int:
+    """Make an EAGLE-3 head for a model; a run that is stopped goes on with the same command."""
+    from pydantic import ValidationError
+
+    from engine.errors import InvalidRequest, ModelError
+    from server.commands.train_draft import TrainDraft
+
+    try:
+        print(TrainDraft.of(arguments).run())
+    except (ValidationError, ModelError, InvalidRequest, OSError) as error:
+        print(f"pilotfish train-draft: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("pilotfish train-draft: stopped; the same command goes on", file=sys.stderr)
+        return 130
+    return 0
 
 
 def quantize(arguments: list[str]) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 
 from engine.control.adaptive import AdaptiveK
 from engine.control.controller import Control, StepFeedback
+from engine.control.traits import Found, Traits
 from engine.kv.pages import PagePool
 from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
 from engine.scheduler import Scheduler, Work
@@ -21,6 +22,7 @@ from engine.startup.calibrate import SHAPES
 from engine.types import Request, Sequence
 
 MOST = 8
+READS = Traits(num_unseen=lambda sequence: max(0, len(sequence.tokens) - 2 - sequence.draft.kv_len))  # a draft model
 BUDGET = 512  # tokens of one pass
 
 
@@ -94,10 +96,10 @@ class Machine:
     ) -> None:
         self.costs, self.batch, self.acceptance, self.prompt, self.output = costs, batch, acceptance, prompt, output
         self.noise, self.outliers, self.mode, self.looks_up, self.hits = noise, outliers, mode, looks_up, hits
-        users = frozenset[str]() if looks_up else frozenset({"model"})
-        self.control = control or AdaptiveK(users, {"model": self._find} if looks_up else {})
+        looks = Traits(find=lambda sequence, k: Found(self._find(sequence, k)))
+        self.control = control or AdaptiveK({"model": looks if looks_up else READS})
         pools = [PagePool(64 * 200, 32, prefix_cache=False) for _ in range(2)]
-        self.schedule = Scheduler(*pools, 64, BUDGET, users, control=self.control)
+        self.schedule = Scheduler(pools[0], 64, BUDGET, {} if looks_up else {"model": pools[1]}, control=self.control)
         self.random = np.random.default_rng(seed)
         self.books = Books()
         self.chosen: list[list[int]] = []
@@ -228,8 +230,7 @@ class Machine:
             sequence.target.advance(work.span.stop + k)
             if work.reaches_end:
                 sequence.tokens += [1] * (kept + 1)
-                sequence.target.rollback(len(sequence.tokens))
-                sequence.draft.rollback(len(sequence.tokens))
+                sequence.rollback(len(sequence.tokens))
                 if len(sequence.tokens) >= sequence.max_len - 1:
                     self.schedule.remove(sequence)
 

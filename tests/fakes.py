@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -95,13 +95,12 @@ def fake_engine(
         draft = TableModel(draft_law, vocab_size, num_pages, page_size)
         by_name["model"] = ModelProposer(draft, prefill)
     chosen = Proposers({**by_name, **(proposers or {})}, vocab_size)
-    pools = [PagePool(num_pages, page_size, prefix_cache=settings.prefix_cache) for _ in range(2)]
+    make_pool = partial(PagePool, num_pages, page_size, prefix_cache=settings.prefix_cache)
     scheduler = Scheduler(
-        pools[0],
-        pools[1] if draft_law is not None else None,
+        make_pool(),
         settings.max_batch_size,
         settings.max_batch_tokens,
-        chosen.draft_kv_users,
+        {name: make_pool() for name in chosen.draft_kv_users},
         chosen.draft_kv_sharers,
         control,
         prefill=prefill,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -79,3 +80,56 @@ def medusa(folder: Path, heads: int = 4, blocks: int = 1, *, own_output: bool = 
 
 def eagle(folder: Path, vocab: int = zoo.VOCAB, **kind: bool) -> str:
     return save(folder / "eagle", EAGLE_CONFIG | {"vocab_size": vocab}, eagle_tensors(**kind))
+
+
+EAGLE3_CONFIG = EAGLE_CONFIG | {"architectures": ["LlamaForCausalLMEagle3"], "rms_norm_eps": 1e-6}
+
+
+def eagle3_tensors(
+    config: dict[str, object],
+    *,
+    target: int = HIDDEN,
+    places: int = 3,
+    embedding: bool = False,
+    bias: bool = False,
+    mark: str = "midlayer.",
+    seed: int = 3,
+) -> dict[str, Tensor]:
+    """Of a head with this config, for a target of this width; a reduced vocabulary has every second token or so."""
+    wanted = {k: int(str(v)) for k, v in config.items() if str(v).isdecimal()}
+    hidden, inner, vocab = wanted["hidden_size"], wanted["intermediate_size"], wanted["vocab_size"]
+    kept = wanted.get("draft_vocab_size", vocab)
+    dim = wanted.get("head_dim", hidden // wanted["num_attention_heads"])
+    queries, keys = wanted["num_attention_heads"] * dim, wanted["num_key_value_heads"] * dim
+    shapes: dict[str, tuple[int, ...]] = {"norm.weight": (hidden,), "lm_head.weight": (kept, hidden)}
+    if places:
+        shapes["fc.weight"] = (hidden, places * target)
+    for i in range(wanted["num_hidden_layers"]):
+        layer, width = mark if i == 0 else f"layers.{i}.", 2 * hidden if i == 0 else hidden
+        outputs = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+        shapes |= {f"{layer}{name}.weight": (out, width) for name, out in outputs.items()}
+        outputs["self_attn.o_proj"] = hidden
+        shapes[layer + "self_attn.o_proj.weight"] = (hidden, queries)
+        shapes |= {f"{layer}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        shapes[layer + "mlp.down_proj.weight"] = (hidden, inner)
+        norms = ("input_layernorm", "post_attention_layernorm", *(("hidden_norm",) if i == 0 else ()))
+        shapes |= {f"{layer}{name}.weight": (hidden,) for name in norms}
+        if bias:
+            shapes |= {f"{layer}{name}.bias": (out,) for name, out in outputs.items()}
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (target,) for i in range(places)}
+    if config.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (places * target,)
+    if embedding:
+        shapes["embed_tokens.weight"] = (vocab, hidden)
+    made = random(shapes, seed)
+    if kept < vocab:
+        ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:kept].sort().values
+        made |= {"d2t": ids - torch.arange(kept), "t2d": torch.isin(torch.arange(vocab), ids)}
+    return {name: 1 + t if name.endswith("norm.weight") or "fc_norm" in name else t for name, t in made.items()}
+
+
+def eagle3(folder: Path, changes: dict[str, object] | None = None, **kind: Any) -> str:
+    """A folder with such a head; `changes` to the config, `kind` as in `eagle3_tensors`."""
+    config = EAGLE3_CONFIG | (changes or {})
+    return save(folder / "eagle3", config, eagle3_tensors(config, **kind))

@@ -1,8 +1,8 @@
 """One prompt alone, one token at a time, is the law; here is what compares all else with it.
 
 A random target that speaks the embedded tokenizer's tokens, and every proposer that there is: a draft model that is
-often right, the same with its ids shuffled and some missing, the target's first layer, random heads, and two that are
-always right and always wrong.
+often right, the same with its ids shuffled and some missing, the target's first layer, random heads and adapters, and
+two that are always right and always wrong.
 """
 
 from __future__ import annotations
@@ -11,27 +11,30 @@ import copy
 import tempfile
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.llm import LLM, CompletionOutput
 from engine.model.runner import kv_layout, load_model
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from engine.proposers.heads.load import load_heads
 from engine.proposers.scripted import ScriptedProposer
 from engine.proposers.vocab import VocabMap
 from engine.startup.build import assemble
 from engine.text.codec import Codec
 from engine.types import Logprob, Sequence
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
-from tests import heads, zoo
+from tests import adapters, heads, zoo
+from tests.engine.proposers.heads import dflash_checkpoints, mtp_checkpoints
 
 PROMPTS = (
     "def add(a, b):\n    return a + b\n\ndef add(a",
@@ -39,8 +42,13 @@ PROMPTS = (
     "x",
     "for i in range(10):\n    print(i)\nfor i in range(10):\n    print(",
 )
-PROPOSERS = ("none", "ngram", "suffix", "model", "mapped", "self", "medusa", "eagle", "auto", "right", "wrong")
-VOCAB = 2048
+# What is tried in an engine of its own, and the proposer that a request names there.
+OWN = {"mapped": "model", "eagle3": "eagle", "mtp": "mtp", "dflash": "dflash", "uno": "uno"}
+SHARED = ("none", "ngram", "suffix", "model", "self", "medusa", "eagle", "auto", "right", "wrong")
+PROPOSERS = (*SHARED[:4], "mapped", *SHARED[4:7], *list(OWN)[1:], *SHARED[7:])
+VOCAB, NEWLINE = 2048, 199
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +59,7 @@ class Pair:
     draft: nn.Module
     respelled: tuple[nn.Module, VocabMap]  # the same draft of another vocabulary
     parts: Mapping[str, object]  # of the config: the heads' folders and how many layers `self` has
+    own: Mapping[str, Mapping[str, object]]  # the same of heads that are tried in an engine of their own
     _known: dict[tuple[object, ...], list[CompletionOutput]] = field(default_factory=dict)
     _futures: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
     _engines: dict[str, LLM] = field(default_factory=dict)
@@ -61,11 +70,12 @@ class Pair:
         target: nn.Module,
         draft: nn.Module,
         parts: Mapping[str, object],
+        own: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
         prepare: Callable[[nn.Module], nn.Module] = zoo.as_served,
     ) -> Pair:
         """`prepare` makes of each model what is run."""
         other, vocab = respelled(draft)  # while it has weights: what is packed has none
-        return cls(prepare(target), prepare(draft), (prepare(other), vocab), parts)
+        return cls(prepare(target), prepare(draft), (prepare(other), vocab), parts, own)
 
     def plain(self, prompt: str, sampling: SamplingParams) -> list[CompletionOutput]:
         """One prompt alone, no drafts, no cache, pages to spare."""
@@ -79,23 +89,28 @@ class Pair:
         return self._known[key]
 
     def llm(self, proposer: str, pages: int | None = None, **options: object) -> LLM:
-        """Every proposer in one engine, but `mapped`, which has one of its own; each engine is made once."""
-        options |= {} if pages is None else {"kv_memory": self._gib(pages)}
+        """The proposers of `SHARED` in one engine, each of `OWN` in another; each engine is made once."""
         usual = {"num_draft_tokens": 8, "page_size": 4, "max_batch_size": 16, "max_batch_tokens": 64}
-        config = EngineConfig(**{"target": "target", "draft": "draft", **usual, **self.parts, **options})
+        parts = {"target": "target", **self.own.get(proposer, {"draft": "draft", **self.parts})}
+        config = EngineConfig(**{**usual, **parts, **options})
+        if pages is not None:
+            config = config.model_copy(update={"kv_memory": self._gib(config, pages)})
         name = f"{proposer == 'mapped'} {config!r}"
+        if proposer in self.own:
+            return self._kept(name, lambda: assemble(config, self.target))
         if proposer != "mapped":
             scripted = {"right": ScriptedProposer(self._right), "wrong": ScriptedProposer(self._wrong)}
             return self._kept(name, lambda: assemble(config, self.target, self.draft, extra_proposers=scripted))
         draft, vocab = self.respelled
         return self._kept(name, lambda: assemble(config, self.target, draft, vocab=vocab))
 
-    def _gib(self, pages: int) -> float:
+    def _gib(self, config: EngineConfig, pages: int) -> float:
         """The memory of as many pages of 4 tokens, in all arenas together."""
-        whole, draft = (kv_layout(m.config, m.dtype).bytes_per_token for m in (self.target, self.draft))
-        layer = whole // self.target.config.num_hidden_layers
-        in_self_and_eagle = layer * (self.parts["self_layers"] + 1)
-        return (pages * 4 * (whole + draft + in_self_and_eagle) + 1) / 2**30
+        each = [kv_layout(m.config, m.dtype) for m in (self.target, *([self.draft] if config.draft else []))]
+        each += [head.layout for head in load_heads(config, self.target).values() if head.layout is not None]
+        if config.self_layers is not None:
+            each.append(replace(each[0], layers=each[0].layers[: config.self_layers]))
+        return (pages * 4 * sum(layout.bytes_per_token for layout in each) + 1) / 2**30
 
     def _kept(self, name: str, make: Callable[[], Engine]) -> LLM:
         if name not in self._engines:
@@ -126,18 +141,7 @@ def random_pair(*, as_served: bool = True) -> Pair:
     `as_served`: its layers in our C, where that multiplies here. Rounds on the device need them in torch.
     """
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=128,
-        bos_token_id=1,
-        eos_token_id=0,
-    )
+    config = LlamaConfig(**SIZES, max_position_embeddings=128, bos_token_id=1, eos_token_id=0)
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -146,7 +150,15 @@ def random_pair(*, as_served: bool = True) -> Pair:
     folder = Path(tempfile.mkdtemp())
     medusa, eagle = heads.medusa(folder, vocab=VOCAB), heads.eagle(folder, vocab=VOCAB)
     parts = {"self_layers": 1, "medusa": medusa, "eagle": eagle, "max_model_len": 128}
-    return Pair.of(zoo.ours(model), zoo.near(model, 0.01), parts, zoo.as_served if as_served else lambda model: model)
+    reduced = SIZES | {"num_hidden_layers": 1, "draft_vocab_size": 512, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    eagle3 = {"eagle": heads.eagle3(folder, reduced), "max_model_len": 128}
+    return Pair.of(
+        zoo.ours(model),
+        zoo.near(model, 0.01),
+        parts,
+        {"eagle3": eagle3, **in_blocks(model, folder)},
+        zoo.as_served if as_served else lambda model: model,
+    )
 
 
 @cache
@@ -157,7 +169,37 @@ def embedded_pair() -> Pair:
         for path in (embedded_target(), embedded_draft())
     )
     medusa, eagle = str(embedded_medusa()), str(embedded_eagle())
-    return Pair.of(target, draft, {"self_layers": 3, "medusa": medusa, "eagle": eagle, "max_model_len": 128})
+    parts = {"self_layers": 3, "medusa": medusa, "eagle": eagle, "max_model_len": 128}
+    own = {"eagle3": {"eagle": eagle, "max_model_len": 128}, **in_blocks(target, Path(tempfile.mkdtemp()), NEWLINE)}
+    return Pair.of(target, draft, parts, own)
+
+
+@cache
+def mtp_pair(*, as_served: bool = True) -> Pair:
+    """A small mixture of experts with a multi-token prediction layer in its checkpoint, which is right now and then."""
+    folder = Path(tempfile.mkdtemp())
+    saved = mtp_checkpoints.planted("glm-4-moe", folder, noise=0.3, vocab=VOCAB)
+    own = {"mtp": {"target": str(folder), "mtp": True, "max_model_len": 128}}
+    prepare = zoo.as_served if as_served else lambda model: model
+    return Pair.of(zoo.ours(saved.target), zoo.near(saved.target, 0.01), {}, own, prepare)
+
+
+def in_blocks(target: PreTrainedModel, folder: Path, says: int | None = None) -> dict[str, dict[str, object]]:
+    """What drafts a block in one pass: a draft of DFlash, random or always one token, and a random adapter (Uno)."""
+    config, hidden = target.config, target.config.hidden_size
+    dflash = dflash_checkpoints.sized(folder, hidden, VOCAB, config.num_hidden_layers, says=says)
+    uno = adapters.write(folder / "uno", target, 4, 4.0, ["q_proj", "v_proj", "down_proj"])
+    return {"dflash": {"dflash": dflash, "max_model_len": 128}, "uno": {"uno": str(uno), "max_model_len": 128}}
+
+
+def random_of(proposer: str, *, as_served: bool = True) -> Pair:
+    """`random_pair`, or the pair that has what this proposer needs."""
+    return (mtp_pair if proposer == "mtp" else random_pair)(as_served=as_served)
+
+
+def embedded_of(proposer: str) -> Pair:
+    """`embedded_pair`, or the pair that has what this proposer needs."""
+    return mtp_pair() if proposer == "mtp" else embedded_pair()
 
 
 def respelled(draft: nn.Module) -> tuple[nn.Module, VocabMap]:
@@ -184,7 +226,7 @@ def assert_speculation_changes_nothing(
 
 
 def asking(proposer: str, num_draft: int) -> SpeculationParams:
-    name = "model" if proposer == "mapped" else proposer
+    name = OWN.get(proposer, proposer)
     return SpeculationParams(mode=SpeculationMode.FIXED, num_draft_tokens=num_draft, proposer=name)
 
 

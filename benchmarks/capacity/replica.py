@@ -173,7 +173,7 @@ def _engine(costs: CostTable, config: EngineConfig, clock: VirtualClock, random:
     proposers = Proposers({"none": NoProposer(), "ngram": _Drafts(costs, clock)}, VOCAB)
     pages = config.max_batch_size * -(-MAX_LEN // PAGE)
     pool = PagePool(pages, PAGE, prefix_cache=False)
-    scheduler = Scheduler(pool, None, config.max_batch_size, config.max_batch_tokens, control=AdaptiveK())
+    scheduler = Scheduler(pool, config.max_batch_size, config.max_batch_tokens, control=AdaptiveK())
     engine = Engine(config, Limits(VOCAB, MAX_LEN), cast("Any", None), proposers, scheduler, clock)
     engine._target_pass = cast("Any", _Passes(costs, clock, random))  # noqa: SLF001  # in place of a model
     return engine

@@ -23,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "max_model_len": None, "max_batch_size": 64, "max_batch_tokens": 512, "max_step_ms": 250.0, "kv_memory": None,
     "page_size": None, "prefix_cache": True, "attention": "auto", "loop": "auto", "reproducible": False,
     "warm_up_seconds": 4.0, "threads": None, "tensor_parallel_size": 1, "adapter": {}, "kv_cache_dtype": "auto",
+    "mtp": False, "dflash": None, "dflash_revision": None, "uno": None, "uno_revision": None,
 }  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 Texts differ: one sequence has hardly a wrong draft, the next hardly a right one, and their average describes neither.
 So what the sequences of a source of drafts are like is a distribution over rates of acceptance, learned from them
-(empirical Bayes, Robbins 1956): the prior of the next one. One source is a proposer's model, another what the same
-proposer finds in the text. A sequence's own posterior follows from its rounds; two or three drafts tell much.
+(empirical Bayes, Robbins 1956): the prior of the next one. A source is a proposer; of one that looks drafts up, its
+long matches are another source than its short ones. A sequence's own posterior follows from its rounds; two or three
+drafts tell much, and what they told is forgotten as the text goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from engine.control.cost_model import Floats
 from engine.params import MAX_PREDICTED_DRAFTS
-from engine.types import PREDICTION, Sequence
+from engine.types import Sequence
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -27,17 +28,29 @@ RATES = np.array([0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95,
 ANYTHING = RATES * (1.2 - RATES) / (RATES * (1.2 - RATES)).sum()  # of a sequence unlike any before: 0.6 on average
 
 _UNLIKE = 0.1  # share of sequences that are unlike any before
-_KEEP = 0.97  # of what a sequence's rounds say, per round: half of it is forgotten in 23 rounds, because texts change
+_KEEP = 0.97  # of what a sequence's rounds say, per step: half of it is forgotten in 23 steps, because texts change
 _COMMON_RATE = 0.15  # of the prior, for each round of a sequence
 _DEPTH_TRIALS = 16.0  # drafts at a depth that count as much as the rate itself
 _DEPTHS = np.arange(MAX_PREDICTED_DRAFTS)
 
 
 class Source(NamedTuple):
-    """Where drafts come from: a proposer, and whether it found them in the text or a model made them."""
+    """Where drafts come from: a proposer, and the size of the match where they were found in a text (0: they were not).
+
+    Sizes count doublings. On the embedded pair the first draft after a match of 2, 3, 4 to 7, 8 to 15 and 16 tokens is
+    right in 0.59, 0.77, 0.89, 0.90 and 0.99 of the cases.
+    """
 
     proposer: str
-    is_found: bool
+    size: int = 0
+
+    @classmethod
+    def found(cls, proposer: str, match: int) -> Source:
+        """Of drafts that came after so many equal tokens."""
+        return cls(proposer, match.bit_length())
+
+
+Pair = tuple[Sequence, Source]
 
 
 class _Prior:
@@ -60,8 +73,11 @@ class _Prior:
         """A round: the posteriors `[sequences, rate]`; by depth, hits, trials and the chances that those had."""
         share = min(0.2, _COMMON_RATE * len(posterior))
         common = self.common + share * (posterior.mean(0) - self.common)
+        hits, expectations, depth = self.hits.copy(), self.expected.copy(), hit.shape[1]
         keep = np.where(tried.any(0), 0.99, 1.0)
-        self.know(common, self.hits * keep + hit.sum(0), self.expected * keep + (expected * tried).sum(0))
+        hits[:depth] = hits[:depth] * keep + hit.sum(0)
+        expectations[:depth] = expectations[:depth] * keep + (expected * tried).sum(0)
+        self.know(common, hits, expectations)
 
 
 class Acceptance:
@@ -69,39 +85,49 @@ class Acceptance:
 
     def __init__(self) -> None:
         self._priors = defaultdict[Source, _Prior](_Prior)
-        self._evidence: dict[tuple[Sequence, Source], Floats] = {}  # log likelihood of each rate
+        # Of each sequence, by source: the log likelihood of each rate, and in which step that was.
+        self._evidence = defaultdict[Sequence, dict[Source, tuple[Floats, int]]](dict)
+        self._step = 0
 
-    def kept(self, sequences: Seq[Sequence], source: Source, depth: int, hope: float | None = None) -> Floats:
-        """The chance that draft 1, 2, ... `depth` is kept, `[sequences, depth]`.
+    def kept(self, pairs: Seq[Pair], depth: int, hope: float | None = None) -> Floats:
+        """The chance that draft 1, 2, ... `depth` is kept, `[pairs, depth]`.
 
         With `hope`, that of the rate which is this quantile if each sequence is taken for one unlike any before.
         """
-        evidence, prior = self._log_likelihoods(sequences, source), self._priors[source]
-        powers = prior.down_to[:, :depth]
+        priors = [self._priors[source] for _, source in pairs]
+        evidence, powers = self._evidences(pairs), np.array([prior.down_to[:, :depth] for prior in priors])
         if hope is None:
-            found: Floats = _posterior(prior.weights, evidence) @ powers
+            found: Floats = np.matmul(_posterior(_weights(priors), evidence)[:, None], powers)[:, 0]
             return found
         ranks = (_posterior(ANYTHING, evidence).cumsum(1) < hope).sum(1)
-        return powers[np.minimum(ranks, len(RATES) - 1)]  # type: ignore[no-any-return]
+        return powers[np.arange(len(pairs)), np.minimum(ranks, len(RATES) - 1)]  # type: ignore[no-any-return]
 
-    def learn(self, sequences: Seq[Sequence], source: Source, drafted: Ints, accepted: Ints) -> None:
-        """A round of sequences that had drafts of this source."""
-        prior, evidence = self._priors[source], self._log_likelihoods(sequences, source)
-        rates = prior.at_depths
-        hit = accepted[:, None] > _DEPTHS
-        tried = np.minimum(accepted + 1, drafted)[:, None] > _DEPTHS
-        kept = _posterior(prior.weights, evidence) @ prior.down_to
+    def learn(self, pairs: Seq[Pair], drafted: Ints, accepted: Ints) -> None:
+        """What came of the drafts of a step, some of which may have been compared with the text alone."""
+        self._step += 1
+        if not pairs:
+            return
+        depths = _DEPTHS[: drafted.max()]
+        priors = [self._priors[source] for _, source in pairs]
+        evidence, weights = self._evidences(pairs), _weights(priors)
+        rates = np.array([prior.at_depths[:, : len(depths)] for prior in priors])
+        powers = np.array([prior.down_to[:, : len(depths)] for prior in priors])
+        hit = accepted[:, None] > depths
+        tried = np.minimum(accepted + 1, drafted)[:, None] > depths
+        kept = np.matmul(_posterior(weights, evidence)[:, None], powers)[:, 0]
         expected = kept / np.hstack([np.ones((len(kept), 1)), kept[:, :-1]])
-        evidence = _KEEP * evidence + hit @ np.log(rates).T + (tried & ~hit) @ np.log1p(-rates).T
-        for sequence, own in zip(sequences, evidence, strict=True):
-            self._evidence[sequence, source] = own
-        prior.learn(_posterior(prior.weights, evidence), hit, tried, expected)
+        hits, misses = hit[:, None], (tried & ~hit)[:, None]
+        evidence += (hits * np.log(rates) + misses * np.log1p(-rates)).sum(2)
+        for (sequence, source), own in zip(pairs, evidence, strict=True):
+            self._evidence[sequence][source] = own, self._step
+        after = _posterior(weights, evidence)
+        for source in {source for _, source in pairs}:
+            mine = [i for i, (_, other) in enumerate(pairs) if other == source]
+            self._priors[source].learn(after[mine], hit[mine], tried[mine], expected[mine])
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over."""
-        for name in (sequence.speculation.proposer, PREDICTION):
-            for is_found in (False, True):
-                self._evidence.pop((sequence, Source(name, is_found)), None)
+        self._evidence.pop(sequence, None)
 
     def state(self) -> list[dict[str, Any]]:
         """The priors, as JSON can hold them."""
@@ -114,12 +140,22 @@ class Acceptance:
         """Begin with the priors of a `state`."""
         for one in state:
             hits, expected = (floats(one[name], _DEPTHS.shape) for name in ("hits", "expected"))
-            prior = self._priors[Source(str(one["proposer"]), bool(one["is_found"]))]
+            prior = self._priors[Source(str(one["proposer"]), int(one["size"]))]
             prior.know(floats(one["common"], RATES.shape), hits, expected)
 
-    def _log_likelihoods(self, sequences: Seq[Sequence], source: Source) -> Floats:
-        nothing = np.zeros(len(RATES))
-        return np.array([self._evidence.get((sequence, source), nothing) for sequence in sequences])
+    def _evidences(self, pairs: Seq[Pair]) -> Floats:
+        """What is left of each one's log likelihoods, `[pairs, rate]`; of what is nothing, zeros."""
+        found = [self._evidence.get(sequence, _NOTHING).get(source, _NO_EVIDENCE) for sequence, source in pairs]
+        left = np.array([_KEEP ** (self._step - step) for _, step in found])
+        return np.array([evidence for evidence, _ in found]) * left[:, None]  # type: ignore[no-any-return]
+
+
+_NOTHING: dict[Source, tuple[Floats, int]] = {}
+_NO_EVIDENCE = np.zeros(len(RATES)), 0
+
+
+def _weights(priors: Seq[_Prior]) -> Floats:
+    return np.array([prior.weights for prior in priors])
 
 
 def _posterior(prior: Floats, evidence: Floats) -> Floats:

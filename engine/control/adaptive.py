@@ -1,30 +1,31 @@
-"""How many drafts each sequence gets in each step, from measured costs and observed acceptance.
+"""How many drafts each sequence gets in each step, and of which proposer, from measured costs and observed acceptance.
 
-One cost model, one posterior of acceptance per sequence, one rule: the most expected tokens per expected second. Where
-the best choice is no drafts, a budget of time pays for exploration: single drafts for sequences that could gain by an
-optimistic estimate of their acceptance. Knows no model and no clock: seconds are passed in. No choice changes a token.
+One cost model, one posterior of acceptance per sequence and source, one rule: the most expected tokens per expected
+second. It chooses the proposer of a sequence of `auto` (`candidates.py`), then the numbers of drafts (`goodput.py`).
+Where an optimistic estimate of acceptance says that another choice would be better, a budget of time pays for finding
+out. Knows no model and no clock: seconds are passed in. No choice changes a token.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.control.acceptance import Acceptance, Bools, Ints, Source
+from engine.control.acceptance import Acceptance, Ints, Source
+from engine.control.candidates import Bids, Picked, pick
 from engine.control.controller import StepFeedback, within
-from engine.control.cost_model import CostModel, quantities, with_rows
-from engine.control.goodput import BatchLoad, Choice, Offer, drafting_seconds
+from engine.control.cost_model import CostModel, Floats, quantities, with_rows
+from engine.control.goodput import BatchLoad, Choice, Offer, catching_up, drafting_seconds, more_rows
 from engine.control.speedup import Speedup
+from engine.control.traits import Found, Traits
 from engine.params import SpeculationMode
 from engine.types import Sequence
-
-Find = Callable[[Sequence, int], tuple[int, ...] | None]
 
 SHARE = 0.015  # of the time of plain steps may be lost to exploration
 
@@ -38,6 +39,7 @@ _PLAIN_SHARE, _PLAIN_EVERY = (
     (4, 128),
 )  # most of the speed-up that plain steps for comparison may cost; least and most steps between them
 _HORIZON = 128  # most further tokens that an output is expected to have
+_MADE = Traits()  # of a proposer of which nothing else is known
 
 
 @dataclass(slots=True)
@@ -56,28 +58,23 @@ class _Budget:
 
 
 class _Group(NamedTuple):
-    """The sequences of one step that one proposer may draft for."""
+    """The sequences of one step that one proposer drafts for."""
 
     name: str
     sequences: Seq[Sequence]
     limits: Ints
-    is_found: Bools  # whether their drafts were found in the text; `limits` then counts those
 
 
 class AdaptiveK:
-    """AUTO: as many drafts as pay, down to none."""
+    """AUTO: as many drafts as pay, down to none; and of the proposer that pays best where several may draft."""
 
-    def __init__(
-        self, draft_kv_users: frozenset[str] = frozenset(), finders: Mapping[str, Find] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, traits: Mapping[str, Traits] = MappingProxyType({})) -> None:
         self.gain, self.acceptance, self.target = Speedup(), Acceptance(), CostModel()
         self.is_exploring = False  # whether the latest choice is an exploration
         self._drafting = defaultdict[str, CostModel](CostModel)  # by proposer
-        self._draft_kv_users = draft_kv_users  # names of the proposers with a draft K/V that may have to catch up
-        self._finders = finders  # by proposer: drafts found in the text, or None where a model would draft
-        self._found: dict[
-            Sequence, tuple[str, int, tuple[int, ...]]
-        ] = {}  # drafts found in the text, by what, and the length of the sequence then
+        self._traits = traits  # by proposer
+        # Drafts that were found in the text, by sequence and proposer, and the length of the sequence then.
+        self._found: dict[tuple[Sequence, str], tuple[int, Found]] = {}
         self._budget = _Budget()
         self._num_steps = self._since_plain = self._rows = 0  # rows: budget of the latest step
         self._expected = 1.5  # speed-up expected of the latest step with drafts
@@ -98,21 +95,28 @@ class AdaptiveK:
             limit and s.speculation.mode is SpeculationMode.AUTO for s, limit in zip(sequences, limits, strict=True)
         ]
         chosen = within([0 if f else limit for f, limit in zip(free, limits, strict=True)], budget)
-        self._learn_from_unused()
-        if not any(free) or not self.target.count or self._is_plain_due():
+        is_plain = self._is_plain_due()
+        mine = [i for i, limit in enumerate(limits) if limit and not (free[i] and is_plain)]
+        self._look_up([sequences[i] for i in mine], [limits[i] for i in mine])
+        if not mine or not self.target.count:
             return chosen
         load = BatchLoad.of([len(s.tokens) for s in sequences], chosen, prompt_rows)
+        several = [i for i in mine if len(sequences[i].candidates) > 1 and not _is_settled(sequences[i])]
+        if several:
+            self._pick([sequences[i] for i in several], [limits[i] for i in several], load)
         budget -= sum(chosen)
-        for name in sorted({s.drafter for s, f in zip(sequences, free, strict=True) if f}):
-            mine = [i for i, s in enumerate(sequences) if free[i] and s.drafter == name]
-            group = self._group(name, [sequences[i] for i in mine], [limits[i] for i in mine])
+        for name in sorted({sequences[i].drafter for i in mine if free[i]}):
+            members = [i for i in mine if free[i] and sequences[i].drafter == name]
+            most = [self._most(sequences[i], name, limits[i]) for i in members]
+            group = _Group(name, [sequences[i] for i in members], np.array(most))
             found = self._choose_for(group, load, budget)
             if found is not None:
                 load, budget = found.load, budget - int(found.num_draft.sum())
-                for i, k in zip(mine, found.num_draft.tolist(), strict=True):
+                for i, k in zip(members, found.num_draft.tolist(), strict=True):
                     chosen[i] = k
         may_return = any(s.most_predicted for s in sequences)  # to its prediction, in any step
-        if all(free) and not any(chosen) and (self._found or not self._finders) and not may_return:
+        is_over = self._found or not any(trait.find for trait in self._traits.values())
+        if not is_plain and all(free) and not any(chosen) and is_over and not may_return:
             self._resting = len(sequences), sequences[-1], self._num_steps + _REST
         return chosen
 
@@ -127,24 +131,94 @@ class AdaptiveK:
         loss = 1 - 1 / max(1.0, self._expected)
         return self._since_plain >= min(max(loss / _PLAIN_SHARE, least), most)
 
-    def _group(self, name: str, sequences: Seq[Sequence], limits: Seq[int]) -> _Group:
-        find = self._finders.get(name)
-        found = [None if find is None else find(s, k) for s, k in zip(sequences, limits, strict=True)]
-        self._found.update(
-            {s: (name, len(s.tokens), drafts) for s, drafts in zip(sequences, found, strict=True) if drafts}
-        )
-        most = [k if drafts is None else min(k, len(drafts)) for k, drafts in zip(limits, found, strict=True)]
-        return _Group(name, sequences, np.array(most), np.array([drafts is not None for drafts in found]))
-
-    def _learn_from_unused(self) -> None:
-        """Learn from drafts that were found in the text and not used: the tokens show now which were right."""
-        for sequence, (drafter, length, drafts) in self._found.items():
-            came = sequence.tokens[length : length + len(drafts)]
-            if came:
-                kept = next((i for i, (a, b) in enumerate(zip(drafts, came, strict=False)) if a != b), len(came))
-                source = Source(drafter, is_found=True)
-                self.acceptance.learn([sequence], source, np.array([len(came)]), np.array([kept]))
+    def _look_up(self, sequences: Seq[Sequence], limits: Seq[int]) -> None:
+        """Note the drafts that are found in texts, of proposers that may be asked for them."""
         self._found.clear()
+        for sequence, limit in zip(sequences, limits, strict=True):
+            for name in (sequence.drafter,) if _is_settled(sequence) else sequence.drafters:
+                find = self._of(name).find
+                found = find(sequence, limit) if find is not None else None
+                if found is not None and found.tokens:
+                    self._found[sequence, name] = len(sequence.tokens), found
+
+    def _most(self, sequence: Sequence, name: str, limit: int) -> int:
+        """Most drafts of a proposer: of one that looks them up as many as it has found."""
+        if self._of(name).find is None:
+            return limit
+        _, found = self._found.get((sequence, name), (0, Found()))
+        return min(limit, len(found.tokens))
+
+    def _source(self, sequence: Sequence, name: str) -> Source:
+        _, found = self._found.get((sequence, name), (0, Found()))
+        return Source.found(name, found.match)
+
+    def _pick(self, sequences: list[Sequence], limits: list[int], load: BatchLoad) -> None:
+        """Let each sequence of `auto` draft with what is worth most; one that is explored goes on with that."""
+        held = self._budget.held
+        for sequence in [s for s in sequences if s in held]:
+            self._go_on(sequence)
+        names = list(dict.fromkeys(name for s in sequences for name in s.candidates))
+        bids, reading = self._bids(names, sequences, limits, load)
+        makers, seconds = [(self._drafting[n], self._of(n)) for n in names], max(self.target.of(load.quantities), 1e-9)
+        picked = pick(bids, makers, load.context / load.sequences, load.tokens, seconds)
+        for sequence, best, worth in zip(sequences, picked.choice.tolist(), picked.worths.max(0).tolist(), strict=True):
+            if worth > 0 or sequence not in held:
+                sequence.choice = names[best]
+        if self._budget.seconds > 0 and not load.prompt_rows and self._num_steps % _REST == 0:
+            self._try_others(names, sequences, bids, picked, reading)
+
+    def _go_on(self, sequence: Sequence) -> None:
+        """Count a step of a sequence that is explored. That a draft model reads the text is no exploration yet."""
+        left = self._budget.held[sequence] - (self._unseen(sequence.drafter, sequence) == 0)
+        self._budget.held[sequence] = left
+        if left <= 0:
+            del self._budget.held[sequence]
+
+    def _bids(
+        self, names: list[str], sequences: list[Sequence], limits: list[int], load: BatchLoad
+    ) -> tuple[Bids, Floats]:
+        """What each candidate offers each sequence, and the seconds that it has to read first, `[names, sequences]`."""
+        both = list(zip(sequences, limits, strict=True))
+        most = np.array([[self._most(s, name, k) if name in s.candidates else 0 for s, k in both] for name in names])
+        count, depth = len(sequences), max(1, int(most.max()))
+        kept = self.acceptance.kept([(s, self._source(s, name)) for name in names for s in sequences], depth)
+        (_, per_row), contexts = self.target.context, np.array([len(s.tokens) for s in sequences], float)
+        rows = more_rows(self.target, load.rows / count, count, depth) + per_row * contexts[:, None]
+        first, reading = np.zeros(most.shape), np.zeros(most.shape)
+        for c, name in enumerate(names):
+            unseen = np.array([self._unseen(name, s) for s in sequences], float)
+            if unseen.any():
+                reading[c] = catching_up(self._drafting[name], unseen)
+                first[c] = reading[c] / self._rounds(sequences, unseen)
+        is_fixed = np.array([s.speculation.mode is not SpeculationMode.AUTO for s in sequences])
+        return Bids(kept.reshape(len(names), count, depth), most, first, rows, is_fixed), reading
+
+    def _try_others(
+        self, names: list[str], sequences: list[Sequence], bids: Bids, picked: Picked, reading: Floats
+    ) -> None:
+        """Let sequences draft with what could be worth more than their choice, as far as the budget affords it."""
+        budget, held, rate = self._budget, self._budget.held, picked.rate
+        pairs = [(s, Source(name)) for name in names for s in sequences]
+        hoped = self.acceptance.kept(pairs, bids.kept.shape[2], hope=_HOPE).reshape(bids.kept.shape)
+        hopes, _ = replace(bids, kept=hoped).worths(picked.seconds, rate)
+        hopes[[self._of(name).find is not None for name in names]] = 0.0  # what they find is judged for nothing
+        budget.wanted = 0.0
+        for i, sequence in enumerate(sequences):
+            best, other = int(picked.choice[i]), int(hopes[:, i].argmax())
+            worth = float(picked.worths[best, i])
+            if sequence in held or other == best or hopes[other, i] <= worth:
+                continue
+            if worth <= 0 and not bids.is_fixed[i]:
+                sequence.choice = names[other]  # nothing pays: whether this does is explored as if there were no other
+                continue
+            k = bids.limits[other, i] if bids.is_fixed[i] else 1
+            gain = bids.kept[other, i, :k].sum() / rate - picked.seconds[other, i, k - 1]
+            loss = max(0.0, worth / rate - gain) + reading[other, i]
+            if loss <= budget.seconds:
+                budget.seconds -= loss
+                sequence.choice, self.is_exploring = names[other], True
+            else:
+                budget.wanted = min(budget.wanted, loss) if budget.wanted else loss
 
     def _choose_for(self, group: _Group, load: BatchLoad, budget: int) -> Choice | None:
         if not group.limits.any():
@@ -161,11 +235,11 @@ class AdaptiveK:
         these = np.array([s in held for s in group.sequences]) & (group.limits > 0)
         if these.any():
             offer = self._offer(group, spread=False)
-            for sequence in group.sequences:  # a prefill of the draft model is no exploration yet
-                held[sequence] = held.get(sequence, 0) - (self._unseen(group.name, sequence) == 0)
-            self._budget.held = {s: left for s, left in held.items() if left > 0}
+            for sequence in group.sequences:
+                if sequence in held and len(sequence.candidates) <= 1:  # of the others `_pick` keeps count
+                    self._go_on(sequence)
             return self._exploring(offer.shallow(these, int(these.sum())).all_of(load, self.target, budget))
-        if self._budget.seconds <= 0:
+        if self._budget.seconds <= 0 or self._of(group.name).find is not None:
             return None
         hopeful = self._offer(group, hope=_HOPE).best(load, self.target, budget)
         these = hopeful.num_draft > 0
@@ -176,7 +250,7 @@ class AdaptiveK:
         while count:
             choice = offer.shallow(these, count).all_of(load, self.target, budget)
             if choice.loss <= self._budget.seconds:
-                self._budget.held = {s: _HOLD for s, k in zip(group.sequences, choice.num_draft, strict=True) if k}
+                held.update({s: _HOLD for s, k in zip(group.sequences, choice.num_draft, strict=True) if k})
                 return self._exploring(choice)
             self._budget.wanted = choice.loss
             count //= 2
@@ -188,34 +262,37 @@ class AdaptiveK:
 
     def _offer(self, group: _Group, hope: float | None = None, *, spread: bool = True) -> Offer:
         """The drafts on offer. With `spread`, the cost of catching up is shared by the rounds still to come."""
-        sequences, depth = group.sequences, int(group.limits.max())
-        kept = np.zeros((len(sequences), depth))
-        for is_found in {*group.is_found.tolist()}:
-            mine = np.flatnonzero(group.is_found == is_found)
-            members = [sequences[i] for i in mine.tolist()]
-            kept[mine] = self.acceptance.kept(members, Source(group.name, is_found), depth, hope=hope)
+        sequences, costs = group.sequences, self._drafting[group.name]
+        pairs = [(s, self._source(s, group.name)) for s in sequences]
+        kept = self.acceptance.kept(pairs, int(group.limits.max()), hope=hope)
         contexts = np.array([len(s.tokens) for s in sequences], float)
-        rooms = np.array([min(s.max_len - len(s.tokens), _HORIZON) for s in sequences], float)
         unseen = np.array([self._unseen(group.name, s) for s in sequences], float)
-        # Tokens that are decoded while the draft model catches up for all of them with half of each step's budget.
-        rooms = rooms - 2 * unseen.sum() / max(self._rows, 1)
-        rounds = np.maximum(rooms / 2, 1) if spread else np.ones(len(sequences))
-        costs = self._drafting[group.name]
-        seconds = drafting_seconds(costs, kept, contexts, unseen, rounds, group.is_found)
+        rounds = self._rounds(sequences, unseen) if spread else np.ones(len(sequences))
+        seconds = drafting_seconds(costs, kept, contexts, unseen, rounds, self._of(group.name))
         return Offer(group.limits, kept, seconds, costs.a_call, contexts)
+
+    def _rounds(self, sequences: Seq[Sequence], unseen: Floats) -> Floats:
+        """Rounds that each sequence is expected to have yet, once `unseen` tokens of it have been read."""
+        rooms = np.array([min(s.max_len - len(s.tokens), _HORIZON) for s in sequences], float)
+        # Tokens that are decoded while the draft model catches up for all of them with half of each step's budget.
+        rounds: Floats = np.maximum((rooms - 2 * unseen.sum() / max(self._rows, 1)) / 2, 1)
+        return rounds
+
+    def _of(self, name: str) -> Traits:
+        return self._traits.get(name, _MADE)
 
     def _unseen(self, name: str, sequence: Sequence) -> int:
         """Tokens that the draft model has to be fed before it can draft, apart from the two that each round feeds."""
-        return max(0, len(sequence.tokens) - 2 - sequence.draft.kv_len) if name in self._draft_kv_users else 0
+        num_unseen = self._of(name).num_unseen
+        return 0 if num_unseen is None else num_unseen(sequence)
 
     # ---------------------------------------------------------------------------------------------------- learning
 
     def learn(self, done: StepFeedback) -> None:
         """Update costs, acceptance, speed-up and budget from one step."""
-        asked = sorted({s.drafter for s, k in zip(done.sequences, done.asked, strict=True) if k})
+        asked = {s.drafter for s, k in zip(done.sequences, done.asked, strict=True) if k}
         self._learn_acceptance(done)
-        if len(asked) == 1:
-            self._learn_drafting(self._drafting[asked[0]], done)
+        self._learn_drafting(asked, done)
         if done.has_prompts or not done.sequences:
             return
         self._num_steps += 1
@@ -229,19 +306,37 @@ class AdaptiveK:
         self._budget.charge(done.seconds - plain * tokens if asked else 0.0, plain)
 
     def _learn_acceptance(self, done: StepFeedback) -> None:
-        groups = defaultdict[Source, list[int]](list)
-        for i, sequence in enumerate(done.sequences):
-            if done.drafted[i]:
-                is_found = self._found.pop(sequence, None) is not None or not done.draft_passes
-                groups[Source(sequence.drafter, is_found)].append(i)
-        drafted, accepted = np.array(done.drafted), np.array(done.accepted)
-        for source, mine in groups.items():
-            self.acceptance.learn([done.sequences[i] for i in mine], source, drafted[mine], accepted[mine])
+        """From the drafts that were verified, and from those that were found and not used: the tokens show which hit.
 
-    @staticmethod
-    def _learn_drafting(costs: CostModel, done: StepFeedback) -> None:
-        lengths = [length for length, k in zip(done.lengths, done.asked, strict=True) if k]
-        in_passes = sum(count for count, _ in done.draft_passes)
+        Found drafts are compared with what came in their place, so they are judged without being fed.
+        """
+        pairs, drafted, accepted = [], [], []
+        for sequence, num_drafted, num_accepted in zip(done.sequences, done.drafted, done.accepted, strict=True):
+            if num_drafted:
+                pairs.append((sequence, self._source(sequence, sequence.drafter)))
+                drafted.append(num_drafted)
+                accepted.append(num_accepted)
+                self._found.pop((sequence, sequence.drafter), None)
+        for (sequence, name), (length, found) in self._found.items():
+            came = sequence.tokens[length : length + len(found.tokens)]
+            if came:
+                pairs.append((sequence, Source.found(name, found.match)))
+                drafted.append(len(came))
+                hits = (i for i, (a, b) in enumerate(zip(found.tokens, came, strict=False)) if a != b)
+                accepted.append(next(hits, len(came)))
+        self._found.clear()
+        self.acceptance.learn(pairs, np.array(drafted), np.array(accepted))
+
+    def _learn_drafting(self, asked: set[str], done: StepFeedback) -> None:
+        """From a step in which at most one proposer made drafts; those that looked some up took what they always do."""
+        made = {name for name in asked if self._of(name).find is None}
+        if len(made or asked) != 1:
+            return
+        (name,) = made or asked
+        seconds = done.draft_seconds
+        for other in asked - {name}:
+            seconds -= self._drafting[other].of(quantities(calls=1, asked=len(_lengths(done, other))))
+        lengths, in_passes = _lengths(done, name), sum(count for count, _ in done.draft_passes)
         work = quantities(
             calls=1,
             asked=len(lengths),
@@ -249,7 +344,7 @@ class AdaptiveK:
             sequences=in_passes,
             context=in_passes * sum(lengths) / len(lengths),
         )
-        costs.learn(with_rows(work, [tokens for _, tokens in done.draft_passes]), done.draft_seconds)
+        self._drafting[name].learn(with_rows(work, [tokens for _, tokens in done.draft_passes]), seconds)
 
     def begin(self) -> None:
         """End calibration: keep costs and acceptance priors, discard the speed-up and the budget."""
@@ -261,7 +356,6 @@ class AdaptiveK:
         self.acceptance.forget(sequence)
         self.gain.forget(sequence)
         self._budget.held.pop(sequence, None)
-        self._found.pop(sequence, None)
 
     # ------------------------------------------------------------------------------------- from one start to the next
 
@@ -275,3 +369,14 @@ class AdaptiveK:
         self.target = CostModel.of_state(state["target"])
         self._drafting.update({str(name): CostModel.of_state(costs) for name, costs in state["drafting"].items()})
         self.acceptance.restore(state["acceptance"])
+
+
+def _is_settled(sequence: Sequence) -> bool:
+    """Whether there is nothing to choose: it follows its prediction, or decodes where one proposer alone drafts."""
+    return sequence.is_predicted or sequence.on_device
+
+
+def _lengths(done: StepFeedback, name: str) -> list[int]:
+    """Of the sequences for which this proposer was asked."""
+    each = zip(done.sequences, done.lengths, done.asked, strict=True)
+    return [length for sequence, length, k in each if k and sequence.drafter == name]

@@ -14,6 +14,7 @@ import numpy as np
 
 from engine.control.acceptance import Bools, Ints
 from engine.control.cost_model import CostModel, Floats, quantities, with_rows
+from engine.control.traits import Traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,21 +143,36 @@ def _growing(first: float, added: Floats) -> Floats:
 
 
 def drafting_seconds(
-    prices: CostModel, chances: Floats, contexts: Floats, unseen: Floats, rounds: Floats, is_found: Bools
+    prices: CostModel, chances: Floats, contexts: Floats, unseen: Floats, rounds: Floats, traits: Traits
 ) -> Floats:
     """What making each draft adds, `[sequences, depth]`, in the order in which `Offer.best` takes them.
 
-    A draft at depth d joins the d-th pass of the draft model, which is paid for by the first to need it. Drafts that
-    were found need no pass. `unseen` tokens have to be fed before the first draft; that is an investment, spread over
-    so many `rounds`.
+    A draft at depth d joins the d-th pass of the draft model, which is paid for by the first to need it; where all come
+    of one pass, the first draft joins that and the others add a row to it. Drafts that were found need no pass.
+    `unseen` tokens have to be fed before the first draft; that is an investment, spread over so many `rounds`.
     """
-    thinking = ~is_found
-    ranks = np.argsort(np.argsort(-chances[thinking], 0, "stable"), 0, "stable")
-    per_token, _ = prices.context
+    count, depth = chances.shape
     seconds = np.zeros_like(chances)
-    seconds[thinking] = prices.joining(len(ranks))[ranks] + (per_token * contexts[thinking])[:, None]
+    if traits.find is None:
+        ranks = np.argsort(np.argsort(-chances, 0, "stable"), 0, "stable")
+        joining, (per_token, _) = prices.joining(count), prices.context
+        if traits.is_parallel:
+            seconds += more_rows(prices, 1, count, depth)
+            seconds[:, 0] += joining[ranks[:, 0]] + per_token * contexts
+        else:
+            seconds += joining[ranks] + (per_token * contexts)[:, None]
     seconds[:, 0] += prices.an_asked_one
     if unseen.any():
-        catch_up = prices.rows(1 + unseen) - prices.rows(np.ones(1))
-        seconds[thinking, 0] += (catch_up / rounds)[thinking]
+        seconds[:, 0] += catching_up(prices, unseen) / rounds
     return seconds
+
+
+def more_rows(prices: CostModel, rows: float, count: int, depth: int) -> Floats:
+    """Seconds, per sequence, of a first, second, ... more row of each of `count` that have `rows` each, `[depth]`."""
+    found: Floats = np.diff(prices.rows(count * (rows + np.arange(depth + 1.0)))) / count
+    return found
+
+
+def catching_up(prices: CostModel, unseen: Floats) -> Floats:
+    """Seconds of so many more rows in a pass that feeds one."""
+    return prices.rows(1 + unseen) - prices.rows(np.ones(1))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # only its values are read: a GPU machine without pydantic pa
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 MOST_BYTES = 4 << 20  # of a file; a pair with four proposers takes a tenth of that
 MOST_FILES = 32  # in a folder; those used longest ago go
 
@@ -76,7 +76,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _name(config: EngineConfig) -> str:
     """Of the file: it depends on all that costs and acceptance depend on."""
     parts = [repr(config), fingerprint(), str(most_threads()), torch.__version__]
-    for model in (config.target, config.draft, config.medusa, config.eagle):
+    for model in (config.target, config.draft, config.medusa, config.eagle, config.dflash, config.uno):
         folder = Path(model or "")
         if model and folder.is_dir():  # a model of the hub is known by its name and revision
             files = ((file.name, file.stat()) for file in sorted(folder.iterdir()))

@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 import sys
 
+from engine.params import MAX_NUM_DRAFT
+
 _AIM = 0.9  # of the bound: the context grows with every chunk, and no two steps take the same
 _ALONE = 4.0  # times the bound for a step that no other sequence waits for: larger chunks cost less per token
 _NEW = 0.5  # weight of the newest step
 _MOST = 4.0  # times what was expected counts as that: one stall is no new machine
 _LEAST = 1e-9  # seconds per token
 _FEW = 2  # tokens that a step may read and still tell what decoding takes: where that alone is too long, none read more
-_READING = 16  # tokens per sequence: a pass of a draft model that is fed more catches up with a prompt
+# Tokens per sequence: a pass of a draft model that is fed more catches up with a prompt. So many has a block of drafts.
+_READING = MAX_NUM_DRAFT + 1
 
 
 class PrefillBudget:

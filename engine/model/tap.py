@@ -37,8 +37,8 @@ class Tap:
         if between:
             self._watch_layers(model, between)
         for module in trunk.modules():
-            if hasattr(module, "tap"):  # layers that run in one call, past their hooks
-                module.tap = self
+            if hasattr(module, "taps"):  # layers that run in one call, past their hooks
+                module.taps = (*module.taps, self)
 
     def _watch_layers(self, model: PreTrainedModel, places: list[int]) -> None:
         depth = shape_of(model.config, "num_hidden_layers")

@@ -1,6 +1,9 @@
 /* All decoder layers of a transformer in one call: norm, query/key/value, rotation, attention, output, norm, gate and
  * up, down. Each is a stage whose pieces the threads of the pool claim. Each stage is what the functions of this folder
- * do when they are called one by one, so the result is the same bits. */
+ * do when they are called one by one, so the result is the same bits.
+ *
+ * A layer may have no first norm (`norm_attention` NULL: the matrix reads the row itself), or read two rows, both normed:
+ * first that of `beside`, then its own (`norm_beside` not NULL). `normed_residual`: what it adds to is its normed row. */
 
 #include "attention.h"
 #include "matmul.h"
@@ -13,6 +16,9 @@ typedef struct {
   void *key, *value;                      /* of the arena: [arena rows, kv_heads, dim], perhaps rounded (`Args`) */
   float eps_attention, eps_mlp, scale, softcap;
   int64_t window;
+  const float *norm_beside; /* [width] */
+  float eps_beside;
+  int32_t normed_residual;
 } Layer;
 
 /* Scratch memory is the caller's; sizes in numbers of the hidden type unless said. */
@@ -26,6 +32,7 @@ typedef struct {
   Args attention;            /* all but what differs from layer to layer */
   int64_t rows, width;
   int bits;
+  const void *beside; /* [rows, width], for layers with `norm_beside` */
 } Pass;
 
 /* What a stage of a layer is told. */
@@ -68,8 +75,36 @@ static void norm(const Pass *p, const Matrix *m, const float *weight, float eps,
   FEED(m, norm_row(row, p->bits, p->width, weight, eps, to), norm_round_row(row, p->bits, p->width, weight, eps, to))
 }
 
+static void as_is(const Pass *p, const Matrix *m, int64_t r) {
+  const void *row = row_of(p->hidden, r, p->width, p->bits);
+  FEED(m, memcpy(to, row, (size_t)(p->width * p->bits / 8)), wide_round_row(row, p->bits, p->width, to))
+}
+
+/* The two rows that such a layer reads, normed, one behind the other. */
+static void norm_both(const Pass *p, const Layer *l, int64_t r, void *to) {
+  void *row = (void *)row_of(p->hidden, r, p->width, p->bits), *second = (void *)row_of(to, 1, p->width, p->bits);
+  norm_row(row_of(p->beside, r, p->width, p->bits), p->bits, p->width, l->norm_beside, l->eps_beside, to);
+  norm_row(row, p->bits, p->width, l->norm_attention, l->eps_attention, second);
+  if (l->normed_residual) memcpy(row, second, (size_t)(p->width * p->bits / 8));
+}
+
+static float norm_round_both(const Pass *p, const Layer *l, int64_t r, uint8_t *to) {
+  char both[8 * p->width] __attribute__((aligned(64)));
+  norm_both(p, l, r, both);
+  return wide_round_row(both, p->bits, 2 * p->width, to);
+}
+
+static void beside(const Pass *p, const Layer *l, const Matrix *m, int64_t r) {
+  FEED(m, norm_both(p, l, r, to), norm_round_both(p, l, r, to))
+}
+
 static void norm_attention(const Pass *p, const Layer *l, int64_t r) {
-  norm(p, &l->qkv, l->norm_attention, l->eps_attention, r);
+  if (l->norm_beside)
+    beside(p, l, &l->qkv, r);
+  else if (l->norm_attention)
+    norm(p, &l->qkv, l->norm_attention, l->eps_attention, r);
+  else
+    as_is(p, &l->qkv, r);
 }
 
 static void norm_mlp(const Pass *p, const Layer *l, int64_t r) {

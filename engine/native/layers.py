@@ -14,7 +14,7 @@ from engine.native.attention import BITS, AttentionArgs
 from engine.native.compiled import library
 from engine.native.matmul import Matrix, PackedMatrix
 
-_PTR, _F32, _I64 = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
+_PTR, _F32, _I64, _I32 = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64, ctypes.c_int32
 
 
 class _Layer(ctypes.Structure):
@@ -23,6 +23,9 @@ class _Layer(ctypes.Structure):
         *((name, _PTR) for name in ("norm_attention", "norm_mlp", "key", "value")),
         *((name, _F32) for name in ("eps_attention", "eps_mlp", "scale", "softcap")),
         ("window", _I64),
+        ("norm_beside", _PTR),
+        ("eps_beside", _F32),
+        ("normed_residual", _I32),
     )
 
 
@@ -33,6 +36,7 @@ class _Pass(ctypes.Structure):
         ("rows", _I64),
         ("width", _I64),
         ("bits", ctypes.c_int),
+        ("beside", _PTR),
     )
 
 
@@ -44,18 +48,25 @@ class LayerParts:
     out: PackedMatrix
     gate_up: PackedMatrix
     down: PackedMatrix
-    norm_attention: tuple[Tensor, float]
+    norm_attention: tuple[Tensor, float] | None  # None: the matrix reads the row as it is
     norm_mlp: tuple[Tensor, float]
     scale: float
     softcap: float | None
     window: int | None
+    norm_beside: tuple[Tensor, float] | None = None  # of a second row, which `qkv` reads before the layer's own
+    normed_residual: bool = False  # with `norm_beside`: the layer adds to its normed row, not to the row itself
 
     def told(self, k: Tensor, v: Tensor) -> _Layer:
         """Make the C structure, with the arena `k`, `v` `[rows, kv_heads, head_dim]` of this layer."""
+        first, beside = (
+            (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
+            for norm in (self.norm_attention, self.norm_beside)
+        )
         return _Layer(
             self.qkv.matrix, self.out.matrix, self.gate_up.matrix, self.down.matrix,
-            self.norm_attention[0].data_ptr(), self.norm_mlp[0].data_ptr(), k.data_ptr(), v.data_ptr(),
-            self.norm_attention[1], self.norm_mlp[1], self.scale, self.softcap or 0.0, self.window or 0,
+            first[0], self.norm_mlp[0].data_ptr(), k.data_ptr(), v.data_ptr(),
+            first[1], self.norm_mlp[1], self.scale, self.softcap or 0.0, self.window or 0,
+            *beside, self.normed_residual,
         )  # fmt: skip
 
 
@@ -69,17 +80,26 @@ class Layers:
         self._inner = max(part.down.in_features for part in parts)
         self._widest = max(m.in_features for p in parts for m in (p.qkv, p.out, p.gate_up, p.down))
 
-    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, places: Tensor, where: AttentionArgs) -> Tensor:
+    def run(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        places: Tensor,
+        where: AttentionArgs,
+        beside: Tensor | None = None,
+    ) -> Tensor:
         """Replace `hidden` `[T, width]` by the result of the last layer, in place.
 
         `cos`, `sin` `[T, head_dim]` have the type of `hidden`, and `places` `[T]` int64 are rows of the arena; `where`
-        contains the pages to read (`attention_args`).
+        contains the pages to read (`attention_args`). `beside` `[T, width]` is read by layers with `norm_beside`.
 
         Raises:
             MemoryError: the C code could not allocate working memory.
         """
         native, dtype, (rows, width) = library(), hidden.dtype, hidden.shape
         assert native is not None
+        assert beside is not None or not any(part.norm_beside for part in self._parts), "a layer reads a second row"
         mixed = where.heads * where.dim
         joined = mixed + 2 * where.kv_heads * where.dim
         # One allocation for all buffers between the stages; each buffer starts at a multiple of 64 bytes, for vectors.
@@ -90,7 +110,7 @@ class Layers:
             at.append(-(-(at[-1] + size) // 64) * 64)
         where.query_stride = joined
         told = _Pass(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), places.data_ptr(), *at, where, rows, width,
-                     BITS[dtype])  # fmt: skip
+                     BITS[dtype], None if beside is None else beside.data_ptr())  # fmt: skip
         if native.pilotfish_layers(ctypes.byref(told), self._layers, len(self._layers), pool_threads()):
             raise MemoryError("a pass had no memory to work in")
         return hidden

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from engine.control.traits import Found
 from engine.kv.batch import Feed
 from engine.stats import Forward
 from engine.types import Sequence
@@ -32,7 +33,10 @@ class Proposal:
 
 
 class Proposer(Protocol):
-    """Guesses up to `k_each[i]` next tokens of `sequences[i]`, each of which has only its newest token to feed."""
+    """Guesses up to `k_each[i]` next tokens of `sequences[i]`, each of which has only its newest token to feed.
+
+    One that makes all its drafts in one pass, whatever their number, has an attribute `is_parallel` that is true.
+    """
 
     @property
     def uses_draft_kv(self) -> bool:
@@ -75,6 +79,15 @@ class Observer(Protocol):
 class Finder(Protocol):
     """A proposer that looks drafts up, so that it can say which there are before it is known whether they pay."""
 
-    def find(self, sequence: Sequence, k: int) -> tuple[int, ...] | None:
-        """Of `k` drafts those that it has found; None where it has none and a model of its would draft."""
+    def find(self, sequence: Sequence, k: int) -> Found:
+        """Those that there are, at most `k`."""
+        ...
+
+
+@runtime_checkable
+class CatchesUp(Protocol):
+    """A proposer with a draft K/V that knows better than lengths what it has to be fed."""
+
+    def num_unseen(self, sequence: Sequence) -> int:
+        """Tokens that it has to be fed before it can draft, apart from the two that each round feeds."""
         ...

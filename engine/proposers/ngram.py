@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
 
+from engine.control.traits import Found
 from engine.proposers.base import Proposal
 from engine.types import Sequence
 
@@ -41,9 +42,9 @@ class NGramProposer:
         # Weak keys: an index goes when its sequence goes, with no call to forget.
         self._indexes: WeakKeyDictionary[Sequence, tuple[NGramIndex, ...]] = WeakKeyDictionary()
 
-    def find(self, sequence: Sequence, k: int) -> tuple[int, ...]:
+    def find(self, sequence: Sequence, k: int) -> Found:
         """The drafts that there are."""
-        return tuple(self._guess(sequence, k))
+        return Found(tuple(self._guess(sequence, k)))
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Look each sequence up in itself."""

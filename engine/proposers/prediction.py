@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from engine.control.traits import Found
 from engine.proposers.base import Proposal
 from engine.types import Sequence
 
@@ -14,11 +15,11 @@ class PredictionProposer:
     uses_draft_kv = False
     shares_draft_kv = False
 
-    def find(self, sequence: Sequence, k: int) -> tuple[int, ...]:
+    def find(self, sequence: Sequence, k: int) -> Found:
         """The drafts that there are."""
         assert sequence.alignment is not None, "asked of a sequence without a prediction"
-        return sequence.alignment.drafts(k)
+        return Found(sequence.alignment.drafts(k))
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Look each sequence up in its prediction."""
-        return Proposal.certain([self.find(s, k) for s, k in zip(sequences, k_each, strict=True)])
+        return Proposal.certain([self.find(s, k).tokens for s, k in zip(sequences, k_each, strict=True)])

@@ -10,12 +10,13 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from engine.control.traits import Found, Traits
 from engine.kv.batch import Feed
-from engine.proposers.base import Finder, Observer, Passed, Proposal, Proposer
+from engine.proposers.base import CatchesUp, Finder, Observer, Passed, Proposal, Proposer
 from engine.proposers.prediction import PredictionProposer
 from engine.sampling.processors import allowed_prefix
 from engine.stats import Forward
-from engine.types import PREDICTION, Sequence
+from engine.types import AUTO, PREDICTION, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -23,10 +24,14 @@ GIVE_UP_AFTER = 3  # failures in a row
 
 
 class Proposers:
-    """Named proposers behind the interface of one: asks for each sequence the one it was given."""
+    """Named proposers behind the interface of one: asks for each sequence the one that drafts for it.
 
-    def __init__(self, by_name: Mapping[str, Proposer], vocab_size: int) -> None:
+    `any_of`: names of those of which control chooses one for each sequence and step where a request asks for `auto`.
+    """
+
+    def __init__(self, by_name: Mapping[str, Proposer], vocab_size: int, any_of: Seq[str] = ()) -> None:
         self._by_name, self._vocab_size = {**by_name, PREDICTION: PredictionProposer()}, vocab_size
+        self.any_of = tuple(any_of)
         self._failures_in_a_row = dict.fromkeys(self._by_name, 0)
         self._blind: set[str] = set()  # observers that failed to see the last pass
         self._num_failures = 0  # since `take_failures` was called last
@@ -39,12 +44,13 @@ class Proposers:
     @property
     def names(self) -> tuple[str, ...]:
         """What a request may ask for."""
-        return tuple(name for name in self._by_name if name != PREDICTION)
+        own = tuple(name for name in self._by_name if name != PREDICTION)
+        return (*own, AUTO) if self.any_of else own
 
     @property
-    def draft_kv_users(self) -> frozenset[str]:
-        """Those that need pages in the draft model's arena."""
-        return frozenset(name for name, proposer in self._by_name.items() if proposer.uses_draft_kv)
+    def draft_kv_users(self) -> tuple[str, ...]:
+        """Those that need pages in an arena of their own."""
+        return tuple(name for name, proposer in self._by_name.items() if proposer.uses_draft_kv)
 
     @property
     def draft_kv_sharers(self) -> frozenset[str]:
@@ -52,18 +58,25 @@ class Proposers:
         return frozenset(name for name, proposer in self._by_name.items() if proposer.shares_draft_kv)
 
     @property
-    def finders(self) -> dict[str, Callable[[Sequence, int], tuple[int, ...] | None]]:
-        """By proposer that looks drafts up: those it has for a sequence, or None where its model would draft."""
-        return {name: partial(self._find, one) for name, one in self._by_name.items() if isinstance(one, Finder)}
+    def traits(self) -> dict[str, Traits]:
+        """By name, what control has to know of each."""
+        return {
+            name: Traits(
+                find=partial(self._find, proposer) if isinstance(proposer, Finder) else None,
+                num_unseen=_num_unseen_of(name, proposer) if proposer.uses_draft_kv else None,
+                is_parallel=getattr(proposer, "is_parallel", False),
+            )
+            for name, proposer in self._by_name.items()
+        }
 
     @staticmethod
-    def _find(finder: Finder, sequence: Sequence, k: int) -> tuple[int, ...] | None:
+    def _find(finder: Finder, sequence: Sequence, k: int) -> Found:
         """One that fails has nothing; what that means for it is decided when it is asked for drafts."""
         try:
             return finder.find(sequence, k)
         except Exception:
             log.exception("request %s: drafts could not be looked up", sequence.request_id)
-            return None
+            return Found()
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Merge what each proposer says of its own sequences, in the order of `sequences`."""
@@ -86,8 +99,11 @@ class Proposers:
         # One row number more than feeds: where the next would begin.
         passed = [Passed(*each) for each in zip(sequences, feeds, first_rows, strict=False)]
         for name, proposer in self._by_name.items():
-            mine = [p for p in passed if p.sequence.speculation.proposer == name and _may_draft(p.sequence)]
+            mine = [p for p in passed if name in p.sequence.drafters and _may_draft(p.sequence)]
             if mine and isinstance(proposer, Observer) and self._failures_in_a_row[name] < GIVE_UP_AFTER:
+                if proposer.uses_draft_kv:
+                    for p in mine:
+                        p.sequence.turn_to(name)
                 self._show(name, proposer, mine)
 
     def _show(self, name: str, observer: Observer, passed: list[Passed]) -> None:
@@ -102,9 +118,16 @@ class Proposers:
     def _ask(self, name: str, proposer: Proposer, sequences: list[Sequence], k_each: list[int]) -> Proposal:
         """A proposer that fails costs speed, never output: this step decodes plainly, and after three all do."""
         nothing = Proposal.certain([()] * len(sequences))
-        known = [sequence.draft.kv_len for sequence in sequences]
-        if name in self._blind or self._failures_in_a_row[name] == GIVE_UP_AFTER:
+        if self._failures_in_a_row[name] == GIVE_UP_AFTER:
+            for sequence in sequences:  # where there are others, one of them drafts from now on
+                sequence.candidates = tuple(other for other in sequence.candidates if other != name)
             return nothing
+        if name in self._blind:
+            return nothing
+        if proposer.uses_draft_kv:
+            for sequence in sequences:
+                sequence.turn_to(name)
+        known = [sequence.draft.kv_len for sequence in sequences]
         try:
             proposal = proposer.propose(sequences, k_each)
             self._check(proposal, k_each)
@@ -134,3 +157,10 @@ class Proposers:
 
 def _may_draft(sequence: Sequence) -> bool:
     return sequence.speculation.num_draft_tokens > 0
+
+
+def _num_unseen_of(name: str, proposer: Proposer) -> Callable[[Sequence], int]:
+    """Tokens that it has to be fed before it can draft, apart from the two that each round feeds."""
+    if isinstance(proposer, CatchesUp):
+        return proposer.num_unseen
+    return lambda sequence: max(0, len(sequence.tokens) - 2 - sequence.draft_of(name).kv_len)

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from engine.control.traits import Found
 from engine.proposers.base import Proposal
 from engine.types import Sequence
 
@@ -201,9 +202,10 @@ class SuffixProposer:
         self._rules, self._past = rules or Rules(), PastOutputs(capacity)
         self._readings: WeakKeyDictionary[Sequence, _IndexedText] = WeakKeyDictionary()
 
-    def find(self, sequence: Sequence, k: int) -> tuple[int, ...]:
+    def find(self, sequence: Sequence, k: int) -> Found:
         """The drafts that there are."""
-        return self.guess(sequence, k).tokens
+        guess = self.guess(sequence, k)
+        return Found(guess.tokens, guess.match)
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Look each sequence up in itself and in its tenant's past."""

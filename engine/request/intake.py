@@ -20,7 +20,7 @@ from engine.params import (
 from engine.request.emitted import emitted_violations
 from engine.request.prediction import Prediction, TextAlignment
 from engine.request.validation import unknown_adapter, violations
-from engine.types import Adapter, EmittedOutput, KVCursor, Request, Sequence
+from engine.types import AUTO, Adapter, EmittedOutput, KVCursor, Request, Sequence
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
@@ -45,11 +45,12 @@ class Intake:
     limits: Limits
     proposers: tuple[str, ...]  # names that a request may ask for
     adapters: Mapping[str, Adapter] = field(default_factory=dict)  # the loaded ones; these change
+    any_of: tuple[str, ...] = ()  # the proposers that `auto` stands for
 
     @property
     def default_proposer(self) -> str:
         """The proposer of a request that names none."""
-        best_first = (name for name in ("auto", "model", "ngram") if name in self.proposers)
+        best_first = (name for name in (AUTO, "model", "ngram") if name in self.proposers)
         return self.config.proposer or next(best_first, "none")
 
     def check(self, request: Request) -> None:
@@ -92,6 +93,7 @@ class Intake:
     ) -> Sequence:
         """A sequence that has been fed nothing, not even the tokens that were emitted: as after a preemption."""
         tokens, speculation = [*request.token_ids, *emitted], self.speculation_of(request)
+        candidates = self.any_of if speculation.proposer == AUTO else ()
         model_ends = frozenset() if request.sampling.ignore_eos else self.limits.eos_token_ids
         return Sequence(
             request=request,
@@ -102,6 +104,8 @@ class Intake:
             end_token_ids=model_ends | frozenset(request.sampling.stop_token_ids),
             tokens=tokens,
             num_emitted=len(emitted),
+            candidates=candidates,
+            choice=next(iter(candidates), ""),
             target=KVCursor.of(self.limits.target_border, len(tokens)),
             draft=KVCursor.of(self.limits.draft_border, len(tokens)),
             grammar=None if request.grammar is None else request.grammar.start(),

@@ -30,6 +30,7 @@ class Stream(IntEnum):
     DRAFT = 1  # the draft's own choice under the rejection rule
     ACCEPT = 2
     RESAMPLE = 3
+    FILLER = 4  # ids that a drafting pass is fed where tokens are not known yet (`proposers.heads.uno`)
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:

@@ -48,6 +48,7 @@ from engine.parallel.group import Ranks
 from engine.parallel.shards import ShardedRunner, check_shards, shard_layout, worker_loop
 from engine.proposers import Proposer, Proposers
 from engine.proposers.heads.load import load_heads
+from engine.proposers.heads.uno import adapter_folder
 from engine.proposers.vocab import VocabMap
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
@@ -59,6 +60,7 @@ from engine.startup.precision import HeldPrecision, held_as
 from engine.startup.runners import RoundsByShape, Ways
 from engine.startup.self_test import check_ragged_contract
 from engine.startup.states import TARGET, StatePlan
+from engine.types import AUTO
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
     from engine.config import EngineConfig
@@ -204,6 +206,7 @@ def assemble(
     wrappers: Mapping[str, Callable[[Proposer], Proposer]] = MappingProxyType({}),
     ops: RoundOps | None = None,
     ranks: Ranks | None = None,
+    tap: Tap | None = None,
 ) -> Engine:
     """Build an engine from models that are loaded already (with our attention: `runner.load_model`).
 
@@ -216,12 +219,13 @@ def assemble(
         wrappers: by proposer name, functions that wrap a proposer to watch it or to change its drafts.
         ops: replaces the usual operations of rounds.
         ranks: the group of ranks with the other shards of the target.
+        tap: reads the target for a proposer of the caller's; where heads are loaded they have one of their own.
     """
     _check_reproducible(config, target.device)
     _compress(config, target, draft, ranks)
     heads = load_heads(config, target)
     # Before the self-test, which shows that it works.
-    tap = Tap(target, {place for head in heads.values() for place in head.places}) if heads else None
+    tap = Tap(target, {place for head in heads.values() for place in head.places}) if heads else tap
     # int8 and packed floats are batch-invariant by themselves; torch's matmuls need passes of one shape.
     needs_tiles = config.reproducible and not is_batch_invariant(target)
     ragged = partial(_ragged, config, target, needs_tiles=needs_tiles, row_wise=is_batch_invariant(target))
@@ -229,6 +233,7 @@ def assemble(
     drafters = Drafters.load(config, target, draft, vocab, ways, heads, tap)
     # After a draft of the target's own layers was copied: it has none.
     adapters = _adapters(config, target, ranks, ways)
+    own = {name: adapters.load_unlisted(name, head.adapter) for name, head in heads.items() if head.adapter is not None}
     sizes = _sizes(config, target, drafters, ranks, ways)
     limit, page_size, num_pages, states = sizes.limit, sizes.page_size, sizes.num_pages, sizes.states
     spare = page_size if wants_rounds(config, target.device) else 0  # rows for what rounds write without a sequence
@@ -245,16 +250,18 @@ def assemble(
     attend = next((own.attend for own in runners.values() if isinstance(own, ModelRunner)), None)
     attend = attend or attention.choose(config.attention, target.device, row_wise=row_wise)
     prefill = PrefillBudget(config.max_step_ms / 1000, config.max_batch_tokens)
-    by_name = drafters.proposers(runner, runners, make_arena, attend, prefill) | dict(extra_proposers)
+    by_name = drafters.proposers(runner, runners, make_arena, attend, prefill, own) | dict(extra_proposers)
     by_name |= {name: wrap(by_name[name]) for name, wrap in wrappers.items()}
-    if config.proposer is not None and config.proposer not in by_name:
-        raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(by_name)}")
-    proposers = Proposers(by_name, runner.vocab_size)
+    proposers = Proposers(by_name, runner.vocab_size, drafters.any_of)
+    if config.proposer is not None and config.proposer not in proposers.names:
+        raise ModelError(f"proposer is {config.proposer!r}; with what is loaded there is {', '.join(proposers.names)}")
     scheduler = _scheduler(config, proposers, prefill, sizes)
     borders = [longrope_border(model.config) for model in (target, draft or target)]
     limits = Limits(runner.vocab_size, min(limit, num_pages * page_size), end_tokens(target), *borders)
     mine, dtype = runners.get("model") if vocab is None else None, str(target.dtype).removeprefix("torch.")
-    on_device = frozenset(("model", "auto") if isinstance(mine, ModelRunner) else ()) - {*extra_proposers, *wrappers}
+    # Rounds draft with the draft model alone: `auto` is theirs where it has no other model or head to choose.
+    by_draft = ("model", AUTO) if drafters.any_of == ("model", "suffix") else ("model",)
+    on_device = frozenset(by_draft if isinstance(mine, ModelRunner) else ()) - {*extra_proposers, *wrappers}
     mine = mine if on_device and isinstance(mine, ModelRunner) else None
     rounds = rounds_for(config, runner, mine, limits.max_model_len, on_device, ops)
     if all(map(runs_in_c, (target, *drafters.models.values()))):
@@ -267,8 +274,10 @@ def _compress(
 ) -> None:
     """Let layers with latent attention keep latents: not those of a shard, or with adapters of what expands them."""
     stays = ranks is not None
-    if config.adapter and has_latents(target):
-        parts = (path for folder in config.adapter.values() for path in read_adapter(Path(folder)).parts)
+    folders = [Path(folder) for folder in config.adapter.values()]
+    folders += [adapter_folder(config.uno, config.uno_revision)] if config.uno is not None else []
+    if folders and has_latents(target):
+        parts = (path for folder in folders for path in read_adapter(folder).parts)
         stays = stays or any(path.endswith(EXPANDING) for path in parts)
     for model in (None if stays else target, draft):
         if model is not None:
@@ -313,26 +322,18 @@ def _sizes(
 
 
 def _scheduler(config: EngineConfig, proposers: Proposers, prefill: PrefillBudget, sizes: _Sizes) -> Scheduler:
-    """Build a scheduler, with one page pool for the target and, if a proposer has K/V, one for the draft."""
-    pools = [
-        PagePool(
-            sizes.num_pages,
-            sizes.page_size,
-            run=-(-sizes.limit // sizes.page_size),
-            prefix_cache=config.prefix_cache,
-            states=states,
-        )
-        for states in (sizes.states.target_pool, sizes.states.draft_pool)
-    ]
+    """Build a scheduler, with a pool of pages for each arena: the target's, and those of the proposers with K/V."""
+    run, traits = -(-sizes.limit // sizes.page_size), proposers.traits
+    make_pool = partial(PagePool, sizes.num_pages, sizes.page_size, run=run, prefix_cache=config.prefix_cache)
+    makers = {name: trait._replace(find=None) for name, trait in traits.items()}  # rounds look nothing up
     return Scheduler(
-        pools[0],
-        pools[1] if proposers.draft_kv_users else None,
+        make_pool(states=sizes.states.target_pool),
         config.max_batch_size,
         config.max_batch_tokens,
-        proposers.draft_kv_users,
+        {name: make_pool(states=sizes.states.pool_of(name)) for name in proposers.draft_kv_users},
         proposers.draft_kv_sharers,
-        AdaptiveK(proposers.draft_kv_users, proposers.finders),
-        DelayedFeedback(AdaptiveK(proposers.draft_kv_users)),
+        AdaptiveK(traits),
+        DelayedFeedback(AdaptiveK(makers)),
         prefill,
         config.max_batch_size * config.num_draft_tokens,
     )

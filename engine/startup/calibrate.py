@@ -10,7 +10,7 @@ from secrets import token_hex
 from engine.engine import Engine
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.stats import Clock
-from engine.types import FinishReason, Request
+from engine.types import AUTO, FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,39 +43,46 @@ SHAPES = (
 
 
 _GREEDY = SamplingParams()
+_NOT_CHOSEN = ("none", "ngram", AUTO)  # names that `auto` does not stand for
 
 
 def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter, text: Seq[int] = ()) -> None:
     """Run shapes until the time is over; a shape that has begun is finished. The engine must be idle.
 
+    Shapes with drafts are run with each proposer that `auto` may choose, or else with the default proposer: what it
+    costs, and how often it is right, is known of each before the first request.
+
     Prompts are parts of `text`. Without a text, prompts are meaningless tokens, and then the measured acceptance of
     drafts means nothing either.
     """
     assert not engine.has_work, "calibration is for an idle engine"
-    start = clock()
+    start, everyone = clock(), tuple[str, ...]()
+    if engine.default_proposer == AUTO:
+        everyone = tuple(name for name in engine.proposer_names if name not in _NOT_CHOSEN)
     for shape in SHAPES:
-        if clock() - start >= seconds:
-            break
-        _run(engine, shape, text)
+        for name in (everyone if shape.num_draft else ()) or (None,):
+            if clock() - start >= seconds:
+                break
+            _run(engine, shape, text, name)
     engine.end_calibration()
 
 
-def _run(engine: Engine, shape: CalibrationShape, text: Seq[int]) -> None:
+def _run(engine: Engine, shape: CalibrationShape, text: Seq[int], proposer: str | None) -> None:
     prompt = min(shape.prompt, engine.max_model_len - 2)
     batch = min(shape.batch, engine.config.max_batch_size)
-    run(engine, [prompt] * batch, shape.num_draft, shape.steps, text=text)
+    run(engine, [prompt] * batch, shape.num_draft, shape.steps, text=text, proposer=proposer)
 
 
 def run(
     engine: Engine, prompts: Seq[int], num_draft: int, steps: int, sampling: SamplingParams = _GREEDY,
-    text: Seq[int] = (),
+    text: Seq[int] = (), proposer: str | None = None,
 ) -> None:  # fmt: skip
     """Feed prompts of these sizes, run `steps` steps, and cancel the rest.
 
     The number of steps is fixed, so that the time does not depend on how many drafts are accepted.
     """
     mode = SpeculationMode.FIXED if num_draft else SpeculationMode.OFF
-    speculation = SpeculationParams(mode=mode, num_draft_tokens=num_draft)
+    speculation = SpeculationParams(mode=mode, num_draft_tokens=num_draft, proposer=proposer)
     # Each request has its own cache salt, so that it finds no prefix cached by another request or an earlier run.
     names, salt = [f"calibrate-{i}" for i in range(len(prompts))], token_hex(8)
     passes = -(-sum(prompts) // engine.config.max_batch_tokens)

@@ -20,12 +20,12 @@ from engine.model.runner import ModelRunner, Runner, end_tokens, layout_of_model
 from engine.model.tap import Tap
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, SuffixProposer
 from engine.proposers.early_exit import first_layers
-from engine.proposers.first_of import FirstOf
 from engine.proposers.heads.base import Head, Surroundings
 from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
 from engine.startup.runners import Ways
 from engine.startup.states import StatePlan
 from engine.text.codec import TOKENIZER_FILE, Codec, find_file
+from engine.types import Adapter
 from engine.verdicts import verdict
 
 if TYPE_CHECKING:  # for types only: benchmarks/harness/bare.py passes its own class where pydantic is missing
@@ -104,6 +104,7 @@ class Drafters:
         make_arena: MakeArena,
         attend: Attend,
         prefill: PrefillBudget,
+        adapters: Mapping[str, Adapter] = MappingProxyType({}),  # of the target, by the head that drafts with it
     ) -> dict[str, Proposer]:
         """Make one proposer per name that a request may ask for. The target's self-test comes before this call.
 
@@ -116,22 +117,31 @@ class Drafters:
             runner: Runner = own if vocab is None else MappedRunner(own, vocab, own.device)
             by_name[name] = ModelProposer(runner, prefill)
         if self.tap is not None and self.heads:
-            by_name |= self._head_proposers(target, self.tap, make_arena, attend, prefill)
-        drafter = next((by_name[name] for name in ("model", "eagle", "medusa") if name in by_name), None)
-        if drafter is not None:
-            by_name["auto"] = FirstOf(SuffixProposer(), drafter)
+            by_name |= self._head_proposers(target, self.tap, make_arena, attend, prefill, adapters)
         return by_name
 
+    @property
+    def any_of(self) -> tuple[str, ...]:
+        """The proposers that `auto` stands for: all that have weights, and the better of the lookups."""
+        names = (*self.models, *self.heads)
+        return (*names, "suffix") if names else ()
+
     def _head_proposers(
-        self, target: Runner, tap: Tap, make_arena: MakeArena, attend: Attend, prefill: PrefillBudget
+        self,
+        target: Runner,
+        tap: Tap,
+        make_arena: MakeArena,
+        attend: Attend,
+        prefill: PrefillBudget,
+        adapters: Mapping[str, Adapter],
     ) -> dict[str, Proposer]:
         """Make the proposers that read the target's hidden states, all through one tap."""
         made = dict[str, Proposer]()
         for name, head in self.heads.items():
-            if not verdict(partial(_is_read, tap, head)):
+            if head.places and not verdict(partial(_is_read, tap, head)):
                 raise ModelError(f"{type(self.target).__name__} runs past its layers: no features can be read off it")
             arena = make_arena(self.layouts[name]) if name in self.layouts else None
-            made[name] = head.proposer(Surroundings(target, tap, arena, attend, prefill))
+            made[name] = head.proposer(Surroundings(target, tap, arena, attend, prefill, adapters.get(name)))
         return made
 
 

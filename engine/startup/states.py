@@ -85,10 +85,9 @@ class StatePlan:
             return None
         return StatePool(self.num_slots - 1, self.log_rows, snapshots=self.snapshots)
 
-    @property
-    def draft_pool(self) -> StatePool | None:
-        """A new pool of slots that the arenas of all draft models share, as they share one pool of pages."""
-        if not self.layouts.keys() - {TARGET}:
+    def pool_of(self, name: str) -> StatePool | None:
+        """A new pool of the slots of what drafts under this name; None where it keeps no state."""
+        if name not in self.layouts:
             return None
         return StatePool(self.num_draft_slots - 1, self.log_rows, snapshots=False)
 

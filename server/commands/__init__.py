@@ -1,1 +1,4 @@
-"""Commands of `pilotfish` other than `serve`: `bench`, `check` and `health`. Each prints its result and exits."""
+"""Commands of `pilotfish` other than `serve`: `bench`, `check`, `health`, `train-draft` and `verify`.
+
+Each prints its result and exits.
+"""

@@ -29,7 +29,7 @@ def sequence(name: str, prompt: int, *, max_len: int | None = None, num_draft: i
 
 
 def scheduler(pages: int = 100, page_size: int = 4, size: int = 8, tokens: int = 32) -> Scheduler:
-    return Scheduler(PagePool(pages, page_size), PagePool(pages, page_size), size, tokens, frozenset({"model"}))
+    return Scheduler(PagePool(pages, page_size), size, tokens, {"model": PagePool(pages, page_size)})
 
 
 def step(schedule: Scheduler) -> dict[str, tuple[int, int]]:

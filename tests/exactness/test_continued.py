@@ -17,7 +17,7 @@ from engine.types import FinishReason, TokenEvent
 from server.streams.output import Chunk, ReceivedOutput
 from server.streams.stream import OutputStream, SendOptions
 from tests.exactness.test_options import ALONE, MAX_TOKENS, REQUESTS
-from tests.sameness import PROMPTS, PROPOSERS, Pair, asking, assert_same, codec, random_pair
+from tests.sameness import PROMPTS, PROPOSERS, Pair, asking, assert_same, codec, random_of, random_pair
 
 FORMS = ("none", "model", "auto", "right", "wrong")
 
@@ -131,21 +131,21 @@ def test_each_option_goes_on(option: str, moves: bool) -> None:
     """With each way to propose; the engine dies before every third step, the first one too."""
     sampling = replace(ALONE[option], max_tokens=ALONE[option].max_tokens or MAX_TOKENS)
     for i, proposer in enumerate(FORMS):
-        llm = random_pair().llm(proposer)
+        llm = random_of(proposer).llm(proposer)
         reader = Reader(llm, PROMPTS[i % 4], sampling, asking(proposer, 4))
         run(llm, [reader], range(1 + i % 3, 100, 3), moves=moves)
-        same(reader, random_pair(), PROMPTS[i % 4])
+        same(reader, random_of(proposer), PROMPTS[i % 4])
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_a_batch_goes_on_wherever_the_engine_dies(proposer: str) -> None:
     """At every step, of prompts in chunks and of sequences that were preempted, too."""
-    llm = random_pair().llm(proposer, pages=40, max_batch_tokens=24, prefix_cache=False)
+    llm = random_of(proposer).llm(proposer, pages=40, max_batch_tokens=24, prefix_cache=False)
     for first in range(1, 40, 4):
         readers = [Reader(llm, prompt, params, asking(proposer, 4)) for prompt, params in REQUESTS]
         run(llm, readers, frozenset({first, first + 3}), moves=bool(first % 8 == 1))
         for reader, (prompt, _) in zip(readers, REQUESTS, strict=True):
-            same(reader, random_pair(), prompt)
+            same(reader, random_of(proposer), prompt)
 
 
 def test_an_output_that_was_complete_ends_at_once() -> None:

@@ -35,7 +35,8 @@ from tests.sameness import (
     assert_same,
     assert_speculation_changes_nothing,
     codec,
-    embedded_pair,
+    embedded_of,
+    random_of,
     random_pair,
 )
 
@@ -87,13 +88,13 @@ def test_each_option_alone(option: str, proposer: str) -> None:
     # By turns: each option meets both ways, with one proposer or another, and each proposer too.
     starved = (list(ALONE).index(option) + PROPOSERS.index(proposer)) % 2 == 0
     engine = llm(proposer, plenty=not starved, prefix_cache=not starved)
-    assert_speculation_changes_nothing(random_pair(), engine, sampling, proposer, 4 if starved else 8)
+    assert_speculation_changes_nothing(random_of(proposer), engine, sampling, proposer, 4 if starved else 8)
 
 
-def llm(proposer: str, *, plenty: bool, prefix_cache: bool, pair: Callable[[], Pair] = random_pair) -> LLM:
+def llm(proposer: str, *, plenty: bool, prefix_cache: bool, pair: Callable[[str], Pair] = random_of) -> LLM:
     """Without `plenty` there are few small pages, so that batch mates get preempted."""
     few = {} if plenty else {"pages": 30, "max_batch_tokens": 24}
-    return pair().llm(proposer, prefix_cache=prefix_cache, **few)
+    return pair(proposer).llm(proposer, prefix_cache=prefix_cache, **few)
 
 
 CONDITIONS = {
@@ -113,7 +114,7 @@ CONDITIONS = {
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_each_condition(condition: str, proposer: str) -> None:
     """The same four requests, greedy and sampled, with penalties and logprobs, wherever they find themselves."""
-    engine, asked = random_pair().llm(proposer, **CONDITIONS[condition]), asking(proposer, 4)
+    engine, asked = random_of(proposer).llm(proposer, **CONDITIONS[condition]), asking(proposer, 4)
     if condition == "as many drafts as pay":
         asked = replace(asked, mode=SpeculationMode.AUTO, num_draft_tokens=8)
     others = [(PROMPTS[i % 4], replace(REQUESTS[i % 3][1], seed=100 + i)) for i in range(28)]
@@ -124,7 +125,7 @@ def test_each_condition(condition: str, proposer: str) -> None:
         else:
             got = engine.generate([p for p, _ in crowd], [params for _, params in crowd], speculation=asked)
         for ours, (prompt, params) in zip(got, REQUESTS, strict=False):
-            assert_same(ours, random_pair().plain(prompt, params)[0])
+            assert_same(ours, random_of(proposer).plain(prompt, params)[0])
     engine.engine.check_invariants()
 
 
@@ -156,7 +157,7 @@ def test_each_answer_of_a_conversation(answer: str, proposer: str) -> None:
     starved = (list(ANSWERS).index(answer) + PROPOSERS.index(proposer)) % 2 == 0
     engine = llm(proposer, plenty=not starved, prefix_cache=not starved)
     sampling = SamplingParams(guided=guided, temperature=1.0, seed=12, max_tokens=40, logprobs=1)
-    assert_speculation_changes_nothing(random_pair(), engine, sampling, proposer, 4 if starved else 8)
+    assert_speculation_changes_nothing(random_of(proposer), engine, sampling, proposer, 4 if starved else 8)
 
 
 def edited(tokens: Seq[int]) -> list[int]:
@@ -178,7 +179,7 @@ def test_each_prediction(prediction: str, proposer: str) -> None:
     """The same requests with what the caller expects, greedy and sampled, with penalties and log-probabilities."""
     engine = llm(proposer, plenty=True, prefix_cache=True)
     for prompt, params in REQUESTS:
-        (want,) = random_pair().plain(prompt, params)
+        (want,) = random_of(proposer).plain(prompt, params)
         expected = PREDICTIONS[prediction](want.token_ids)
         for how in (asking(proposer, 4), replace(asking(proposer, 8), mode=SpeculationMode.AUTO)):
             (got,) = engine.generate(prompt, params, speculation=how, prediction=expected)
@@ -205,17 +206,17 @@ CROSSED = {
 @pytest.mark.parametrize("crossing", CROSSED)
 def test_prompt_logprobs_crossed(crossing: str, proposer: str) -> None:
     """Those of one pass over the whole prompt by transformers, also of a request for several outputs."""
-    engine, asked = random_pair().llm(proposer, **CROSSED[crossing]), asking(proposer, 4)
+    engine, asked = random_of(proposer).llm(proposer, **CROSSED[crossing]), asking(proposer, 4)
     prompts, params = [prompt for prompt, _ in SCORED], [params for _, params in SCORED]
     salt = f"{crossing} {proposer}"  # what the engine has cached for other tests is cold for this one
     if "warm" in crossing:
         engine.generate(prompts, SamplingParams(max_tokens=9), speculation=asked, cache_salt=salt)
     got = engine.generate(prompts, params, speculation=asked, cache_salt=salt)
-    want = [(prompt, done) for prompt, sampling in SCORED for done in random_pair().plain(prompt, sampling)]
+    want = [(prompt, done) for prompt, sampling in SCORED for done in random_of(proposer).plain(prompt, sampling)]
     for ours, (prompt, theirs) in zip(got, want, strict=True):
         assert_same(ours, theirs)
         if not ours.index:
-            assert_scores_are_those_of_one_pass(ours, prompt)
+            assert_scores_are_those_of_one_pass(ours, prompt, proposer)
     engine.engine.check_invariants()
 
 
@@ -227,19 +228,19 @@ SCORED = [
 ]
 
 
-def assert_scores_are_those_of_one_pass(done: CompletionOutput, prompt: str) -> None:
+def assert_scores_are_those_of_one_pass(done: CompletionOutput, prompt: str, proposer: str) -> None:
     tokens, (first, *scores) = codec().encode(prompt), done.prompt_logprobs or [None]
     assert first is None
-    for i, (score, law) in enumerate(zip(scores, one_pass(tokens), strict=True), 1):
+    for i, (score, law) in enumerate(zip(scores, one_pass(tokens, proposer), strict=True), 1):
         assert score.logprob == pytest.approx(float(law[tokens[i]]), abs=1e-4)
         best = law.topk(len(score.top)).values.tolist()
         assert [candidate.logprob for candidate in score.top] == pytest.approx(best, abs=1e-4)
 
 
 @cache
-def one_pass(tokens: tuple[int, ...]) -> torch.Tensor:
+def one_pass(tokens: tuple[int, ...], proposer: str) -> torch.Tensor:
     """What transformers says of each token but the first."""
-    target = random_pair(as_served=False).target
+    target = random_of(proposer, as_served=False).target
     model = AutoModelForCausalLM.from_config(target.config, attn_implementation="eager").eval()
     model.load_state_dict(target.state_dict())
     with torch.no_grad():
@@ -256,13 +257,13 @@ TURNS = [f"{turn}, {prefill}" for turn in ("repeat", "next turn") for prefill in
 def test_prefix_cache_crossed(turn: str, proposer: str) -> None:
     """Repeats of a prompt, and prompts that go on where an output ended: no draft changes them, or costs a hit."""
     again, prefill = turn.split(", ")
-    engine = embedded_pair().llm(proposer, **PREFILLS[prefill])
+    engine = embedded_of(proposer).llm(proposer, **PREFILLS[prefill])
     hits: list[list[int]] = []
     for i, name in enumerate(("none", proposer)):
         hits.append([])
         for prompt in PROMPTS[::3]:
             for _ in range(3):
-                done = embedded_pair().plain(prompt, TURN)[0]
+                done = embedded_of(proposer).plain(prompt, TURN)[0]
                 salt = f"{turn} {proposer} {i}"
                 [got] = engine.generate(prompt, TURN, speculation=asking(name, 4), cache_salt=salt)
                 assert_same(got, done)
@@ -297,7 +298,7 @@ def test_any_number_of_drafts_in_any_step(proposer: str, monkeypatch: pytest.Mon
             [p for p, _ in REQUESTS], [params for _, params in REQUESTS], speculation=asking(proposer, 8)
         )
         for ours, (prompt, params) in zip(got, REQUESTS, strict=True):
-            assert_same(ours, random_pair().plain(prompt, params)[0])
+            assert_same(ours, random_of(proposer).plain(prompt, params)[0])
     engine.engine.check_invariants()
 
 
@@ -378,7 +379,7 @@ def test_random_combinations(
     sampling: SamplingParams, proposer: str, num_draft: int, plenty: bool, prefix_cache: bool, prompts: list[str]
 ) -> None:
     engine = llm(proposer, plenty=plenty, prefix_cache=prefix_cache)
-    assert_speculation_changes_nothing(random_pair(), engine, sampling, proposer, num_draft, prompts)
+    assert_speculation_changes_nothing(random_of(proposer), engine, sampling, proposer, num_draft, prompts)
 
 
 @settings(BOLD, max_examples=40)
@@ -387,16 +388,16 @@ def test_random_combinations_with_trained_drafters(
     sampling: SamplingParams, proposer: str, num_draft: int, plenty: bool, prefix_cache: bool, prompts: list[str]
 ) -> None:
     """Whose drafts are kept as often as not, where those of random heads are mostly wrong."""
-    engine = llm(proposer, plenty=plenty, prefix_cache=prefix_cache, pair=embedded_pair)
-    assert_speculation_changes_nothing(embedded_pair(), engine, sampling, proposer, num_draft, prompts)
+    engine = llm(proposer, plenty=plenty, prefix_cache=prefix_cache, pair=embedded_of)
+    assert_speculation_changes_nothing(embedded_of(proposer), engine, sampling, proposer, num_draft, prompts)
 
 
 @pytest.mark.parametrize("proposer", sorted(set(PROPOSERS) - {"none", "wrong"}))
 def test_drafts_are_kept(proposer: str) -> None:
     """What the test above rests on."""
     sampling = SamplingParams(max_tokens=60, seed=0)
-    engine = llm(proposer, plenty=True, prefix_cache=True, pair=embedded_pair)
-    done = assert_speculation_changes_nothing(embedded_pair(), engine, sampling, proposer, 4)
+    engine = llm(proposer, plenty=True, prefix_cache=True, pair=embedded_of)
+    done = assert_speculation_changes_nothing(embedded_of(proposer), engine, sampling, proposer, 4)
     assert sum(completion.stats.accepted for completion in done) > 0
 
 
@@ -405,7 +406,7 @@ def test_the_starved_engine_preempts_and_the_cache_is_hit() -> None:
     starved = llm("model", plenty=False, prefix_cache=False).engine
     warm = llm("model", plenty=True, prefix_cache=True)
     assert _count(starved, "preempted") > 0
-    assert _count(random_pair().llm("none", **CROSSED["chunked prefill, preemption"]).engine, "preempted") > 0
+    assert _count(random_of("none").llm("none", **CROSSED["chunked prefill, preemption"]).engine, "preempted") > 0
     warm.generate(PROMPTS[0])
     [again] = warm.generate(PROMPTS[0])
     assert again.cached_prompt_tokens > 0

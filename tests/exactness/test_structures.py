@@ -43,7 +43,8 @@ def test_100_random_schemas_give_100_valid_documents() -> None:
         jsonschema.validate(json.loads(done.text), schema)
 
 
-DRAFTING = [name for name in PROPOSERS if name not in ("none", "right", "wrong")]
+# The target with an MTP layer knows too few positions for these documents.
+DRAFTING = [name for name in PROPOSERS if name not in ("none", "right", "wrong", "mtp")]
 
 
 @pytest.mark.parametrize("proposer", DRAFTING)

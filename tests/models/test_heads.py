@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,18 +15,18 @@ from engine import LLM, SamplingParams
 from models import corpus, embedded_eagle, embedded_medusa, embedded_target, heads
 
 MEGABYTE = 10**6
-TINY = heads.HeadRecipe(num_heads=2, steps=60, unroll=2)
+TINY = heads.HeadRecipe(num_heads=2, steps=60)
 
 
 def test_size() -> None:
     files = [path for folder in (embedded_medusa(), embedded_eagle()) for path in folder.glob("*.safetensors")]
     assert len(files) == 2
-    assert sum(path.stat().st_size for path in files) <= 2.5 * MEGABYTE
+    assert sum(path.stat().st_size for path in files) <= 4 * MEGABYTE
 
 
-@pytest.mark.parametrize(("name", "least"), [("eagle", 0.45), ("medusa", 0.08)])
+@pytest.mark.parametrize(("name", "least"), [("eagle", 0.62), ("medusa", 0.08)])
 def test_acceptance_on_held_out_functions(name: str, least: float) -> None:
-    """At K=4, greedy; the card has 0.53 and 0.11. Medusa's heads are poor, and this says so too."""
+    """At K=4, greedy; over 32 functions the card has 0.70 and 0.11. Medusa's heads are poor, and this says so too."""
     folder = {"eagle": embedded_eagle, "medusa": embedded_medusa}[name]()
     fixed = {"num_draft_tokens": 4, "speculation": "fixed"}
     llm = LLM(embedded_target(), proposer=name, threads=1, **fixed, **{name: str(folder)})
@@ -52,31 +53,36 @@ def windows(steps: int) -> Iterator[tuple[int, torch.Tensor]]:
         yield step, torch.randint(0, 40, (8, 33), generator=generator)
 
 
-def total_loss(target: LlamaForCausalLM, medusa: heads.Medusa, eagle: heads.Eagle) -> tuple[float, float]:
-    """Of both, on windows that were not trained on."""
+def total_loss(target: LlamaForCausalLM, medusa: heads.Medusa) -> float:
+    """Of all heads, on windows that were not trained on."""
     [(_, rows)] = [each for each in windows(1000) if each[0] == 999]
     seen, matrix = heads.TargetOutputs.of(target, rows), target.lm_head.weight
-    return sum(map(float, medusa.losses(seen, matrix))), sum(map(float, eagle.losses(seen, matrix, 2, 0.5)))
+    return sum(map(float, medusa.losses(seen, matrix)))
 
 
-def test_both_heads_learn_the_targets_law() -> None:
+def test_the_heads_learn_the_targets_law() -> None:
     target = tiny_target()
     with torch.no_grad():
-        before = total_loss(target, heads.Medusa(TINY, 32), heads.Eagle(target.config))
-    medusa, eagle = heads.train(TINY, target, windows(TINY.steps))
+        before = total_loss(target, heads.Medusa(TINY, 32))
+    medusa = heads.train(TINY, target, windows(TINY.steps))
     with torch.no_grad():
-        after = total_loss(target, medusa, eagle)
-    assert after[0] < before[0], "what follows a token that it does not see is mostly chance here"
-    assert after[1] < 0.9 * before[1]
+        after = total_loss(target, medusa)
+    assert after < before, "what follows a token that it does not see is mostly chance here"
 
 
-def test_what_is_exported_is_in_the_published_layouts(tmp_path: Path) -> None:
-    target = tiny_target()
+def test_what_is_exported_is_in_the_published_layout(tmp_path: Path) -> None:
     heads.export(heads.Medusa(TINY, 32), {}, tmp_path / "medusa")
-    heads.export(heads.Eagle(target.config), {}, tmp_path / "eagle")
     medusa = load_file(tmp_path / "medusa" / "model.safetensors")
-    eagle = load_file(tmp_path / "eagle" / "model.safetensors")
     assert medusa.keys() == {f"{i}.0.linear.{part}" for i in range(2) for part in ("weight", "bias")}
-    assert {"fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.post_attention_layernorm.weight"} < eagle.keys()
-    assert not any("input_layernorm" in key or "embed" in key for key in eagle)
-    assert {t.dtype for t in (*medusa.values(), *eagle.values())} == {torch.bfloat16}
+    assert {t.dtype for t in medusa.values()} == {torch.bfloat16}
+
+
+def test_prompts_of_held_out_modules_are_in_no_training(tmp_path: Path) -> None:
+    heads.write_prompts(tmp_path)
+    trained, apart = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text("utf-8").splitlines()]
+        for name in ("prompts", "held-out")
+    )
+    assert len(trained) == heads.NUM_PROMPTS
+    assert apart == corpus.held_out_prompts(heads.NUM_HELD_OUT)
+    assert not {*trained} & {*corpus.held_out_prompts(10_000)}

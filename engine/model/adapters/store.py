@@ -74,16 +74,24 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Raises:
             ModelError: it cannot be served with this model; the message says why.
         """
-        if self._model is None:
-            raise ModelError(f"adapter {name!r}: a target in shards, or whose sequences run one at a time, has none")
         if name in self._by_name:
             raise ModelError(f"adapter {name!r} is loaded already; unload it first")
+        loaded = self._by_name[name] = self.load_unlisted(name, folder, expected)
+        return loaded
+
+    def load_unlisted(self, name: str, folder: Path, expected: str = "") -> LoadedAdapter:
+        """As `load`, but no request can name it, and it stays only as long as the caller keeps it; `name` is for logs.
+
+        Raises:
+            ModelError: it cannot be served with this model; the message says why.
+        """
+        if self._model is None:
+            raise ModelError(f"adapter {name!r}: a target in shards, or whose sequences run one at a time, has none")
         try:
             loaded = self._read(self._model, name, folder, expected)
         except ModelError as error:
             raise ModelError(f"adapter {name!r}: {error}") from error
         self._by_number[loaded.number] = loaded
-        self._by_name[name] = loaded
         log.info("adapter %r changes %d matmuls", name, len(loaded.products))
         return loaded
 

@@ -54,8 +54,9 @@ class Stack(nn.ModuleList):
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__(layers)
-        self._ready: tuple[KVArena, list[tuple[int, Layers]]] | None = None  # for the arena that was used last
-        self.tap: Tap | None = None  # reads hidden states between layers
+        # For the arena that was used last, and the taps there were.
+        self._ready: tuple[KVArena, tuple[Tap, ...], list[tuple[int, Layers]]] | None = None
+        self.taps: tuple[Tap, ...] = ()  # read hidden states between layers
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter((cast("nn.Module", self.run),))
@@ -67,7 +68,7 @@ class Stack(nn.ModuleList):
         return super().__getitem__(index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ready": None, "tap": None}  # a copy has its own arena, and nobody reads it
+        return {**self.__dict__, "_ready": None, "taps": ()}  # a copy has its own arena, and nobody reads it
 
     def run(
         self,
@@ -102,12 +103,17 @@ class Stack(nn.ModuleList):
         where.rounded = ragged.arena.layout.is_rounded
         hidden = hidden_states[0].clone()
         for place, layers in self._parts_between_places(ragged.arena):
-            if self.tap is not None and place in self.tap.places:
-                self.tap.keep(place, hidden.clone())
+            self._tell_taps(place, hidden)
             layers.run(hidden, cos, sin, ragged.batch.kv_rows, where)
-        if self.tap is not None and len(self) in self.tap.places:
-            self.tap.keep(len(self), hidden)
+        self._tell_taps(len(self), hidden)
         return hidden[None]
+
+    def _tell_taps(self, place: int, hidden: Tensor) -> None:
+        readers = [tap for tap in self.taps if place in tap.places]
+        if readers:
+            kept = hidden.clone()  # the layers that follow write over it
+            for tap in readers:
+                tap.keep(place, kept)
 
     def serves(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> bool:
         """Whether C can run this pass."""
@@ -121,13 +127,13 @@ class Stack(nn.ModuleList):
 
     def _parts_between_places(self, arena: KVArena) -> list[tuple[int, Layers]]:
         """All layers in one call, or cut where the tap reads: the number of layers before each part, and the part."""
-        if self._ready is None or self._ready[0] is not arena:
+        if self._ready is None or self._ready[0] is not arena or self._ready[1] is not self.taps:
             parts = [cast("LayerParts", _parts(layer)) for layer in self._modules.values()]
-            places = set() if self.tap is None else self.tap.places
+            places = set[int]().union(*(tap.places for tap in self.taps))
             cuts = [0, *(place for place in range(1, len(parts)) if place in places), len(parts)]
             made = [(a, Layers(parts[a:b], arena.k[a:b], arena.v[a:b])) for a, b in pairwise(cuts)]
-            self._ready = arena, made
-        return self._ready[1]
+            self._ready = arena, self.taps, made
+        return self._ready[2]
 
 
 def _parts(layer: nn.Module) -> LayerParts | None:

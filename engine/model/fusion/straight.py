@@ -30,7 +30,7 @@ _PAGE, _START, _ROWS = 8, 4, 3  # of the equivalence test
 class LayerStack(Protocol):
     """All layers of a model, which can run in one call (`stack.Stack`)."""
 
-    tap: Tap | None
+    taps: tuple[Tap, ...]
 
     def serves(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> bool:
         """Whether the layers can run this pass in one call."""
@@ -85,10 +85,12 @@ class DirectPass:
         rotary = trunk.rotary_emb(hidden, position_ids=position_ids)
         if not trunk.layers.serves(hidden, rotary, ragged):
             return None
-        made, tap = trunk.layers.at_once(hidden, rotary, ragged), trunk.layers.tap
-        if tap is not None and FINAL in tap.places:
+        made = trunk.layers.at_once(hidden, rotary, ragged)
+        readers = [tap for tap in trunk.layers.taps if FINAL in tap.places]
+        if readers:
             made = trunk.norm(made)
-            tap.keep(FINAL, made[0])
+            for tap in readers:
+                tap.keep(FINAL, made[0])
             kept = made[:, rows]
         else:
             kept = trunk.norm(made[:, rows])

@@ -1,4 +1,4 @@
-"""Proposers whose drafts come from heads on the target's hidden states (Medusa, EAGLE).
+"""Proposers that draft with what was trained for one target: heads on its hidden states, or an adapter of it (Uno).
 
 Owns the heads' checkpoints and their features by position. Knows no verification and no scheduler.
 """

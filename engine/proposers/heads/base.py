@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from engine.kv.batch import Feed
 from engine.model.runner import Runner
 from engine.model.tap import Tap
 from engine.proposers.base import Proposer
+from engine.types import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Surroundings:
     arena: KVArena | None  # of the head's own K/V, if it asked for one
     attend: Attend
     prefill: PrefillBudget
+    adapter: Adapter | None = None  # of the target, if the head asked for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class Head:
     places: tuple[int, ...]  # of the target that it reads (`Tap`)
     layout: KVLayout | None  # of its own K/V; None: it keeps none
     proposer: Callable[[Surroundings], Proposer]
+    adapter: Path | None = None  # folder of the low-rank adapter with which the target drafts; None: it needs none
 
 
 class FeatureChain(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, cast
 
@@ -19,11 +20,13 @@ from engine.model.linear.int8 import matmul_shape
 from engine.model.runner import kv_layout
 from engine.model.tap import FINAL
 from engine.proposers.heads.base import Head, Surroundings
+from engine.proposers.heads.eagle3 import is_eagle3, load_eagle3
+from engine.proposers.heads.fused import FusedLayers, FusedProjection, type_of
 from engine.proposers.heads.proposer import HeadProposer
+from engine.proposers.heads.speculators import KIND, flattened
 from engine.proposers.heads.weights import fill, load_checkpoint
 
 _PLACES = (FINAL,)
-_EAGLE_3 = ("d2t", "t2d", "midlayer.self_attn.q_proj.weight")
 
 
 class EagleHead(nn.Module):
@@ -44,27 +47,31 @@ class EagleHead(nn.Module):
         if "embed_tokens.weight" in keys:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
         self._embed = [self.embed_tokens if "embed_tokens.weight" in keys else embedding]  # in a list: not a part of us
-        self._rotary = [LlamaRotaryEmbedding(config)]
+        self.rotary = [LlamaRotaryEmbedding(config)]
         self.config = config
+
+    def joined(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """`features` `[T, hidden]` of t and `tokens` `[T]` of t + 1 -> what `fc` reads, `[T, 2 hidden]`."""
+        return torch.cat([self._embed[0](tokens).to(features.dtype), features], -1)
 
     def forward(self, batch: RaggedBatch, features: Tensor, ragged: Ragged) -> Tensor:
         """`features` `[T, hidden]` of t and the tokens of t + 1 -> features of t + 1, `[T, hidden]`."""
-        x = self.fc(torch.cat([self._embed[0](batch.input_ids), features], -1))[None]
-        positions = batch.positions[None]
-        rotary = self._rotary[0].to(x.device)(x, positions)
+        x, positions = self.fc(self.joined(batch.input_ids, features))[None], batch.positions[None]
+        rotary = self.rotary[0].to(x.device)(x, positions)
         made = self.layers[0](x, position_ids=positions, position_embeddings=rotary, ragged=ragged)
         return cast("Tensor", made[0])
 
 
 def load_eagle(name: str, revision: str | None, target: PreTrainedModel) -> Head:
-    """A head of a local folder or a hub id, in the target's type and place.
+    """A head of a local folder or a hub id, in the target's type and place; of EAGLE-3, if it is one.
 
     Raises:
-        ModelError: it is no EAGLE-1 head, or not of this target.
+        ModelError: it is no EAGLE head, a variant that is not served, or not of this target.
     """
     config, tensors = load_checkpoint(name, revision)
-    if any(key in tensors for key in _EAGLE_3):
-        raise ModelError(f"{name!r} is an EAGLE-3 head, which reads three layers of the target; EAGLE-1 is served")
+    if is_eagle3(config, tensors):
+        return load_eagle3(name, config, tensors, target)
+    config, tensors = _unwrapped(config, tensors, name)
     tensors.pop("layers.0.self_attn.rotary_emb.inv_freq", None)  # made from the config
     tensors.pop("lm_head.weight", None)  # a copy of the target's, where one was saved
     if config.get("num_hidden_layers", 1) != 1:
@@ -72,15 +79,34 @@ def load_eagle(name: str, revision: str | None, target: PreTrainedModel) -> Head
     settings = _settings(config, tensors, name, target)
     head = EagleHead(settings, list(tensors), target.get_input_embeddings())
     fill(head, tensors, name)
-    head.to(target.device, target.dtype).eval()
-    output = target.get_output_embeddings()
+    dtype = type_of(settings, target)
+    head.to(target.device, dtype).eval()
 
     def proposer(around: Surroundings) -> HeadProposer:
         assert around.arena is not None, "it has a layout"
-        chain = EagleRunner(head, output, around.arena, around.attend)
+        chain = EagleRunner(head, target, around.arena, around.attend)
         return HeadProposer(chain, around.tap, _PLACES, around.prefill)
 
-    return Head(_PLACES, kv_layout(settings, target.dtype), proposer)
+    return Head(_PLACES, kv_layout(settings, dtype), proposer)
+
+
+def _unwrapped(
+    config: dict[str, Any], tensors: dict[str, Tensor], name: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A head of vLLM's `speculators` in the form of EAGLE's authors; any other as it is."""
+    if KIND not in config:
+        return config, tensors
+    flat = flattened(config, name, "eagle")
+    if flat.get("layernorms"):  # what they norm differs between that library and vLLM
+        raise ModelError(f"{name!r}: layernorms is true; EAGLE-1 heads with norms of their own are not served")
+    if flat["model_type"] != "llama":
+        raise ModelError(f"{name!r}: model_type is {flat['model_type']!r}; of EAGLE-1 Llama's layer is served")
+    names = {"fusion_fc.": "fc.", "transformer.": "layers.0."}
+    named = {
+        next((new + key.removeprefix(old) for old, new in names.items() if key.startswith(old)), key): tensor
+        for key, tensor in tensors.items()
+    }
+    return flat | {"num_hidden_layers": 1}, named  # there it is the target's number
 
 
 def _settings(config: dict[str, Any], tensors: dict[str, Tensor], name: str, target: PreTrainedModel) -> LlamaConfig:
@@ -100,22 +126,31 @@ def _settings(config: dict[str, Any], tensors: dict[str, Tensor], name: str, tar
 
 
 class EagleRunner:
-    """The head over an arena of its own."""
+    """The head over an arena of its own; in C where that can run its layer."""
 
-    def __init__(self, head: EagleHead, output: nn.Module, arena: KVArena, attend: Attend) -> None:
-        self.arena, self._head, self._output, self._attend = arena, head, output, attend
-        self._device = head.fc.weight.device
+    def __init__(self, head: EagleHead, target: PreTrainedModel, arena: KVArena, attend: Attend) -> None:
+        self.arena, self._head, self._attend = arena, head, attend
+        self._output, self._output_dtype = target.get_output_embeddings(), target.dtype
+        self._device, self._dtype = arena.k[0].device, head.fc.weight.dtype
+        self._fused = FusedLayers.of(list(head.layers), head.config, head.rotary[0], arena, attend)
+        self._fc: Callable[[Tensor], Tensor] = head.fc
+        if self._fused is not None:
+            head.layers = nn.ModuleList()  # the packed copies are enough
+            self._fc = FusedProjection.of(head.fc, ()) or head.fc
 
     def project(self, features: Tensor) -> Tensor:
         """The head takes the target's features as they are."""
-        return features
+        return features.to(self._dtype)
 
     def forward(self, feeds: Seq[Feed], features: Tensor) -> Tensor:
         """One pass, `features` `[T, hidden]` beside the tokens of `feeds`; new ones `[R, hidden]` at the last rows."""
         batch = RaggedBatch.of(feeds, self.arena.page_size, self._device)
-        made: Tensor = self._head(batch, features, Ragged(batch, self.arena, self._attend))
+        if self._fused is None:
+            made: Tensor = self._head(batch, features, Ragged(batch, self.arena, self._attend))
+        else:
+            made = self._fused.run(batch, self._fc(self._head.joined(batch.input_ids, features)))
         return made[batch.logit_rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 `[R, vocab]` of features, by the target's own output matrix."""
-        return cast("Tensor", self._output(hidden).float())
+        return cast("Tensor", self._output(hidden.to(self._output_dtype)).float())

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
 class Features:
-    """A run of positions of one sequence: `rows[i]` `[hidden]` belongs to position `first + i`.
+    """A run of positions of one sequence: row i of `rows` belongs to position `first + i`.
 
     Rows of drafts may be stale: the reader passes the number of the sequence's tokens.
     """
 
     def __init__(self) -> None:
-        self.first, self.rows = 0, list[Tensor]()
+        self.first, self._parts = 0, list[Tensor]()
+
+    @property
+    def rows(self) -> Tensor:
+        """All of them, `[n, hidden]`; `[0]` if there are none."""
+        if len(self._parts) > 1:
+            self._parts = [torch.cat(self._parts)]
+        return self._parts[0] if self._parts else torch.empty(0)
 
     @property
     def stop(self) -> int:
         """The position after the last."""
-        return self.first + len(self.rows)
+        return self.first + sum(map(len, self._parts))
 
     def take(self, start: int, hidden: Tensor) -> bool:
         """Add `hidden` `[n, hidden]` of positions `start` and on, in place of what was there and beyond.
@@ -28,15 +36,20 @@ class Features:
         if joins:
             self.cut(start)
         else:
-            self.first, self.rows = start, []
-        self.rows.extend(hidden.clone().unbind())  # a copy: the rest of the pass must not live on behind a view
+            self.first, self._parts = start, []
+        self._parts.append(hidden.clone())  # the rest of the pass must not live on behind a view
         return joins
 
     def cut(self, stop: int) -> None:
         """Forget positions `stop` and beyond."""
-        del self.rows[max(0, stop - self.first) :]
+        spare = self.stop - max(stop, self.first)
+        while spare > 0:
+            last = self._parts.pop()
+            if len(last) > spare:
+                self._parts.append(last[:-spare])
+            spare -= len(last)
 
     def drop(self, count: int) -> None:
         """Forget the first `count` positions: they have been used."""
-        del self.rows[:count]
-        self.first += count
+        left = self.rows[count:]
+        self.first, self._parts = self.first + count, [left] if len(left) else []

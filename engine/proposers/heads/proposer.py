@@ -22,6 +22,8 @@ from engine.proposers.heads.features import Features
 from engine.stats import Forward
 from engine.types import Sequence
 
+MOST_UNFED = 1024  # features that wait for a head which is not asked; of twice as many the older half is forgotten
+
 
 class HeadProposer:
     """Drafts with a head over an arena of its own; `places` are those of the target that it reads.
@@ -39,17 +41,28 @@ class HeadProposer:
         self._head, self._tap, self._places, self._prefill = head, tap, places, prefill
         self._unfed: WeakKeyDictionary[Sequence, Features] = WeakKeyDictionary()
 
+    @torch.inference_mode()
     def observe(self, passed: Seq[Passed]) -> None:
-        """Keep what the head has not been fed yet."""
+        """Keep what the head has not been fed yet, as the head takes it: that is less than what it reads."""
         before = [self._unfed.pop(p.sequence, None) for p in passed]  # if this fails, nothing stale is left
         hidden = self._tap.read(self._places)
         assert hidden is not None, "the target has not run"
-        for p, features in zip(passed, before, strict=True):
+        rows = [hidden[p.rows_from(p.feed.start)] for p in passed]
+        taken = self._head.project(torch.cat(rows)).split([*map(len, rows)]) if rows else ()
+        for p, features, mine in zip(passed, before, taken, strict=True):
             kept = features or Features()
-            joins = kept.take(p.feed.start, hidden[p.rows_from(p.feed.start)])
+            joins = kept.take(p.feed.start, mine)
             if features is None or not joins:
                 p.sequence.draft.kv_len = 0  # what lies in the arena does not lead up to these
+            if kept.stop - kept.first > 2 * MOST_UNFED:
+                kept.drop(kept.stop - kept.first - MOST_UNFED)
+                p.sequence.draft.kv_len = 0
             self._unfed[p.sequence] = kept
+
+    def num_unseen(self, sequence: Sequence) -> int:
+        """What it would have to be fed before it drafts, apart from the two rows that each round feeds."""
+        features = self._unfed.get(sequence)
+        return 0 if features is None else max(0, min(features.stop, len(sequence.tokens) - 1) - features.first - 2)
 
     @torch.inference_mode()
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
@@ -64,7 +77,7 @@ class HeadProposer:
     def _catch_up(self, chains: list[Chain], forwards: list[Forward]) -> tuple[list[Chain], Tensor]:
         """Feed the target's features; those that are fed to their end get their first draft."""
         budget = self._prefill.tokens_of_draft(len(chains))
-        fed, ready = list[tuple[Chain, Feed, list[Tensor]]](), [(c, self._ready(c.sequence)) for c in chains]
+        fed, ready = list[tuple[Chain, Feed, Tensor]](), [(c, self._ready(c.sequence)) for c in chains]
         for chain, rows in sorted(ready, key=lambda one: len(one[1])):
             feed = self._feed(chain.sequence, len(rows), budget)
             if feed.tokens:
@@ -72,20 +85,17 @@ class HeadProposer:
                 budget -= len(feed.tokens)
         if not fed:
             return [], torch.empty(0)
-        features = self._head.project(torch.stack([row for _, _, rows in fed for row in rows]))
-        hidden = self._forward([feed for _, feed, _ in fed], features, forwards)
+        hidden = self._forward([feed for _, feed, _ in fed], torch.cat([rows for _, _, rows in fed]), forwards)
         for chain, feed, rows in fed:
             chain.sequence.draft.advance(feed.kv_len)
             self._unfed[chain.sequence].drop(len(rows))
         return self._grow([chain for chain, feed, _ in fed if feed.num_logits], hidden)
 
-    def _ready(self, sequence: Sequence) -> list[Tensor]:
-        """Features that are true and not fed, if they reach the newest that there can be; else none."""
-        features, stop = self._unfed.get(sequence), len(sequence.tokens) - 1
-        if features is None:
-            return []
+    def _ready(self, sequence: Sequence) -> Tensor:
+        """Features `[n, hidden]` that are true and not fed, if they reach the newest that there can be; else none."""
+        features, stop = self._unfed.get(sequence) or Features(), len(sequence.tokens) - 1
         features.cut(stop)  # rows of drafts that were not kept
-        return features.rows if features.stop == stop else []
+        return features.rows if features.stop == stop else torch.empty(0)
 
     def _feed(self, sequence: Sequence, count: int, budget: int) -> Feed:
         """The tokens that go with the next `count` features: of the feature of t the token t + 1."""
@@ -110,4 +120,6 @@ class HeadProposer:
         if chains:
             draw(chains, self._head.logits(hidden))
         unfinished = [i for i, chain in enumerate(chains) if chain.is_unfinished]
+        if len(unfinished) == len(chains):
+            return chains, hidden
         return [chains[i] for i in unfinished], hidden[unfinished]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 
+_FILES = ("*.json", "*.safetensors")
 PICKLES = ("*.pt", "*.bin", "*.pth", "*.pkl")
 
 
@@ -24,7 +26,7 @@ def load_checkpoint(name: str, revision: str | None) -> tuple[dict[str, Any], di
     Raises:
         ModelError: nothing is there, or only pickled weights, which could run code of their author's.
     """
-    folder = Path(name) if Path(name).is_dir() else _download(name, revision)
+    folder = Path(name) if Path(name).is_dir() else download(name, revision)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = any(path for pattern in PICKLES for path in folder.glob(pattern))
@@ -40,10 +42,11 @@ def load_checkpoint(name: str, revision: str | None) -> tuple[dict[str, Any], di
     return config, tensors
 
 
-def _download(name: str, revision: str | None) -> Path:
+def download(name: str, revision: str | None, patterns: Seq[str] = _FILES) -> Path:
+    """The folder with those files of a hub id that match `patterns`; ModelError where there is no such id."""
     # Names of pickles only tell what to say; their content is never fetched.
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(f"cannot load {name!r}: no such folder, and the hub says {error!r}") from error
 

@@ -12,7 +12,7 @@ import pytest
 from engine.control import learned
 from engine.control.adaptive import AdaptiveK
 from engine.control.controller import FixedK
-from tests.clockwork import COSTS, Machine
+from tests.clockwork import COSTS, READS, Machine
 
 CONFIG = SimpleNamespace(target="none/target", draft=None, medusa=None, eagle=None)
 
@@ -32,7 +32,7 @@ def controls() -> dict[str, object]:
 
 
 def recalled(config=CONFIG) -> AdaptiveK | None:
-    fresh = AdaptiveK(frozenset({"model"}))
+    fresh = AdaptiveK({"model": READS})
     return fresh if learned.recall(config, {"plain": fresh, "rounds": FixedK()}) else None
 
 

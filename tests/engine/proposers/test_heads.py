@@ -96,8 +96,8 @@ def test_eagle_heads_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"fc\.weight is \(32, 32\), expected \(32, 64\)"):
         load_eagle(folder, None, target())
     change(folder, tensors | {"d2t": torch.zeros(9)})
-    with pytest.raises(ModelError, match="is an EAGLE-3 head"):
-        load_eagle(folder, None, target())
+    with pytest.raises(ModelError, match="reads layers 2, 1 and -1 of the target, which has 2"):
+        load_eagle(folder, None, target())  # it is taken for one of EAGLE-3
     change(folder, tensors)
     (Path(folder) / "config.json").write_text(json.dumps(heads.EAGLE_CONFIG | {"hidden_size": 64}))
     with pytest.raises(ModelError, match="a head for 64 features and 97 tokens; the target has"):
@@ -114,7 +114,7 @@ def test_as_many_layers_as_there_are_is_no_draft() -> None:
 
 def test_names_follow_what_is_loaded(tmp_path: Path) -> None:
     assert engine_of().proposer_names == ("none", "ngram", "suffix")
-    assert engine_of(proposer="self").proposer_names == ("none", "ngram", "suffix", "self")
+    assert engine_of(proposer="self").proposer_names == ("none", "ngram", "suffix", "self", "auto")
     both = engine_of(medusa=heads.medusa(tmp_path), eagle=heads.eagle(tmp_path))
     assert both.proposer_names == ("none", "ngram", "suffix", "medusa", "eagle", "auto")
     assert both.default_proposer == "auto"
@@ -213,6 +213,7 @@ class Checked:
             self.count += len(drafts)
         return proposal
 
+    @torch.inference_mode()
     def poison(self, sequence: Sequence) -> None:
         """Features of drafts that were not kept, and K/V beyond the cursor."""
         kept = self.inner._unfed if self.uses_draft_kv else self.inner._features

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.params import SpeculationMode, SpeculationSettings, Verification
-from engine.proposers import NGramProposer, Proposal, SuffixProposer
-from engine.proposers.first_of import FirstOf
+from engine.proposers import NGramProposer, SuffixProposer
 from engine.proposers.suffix import Guess, PastOutputs, Rules, SuffixIndex, best_guess
 from engine.types import Request, Sequence
 
@@ -182,19 +181,21 @@ def test_a_reading_goes_with_its_sequence() -> None:
     assert len(proposer._readings) == 0
 
 
-def test_first_of_asks_the_drafter_where_nothing_is_found() -> None:
-    class Asked:
-        uses_draft_kv = shares_draft_kv = True
-
-        def propose(self, sequences: list[Sequence], k_each: list[int]) -> Proposal:
-            self.seen = [(s.tokens[-1], k) for s, k in zip(sequences, k_each, strict=True)]
-            return Proposal(tuple((40 + k,) for k in k_each), tuple("pq"[: len(k_each)]))
-
-    drafter = Asked()
-    both = FirstOf(SuffixProposer(), drafter)
-    batch = [sequence([1, 2, 3]), sequence([5, 6, 7, 5, 6]), sequence([8, 8, 9])]
-    proposal = both.propose(batch, [2, 3, 4])
-    assert drafter.seen == [(3, 2), (9, 4)]
-    assert proposal.tokens == ((42,), (7, 5, 6), (44,))
-    assert proposal.draft_probs == ("p", None, "q")
-    assert both.uses_draft_kv
+def test_a_long_run_stays_within_its_bounds() -> None:
+    """Many requests of many tenants: places, texts and tenants that are held are bounded, whatever came before."""
+    proposer, texts = SuffixProposer(capacity=2_000), list[int]()
+    for number in range(400):
+        mine = sequence([number % 7, number % 5, 1, 2, 3, 4], salt=f"tenant {number % 30}", prompt_len=2)
+        for _ in range(30):
+            drafts = proposer.propose([mine], [4]).tokens[0]
+            mine.tokens += [*drafts, (7 * len(mine.tokens)) % 11]
+        assert len(proposer._past) <= 2_000
+        if number % 20 == 19:
+            places = (ps for index in proposer._past._tenants.values() for ps in index._places.values())
+            held = {id(place.text): place.text for some in places for place in some}
+            texts.append(sum(map(len, held.values())))
+    assert max(texts[10:]) <= 1.5 * 2_000, "a text that is half forgotten is held as a whole, but few are"
+    assert max(texts[10:]) <= 1.2 * max(texts[5:10])
+    del mine
+    gc.collect()
+    assert len(proposer._readings) == 0

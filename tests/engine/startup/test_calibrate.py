@@ -12,6 +12,7 @@ from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.calibrate import SHAPES, calibrate
 from engine.types import Request
 from tests import fakes
+from tests.clockwork import READS
 from tests.engine.test_engine import LAW, VOCAB
 
 EVERYTHING = {"vocab_size": VOCAB, "max_model_len": 600, "num_pages": 400, "num_draft_tokens": 8}
@@ -28,7 +29,7 @@ class Ticks:
 
 
 def engine_with(**options: object) -> Engine:
-    options = {**EVERYTHING, "control": AdaptiveK(frozenset({"model"})), "clock": Ticks(), **options}
+    options = {**EVERYTHING, "control": AdaptiveK({"model": READS}), "clock": Ticks(), **options}
     return fakes.fake_engine(LAW, **options)
 
 

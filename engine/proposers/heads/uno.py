@@ -1,0 +1,147 @@
+"""Drafting with the target itself and a low-rank adapter, no second model (Uno: Sahoo et al. 2026, arXiv 2609.04010).
+
+One pass of the target makes all drafts of a sequence. It is fed the newest token, as in plain decoding, and behind it
+K - 1 tokens of noise: random ids, at the positions of the tokens that are to be guessed. Attention is causal as always.
+Only the rows of noise have the adapter, which was trained to tell from the text before it what the target would say
+there; so a row says the token after its own position, whatever token stands in it. For drafts A B C of a text x y:
+
+    fed       y               noise           noise
+    where     y stands        A will stand    B will stand
+    weights   the target's    with adapter    with adapter
+    says      A               B               C
+
+The first draft is the target's own next token. The keys and values of the noise lie beyond the cursor, as those of
+drafts do that were not kept, and what is verified next overwrites them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.errors import ModelError, shown
+from engine.kv.batch import Feed
+from engine.model.adapters.peft import CONFIG, WEIGHTS
+from engine.model.checkpoint import shape_of
+from engine.model.runner import Runner
+from engine.proposers.base import Proposal
+from engine.proposers.chain import Chain, chains_of, draw, proposal_of
+from engine.proposers.heads.base import Head, Surroundings
+from engine.proposers.heads.weights import download
+from engine.recurrent.arena import StateLayout
+from engine.sampling.noise import Stream, uniform
+from engine.stats import Forward
+from engine.types import Adapter, Sequence
+
+_INNER = "adapter"  # where a checkpoint keeps the adapter that holds the base model too, as s-sahoo/uno-qwen3-8B does
+_LOWEST = 1  # token id of noise, in training and in the authors' engine
+
+
+def load_uno(name: str, revision: str | None, target: PreTrainedModel) -> Head:
+    """An adapter of a local folder or a hub id, in peft's format; the target drafts with it.
+
+    Raises:
+        ModelError: there is none, or this target cannot draft so.
+    """
+    if StateLayout.of(target) is not None:
+        kind = type(target).__name__
+        raise ModelError(f"uno: layers of {kind} keep a state, which rows of noise would change")
+    noise = _noise_ids(target)
+
+    def proposer(around: Surroundings) -> UnoProposer:
+        assert around.adapter is not None, "it has one"
+        return UnoProposer(around.target, around.adapter, noise)
+
+    return Head((), None, proposer, adapter_folder(name, revision))
+
+
+def adapter_folder(name: str, revision: str | None) -> Path:
+    """The folder of the adapter in a local folder or hub id: that itself, or `adapter` in it.
+
+    Raises:
+        ModelError: the hub has no such id.
+    """
+    patterns = [path for file in (CONFIG, WEIGHTS) for path in (file, f"{_INNER}/{file}")]
+    folder = Path(name) if Path(name).is_dir() else download(name, revision, patterns)
+    inner = folder / _INNER
+    return inner if (inner / CONFIG).is_file() and not (folder / CONFIG).is_file() else folder
+
+
+def _noise_ids(target: PreTrainedModel) -> range:
+    """The token ids that noise is drawn from: those below the config's mask token, or else all but the first.
+
+    No published adapter says it. The authors draw below the first id that the tokenizer does not use; where a config
+    does not name it (`mask_token_id`), the rows that are padding of the embedding come in too, as in vLLM and SGLang.
+    """
+    vocab = shape_of(target.config, "vocab_size")
+    config = target.config.get_text_config()
+    mask = getattr(config, "mask_token_id", None)
+    if mask is None:
+        return range(_LOWEST, vocab)
+    if type(mask) is not int or not _LOWEST < mask <= vocab:
+        raise ModelError(f"uno: mask_token_id of the target is {shown(mask)}; noise needs one of 2 to {vocab}")
+    return range(_LOWEST, mask)
+
+
+class UnoProposer:
+    """Drafts with rows of noise in a pass of the target, which have `adapter`; their tokens are drawn from `noise`.
+
+    A sequence with an adapter of its own feeds its newest token with that one, so its first draft is right as well.
+    A row has one adapter at most: the noise has the draft's alone.
+    """
+
+    uses_draft_kv = False
+    shares_draft_kv = False
+    is_parallel = True
+
+    def __init__(self, target: Runner, adapter: Adapter, noise: range) -> None:
+        self._target, self._adapter, self._noise = target, adapter, noise
+
+    @torch.inference_mode()
+    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+        """All drafts of all sequences from one pass; draft i is drawn from row i of its sequence."""
+        chains = chains_of(sequences, k_each)
+        active = [chain for chain in chains if chain.k]
+        if not active:
+            return proposal_of(chains, ())
+        noise = self._draw_noise(active)
+        feeds = [feed for chain, ids in zip(active, noise, strict=True) for feed in self._feeds(chain, ids)]
+        logits = self._target.forward(feeds)
+        firsts = [0, *accumulate(chain.k for chain in active)]
+        for depth in range(max(chain.k for chain in active)):
+            deep = [(chain, first + depth) for chain, first in zip(active, firsts, strict=False) if chain.k > depth]
+            draw([chain for chain, _ in deep], logits[[row for _, row in deep]])
+        return proposal_of(chains, [Forward("draft", len(active), len(logits))])
+
+    def _feeds(self, chain: Chain, noise: list[int]) -> list[Feed]:
+        """The newest token, and the noise behind it: two parts of one text, as their adapters differ.
+
+        All rows of a layer are written before any attends, so the noise sees the newest token.
+        """
+        sequence, cursor = chain.sequence, chain.sequence.target
+        newest, own = len(sequence.tokens) - 1, sequence.adapter
+        assert cursor.kv_len == newest, "all but the newest token has been fed"
+        number = 0 if own is None else own.number
+        feeds = [Feed(sequence.tokens[newest:], newest, cursor.page_table, 1, cursor.table, adapter=number)]
+        if noise:
+            beyond = Feed(noise, newest + 1, cursor.page_table, len(noise), cursor.table, adapter=self._adapter.number)
+            feeds.append(beyond)
+        return feeds
+
+    def _draw_noise(self, chains: list[Chain]) -> list[list[int]]:
+        """K - 1 ids for each chain. They hang on seed and position alone: a request can be repeated anywhere."""
+        spans = [range(len(chain.sequence.tokens), len(chain.sequence.tokens) + chain.k - 1) for chain in chains]
+        # A seed is a uint64; torch takes its bits as an int64.
+        seeds = [(chain.sequence.seed + 2**63) % 2**64 - 2**63 for chain in chains]
+        places = [(seed, position) for seed, span in zip(seeds, spans, strict=True) for position in span]
+        if not places:
+            return [[] for _ in chains]
+        seed, position = torch.tensor(places).unbind(1)
+        size = len(self._noise)
+        drawn = (uniform(seed, position, Stream.FILLER) * size).long().clamp_(max=size - 1) + self._noise.start
+        ids = iter(drawn.tolist())
+        return [[next(ids) for _ in span] for span in spans]

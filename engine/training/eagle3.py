@@ -1,0 +1,210 @@
+"""An EAGLE-3 head with gradients (Li et al. 2025, arXiv 2503.01840), in the form 3.1 of its published folders.
+
+The head is fed (hidden states of position t at three places of the target, token t + 1) and predicts token t + 2. From
+there it goes on with features of its own. Training simulates that ("training-time test"): `unroll` makes several drafts
+from every position at once. As in form 3.1 each of the three hidden states is normalised before they are joined, and
+what is fed back is normalised: otherwise its size drifts with depth.
+
+Parameters are named as in the published checkpoints, so that `state_dict` is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+NUM_PLACES = 3
+KV = tuple[Tensor, Tensor]  # keys and values `[batch, heads, length, head_dim]`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Shape:
+    """Sizes of a head. Its hidden size is the target's, whose embedding it shares."""
+
+    hidden: int
+    intermediate: int
+    vocab: int  # of the target
+    draft_vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    eps: float = 1e-6
+
+    @classmethod
+    def fitting(cls, hidden: int, vocab: int, draft_vocab: int, intermediate: int) -> Eagle3Shape:
+        """Attention as usual for this hidden size: heads of 64 where it allows that, up to four to a pair of K/V."""
+        head_dim = next(size for size in (64, 32, 16, 8, 4, 2) if hidden % size == 0 and hidden // size > 1)
+        heads = hidden // head_dim
+        shared = next(n for n in (4, 2, 1) if (heads % n == 0 and heads // n > 1) or n == 1)
+        return cls(
+            hidden=hidden,
+            intermediate=intermediate,
+            vocab=vocab,
+            draft_vocab=draft_vocab,
+            heads=heads,
+            kv_heads=heads // shared,
+            head_dim=head_dim,
+        )
+
+
+class RootMeanSquare(nn.Module):
+    """x / rms(x), times a weight (Zhang and Sennrich 2019, arXiv 1910.07467), in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return F.rms_norm(x.float(), list(x.shape[-1:]), self.weight, self.eps)
+
+
+class TrainedAttention(nn.Module):
+    """Attention whose query of draft j, made from position t, sees the true positions up to t and its own chain."""
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(2 * shape.hidden, wide, bias=False)
+        self.k_proj = nn.Linear(2 * shape.hidden, narrow, bias=False)
+        self.v_proj = nn.Linear(2 * shape.hidden, narrow, bias=False)
+        self.o_proj = nn.Linear(wide, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor, past: list[KV]) -> tuple[Tensor, KV]:
+        """Map `[batch, length, 2 * hidden]` of draft `len(past)` to `[batch, length, hidden]`, and its own K/V."""
+        batch, length, _ = x.shape
+        cos, sin = self._angles(length, len(past), x.device)
+        q, k, v = (self._split(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        groups = self.shape.heads // self.shape.kv_heads
+        q, own = (
+            _rotated(q, cos, sin),
+            (_rotated(k, cos, sin).repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)),
+        )
+        chain = [*past, own]
+        if len(chain) == 1:
+            made = F.scaled_dot_product_attention(q, *own, is_causal=True)
+        else:
+            made = _attend(q * self.shape.head_dim**-0.5, chain[0], chain[1:])
+        out: Tensor = self.o_proj(made.transpose(1, 2).reshape(batch, length, -1))
+        return out, own
+
+    def _split(self, x: Tensor) -> Tensor:
+        parts: Tensor = x.unflatten(-1, (-1, self.shape.head_dim))
+        return parts.transpose(1, 2)
+
+    def _angles(self, length: int, first: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        half = torch.arange(0, self.shape.head_dim, 2, device=device) / self.shape.head_dim
+        positions = torch.arange(first, first + length, device=device)
+        angles = torch.outer(positions.float(), self.shape.rope_theta**-half).repeat(1, 2)
+        return angles.cos(), angles.sin()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (Su et al. 2021, arXiv 2104.09864), halves as Llama pairs them."""
+    first, second = x.chunk(2, -1)
+    return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+def _attend(q: Tensor, true: KV, own: list[KV]) -> Tensor:
+    """Softmax over the true positions up to the query's and the keys of its own chain, one of each draft."""
+    length = q.shape[2]
+    later = torch.full((length, length), float("-inf"), device=q.device).triu(1)
+    scores = [(q @ true[0].transpose(-1, -2)).float() + later]
+    scores += [(q * k).sum(-1, keepdim=True).float() for k, _ in own]
+    weights = torch.cat(scores, -1).softmax(-1).to(true[1].dtype)
+    made = weights[..., :length] @ true[1]
+    for i, (_, v) in enumerate(own):
+        made = made + weights[..., length + i, None] * v
+    return made
+
+
+class TrainedFeedForward(nn.Module):
+    """down(SiLU(gate(x)) * up(x))."""
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., hidden]` to the same shape."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class TrainedLayer(nn.Module):
+    """The head's one layer; attention reads the embedding beside the feature, both normalised."""
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__()
+        self.hidden_norm = RootMeanSquare(shape.hidden, shape.eps)
+        self.input_layernorm = RootMeanSquare(shape.hidden, shape.eps)
+        self.post_attention_layernorm = RootMeanSquare(shape.hidden, shape.eps)
+        self.self_attn, self.mlp = TrainedAttention(shape), TrainedFeedForward(shape)
+
+    def forward(self, embedded: Tensor, feature: Tensor, past: list[KV]) -> tuple[Tensor, KV]:
+        """Features `[batch, length, hidden]` to the next ones, and the K/V of this draft."""
+        attended, own = self.self_attn(torch.cat([self.input_layernorm(embedded), self.hidden_norm(feature)], -1), past)
+        x = feature + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), own
+
+
+class TrainedEagle3(nn.Module):
+    """The whole head but for the embedding, which is the target's."""
+
+    def __init__(self, shape: Eagle3Shape, kept: Tensor, output: Tensor) -> None:
+        """Make a head that drafts the tokens `kept`, ascending ids; its output begins with rows of the target's."""
+        super().__init__()
+        self.shape = shape
+        self.fc_norm = nn.ModuleList(RootMeanSquare(shape.hidden, shape.eps) for _ in range(NUM_PLACES))
+        self.fc = nn.Linear(NUM_PLACES * shape.hidden, shape.hidden, bias=False)
+        self.midlayer = TrainedLayer(shape)
+        self.norm = RootMeanSquare(shape.hidden, shape.eps)
+        self.lm_head = nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
+        self.d2t: Tensor
+        self.t2d: Tensor
+        self.register_buffer("d2t", kept - torch.arange(len(kept)))
+        self.register_buffer("t2d", torch.zeros(shape.vocab, dtype=torch.bool).index_fill(0, kept, value=True))
+        self._begin(output[kept])
+
+    def _begin(self, output: Tensor) -> None:
+        """Random matrices; the layer begins as the identity, and the output matrix as the target's."""
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.5 * parameter.shape[1] ** -0.5)
+        nn.init.zeros_(self.midlayer.self_attn.o_proj.weight)
+        nn.init.zeros_(self.midlayer.mlp.down_proj.weight)
+        with torch.no_grad():
+            self.lm_head.weight.copy_(output)
+
+    @property
+    def kept(self) -> Tensor:
+        """Ids of the tokens that it can draft, int64 `[draft_vocab]`."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def unroll(self, hidden: Tensor, embedded: Tensor, drafts: int) -> Iterator[Tensor]:
+        """Yield the logits of draft j in turn, `[batch, length - j, draft_vocab]`; row t is of token t + 2 + j.
+
+        Args:
+            hidden: the target's hidden states of positions t, `[batch, length, 3 * hidden]`.
+            embedded: the embedding of the token after each, `[batch, length, hidden]`.
+            drafts: how many.
+        """
+        joined = [norm(part) for norm, part in zip(self.fc_norm, hidden.chunk(NUM_PLACES, -1), strict=True)]
+        feature, past = self.fc(torch.cat(joined, -1)), list[KV]()
+        for j in range(drafts):
+            length = hidden.shape[1] - j  # the last chains have no true token to go on with
+            if length < 1:
+                return
+            past = [(k[:, :, :length], v[:, :, :length]) for k, v in past]
+            made, own = self.midlayer(embedded[:, j:], feature[:, :length], past)
+            feature = self.norm(made)
+            past.append(own)
+            yield self.lm_head(feature)

@@ -1,0 +1,179 @@
+"""Training of a head on texts with the target's hidden states: batches, loss, optimisers, and a state to go on from.
+
+The data of a step depends only on the step and the seed, so a run that was stopped ends with the same bytes as one that
+was not, on one machine and with one number of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.training.acceptance import HeldOutAcceptance, measure_acceptance
+from engine.training.eagle3 import NUM_PLACES, TrainedEagle3
+from engine.training.law import LogitLaw
+from engine.training.recipe import Schedule
+from engine.training.store import RunFolder, WrittenText
+
+STATE = "state"
+SAVE_EVERY = 200  # steps
+
+
+@dataclass(frozen=True, slots=True)
+class TargetParts:
+    """What training needs of the target: two matrices in bfloat16, `[vocab, hidden]` each, and how it makes logits."""
+
+    embedding: Tensor
+    output: Tensor
+    law: LogitLaw
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """What a step tells: losses in nats, one for each draft in a row, and sometimes the held-out acceptance."""
+
+    step: int
+    losses: tuple[float, ...]
+    acceptance: HeldOutAcceptance | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """A batch of pieces of texts, each padded at its end.
+
+    Attributes:
+        tokens: int64 `[batch, length + 1]`.
+        rows: bfloat16 `[batch, length, (places + 1) * hidden]`.
+        is_true: bool `[batch, length]`, False where a row is padding.
+    """
+
+    tokens: Tensor
+    rows: Tensor
+    is_true: Tensor
+
+
+def windows(texts: Seq[WrittenText], schedule: Schedule, first: int) -> Iterator[tuple[int, Windows]]:
+    """Batches of the steps from `first` on: of texts as often as they are long, a random piece of each."""
+    lengths = np.array([len(text.rows) for text in texts])
+    weights = lengths / lengths.sum()
+    for step in range(first, schedule.steps):
+        dice = np.random.default_rng((schedule.seed, step))
+        chosen = dice.choice(len(texts), max(1, schedule.batch_tokens // schedule.window), p=weights)
+        starts = [int(dice.integers(0, max(1, lengths[i] - schedule.window + 1))) for i in chosen]
+        yield step, _batch([texts[i] for i in chosen], starts, schedule.window)
+
+
+def _batch(texts: list[WrittenText], starts: list[int], window: int) -> Windows:
+    sizes = [min(window, len(text.rows) - start) for text, start in zip(texts, starts, strict=True)]
+    longest = max(sizes)
+    tokens = torch.zeros(len(texts), longest + 1, dtype=torch.long)
+    rows = torch.zeros(len(texts), longest, texts[0].rows.shape[1], dtype=torch.bfloat16)
+    is_true = torch.zeros(len(texts), longest, dtype=torch.bool)
+    for i, (text, start, size) in enumerate(zip(texts, starts, sizes, strict=True)):
+        tokens[i, : size + 1] = text.tokens[start : start + size + 1]
+        rows[i, :size] = text.rows[start : start + size]
+        is_true[i, :size] = True
+    return Windows(tokens, rows, is_true)
+
+
+class HeadTrainer:
+    """A head, its two optimisers, and a checkpoint of all three in the folder of the run."""
+
+    def __init__(
+        self, head: TrainedEagle3, parts: TargetParts, schedule: Schedule, folder: RunFolder, device: torch.device
+    ) -> None:
+        """Continue the run in `folder`, or begin it.
+
+        Raises:
+            ModelError: its state is not whole.
+        """
+        self.head, self.schedule, self._folder, self._device = head.to(device), schedule, folder, device
+        kept = self.head.kept
+        self._law = parts.law
+        self._embedding, self._output = parts.embedding.to(device), parts.output.to(device)[kept]
+        named = list(head.named_parameters())
+        matrices = [p for name, p in named if p.ndim == 2 and name != "lm_head.weight"]
+        others = [p for name, p in named if p.ndim != 2 or name == "lm_head.weight"]
+        self._optimisers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=schedule.matrix_lr, weight_decay=0.01, momentum=0.95),
+            torch.optim.AdamW(others, lr=schedule.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.step = 0
+        if folder.has(STATE):
+            self._load()
+
+    def run(self, texts: Seq[WrittenText], held_out: Seq[WrittenText], report: Callable[[TrainingStep], None]) -> None:
+        """Train to the last step; `report` is called after each, with the acceptance when a checkpoint is written."""
+        for step, batch in windows(texts, self.schedule, self.step):
+            losses = self._one_step(step, batch)
+            self.step = step + 1
+            is_kept = self.step % SAVE_EVERY == 0 or self.step == self.schedule.steps
+            if is_kept:
+                self._save()
+            report(TrainingStep(self.step, losses, self.acceptance(held_out) if is_kept else None))
+
+    def acceptance(self, held_out: Seq[WrittenText]) -> HeldOutAcceptance:
+        """How many of the head's drafts the target keeps in texts that it was not trained on."""
+        return measure_acceptance(self.head, held_out, self._embedding, self.schedule.unroll, self._device)
+
+    def losses(self, batch: Windows, unroll: int) -> list[Tensor]:
+        """KL(target || head) in nats, averaged over positions, of each of `unroll` drafts in a row.
+
+        Both laws are those of the tokens that the head can draft.
+        """
+        tokens, rows, is_true = (part.to(self._device) for part in (batch.tokens, batch.rows, batch.is_true))
+        width = self._embedding.shape[1]
+        hidden, features = rows.split([NUM_PLACES * width, width], -1)
+        with self._autocast():
+            with torch.no_grad():
+                law = self._law.logits(features, self._output).log_softmax(-1)
+                embedded = self._embedding[tokens[:, 1:]]
+            found = []
+            for j, logits in enumerate(self.head.unroll(hidden, embedded, unroll), start=1):
+                wanted, known = law[:, j:], is_true[:, j:]
+                got = logits[:, : wanted.shape[1]].float().log_softmax(-1)
+                away = F.kl_div(got, wanted, reduction="none", log_target=True).sum(-1)
+                found.append((away * known).sum() / known.sum().clamp(min=1))
+        return found
+
+    def _one_step(self, step: int, batch: Windows) -> tuple[float, ...]:
+        losses = self.losses(batch, self.schedule.unroll_at(step))
+        torch.stack([self.schedule.decay**j * loss for j, loss in enumerate(losses)]).sum().backward()
+        torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+        rates = (self.schedule.matrix_lr, self.schedule.other_lr)
+        for optimiser, rate in zip(self._optimisers, rates, strict=True):
+            optimiser.param_groups[0]["lr"] = rate * self.schedule.rate_at(step)
+            optimiser.step()
+            optimiser.zero_grad()
+        return tuple(loss.item() for loss in losses)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        return torch.autocast(self._device.type, torch.bfloat16)
+
+    def _save(self) -> None:
+        tensors = {f"head.{name}": tensor for name, tensor in self.head.state_dict().items()}
+        for i, optimiser in enumerate(self._optimisers):
+            for j, parameter in enumerate(optimiser.param_groups[0]["params"]):
+                tensors |= {f"{i}.{j}.{key}": torch.as_tensor(v) for key, v in optimiser.state[parameter].items()}
+        self._folder.save(STATE, tensors, {"step": json.dumps(self.step)})
+
+    def _load(self) -> None:
+        tensors, notes = self._folder.load(STATE)
+        self.head.load_state_dict({key[5:]: value for key, value in tensors.items() if key.startswith("head.")})
+        for i, optimiser in enumerate(self._optimisers):
+            for j, parameter in enumerate(optimiser.param_groups[0]["params"]):
+                mark = f"{i}.{j}."
+                own = {key.removeprefix(mark): value for key, value in tensors.items() if key.startswith(mark)}
+                # A count of steps stays on the host, as the optimiser made it.
+                optimiser.state[parameter] = {
+                    k: v.clone() if k == "step" else v.clone().to(self._device) for k, v in own.items()
+                }
+        self.step = json.loads(notes["step"])

@@ -1,0 +1,73 @@
+"""Keeps what the target computes while it writes: a proposer that drafts nothing and watches every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.model.tap import FINAL, Tap
+from engine.proposers.base import Passed, Proposal
+from engine.types import Sequence
+
+RECORDER = "recorder"  # its name among proposers
+
+
+class RowRecorder:
+    """Rows of hidden states by request: bfloat16 `[positions, (places + 1) * hidden]`, the last part after `FINAL`.
+
+    The engine goes on without an observer that fails, so `take` checks that every position was seen.
+    """
+
+    uses_draft_kv = False
+    shares_draft_kv = False
+
+    def __init__(self, tap: Tap, places: Seq[int]) -> None:
+        self._tap, self._places = tap, (*places, FINAL)
+        self._most: dict[str, int] = {}  # positions of each request that is recorded
+        self._rows: dict[str, Tensor] = {}
+        self._seen: dict[str, int] = {}
+
+    def expect(self, request_id: str, positions: int) -> None:
+        """Keep the rows of this request, which feeds at most so many tokens."""
+        self._most[request_id], self._seen[request_id] = positions, 0
+
+    def observe(self, passed: Seq[Passed]) -> None:
+        """Copy what was just fed; a sequence that is fed again after a preemption overwrites its rows."""
+        hidden = self._tap.read(self._places)
+        assert hidden is not None, "the target has not run"
+        hidden = hidden.to("cpu", torch.bfloat16)
+        for p in passed:
+            name = p.sequence.request_id
+            if name in self._most:
+                self._keep(name, p.feed.start, hidden[p.rows_from(p.feed.start)])
+
+    def _keep(self, name: str, start: int, rows: Tensor) -> None:
+        if name not in self._rows:
+            self._rows[name] = torch.empty(self._most[name], rows.shape[1], dtype=torch.bfloat16)
+        if start > self._seen[name]:  # what came before was not seen: `take` tells
+            return
+        self._rows[name][start : start + len(rows)] = rows
+        self._seen[name] = start + len(rows)
+
+    def take(self, request_id: str, positions: int) -> Tensor:
+        """The rows of the first `positions` positions, which are then forgotten.
+
+        Raises:
+            ModelError: the target's passes did not show all of them.
+        """
+        del self._most[request_id]
+        rows, seen = self._rows.pop(request_id, torch.empty(0)), self._seen.pop(request_id)
+        if seen < positions:
+            raise ModelError(
+                f"the target's hidden states were seen at {seen} of {positions} positions of a text: no head can read "
+                "it (a model that runs one sequence at a time, for instance)"
+            )
+        return rows[:positions].clone()
+
+    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+        """No drafts for anyone."""
+        del k_each
+        return Proposal.certain([()] * len(sequences))

@@ -1,0 +1,173 @@
+"""A whole run: the target writes, the head learns, the folder can be served. Each part goes on where it was stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.machine.threads import cores
+from engine.model.checkpoint import positions, read_config
+from engine.startup.build import pick_device
+from engine.training.eagle3 import Eagle3Shape, TrainedEagle3
+from engine.training.export import config_of, export_head
+from engine.training.law import LogitLaw
+from engine.training.loop import HeadTrainer, TargetParts, TrainingStep
+from engine.training.recipe import HeadShape, Schedule, TextPlan
+from engine.training.store import RunFolder, WrittenText
+from engine.training.text import Tokens, Writer, continued, held_out, own_prompts
+
+log = logging.getLogger(__name__)
+
+PARTS, HELD_OUT = "target", "held-out"
+_LARGEST_VOCAB = 32000  # tokens that a head drafts where nothing else is asked for, as the published ones do
+_FEWEST = 4  # windows of text that a run needs
+
+
+class RunObserver(Protocol):
+    """Hears how far a run is."""
+
+    def wrote(self, done: int, total: int, tokens: int) -> None:
+        """So many texts of all are written, with so many tokens since the run began."""
+        ...
+
+    def trained(self, report: TrainingStep) -> None:
+        """A step is done."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to be made of which target.
+
+    Attributes:
+        engine: how the target is loaded and run while it writes.
+        prompts: what it continues; if empty it writes its own prompts from `opening` on.
+        held_out: prompts that are not trained on; if empty a part of the others.
+        opening: tokens that its own prompts begin with.
+        as_prompt: makes a prompt of what it wrote from `opening` on, or nothing; None: a prompt is opening and text.
+    """
+
+    engine: EngineConfig
+    out: Path
+    prompts: Seq[Tokens] = ()
+    held_out: Seq[Tokens] = ()
+    opening: Tokens = ()
+    as_prompt: Callable[[Tokens], Tokens | None] | None = None
+    text: TextPlan = field(default_factory=TextPlan)
+    shape: HeadShape = field(default_factory=HeadShape)
+    schedule: Schedule = field(default_factory=Schedule)
+
+    def settings(self) -> dict[str, Any]:
+        """All that the result depends on, as a run's folder keeps it."""
+        given = json.dumps([self.prompts, self.held_out, self.opening])
+        loaded = {name: getattr(self.engine, name) for name in ("target", "revision", "dtype", "weights", "threads")}
+        made = {"text": asdict(self.text), "shape": asdict(self.shape), "schedule": asdict(self.schedule)}
+        return loaded | made | {"prompts": hashlib.sha256(given.encode()).hexdigest()[:16]}
+
+
+def train_draft(order: Order, told: RunObserver) -> HeadTrainer:
+    """Make an EAGLE-3 head and write it into `order.out`; a run that was stopped there goes on.
+
+    Raises:
+        ModelError: the target cannot be served or read, there is too little text, or the folder holds something else.
+    """
+    folder = RunFolder(order.out, order.settings())
+    names = _write(order, folder, told)
+    torch.set_num_threads(order.engine.threads or cores())
+    texts = [text for name in names for text in folder.load_texts(name)]
+    found = sum(len(text.rows) for text in texts)
+    needed = _FEWEST * order.schedule.window
+    if found < needed:
+        raise ModelError(f"the target wrote {found} tokens; training needs at least {needed}: ask for more texts")
+    parts, notes = folder.load(PARTS)
+    law = LogitLaw(**json.loads(notes["law"]))
+    trainer = _trainer(order, folder, texts, TargetParts(parts["embedding"], parts["output"], law))
+    trainer.run(texts, list(folder.load_texts(HELD_OUT)), told.trained)
+    limit = positions(read_config(order.engine.target, order.engine.revision)).limit
+    export_head(trainer.head, config_of(trainer.head.shape, json.loads(notes["places"]), limit), order.out)
+    return trainer
+
+
+def _write(order: Order, folder: RunFolder, told: RunObserver) -> list[str]:
+    """Let the target write what is not there yet; the names of all files of texts."""
+    plan = order.text
+    names = [f"{number:05}" for number in range(-(-plan.texts // plan.together))]
+    missing = [number for number, name in enumerate(names) if not folder.has_texts(name)]
+    if not missing and folder.has_texts(HELD_OUT) and folder.has(PARTS):
+        return names
+    writer = Writer(order.engine)
+    if not folder.has(PARTS):
+        law = LogitLaw.of(writer.model.config)
+        writer.check_law(law, order.prompts[0] if order.prompts else order.opening)
+        parts = {"embedding": writer.embedding(), "output": writer.output_matrix()}
+        folder.save(PARTS, parts, {"places": json.dumps(writer.places), "law": json.dumps(law.as_dict())})
+    prompts, apart = _split(order)
+    if not folder.has_texts(HELD_OUT):
+        own = apart or own_prompts(writer, order.opening, plan, -1, as_prompt=order.as_prompt)[: plan.held_out]
+        folder.save_texts(HELD_OUT, held_out(writer, [prompt[-plan.prompt_tokens :] for prompt in own], plan))
+    tokens = 0
+    for number in missing:
+        texts = list(_texts(order, writer, prompts, number))
+        if not texts:
+            raise ModelError("the target ends its texts at once: give it other prompts")
+        folder.save_texts(names[number], texts)
+        tokens += sum(len(text.tokens) for text in texts)
+        told.wrote(min(plan.texts, (number + 1) * plan.together), plan.texts, tokens)
+    return names
+
+
+def _texts(order: Order, writer: Writer, prompts: Seq[Tokens], number: int) -> Iterator[WrittenText]:
+    """The texts of file `number`."""
+    plan = order.text
+    if not prompts:
+        own = own_prompts(writer, order.opening, plan, number, as_prompt=order.as_prompt)
+        yield from continued(writer, own, plan, number)
+        return
+    first = number * plan.together
+    chosen = range(first, min(plan.texts, first + plan.together))
+    given = [prompts[i % len(prompts)][-plan.prompt_tokens :] for i in chosen]
+    again = chosen.start >= len(prompts)  # the same prompt once more would be continued greedily in the same way
+    yield from continued(writer, given, replace(plan, greedy=0.0) if again else plan, number)
+
+
+def _split(order: Order) -> tuple[Seq[Tokens], Seq[Tokens]]:
+    """Prompts to train on, and those that measure acceptance: the last tenth where none are given."""
+    if order.held_out or not order.prompts:
+        return order.prompts, order.held_out
+    apart = min(order.text.held_out, len(order.prompts) // 10)
+    if not apart:
+        raise ModelError(
+            f"there are {len(order.prompts)} prompts; at least 10 are needed, or held-out ones beside them"
+        )
+    return order.prompts[:-apart], order.prompts[-apart:]
+
+
+def _trainer(order: Order, folder: RunFolder, texts: Seq[WrittenText], parts: TargetParts) -> HeadTrainer:
+    vocab, hidden = parts.embedding.shape
+    if parts.output.shape[1] != hidden:
+        raise ModelError(
+            f"the target's embedding has {hidden} numbers, its features {parts.output.shape[1]}: no head fits"
+        )
+    kept = _kept(texts, vocab, min(vocab, order.shape.vocab or _LARGEST_VOCAB))
+    wide = getattr(read_config(order.engine.target, order.engine.revision).get_text_config(), "intermediate_size", None)
+    width = order.shape.intermediate or (wide if isinstance(wide, int) else 4 * hidden)
+    torch.manual_seed(order.schedule.seed)
+    head = TrainedEagle3(Eagle3Shape.fitting(hidden, vocab, len(kept), width), kept, parts.output)
+    return HeadTrainer(head, parts, order.schedule, folder, pick_device(order.engine.device))
+
+
+def _kept(texts: Seq[WrittenText], vocab: int, number: int) -> Tensor:
+    """The `number` tokens that the target writes most often, by ascending id."""
+    counts = torch.bincount(torch.cat([text.tokens[text.prompt :] for text in texts]), minlength=vocab)
+    return counts.argsort(descending=True, stable=True)[:number].sort().values

@@ -1,0 +1,117 @@
+"""The folder of a run: texts with the target's hidden states, the training state, and whose they are.
+
+A run writes nothing into a folder that holds anything else, and goes on only where a run with the same settings was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.errors import ModelError
+
+STATE = ".training"  # the folder of a run's own files, beside the head
+HELD_OUT = "held-out"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenText:
+    """One text of the target.
+
+    Attributes:
+        tokens: int64 `[n]`, the prompt first.
+        prompt: how many of them are the prompt's.
+        rows: bfloat16 `[n - 1, (places + 1) * hidden]`, the target's hidden states at all positions but the last.
+    """
+
+    tokens: Tensor
+    prompt: int
+    rows: Tensor
+
+
+class RunFolder:
+    """Files of one run below `out`."""
+
+    def __init__(self, out: Path, settings: dict[str, Any]) -> None:
+        """Open the folder, or make it.
+
+        Raises:
+            ModelError: it holds something else than a run with these settings.
+        """
+        self.out, self.folder = out, out / STATE
+        manifest = self.folder / "run.json"
+        if not manifest.exists():
+            if out.exists() and any(out.iterdir()):
+                raise ModelError(f"{str(out)!r} holds something else than a training run: choose a new folder")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _replace(manifest, json.dumps(settings, indent=1, sort_keys=True))
+        found = json.loads(manifest.read_text("utf-8"))
+        asked = json.loads(json.dumps(settings))
+        other = sorted(key for key in {*found, *asked} if found.get(key) != asked.get(key))
+        if other:
+            told = ", ".join(f"{key} {found.get(key)!r} and not {asked.get(key)!r}" for key in other[:4])
+            raise ModelError(f"{str(out)!r} holds a run with other settings: {told}; choose a new folder or remove it")
+
+    def has_texts(self, name: str) -> bool:
+        """Whether the texts of this name are there."""
+        return self._texts(name).exists()
+
+    def save_texts(self, name: str, texts: list[WrittenText]) -> None:
+        """Write texts as one file, whole or not at all."""
+        tensors = {
+            "tokens": torch.cat([text.tokens for text in texts]).int(),
+            "rows": torch.cat([text.rows for text in texts]),
+            "lengths": torch.tensor([len(text.tokens) for text in texts]),
+            "prompts": torch.tensor([text.prompt for text in texts]),
+        }
+        self.save(f"{name}.texts", tensors)
+
+    def load_texts(self, name: str) -> Iterator[WrittenText]:
+        """The texts of this name; their rows stay in the file until they are read."""
+        tensors, _ = self.load(f"{name}.texts")
+        lengths: list[int] = tensors["lengths"].tolist()
+        tokens = tensors["tokens"].long().split(lengths)
+        rows = tensors["rows"].split([length - 1 for length in lengths])
+        for text, prompt, hidden in zip(tokens, tensors["prompts"].tolist(), rows, strict=True):
+            yield WrittenText(text, prompt, hidden)
+
+    def has(self, name: str) -> bool:
+        """Whether the file of this name is there."""
+        return (self.folder / f"{name}.safetensors").exists()
+
+    def save(self, name: str, tensors: dict[str, Tensor], notes: dict[str, str] | None = None) -> None:
+        """Write a file of tensors, whole or not at all."""
+        path = self.folder / f"{name}.safetensors"
+        unfinished = path.with_suffix(".unfinished")
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, unfinished, notes or {})
+        unfinished.replace(path)
+
+    def load(self, name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors and notes of a file, mapped from it.
+
+        Raises:
+            ModelError: it is not whole.
+        """
+        path = self.folder / f"{name}.safetensors"
+        try:
+            with safe_open(path, framework="pt") as file:
+                return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        except Exception as error:
+            raise ModelError(f"cannot read {path}: {error}") from error
+
+    def _texts(self, name: str) -> Path:
+        return self.folder / f"{name}.texts.safetensors"
+
+
+def _replace(path: Path, text: str) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(text + "\n", "utf-8")
+    unfinished.replace(path)

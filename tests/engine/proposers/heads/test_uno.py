@@ -1,0 +1,384 @@
+"""The target as its own draft: against an independent reading of the paper, and with adapters that are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import GPT2Config, PreTrainedModel
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import InvalidRequest, ModelError
+from engine.kv.batch import Feed
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
+from engine.proposers.base import Proposal
+from engine.proposers.chain import Chain
+from engine.proposers.heads import uno, weights
+from engine.proposers.heads.load import load_heads
+from engine.proposers.heads.uno import UnoProposer, adapter_folder
+from engine.startup.build import assemble
+from engine.stats import Forward
+from engine.types import Adapter, Request
+from engine.types import Sequence as Output
+from tests import adapters, fakes, zoo
+
+GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)
+ATTENDING = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "llama-tied": ["q_proj", "v_proj", "lm_head"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "opt": ["q_proj", "v_proj", "fc1", "fc2"],
+    "qwen3": ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"],
+    "mistral": ["k_proj", "up_proj"],  # a window of 9
+    "gemma2": ["q_proj", "o_proj"],  # softcaps, a window in every other layer
+    "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "gpt-oss": ["q_proj", "v_proj"],  # sinks
+    "deepseek-v3": ["q_a_proj", "o_proj"],  # keys and values stay latent
+    "deepseek-v2": ["kv_b_proj"],  # they are expanded: the adapter changes what expands them
+    "gemma-4": ["q_proj", "o_proj"],  # the last layers read the keys and values of earlier ones
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------- the paper, without a cache and without us
+
+
+@torch.no_grad()
+def spoken(model: PreTrainedModel, text: list[int], noise: list[int], folder: Path, own: Path | None) -> Tensor:
+    """Logits `[1 + len(noise), vocab]` of the last token of `text` and of the noise behind it; plain transformers.
+
+    Rows of the text have the adapter `own`, if any, and rows of noise that of `folder`.
+    """
+    is_noise = torch.tensor([False] * len(text) + [True] * len(noise))
+    with gated(model, folder, is_noise), gated(model, own, ~is_noise):
+        logits: Tensor = model(torch.tensor([[*text, *noise]]), use_cache=False).logits[0]
+    return logits[len(text) - 1 :]
+
+
+@contextmanager
+def gated(model: PreTrainedModel, folder: Path | None, where: Tensor) -> Iterator[None]:
+    """Within it the rows `where` of the one text have the adapter in `folder`, W x + scale * B (A x)."""
+    if folder is None:
+        yield
+        return
+    config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    tensors, hooks = load_file(folder / "adapter_model.safetensors"), []
+    for key, a in tensors.items():
+        if key.endswith(".lora_A.weight"):
+            path = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            b = tensors[key.replace("lora_A", "lora_B")] * (config["lora_alpha"] / config["r"])
+            hooks.append(model.get_submodule(path).register_forward_hook(partial(_add, where, a, b)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _add(where: Tensor, a: Tensor, b: Tensor, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output + where[:, None] * (inputs[0] @ a.t() @ b.t())
+
+
+@dataclass
+class Watched:
+    """The proposer, with what it was asked, what it fed the target, and what it said."""
+
+    inner: UnoProposer
+    feeds: list[list[Feed]] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    asked: list[list[tuple[Output, list[int], int]]] = field(default_factory=list)
+    said: list[Proposal] = field(default_factory=list)
+    uses_draft_kv = shares_draft_kv = False
+
+    def __post_init__(self) -> None:
+        self.runner, self.inner._target = self.inner._target, self
+        self.vocab_size = self.runner.vocab_size
+
+    def forward(self, feeds: Sequence[Feed]) -> Tensor:
+        self.feeds.append(list(feeds))
+        self.logits.append(self.runner.forward(feeds))
+        return self.logits[-1]
+
+    def propose(self, sequences: Sequence[Output], k_each: Sequence[int]) -> Proposal:
+        self.asked.append([(s, list(s.tokens), k) for s, k in zip(sequences, k_each, strict=True)])
+        self.said.append(self.inner.propose(sequences, k_each))
+        return self.said[-1]
+
+
+def served(model: PreTrainedModel, folder: Path, prepare: Any = zoo.ours, **config: Any) -> tuple[Engine, Watched]:
+    watched: list[Watched] = []
+
+    def watch(inner: Any) -> Watched:
+        watched.append(Watched(inner))
+        return watched[0]
+
+    settings = EngineConfig(**{"target": "t", "uno": str(folder), "max_batch_size": 8, "page_size": 4} | config)
+    engine = assemble(settings, prepare(model), wrappers={"uno": watch})
+    return engine, watched[0]
+
+
+def drafting(prompts: list[list[int]], num_draft: int | None = None, **fields: Any) -> list[Request]:
+    """Requests with K of 1, 2, 3, ... unless it is given."""
+    return [
+        Request(
+            request_id=str(i),
+            token_ids=tuple(prompt),
+            sampling=fields.get("sampling", GREEDY),
+            adapter=fields.get("names", [None] * len(prompts))[i],
+            speculation=SpeculationParams(
+                proposer="uno", mode=SpeculationMode.FIXED, num_draft_tokens=i + 1 if num_draft is None else num_draft
+            ),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("prepare", [zoo.ours, lambda model: zoo.as_served(zoo.ours(model))], ids=["torch", "c"])
+@pytest.mark.parametrize("family", ATTENDING)
+def test_drafts_are_those_of_the_paper(tmp_path: Path, family: str, prepare: Any) -> None:
+    """Five requests in a batch, one with an adapter of its own; every logit of every pass that drafts."""
+    model, targets = zoo.reference(family), ATTENDING[family]
+    folder = adapters.write(tmp_path / "uno", model, 4, 4.0, targets)
+    other = adapters.write(tmp_path / "other", model, 3, 3.0, [t for t in targets if t != "kv_b_proj"] or ["o_proj"])
+    engine, watched = served(model, folder, prepare, adapter={"other": str(other)})
+    names = [None, "other", None, None, None]
+    outputs = fakes.run(engine, drafting(zoo.prompts(5), names=names))
+    assert watched.said
+    for asked, feeds, logits, said in zip(watched.asked, watched.feeds, watched.logits, watched.said, strict=True):
+        parts, first = iter(feeds), 0
+        for (sequence, text, k), tokens in zip(asked, said.tokens, strict=True):
+            newest = next(parts)
+            noise = next(parts) if k > 1 else None
+            own = None if sequence.adapter is None else other
+            want = spoken(model, text, [] if noise is None else list(noise.tokens), folder, own)
+            _same(logits[first : first + k], want)
+            assert tokens == tuple(want.argmax(-1).tolist()), "greedy"
+            assert (list(newest.tokens), newest.start) == (text[-1:], len(text) - 1)
+            assert noise is None or (noise.start, len(noise.tokens)) == (len(text), k - 1)
+            first += k
+        assert said.forwards == (Forward("draft", len(asked), first),)
+    firsts = [f.stats.accepted_per_position[0] / f.stats.rounds for f in outputs.finished.values()]
+    assert firsts == [1.0] * 5, "the first draft is the target's own next token"
+
+
+def _same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, atol=1e-3 * float(want.std()), rtol=1e-3)
+
+
+# --------------------------------------------------------------------------------------- adapters that are known
+
+
+TOKENS, POSITIONS, WIDTH = 40, 96, 144
+
+
+def counting() -> PreTrainedModel:
+    """A target whose next token is its newest one plus 1, whatever its position; 39 is followed by 0.
+
+    A hidden state is a token's axis and, behind these, a position's; only the token's axes are read.
+    """
+    config = GPT2Config(
+        vocab_size=TOKENS, n_embd=WIDTH, n_inner=WIDTH, n_layer=1, n_head=4, n_positions=POSITIONS,
+        bos_token_id=0, eos_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = zoo.with_large_weights(config)
+    with torch.no_grad():
+        block = model.transformer.h[0]
+        for matmul in (block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj):
+            matmul.weight.zero_()
+        block.mlp.c_fc.weight.copy_(torch.eye(WIDTH))
+        model.transformer.wte.weight.copy_(torch.eye(WIDTH)[:TOKENS])
+        model.transformer.wpe.weight.copy_(torch.eye(WIDTH)[TOKENS : TOKENS + POSITIONS])
+        model.lm_head.weight.zero_()
+        for token in range(TOKENS):
+            model.lm_head.weight[(token + 1) % TOKENS, token] = 1.0
+    return model
+
+
+def by_position(folder: Path, off_by: int = 0) -> Path:
+    """An adapter with which a row at position p says p + 1 + `off_by`, modulo the vocabulary, whatever its token.
+
+    In a text that counts from 0 on that is the token after p, where `off_by` is 0.
+    """
+    folder.mkdir()
+    a, b = torch.zeros(TOKENS, WIDTH), torch.zeros(WIDTH, TOKENS)
+    for position in range(POSITIONS):
+        a[(position + off_by) % TOKENS, TOKENS + position] = 1.0
+    b[range(TOKENS), range(TOKENS)] = 5.0
+    named = "base_model.model.transformer.h.0.mlp.c_proj"
+    save_file({f"{named}.lora_A.weight": a, f"{named}.lora_B.weight": b}, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": TOKENS, "lora_alpha": TOKENS, "target_modules": ["c_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config), "utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("num_draft", [1, 2, 5, 8])
+def test_every_draft_of_a_right_adapter_is_kept(tmp_path: Path, num_draft: int) -> None:
+    """Acceptance 1.0 at each position, so a round gives K + 1 tokens."""
+    engine, watched = served(counting(), by_position(tmp_path / "right"))
+    prompts = [list(range(1 + 7 * i)) for i in range(4)]
+    outputs = fakes.run(engine, drafting(prompts, num_draft, sampling=SamplingParams(max_tokens=28, ignore_eos=True)))
+    for prompt, (name, done) in zip(prompts, sorted(outputs.finished.items()), strict=True):
+        assert outputs.tokens[name] == [(len(prompt) + i) % TOKENS for i in range(28)]
+        assert done.stats.acceptance_rate == 1.0
+        assert done.stats.rounds <= -(-27 // (num_draft + 1)) + 1, "the last round may not have room for K"
+    assert any(len(set(f.tokens)) > 1 for feeds in watched.feeds for f in feeds if len(f.tokens) > 1) == (num_draft > 2)
+
+
+@pytest.mark.parametrize("num_draft", [2, 5, 8])
+def test_no_draft_of_a_wrong_adapter_is_kept_but_the_first(tmp_path: Path, num_draft: int) -> None:
+    """The first draft has no adapter: it is right by construction."""
+    engine, _ = served(counting(), by_position(tmp_path / "wrong", off_by=5))
+    prompts = [list(range(1 + 7 * i)) for i in range(4)]
+    outputs = fakes.run(engine, drafting(prompts, num_draft))
+    for prompt, (name, done) in zip(prompts, sorted(outputs.finished.items()), strict=True):
+        assert outputs.tokens[name] == [(len(prompt) + i) % TOKENS for i in range(GREEDY.max_tokens)]
+        assert done.stats.accepted == done.stats.rounds == done.stats.accepted_per_position[0]
+
+
+# -------------------------------------------------------------------------------------------------------- the noise
+
+
+def noise_of(*asked: tuple[int, int, int], ids: range = range(1, 97)) -> list[list[int]]:
+    """What stands behind sequences, each with its seed, length and K."""
+    proposer = UnoProposer(fakes.TableModel(fakes.hashed_law(97), 97, 64, 16), Adapter("uno", 1, ""), ids)
+    settings = SpeculationSettings(
+        mode=SpeculationMode.FIXED, num_draft_tokens=8, proposer="uno", verification=Verification.COUPLED
+    )
+    request = Request(request_id="r", token_ids=(3,))
+    chains = [Chain(Output(request, seed, settings, 128, frozenset(), [3] * length), k) for seed, length, k in asked]
+    return proposer._draw_noise(chains)
+
+
+def test_noise_hangs_on_seed_and_position_alone() -> None:
+    [long] = noise_of((7, 10, 9))
+    assert len(long) == 8
+    assert noise_of((7, 10, 4)) == [long[:3]], "not on K"
+    assert noise_of((7, 12, 7)) == [long[2:]], "on the position, not on where the noise begins"
+    assert noise_of((8, 10, 9)) != [long]
+    assert noise_of((1, 5, 3), (7, 10, 9), (2**64 - 1, 4, 1)) == [*noise_of((1, 5, 3)), long, []], "not on others"
+    assert noise_of((2**64 - 1, 10, 9)) != noise_of((0, 10, 9))
+
+
+def test_noise_is_uniform_over_its_ids() -> None:
+    drawn = [t for ids in noise_of(*((seed, 5, 9) for seed in range(300)), ids=range(3, 13)) for t in ids]
+    counts = torch.bincount(torch.tensor(drawn), minlength=13)
+    assert not counts[:3].any()
+    assert len(counts) == 13
+    expected = len(drawn) / 10
+    assert float(((counts[3:] - expected) ** 2 / expected).sum()) < 27.9, "chi-square of 9 degrees, one in a thousand"
+
+
+def test_noise_is_drawn_below_the_mask_token_of_the_config(tmp_path: Path) -> None:
+    model = zoo.reference("llama")
+    folder = adapters.write(tmp_path / "a", model, 2, 2.0, ["q_proj"])
+    for mask, largest in ((None, zoo.VOCAB - 1), (5, 4)):
+        target = zoo.ours(model)
+        target.config.mask_token_id = mask
+        engine, watched = served(model, folder, lambda _, target=target: target)
+        fakes.run(engine, drafting(zoo.prompts(6), 8))
+        seen = {t for feeds in watched.feeds for f in feeds if f.adapter for t in f.tokens}
+        assert seen <= set(range(1, largest + 1))
+        assert len(seen) > 3
+    for mask in (1, zoo.VOCAB + 1, "x"):
+        target.config.mask_token_id = mask
+        with pytest.raises(ModelError, match=f"mask_token_id of the target is {mask!r}; noise needs one of 2 to 97"):
+            uno.load_uno(str(folder), None, target)
+
+
+# ------------------------------------------------------------------------------------------------ files and refusals
+
+
+def test_the_adapter_may_lie_in_a_folder_of_the_checkpoint(tmp_path: Path) -> None:
+    written = adapters.write(tmp_path / "whole" / "adapter", zoo.reference("llama"), 2, 2.0, ["q_proj"])
+    assert adapter_folder(str(tmp_path / "whole"), None) == written == adapter_folder(str(written), None)
+
+
+def test_only_the_adapter_is_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a repository may hold the base model too, of many gigabytes."""
+    asked: list[Any] = []
+
+    def fetch(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, sorted(allow_patterns)))
+        return str(adapters.write(tmp_path / "adapter", zoo.reference("llama"), 2, 2.0, ["q_proj"]).parent)
+
+    monkeypatch.setattr(weights, "snapshot_download", fetch)
+    assert adapter_folder("someone/uno", "1234") == tmp_path / "adapter"
+    files = [f"{folder}adapter_{kind}" for folder in ("", "adapter/") for kind in ("config.json", "model.safetensors")]
+    assert asked == [("someone/uno", "1234", sorted(files))]
+
+
+def test_no_request_can_name_the_adapter(tmp_path: Path) -> None:
+    folder = adapters.write(tmp_path, zoo.reference("llama"), 2, 2.0, ["q_proj"])
+    engine, _ = served(zoo.reference("llama"), folder)
+    assert not engine.adapters
+    with pytest.raises(InvalidRequest, match=r"adapter is 'uno'; none is loaded"):
+        engine.check(Request(request_id="r", token_ids=(3,), adapter="uno"))
+
+
+def test_an_adapter_that_is_not_served_is_refused(tmp_path: Path) -> None:
+    model = zoo.reference("llama")
+    folder = adapters.write(tmp_path / "dora", model, 2, 2.0, ["q_proj"], use_dora=True)
+    with pytest.raises(ModelError, match="adapter 'uno': use_dora is True"):
+        served(model, folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"adapter 'uno': .*empty' has no readable adapter_config.json"):
+        served(model, tmp_path / "empty")
+
+
+@pytest.mark.parametrize("family", ["granite-4", "mamba", "lfm-2"])
+def test_targets_with_states_are_refused(tmp_path: Path, family: str) -> None:
+    target = zoo.ours(zoo.reference(family))
+    config = EngineConfig(target=family, uno=str(tmp_path))
+    with pytest.raises(ModelError, match=f"uno: layers of {type(target).__name__} keep a state"):
+        load_heads(config, target)
+
+
+def test_a_target_that_runs_one_sequence_at_a_time_is_refused(tmp_path: Path) -> None:
+    folder = adapters.write(tmp_path, zoo.reference("falcon"), 2, 2.0, ["query_key_value"])
+    with pytest.raises(ModelError, match="one sequence at a time it could be served, but not with uno"):
+        served(zoo.reference("falcon"), folder)
+
+
+def test_shards_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"uno is .*, and no process has the whole output matrix"):
+        EngineConfig(target="t", uno=str(tmp_path), tensor_parallel_size=2)
+
+
+def test_a_pass_that_fails_costs_drafts_alone(tmp_path: Path) -> None:
+    """Noise may have been written by then: the next pass of the target overwrites it."""
+    model = zoo.reference("llama")
+    folder = adapters.write(tmp_path, model, 4, 8.0, ATTENDING["llama"])
+    plain = assemble(EngineConfig(target="t", proposer="none"), zoo.ours(model))
+    want = fakes.run(plain, [replace(r, speculation=SpeculationParams()) for r in drafting(zoo.prompts(4))]).tokens
+    engine, watched = served(model, folder)
+    run = watched.runner.forward
+
+    def failing(feeds: Sequence[Feed]) -> Tensor:
+        made = run(feeds)
+        if len(watched.feeds) % 2:
+            raise RuntimeError("the pass failed")
+        return made
+
+    watched.runner = SimpleNamespace(forward=failing)
+    for request in drafting(zoo.prompts(4), 4):
+        engine.add(request)
+    outputs, failures, accepted = fakes.Outputs(), 0, 0
+    while engine.has_work:
+        step = engine.step()
+        outputs.take(step.events)
+        failures += step.stats.draft_failures
+        accepted += step.stats.accepted
+    assert outputs.tokens == want
+    assert failures > 1
+    assert accepted, "of the passes between"

@@ -1,0 +1,255 @@
+"""A run of `train_draft` on a tiny target: what it keeps, what it writes, and that stopping it changes nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.params import SamplingParams
+from engine.training import loop
+from engine.training.law import LogitLaw
+from engine.training.recipe import HeadShape, Schedule, TextPlan
+from engine.training.run import Order, train_draft
+from engine.training.store import RunFolder, WrittenText
+from engine.training.text import Writer, places_of
+from tests import zoo
+
+TEXT = TextPlan(texts=6, tokens=12, prompt_tokens=16, held_out=2, held_out_tokens=12, together=3)
+GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
+SCHEDULE = Schedule(steps=6, batch_tokens=32, window=8, unroll=3, warmup=2)
+
+
+class Interrupting:
+    """Keeps what it is told, and interrupts the run where it is asked to."""
+
+    def __init__(self, after_texts: int | None = None, after_step: int | None = None) -> None:
+        self.after_texts, self.after_step = after_texts, after_step
+        self.texts: list[int] = []
+        self.reports: list[loop.TrainingStep] = []
+
+    def wrote(self, done: int, total: int, tokens: int) -> None:
+        assert tokens > 0
+        assert total == TEXT.texts
+        self.texts.append(done)
+        if done == self.after_texts:
+            raise KeyboardInterrupt
+
+    def trained(self, report: loop.TrainingStep) -> None:
+        self.reports.append(report)
+        if report.step == self.after_step:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    zoo.reference("llama").to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def order(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
+    monkeypatch.setattr(loop, "SAVE_EVERY", 2)
+    engine = EngineConfig(target=str(target), threads=1, max_batch_size=4, kv_memory=0.01, warm_up_seconds=0)
+    shape = HeadShape(vocab=50)
+    return Order(engine=engine, out=tmp_path / "head", opening=(1,), text=TEXT, shape=shape, schedule=SCHEDULE)
+
+
+def made(order: Order) -> bytes:
+    return (order.out / "model.safetensors").read_bytes()
+
+
+def test_the_folder_is_in_the_published_layout(order: Order) -> None:
+    told = Interrupting()
+    train_draft(order, told)
+    assert told.texts == [3, 6]
+    assert [report.step for report in told.reports] == [1, 2, 3, 4, 5, 6]
+    assert [report.acceptance is not None for report in told.reports] == [False, True] * 3
+    config = json.loads((order.out / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]) == (32, zoo.VOCAB, 50)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 1]
+    assert (config["fc_norm"], config["norm_output"]) == (True, True)
+    shapes = {key: tuple(tensor.shape) for key, tensor in load_file(order.out / "model.safetensors").items()}
+    attention = {"q": (32, 64), "k": (32, 64), "v": (32, 64), "o": (32, 32)}
+    assert shapes == {
+        "fc.weight": (32, 96),
+        **{f"fc_norm.{i}.weight": (32,) for i in range(3)},
+        **{f"midlayer.self_attn.{name}_proj.weight": shape for name, shape in attention.items()},
+        **{f"midlayer.mlp.{name}_proj.weight": (48, 32) for name in ("gate", "up")},
+        "midlayer.mlp.down_proj.weight": (32, 48),
+        **{f"midlayer.{name}.weight": (32,) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")},
+        "norm.weight": (32,),
+        "lm_head.weight": (50, 32),
+        "d2t": (50,),
+        "t2d": (zoo.VOCAB,),
+    }
+
+
+def test_the_vocabulary_has_what_the_target_writes_most(order: Order) -> None:
+    train_draft(order, Interrupting())
+    tensors = load_file(order.out / "model.safetensors")
+    kept = (tensors["d2t"] + torch.arange(50)).tolist()
+    assert kept == sorted(set(kept)) == tensors["t2d"].nonzero().flatten().tolist()
+    folder = RunFolder(order.out, order.settings())
+    texts = [text for name in ("00000", "00001") for text in folder.load_texts(name)]
+    written = torch.cat([text.tokens[text.prompt :] for text in texts])
+    assert set(written.tolist()) <= set(kept), "fewer different tokens than it can draft were written"
+
+
+@pytest.mark.parametrize("stop", [Interrupting(after_texts=3), Interrupting(after_step=4), Interrupting(after_step=5)])
+def test_a_stopped_run_ends_with_the_same_bytes(order: Order, stop: Interrupting) -> None:
+    whole = replace(order, out=order.out.with_name("whole"))
+    train_draft(whole, Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        train_draft(order, stop)
+    rest = Interrupting()
+    train_draft(order, rest)
+    assert made(order) == made(whole)
+    assert rest.texts == ([6] if stop.after_texts else [])
+    assert rest.reports[0].step == (1 if stop.after_texts else 5), "it goes on from the last checkpoint"
+
+
+def test_another_seed_makes_another_head(order: Order) -> None:
+    other = replace(order, out=order.out.with_name("other"), schedule=replace(SCHEDULE, seed=1))
+    train_draft(order, Interrupting())
+    train_draft(other, Interrupting())
+    assert made(order) != made(other)
+
+
+def test_the_recorded_rows_are_the_targets_hidden_states(order: Order) -> None:
+    """Also where prompts are read in chunks, beside others that decode, and where sequences are preempted."""
+    config = order.engine.model_copy(update={"max_batch_tokens": 5, "kv_memory": 1.2e-5, "page_size": 4})
+    writer = Writer(config)
+    prompts = [(1, *range(3, 3 + n)) for n in (20, 7, 12, 1, 15)]
+    texts = writer.write(prompts, [GREEDY] * len(prompts))
+    model = zoo.reference("llama")
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert tuple(text.tokens[: text.prompt].tolist()) == prompt
+        with torch.no_grad():
+            states = model(text.tokens[None, :-1], output_hidden_states=True).hidden_states
+        # Those of transformers: before layers 0 and 1, and after the final norm.
+        expected = torch.cat([states[0], states[1], states[1], states[-1]], -1)[0]
+        torch.testing.assert_close(text.rows.float(), expected, rtol=0.02, atol=0.02)
+
+
+def test_laws_are_made_of_what_was_recorded(order: Order) -> None:
+    writer = Writer(order.engine)
+    model = zoo.reference("llama")
+    [text] = writer.write([(1, 5, 9, 4)], [GREEDY])
+    with torch.no_grad():
+        logits = model(text.tokens[None, :-1]).logits[0]
+    law = LogitLaw.of(model.config)
+    made = law.logits(text.rows[:, -32:].float(), writer.output_matrix().float())
+    assert float((made - logits).abs().max()) < 0.02 * float(logits.abs().max())
+    with pytest.raises(ModelError, match="makes its logits in a way that is not known"):
+        writer.check_law(replace(law, factor=0.2), (1, 5))
+    table = model.get_input_embeddings().weight
+    torch.testing.assert_close(writer.embedding().float(), table, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("family", "law"),
+    [
+        ("gemma2", LogitLaw(1.0, zoo.every_family()["gemma2"].final_logit_softcapping)),  # and a scaled embedding
+        ("granite-4", LogitLaw(1 / zoo.every_family()["granite-4"].logits_scaling)),  # and layers with a state
+        ("qwen-3-next", LogitLaw()),
+    ],
+)
+def test_every_family_is_learned_from(family: str, law: LogitLaw, order: Order, tmp_path: Path) -> None:
+    zoo.reference(family).to(torch.float32).save_pretrained(tmp_path / "target")
+    engine = order.engine.model_copy(update={"target": str(tmp_path / "target")})
+    told = Interrupting()
+    train_draft(replace(order, engine=engine), told)
+    assert LogitLaw.of(zoo.reference(family).config) == law
+    assert len(told.reports) == SCHEDULE.steps
+    assert made(order)
+
+
+def test_a_target_that_no_head_can_read_is_said(order: Order, tmp_path: Path) -> None:
+    """It runs one sequence at a time, and what it leaves behind is of the last one."""
+    zoo.reference("falcon").to(torch.float32).save_pretrained(tmp_path / "target")
+    engine = order.engine.model_copy(update={"target": str(tmp_path / "target")})
+    with pytest.raises(ModelError, match="no head can read it"):
+        train_draft(replace(order, engine=engine), Interrupting())
+
+
+def test_rounded_weights_are_learned_from_as_they_are_served(order: Order, tmp_path: Path) -> None:
+    rounded = replace(order, out=tmp_path / "rounded", engine=order.engine.model_copy(update={"weights": "int8"}))
+    train_draft(order, Interrupting())
+    train_draft(rounded, Interrupting())
+    rows = [next(RunFolder(each.out, each.settings()).load_texts("00000")).rows for each in (order, rounded)]
+    assert not torch.equal(rows[0][:1], rows[1][:1])
+
+
+def test_it_learns_the_targets_law(order: Order) -> None:
+    long = replace(order, schedule=replace(SCHEDULE, steps=60, batch_tokens=128))
+    told = Interrupting()
+    train_draft(long, told)
+    first, last = (sum(sum(r.losses) for r in told.reports[part]) for part in (slice(0, 5), slice(-5, None)))
+    assert last < 0.8 * first
+
+
+def test_it_writes_into_no_folder_of_something_else(order: Order) -> None:
+    order.out.mkdir()
+    (order.out / "model.safetensors").write_bytes(b"a head of somebody else")
+    with pytest.raises(ModelError, match="something else than a training run"):
+        train_draft(order, Interrupting())
+    assert [path.name for path in order.out.iterdir()] == ["model.safetensors"]
+
+
+def test_it_continues_no_run_of_other_settings(order: Order) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train_draft(order, Interrupting(after_texts=3))
+    with pytest.raises(ModelError, match=r"other settings: schedule .*'steps': 6.* and not .*'steps': 7"):
+        train_draft(replace(order, schedule=replace(SCHEDULE, steps=7)), Interrupting())
+    with pytest.raises(ModelError, match="other settings: prompts"):
+        train_draft(replace(order, opening=(3,)), Interrupting())
+
+
+def test_too_little_text_is_said(order: Order) -> None:
+    with pytest.raises(ModelError, match=r"wrote \d+ tokens; training needs at least 4000"):
+        train_draft(replace(order, schedule=replace(SCHEDULE, window=1000)), Interrupting())
+    few = [(1, 2, 3)] * 9
+    with pytest.raises(ModelError, match="there are 9 prompts; at least 10 are needed"):
+        train_draft(replace(order, out=order.out.with_name("few"), prompts=few), Interrupting())
+
+
+def test_given_prompts_are_continued_and_some_are_held_out(order: Order) -> None:
+    prompts = [(1, 3 + i, 4 + i) for i in range(20)]
+    given = replace(order, prompts=prompts, text=replace(TEXT, texts=30))
+    train_draft(given, OfManyTexts())
+    folder = RunFolder(given.out, given.settings())
+    apart = [starts(text) for text in folder.load_texts("held-out")]
+    trained = [starts(text) for number in range(10) for text in folder.load_texts(f"{number:05}")]
+    assert apart == prompts[-2:]
+    assert set(trained) <= set(prompts[:-2])
+    assert len(trained) >= 25
+
+
+class OfManyTexts:
+    """Is told of more texts than `Interrupting` expects."""
+
+    def wrote(self, done: int, total: int, tokens: int) -> None:
+        assert done <= total == 30
+
+    def trained(self, report: loop.TrainingStep) -> None:
+        assert all(loss == loss for loss in report.losses)
+
+
+def starts(text: WrittenText) -> tuple[int, ...]:
+    return tuple(text.tokens[: text.prompt].tolist())
+
+
+@pytest.mark.parametrize(
+    ("depth", "places"), [(1, (0, 0, 0)), (2, (0, 1, 1)), (4, (1, 2, 3)), (6, (2, 3, 3)), (32, (2, 16, 29))]
+)
+def test_places(depth: int, places: tuple[int, int, int]) -> None:
+    assert places_of(depth) == places

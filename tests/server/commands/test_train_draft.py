@@ -1,0 +1,157 @@
+"""`pilotfish train-draft`: what it asks of `engine.training`, how it reads prompts, and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.errors import ModelError
+from engine.text.codec import Codec
+from models import embedded_target
+from server import cli
+from server.commands import train_draft
+from server.commands.train_draft import TrainDraft
+from tests import zoo
+
+SMALL = [
+    "--texts",
+    "4",
+    "--tokens",
+    "100",
+    "--steps",
+    "3",
+    "--batch-tokens",
+    "320",
+    "--threads",
+    "1",
+    "--kv-memory",
+    "0.1",
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without a tokenizer, and so without a chat template."""
+    folder = tmp_path_factory.mktemp("target")
+    zoo.reference("llama").to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.training.run._FEWEST", 1)
+
+
+def command(*arguments: str | Path) -> TrainDraft:
+    return TrainDraft.of([str(argument) for argument in arguments])
+
+
+def test_a_head_for_a_model_without_a_tokenizer(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "head"
+    assert cli.main(["train-draft", str(target), "--out", str(out), *SMALL]) == 0
+    said = capsys.readouterr()
+    assert f"`pilotfish serve {target} --eagle {out}`" in said.out
+    assert "after 3 steps" in said.out
+    assert "held-out acceptance 0." in said.out
+    assert "step 3, loss" in said.err
+    assert load_file(out / "model.safetensors")["fc.weight"].shape == (32, 96)
+
+
+def test_a_stopped_run_goes_on(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train-draft", str(target), "--out", str(tmp_path / "head"), *SMALL]
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_draft.TrainingBars, "trained", stop)
+        assert cli.main(arguments) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert not (tmp_path / "head" / "model.safetensors").exists()
+    assert cli.main(arguments) == 0
+    assert cli.main([*arguments, "--seed", "1"]) == 2
+    assert "holds a run with other settings: schedule" in capsys.readouterr().err
+
+
+def test_a_target_that_cannot_be_served_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train-draft", str(tmp_path), "--out", str(tmp_path / "head")]) == 2
+    assert "pilotfish train-draft: " in capsys.readouterr().err
+
+
+def test_options_are_those_of_serve_and_some_more(tmp_path: Path) -> None:
+    asked = command(
+        tmp_path, "--out", tmp_path / "head", "--weights", "int8", "--vocab", "50", "--steps", "7", "--seed", "4"
+    )
+    assert (asked.config.weights, asked.shape.vocab, asked.schedule.steps) == ("int8", 50, 7)
+    assert (asked.schedule.seed, asked.text.seed) == (4, 4)
+    with pytest.raises(SystemExit):
+        command(tmp_path, "--out", tmp_path / "head", "--steps", "0")
+
+
+def test_other_drafts_stay_out(tmp_path: Path) -> None:
+    order = command("--out", tmp_path / "head", "--draft", "other", "--eagle", "another", "--mtp").order()
+    assert (order.engine.draft, order.engine.eagle, order.engine.mtp) == (None, None, False)
+    assert order.engine.target == str(embedded_target()), "as `serve` has it"
+
+
+def test_a_chat_model_writes_its_own_conversations(tmp_path: Path) -> None:
+    """From the beginning of a user's turn; what it says there is then asked, and the answer is learned from."""
+    order = command("--out", tmp_path / "head").order()
+    codec = Codec.load(embedded_target())
+    assert codec is not None
+    assert order.prompts == []
+    opening = codec.decode(order.opening, skip_special_tokens=False)
+    assert order.as_prompt is not None
+    asked = order.as_prompt(codec.encode(" say hello "))
+    assert asked is not None
+    text = codec.decode(asked, skip_special_tokens=False)
+    assert text.startswith(opening)
+    assert "say hello" in text
+    assert len(text) > len(opening) + len("say hello"), "the answer's turn is open"
+    assert order.as_prompt(codec.encode("  ")) is None
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    codec = Codec.load(embedded_target())
+    assert codec is not None
+    lines, records = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    lines.write_text("def f(x):\n\nimport os\n", "utf-8")
+    turn = {"messages": [{"role": "user", "content": "say hello"}]}
+    records.write_text("\n".join(map(json.dumps, ["a\nb", {"prompt": "c"}, turn])), "utf-8")
+    order = command("--out", tmp_path / "head", "--prompts", lines, "--held-out", records).order()
+    assert [codec.decode(prompt) for prompt in order.prompts] == ["def f(x):", "import os"]
+    assert [codec.decode(prompt) for prompt in order.held_out[:2]] == ["a\nb", "c"]
+    assert "say hello" in codec.decode(order.held_out[2])
+    assert (order.opening, order.as_prompt) == ((), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "has no prompts"),
+        ("{", "line 1: Expecting"),
+        ("3", 'line 1: expected a string, {"prompt": text}'),
+        ('{"messages": [{"role": "user"}]}', "line 1: a message has no 'content'"),
+    ],
+)
+def test_prompts_that_are_none_are_said(text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text, "utf-8")
+    with pytest.raises(ModelError) as refused:
+        command("--out", tmp_path / "head", "--prompts", file).order()
+    assert told in str(refused.value)
+
+
+def test_prompts_need_a_tokenizer(target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("hello\n", "utf-8")
+    with pytest.raises(ModelError, match="no tokenizer"):
+        command(target, "--out", tmp_path / "head", "--prompts", file).order()
