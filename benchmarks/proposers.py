@@ -30,7 +30,7 @@ from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embe
 
 PARTS: dict[str, dict[str, object]] = {
     "model": {"draft": str(embedded_draft())},
-    "auto": {"draft": str(embedded_draft())},
+    "auto": {"draft": str(embedded_draft()), "eagle": str(embedded_eagle())},
     "self": {"self_layers": 3},
     "medusa": {"medusa": str(embedded_medusa())},
     "eagle": {"eagle": str(embedded_eagle())},
