@@ -57,6 +57,9 @@ class _Budget:
         self.seconds = min(max(after, -_DEBT * plain) + SHARE * plain, max(_SAVED * plain, self.wanted))
 
 
+_Findings = tuple[tuple[str, ...] | int | tuple[int, Source], ...]
+
+
 class _Group(NamedTuple):
     """The sequences of one step that one proposer drafts for."""
 
@@ -73,6 +76,8 @@ class AdaptiveK:
         self.is_exploring = False  # whether the latest choice is an exploration
         self._drafting = defaultdict[str, CostModel](CostModel)  # by proposer
         self._traits = traits  # by proposer
+        # What was picked in the last few steps, by what had been found in the text of a sequence then.
+        self._picked: dict[tuple[Sequence, _Findings], str] = {}
         # Drafts that were found in the text, by sequence and proposer, and the length of the sequence then.
         self._found: dict[tuple[Sequence, str], tuple[int, Found]] = {}
         self._budget = _Budget()
@@ -153,8 +158,19 @@ class AdaptiveK:
         return Source.found(name, found.match)
 
     def _pick(self, sequences: list[Sequence], limits: list[int], load: BatchLoad) -> None:
-        """Let each sequence of `auto` draft with what is worth most; one that is explored goes on with that."""
+        """Let each sequence of `auto` draft with what is worth most; one that is explored goes on with that.
+
+        Working it out takes time, and what it hangs on changes slowly but for what is found: a pick holds for the same
+        findings until the next of every few steps.
+        """
         held = self._budget.held
+        if self._num_steps % _REST == 0:
+            self._picked.clear()
+        keys = [(s, self._findings(s, limit)) for s, limit in zip(sequences, limits, strict=True)]
+        if not any(s in held for s in sequences) and all(key in self._picked for key in keys):
+            for sequence, key in zip(sequences, keys, strict=True):
+                sequence.choice = self._picked[key]
+            return
         for sequence in [s for s in sequences if s in held]:
             self._go_on(sequence)
         names = list(dict.fromkeys(name for s in sequences for name in s.candidates))
@@ -164,8 +180,18 @@ class AdaptiveK:
         for sequence, best, worth in zip(sequences, picked.choice.tolist(), picked.worths.max(0).tolist(), strict=True):
             if worth > 0 or sequence not in held:
                 sequence.choice = names[best]
+        self._picked.update({key: names[best] for key, best in zip(keys, picked.choice.tolist(), strict=True)})
         if self._budget.seconds > 0 and not load.prompt_rows and self._num_steps % _REST == 0:
             self._try_others(names, sequences, bids, picked, reading)
+
+    def _findings(self, sequence: Sequence, limit: int) -> _Findings:
+        """How many drafts there may be of each proposer that looks them up, and of what source; and of the others."""
+        found = (name for name in sequence.candidates if self._of(name).find is not None)
+        return (
+            sequence.candidates,
+            limit,
+            *((self._most(sequence, name, limit), self._source(sequence, name)) for name in found),
+        )
 
     def _go_on(self, sequence: Sequence) -> None:
         """Count a step of a sequence that is explored. That a draft model reads the text is no exploration yet."""
@@ -356,6 +382,7 @@ class AdaptiveK:
         self.acceptance.forget(sequence)
         self.gain.forget(sequence)
         self._budget.held.pop(sequence, None)
+        self._picked = {key: name for key, name in self._picked.items() if key[0] is not sequence}
 
     # ------------------------------------------------------------------------------------- from one start to the next
 

@@ -1,7 +1,7 @@
 """Which of several proposers drafts for a sequence: the one whose drafts are worth most. Pure arithmetic, no clock.
 
-A draft is worth its chance of being kept, less what its seconds would bring if they were spent like the others: seconds
-times the rate of the step, in tokens per second. What maximises the sum of worths at the rate that it leads to also
+A draft is worth its chance of being kept, less the tokens that its seconds would bring elsewhere: seconds times the
+rate of the step, in tokens per second. What maximises the sum of worths at the rate that it leads to also
 maximises that rate (Dinkelbach 1967), so a few rounds of choosing and computing the rate anew find it.
 """
 
@@ -21,7 +21,7 @@ _ROUNDS = 4  # at most; nearly always the choice is settled after two
 
 
 def draft_seconds(prices: CostModel, traits: Traits, users: int, depth: int, context: float) -> Floats:
-    """Seconds of making draft 1, 2, ... `depth` of a sequence if `users` of them draft together and share passes."""
+    """Seconds of making draft 1, 2, ... `depth` of one sequence, `[depth]`, if `users` sequences share the passes."""
     seconds, (per_token, _) = np.zeros(depth), prices.context
     if traits.is_parallel:
         seconds += more_rows(prices, 1, users, depth)
@@ -43,7 +43,7 @@ class Bids:
     is_fixed: Bools  # [sequences]: as many drafts as the limit says, whatever they are worth
 
     def seconds(self, prices: Floats) -> Floats:
-        """Of all up to each draft, `[candidates, sequences, depth]`; `prices` `[candidates, depth]` of making each."""
+        """Of all drafts up to each, `[candidates, sequences, depth]`; `prices` `[candidates, depth]` of making each."""
         each = prices[:, None] + self.rows
         each[:, :, 0] += self.first
         return each.cumsum(2)
@@ -72,10 +72,10 @@ class Picked:
 
 
 def pick(bids: Bids, makers: Seq[tuple[CostModel, Traits]], context: float, tokens: float, seconds: float) -> Picked:
-    """Choose for each sequence; without drafts the step makes so many `tokens` in so many `seconds`.
+    """Choose a candidate for each sequence; without drafts the step makes `tokens` tokens in `seconds` seconds.
 
-    At first passes are priced as if all sequences shared them, then as those do that chose them. `makers`: of each
-    candidate; `context`: mean length of the sequences.
+    At first passes are priced as if all sequences shared them, then as those do that chose them. `makers`: cost
+    model and traits of each candidate; `context`: mean length of the sequences, in tokens.
     """
     candidates, sequences, depth = bids.kept.shape
     each, choice, users, rate = np.arange(sequences), np.full(sequences, -1), [sequences] * candidates, tokens / seconds

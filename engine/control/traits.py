@@ -9,15 +9,15 @@ from engine.types import Sequence
 
 
 class Found(NamedTuple):
-    """Drafts that were looked up, and how many tokens before them are those that came before the place found."""
+    """Drafts that were looked up in earlier text, and the length of the match that led to them, in tokens."""
 
     tokens: tuple[int, ...] = ()
     match: int = 0
 
 
 class Traits(NamedTuple):
-    """One proposer, to control."""
+    """What control knows of one proposer."""
 
     find: Callable[[Sequence, int], Found] | None = None  # the drafts that it has looked up; None: it makes them
-    num_unseen: Callable[[Sequence], int] | None = None  # tokens that it must read before it drafts; None: it need not
+    num_unseen: Callable[[Sequence], int] | None = None  # tokens that it must read before it drafts; None: none
     is_parallel: bool = False  # all its drafts come of one pass

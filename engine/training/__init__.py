@@ -1,4 +1,4 @@
-"""Makes an EAGLE-3 head for a target: what the target writes, what it saw while it wrote, a head, its training.
+"""Makes an EAGLE-3 head for a target: its texts, its hidden states while it wrote them, a head, and its training.
 
 Owns the text and features of a run, the head with its gradients, and the state that a run goes on from. It uses an
 engine as any caller does; nothing that serves imports it.

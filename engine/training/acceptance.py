@@ -14,14 +14,14 @@ from engine.training.store import WrittenText
 
 @dataclass(frozen=True, slots=True)
 class HeldOutAcceptance:
-    """Counts for each position of a chain of drafts."""
+    """How many drafts were made and how many were kept, at each position of a chain of drafts."""
 
     drafted: tuple[int, ...]
     kept: tuple[int, ...]
 
     @property
     def rate(self) -> float:
-        """The share of all drafts that are kept."""
+        """The acceptance rate: the share of all drafts that are kept."""
         return sum(self.kept) / max(1, sum(self.drafted))
 
     @property

@@ -1,4 +1,4 @@
-"""The target's distribution of the next token, from what was recorded behind its final norm."""
+"""The target's distribution of the next token, from its recorded features (hidden states after the final norm)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _CAP = "final_logit_softcapping"
 
 @dataclass(frozen=True, slots=True)
 class LogitLaw:
-    """How logits are made of the product of features and output matrix: times `factor`, then cap * tanh(x / cap)."""
+    """How logits follow from x, the product of features and output matrix: x * factor, then cap * tanh(x / cap)."""
 
     factor: float = 1.0
     cap: float | None = None
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> LogitLaw:
-        """As the fields of a target's config say. `Writer.check_law` sees whether that is all."""
+        """As the fields of a target's config say. `Writer.check_law` tests whether nothing else changes its logits."""
         text = config.get_text_config()
         factor = 1.0
         for name, multiplies in _FACTORS.items():

@@ -38,7 +38,7 @@ class TargetParts:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """What a step tells: losses in nats, one for each draft in a row, and sometimes the held-out acceptance."""
+    """The result of a step: losses in nats, one for each draft in a row; held-out acceptance where it was measured."""
 
     step: int
     losses: tuple[float, ...]
@@ -61,7 +61,7 @@ class Windows:
 
 
 def windows(texts: Seq[WrittenText], schedule: Schedule, first: int) -> Iterator[tuple[int, Windows]]:
-    """Batches of the steps from `first` on: of texts as often as they are long, a random piece of each."""
+    """The steps from `first` on and their batches: texts are drawn in proportion to their lengths, a piece of each."""
     lengths = np.array([len(text.rows) for text in texts])
     weights = lengths / lengths.sum()
     for step in range(first, schedule.steps):
@@ -127,7 +127,7 @@ class HeadTrainer:
     def losses(self, batch: Windows, unroll: int) -> list[Tensor]:
         """KL(target || head) in nats, averaged over positions, of each of `unroll` drafts in a row.
 
-        Both laws are those of the tokens that the head can draft.
+        Both distributions are over the tokens that the head can draft, and sum to 1 over these.
         """
         tokens, rows, is_true = (part.to(self._device) for part in (batch.tokens, batch.rows, batch.is_true))
         width = self._embedding.shape[1]

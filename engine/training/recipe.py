@@ -22,15 +22,15 @@ class TextPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """Sizes of a head that do not follow from the target; None: as `heads_shape` chooses them."""
+    """Sizes of a head that do not follow from the target; None: they are chosen when the texts are written (`run`)."""
 
-    vocab: int | None = None  # tokens that it can draft
-    intermediate: int | None = None  # width of its feed-forward layer
+    vocab: int | None = None  # tokens that it can draft; None: 32,000, or all where the target has fewer
+    intermediate: int | None = None  # width of its feed-forward layer; None: the target's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How it is trained. Warm up, hold, fall to zero over the last 60 % of the steps."""
+    """How a head is trained. The learning rates warm up, hold, and fall to zero over the last 60 % of the steps."""
 
     steps: int = 4000
     batch_tokens: int = 2048

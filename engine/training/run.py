@@ -35,10 +35,10 @@ _FEWEST = 4  # windows of text that a run needs
 
 
 class RunObserver(Protocol):
-    """Hears how far a run is."""
+    """Is told how far a run is."""
 
     def wrote(self, done: int, total: int, tokens: int) -> None:
-        """So many texts of all are written, with so many tokens since the run began."""
+        """`done` of `total` texts are written; `tokens` of them since this process began."""
         ...
 
     def trained(self, report: TrainingStep) -> None:
@@ -48,12 +48,13 @@ class RunObserver(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What is to be made of which target.
+    """What `train_draft` is asked for: a target, its prompts, the head's shape, the schedule, and a folder.
 
     Attributes:
         engine: how the target is loaded and run while it writes.
+        out: the folder of the run, in which the head is written.
         prompts: what it continues; if empty it writes its own prompts from `opening` on.
-        held_out: prompts that are not trained on; if empty a part of the others.
+        held_out: prompts that are not trained on; if empty the last tenth of `prompts`, or further prompts of its own.
         opening: tokens that its own prompts begin with.
         as_prompt: makes a prompt of what it wrote from `opening` on, or nothing; None: a prompt is opening and text.
     """
@@ -69,9 +70,10 @@ class Order:
     schedule: Schedule = field(default_factory=Schedule)
 
     def settings(self) -> dict[str, Any]:
-        """All that the result depends on, as a run's folder keeps it."""
+        """The settings that a run's folder keeps: a run goes on only where they are the same."""
         given = json.dumps([self.prompts, self.held_out, self.opening])
-        loaded = {name: getattr(self.engine, name) for name in ("target", "revision", "dtype", "weights", "threads")}
+        named = ("target", "revision", "device", "dtype", "weights", "kv_cache_dtype", "threads")
+        loaded = {name: getattr(self.engine, name) for name in named}
         made = {"text": asdict(self.text), "shape": asdict(self.shape), "schedule": asdict(self.schedule)}
         return loaded | made | {"prompts": hashlib.sha256(given.encode()).hexdigest()[:16]}
 

@@ -1,4 +1,4 @@
-"""The folder of a run: texts with the target's hidden states, the training state, and whose they are.
+"""The folder of a run: texts with the target's hidden states, the training state, and the settings of the run.
 
 A run writes nothing into a folder that holds anything else, and goes on only where a run with the same settings was.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 
-STATE = ".training"  # the folder of a run's own files, beside the head
+STATE = ".training"  # the folder of a run's own files, in that of the head
 HELD_OUT = "held-out"
 
 

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 Tokens = tuple[int, ...]
 SHORTEST = 8  # tokens of a text that is worth learning from
 _CHECKED = 8  # tokens whose log-probabilities are compared
-_FAR = 0.3  # nats; what is recorded is rounded to bfloat16
+_FAR = 0.3  # nats by which they may differ on average: what is recorded is rounded to bfloat16
 
 
 def places_of(depth: int) -> tuple[int, int, int]:
@@ -170,10 +170,10 @@ class Writer:
 def own_prompts(
     writer: Writer, opening: Tokens, plan: TextPlan, number: int, *, as_prompt: Callable[[Tokens], Tokens | None] | None
 ) -> list[Tokens]:
-    """Prompts that the target writes itself from `opening` on, drawn at temperature 1; those of file `number`.
+    """Prompts that the target writes itself from `opening` on, sampled at temperature 1; those of file `number`.
 
     `as_prompt` makes a prompt of what was written, for instance the opening of an answer to it; without it a prompt is
-    what was written with its opening. What ends at once is left out.
+    the opening and what was written. A text that ends at once makes no prompt.
     """
     length = plan.prompt_tokens // 4
     params = [_drawn(plan, (number, i, 1), length, temperature=1.0) for i in range(plan.together)]
@@ -186,7 +186,7 @@ def own_prompts(
 
 
 def continued(writer: Writer, prompts: Seq[Tokens], plan: TextPlan, number: int) -> list[WrittenText]:
-    """Continuations of the prompts of file `number`, greedy ones and drawn ones."""
+    """Continuations of the prompts of file `number`, greedy or sampled; texts shorter than `SHORTEST` are left out."""
     dice = random.Random(f"{plan.seed} {number}")  # noqa: S311 - a mixture of data, no secret
     sampling = [
         SamplingParams(max_tokens=plan.tokens)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine.training.text import Tokens
 
 _SMOOTH = 0.03  # weight of the newest loss in the mean that is shown
-# Of other drafts: the target writes alone.
+# Options that load a drafter. They are switched off, as `mtp` is: the target writes alone.
 _DRAFTERS = ("draft", "medusa", "eagle", "dflash", "uno")
 
 
@@ -42,7 +42,8 @@ class TrainDraftConfig(ServerConfig):
     --prompts FILE has what the target continues: a prompt per line, or as .jsonl a string, {"prompt": text} or
     {"messages": [...]} per line; without it the target writes its own prompts. --held-out FILE has prompts that
     measure acceptance. --texts and --tokens: how many texts of how many new tokens. --steps and --batch-tokens: how
-    long it learns. --vocab: how many tokens the head can draft. --seed.
+    long it learns. --vocab: how many tokens the head can draft. --seed: of texts
+    and training.
     """
 
     model_config = SettingsConfigDict(cli_prog_name="pilotfish train-draft")
@@ -50,7 +51,7 @@ class TrainDraftConfig(ServerConfig):
 
 @dataclass(frozen=True, slots=True)
 class TrainDraft:
-    """The parsed command: options of the engine, and those of the run."""
+    """The parsed command: the options of `pilotfish serve`, and those of the run."""
 
     config: TrainDraftConfig
     out: Path
@@ -114,7 +115,7 @@ class TrainDraft:
         )
 
     def run(self) -> str:
-        """Make the head, and return what to do with it.
+        """Make the head, and return a message: where it is, how good it is, and the command that serves it.
 
         Raises:
             ModelError: it cannot be made.
@@ -241,7 +242,7 @@ def _opening(target: str, revision: str | None, codec: Codec | None, chat: ChatT
 
 
 def _answered(codec: Codec, chat: ChatTemplate) -> Callable[[Tokens], Tokens | None]:
-    """Make of what a user's turn says the opening of the answer to it."""
+    """A function: tokens of a user's turn -> a prompt that the answer to it continues; None if the turn is empty."""
 
     def as_prompt(said: Tokens) -> Tokens | None:
         text = codec.decode(said).strip()

@@ -1,4 +1,4 @@
-"""What a head is: a small part that drafts from the target's hidden states, loaded for one target."""
+"""What a head is: what was trained for one target and drafts from its hidden states, or as an adapter of it (Uno)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Surroundings:
     arena: KVArena | None  # of the head's own K/V, if it asked for one
     attend: Attend
     prefill: PrefillBudget
-    adapter: Adapter | None = None  # of the target, if the head asked for one
+    adapter: Adapter | None = None  # the one of `Head.adapter`, loaded; None: the head named none
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """DFlash (Chen, Liang and Liu 2026, arXiv 2602.06036): a block of masks becomes all drafts of a sequence in one pass.
 
 The draft is a few Qwen3 layers. Their context is no text but the target's hidden states, fused to one feature for each
-position: every layer makes keys and values of it and nothing else. Behind the context stands the block: the newest
+position: every layer makes keys and values of it and nothing else. After the context stands the block: the newest
 token and a mask for each draft, at consecutive positions. Its rows see the context and all of the block, and the row
-of mask j says what draft j is. When fewer drafts are asked for than the block has masks, it is fed only as many, as in
+of mask j predicts draft j. When fewer drafts are asked for than the block has masks, it is fed only as many, as in
 the authors' code and in vLLM.
 """
 
@@ -75,10 +75,10 @@ class DFlashHead(nn.Module):
 
 
 def load_dflash(name: str, revision: str | None, target: PreTrainedModel) -> Head:
-    """A draft of a local folder or a hub id, in the authors' form or that of `speculators`, in the target's type.
+    """A draft of a local folder or a hub id, in the authors' form or that of `speculators`; its type is `_type_of`.
 
     Raises:
-        ModelError: it is no DFlash draft, or of a kind that is not served, or not of this target.
+        ModelError: it is no DFlash draft, is of a kind that is not served, or does not fit this target.
     """
     written, tensors = load_checkpoint(name, revision)
     config = read_dflash_config(name, written, target, tensors)
@@ -176,7 +176,7 @@ class DFlashRunner:
         return features[batch.logit_rows]
 
     def fill_in(self, feeds: Seq[Feed]) -> Tensor:
-        """Blocks, each of the newest token and masks, behind their context; the states of the masks, `[R, hidden]`."""
+        """Run blocks of the newest token and masks, each after its context; the outputs `[R, hidden]` of the masks."""
         batch = RaggedBatch.of(feeds, self.arena.page_size, self._device)
         causal = Ragged(batch, self.arena, self._attend)
         mutual = Ragged(batch, self.arena, partial(attend_mutually, self._attend))
@@ -207,7 +207,7 @@ class DFlashRunner:
 def attend_mutually(
     attend: Attend, query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec
 ) -> Tensor:
-    """As `attend`, but every row of a sequence sees all of it, those behind the row, too.
+    """As `attend`, but every row of a sequence sees all of it, also the rows after it.
 
     The last row sees all. So the rows of a sequence become further query heads of its last one: those that share a K/V
     head meet every key in one go, however many rows there are.

@@ -1,4 +1,4 @@
-"""The config of a DFlash draft, in the authors' form or that of `speculators`; what it asks for and we lack is refused.
+"""The config of a DFlash draft, in the authors' form or that of `speculators`; what we lack is refused.
 
 In the authors' form (`dflash_config`) the target's layer i is read after it, in `speculators` before it.
 """
@@ -46,7 +46,7 @@ class DFlashConfig:
     settings: Qwen3Config  # of its layers, which attend through us
     places: tuple[int, ...]  # of the target that it reads (`Tap`)
     block: int  # rows of a block: the newest token and a mask for each draft
-    mask: int  # the token that stands for one to be found
+    mask: int  # id of the mask token, which stands for a token to be drafted
     is_causal: tuple[bool, ...]  # by layer: whether a row of the block sees those before it alone
     draft_vocab: int  # tokens that it drafts
     softcap: float | None  # logits become tanh(logit / softcap) * softcap
@@ -58,7 +58,7 @@ def read_dflash_config(
     """Read the config of the draft `name`, whose `tensors` tell the size of its heads.
 
     Raises:
-        ModelError: it is that of another kind of draft, or asks for what is not served, or is not for this target.
+        ModelError: it is that of another kind of draft, asks for what is not served, or does not fit this target.
     """
     asked = _speculators_form(name, config) if "speculators_model_type" in config else _authors_form(name, config)
     settings = _settings(name, asked.layers, tensors)
@@ -69,7 +69,7 @@ def read_dflash_config(
     if asked.depth not in (None, depth):
         raise ModelError(f"{name!r} is for a target of num_target_layers {asked.depth}; this one has {depth} layers")
     if not all(0 <= place < depth for place in asked.places):
-        # After the last layer some implementations read before the final norm, and others behind it.
+        # After the last layer some implementations read before the final norm, and others after it.
         raise ModelError(f"{name!r} reads the target at {asked.said}; expected layers before the last of its {depth}")
     if not 0 <= asked.mask < vocab:
         raise ModelError(f"{name!r}: mask_token_id is {asked.mask}; the target has {vocab} tokens")

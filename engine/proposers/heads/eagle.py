@@ -1,4 +1,7 @@
-"""EAGLE-1 and 2 (Li et al. 2024, arXiv 2401.15077): one layer that makes the target's next feature."""
+"""EAGLE-1 (Li et al. 2024, arXiv 2401.15077): one layer that makes the target's next feature.
+
+EAGLE-2 (arXiv 2406.16858) has the same heads, and drafts trees with them, which we do not.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +66,10 @@ class EagleHead(nn.Module):
 
 
 def load_eagle(name: str, revision: str | None, target: PreTrainedModel) -> Head:
-    """A head of a local folder or a hub id, in the target's type and place; of EAGLE-3, if it is one.
+    """A head of a local folder or a hub id, on the target's device in the type of `type_of`; of EAGLE-3, if it is one.
 
     Raises:
-        ModelError: it is no EAGLE head, a variant that is not served, or not of this target.
+        ModelError: it is no EAGLE head, is of a variant that is not served, or does not fit this target.
     """
     config, tensors = load_checkpoint(name, revision)
     if is_eagle3(config, tensors):

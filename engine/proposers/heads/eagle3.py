@@ -49,7 +49,7 @@ _OF_LAYERS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
 )  # fmt: skip
-# Fields, of the config or of its `eagle_config`, that would change what is computed, and how they leave it.
+# Fields, of the config or of its `eagle_config`, that would change what is computed, and the values that do not.
 _UNCHANGED: Mapping[str, tuple[object, ...]] = {
     "quantization_config": (), "parallel_drafting": (False,), "mask_token_id": (), "ptd_token_id": (), "pard_token": (),
     "parallel_draft_step": (0, 1), "parallel_draft_heads_num_layers": (0,), "use_mtp_layernorm": (False,),
@@ -85,7 +85,7 @@ class Eagle3Options:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], name: str, depth: int) -> Eagle3Options:
-        """Those of a flat config; `depth`: layers of the target.
+        """The options of a flat config (`speculators.flattened`); `depth`: number of the target's layers.
 
         Raises:
             ModelError: a variant that is not served.
@@ -171,7 +171,7 @@ class Eagle3Layer(nn.Module):
     def forward(
         self, hidden: Tensor, embedded: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged, *, is_first: bool
     ) -> Tensor:
-        """`[T, hidden]` of both -> `[T, hidden]`."""
+        """Features and embeddings, `[T, hidden]` each, the latter for the first layer alone -> `[T, hidden]`."""
         normed = self.hidden_norm(hidden) if is_first else self.input_layernorm(hidden)
         residual = normed if is_first and self.norm_before_residual else hidden
         x = torch.cat([self.input_layernorm(embedded), normed], -1) if is_first else normed
@@ -225,10 +225,10 @@ class Eagle3Head(nn.Module):
 
 
 def load_eagle3(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: PreTrainedModel) -> Head:
-    """A head of a checkpoint that is read already, in the target's type and place.
+    """A head of a checkpoint that is read already, on the target's device in the type of `type_of`.
 
     Raises:
-        ModelError: a variant that is not served, or a head that is not of this target.
+        ModelError: it is of a variant that is not served, or does not fit this target.
     """
     flat = flattened(config, name, "eagle3")
     options = Eagle3Options.of(flat, name, shape_of(target.config, "num_hidden_layers"))

@@ -9,7 +9,7 @@ from torch import Tensor
 class Features:
     """A run of positions of one sequence: row i of `rows` belongs to position `first + i`.
 
-    Rows of drafts may be stale: the reader passes the number of the sequence's tokens.
+    Rows of drafts that were not kept are stale: the reader cuts them off or does not look at them.
     """
 
     def __init__(self) -> None:

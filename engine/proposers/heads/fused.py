@@ -2,7 +2,7 @@
 
 A head drafts one token per pass: in a small head the Python code between two matmuls takes longer than they do, and in
 any head reading the weights takes longer than multiplying them. So on a CPU a head is in bfloat16, as most are stored,
-whatever the target is in: a draft may be another one for that, but no output.
+whatever the target is in: that may change a draft, but never an output.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FusedLayers:
         return cls(layers, config, Rotary(rotary, weight.dtype), arena)
 
     def run(self, batch: RaggedBatch, hidden: Tensor, beside: Tensor | None = None) -> Tensor:
-        """Rows `[T, hidden]` of the pass, and what some layers read beside them; the last layer's, in place."""
+        """The last layer's output for `hidden`, which it overwrites, and second rows `beside`; `[T, hidden]` each."""
         where = native.args_of(batch, self._heads, self._kv_heads, self._head_dim)
         keys = self._arena.k[0]
         where.key_stride = where.value_stride = keys.stride(0)
@@ -166,12 +166,12 @@ class FusedProjection:
 
 
 def norm_in_c(norm: LlamaRMSNorm, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """A function of dense rows `[n, hidden]`, without what calling a module takes."""
+    """The norm as a function of dense rows `[n, hidden]`, without the overhead of calling a module."""
     ours, rows = RMSNorm(norm.weight, norm.variance_epsilon), rows_for(dtype, norm.weight.numel())
     assert rows is not None, "layers of this width do not run in C"
     return partial(rows.norm, weight=ours.scale.data, eps=ours.eps)
 
 
 def logits_in_c(matmul: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """A function of dense rows `[n, hidden]` -> float32 `[n, out]`."""
+    """The product as a function of dense rows `[n, hidden]` -> float32 `[n, out]`."""
     return partial(packed(matmul).multiply, step=None, dtype=torch.float32)

@@ -1,6 +1,6 @@
 """Multi-token prediction (DeepSeek-V3, section 2.2 of arXiv 2412.19437): the layer that a target was trained with.
 
-Fed the target's feature of position t behind its final norm, h, and token t + 1, the layer computes
+Fed h, the target's feature of position t after its final norm, and token t + 1, the layer computes
 
     x = W [norm(embedding of the token), norm(h)]      h' = norm(decoder layer(x))      logits = output matrix(h')
 
@@ -8,8 +8,9 @@ and h', the feature of t + 1, is fed back for the next draft. Embedding and outp
 the checkpoint has others. The decoder layer is of the target's own kind, so it is loaded and run as a transformers
 model of the target's class with one layer, over an arena of its own.
 
-DeepSeek's, GLM's and Qwen's layers read and feed back features behind the norm, as transformers and SGLang serve them;
-vLLM feeds DeepSeek's and GLM's back without it. Of several layers the first drafts all tokens; no other is loaded.
+DeepSeek's, GLM's and Qwen's layers read and feed back features after the norm, as transformers and SGLang serve them;
+vLLM feeds back those of DeepSeek's and GLM's layers without it. Of several layers the first drafts all tokens; no
+other is loaded.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class MTPParts(nn.Module):
 
 
 def load_mtp(name: str, revision: str | None, target: PreTrainedModel) -> Head:
-    """The first MTP layer of the checkpoint that `target` was loaded from, in the target's type and place.
+    """The first MTP layer of the checkpoint that `target` was loaded from, in its type and on its device.
 
     Raises:
         ModelError: the checkpoint has none, or one of a family that is not known, or it is not whole.
@@ -96,7 +97,7 @@ def load_mtp(name: str, revision: str | None, target: PreTrainedModel) -> Head:
 
 
 def tell_of_mtp(name: str, revision: str | None, target: PreTrainedModel) -> None:
-    """Log that the checkpoint of `target` has MTP layers, which do not draft: for whoever does not know of them."""
+    """Log that the checkpoint of `target` has MTP layers, if it has: they draft only with the option `mtp`."""
     finder = MTPFinder.of(target.config)
     if finder is not None and finder.has_layers(names_here(name, revision)):
         log.info("%r has layers for multi-token prediction; with the option mtp they draft", name)

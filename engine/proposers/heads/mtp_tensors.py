@@ -49,12 +49,12 @@ class MTPNames:
     within: str = ""
 
     def ours(self, rest: str) -> str:
-        """Our name of a tensor of the first layer; `rest` is its name behind `place`."""
+        """Our name of a tensor of the first layer; `rest` is what follows `place` in its name."""
         module, _, kind = rest.rpartition(".")
         return f"{self.parts[module]}.{kind}" if module in self.parts else _ONE_LAYER + rest.removeprefix(self.within)
 
 
-# DeepSeek-V3 (section 2.2 of arXiv 2412.19437): layers behind the target's last one, each with all of its parts.
+# DeepSeek-V3 (section 2.2 of arXiv 2412.19437): layers after the target's last one, each with all of its parts.
 _AS_DEEPSEEK = MTPNames(
     r"model\.layers\.(?:{depth}|(?P<further>\d+))\.",
     {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "model.norm",

@@ -1,4 +1,4 @@
-"""Drafting with a head that continues the target's features, and so its tokens (EAGLE, Li et al. 2024, 2401.15077).
+"""Drafting with a head that continues the target's features, and so its tokens (EAGLE, arXiv 2401.15077).
 
 The head is fed (feature of position t, token t + 1) and makes the feature of t + 1, from which token t + 2 is drawn.
 Beyond the last feature that the target made it goes on from its own.
@@ -22,7 +22,7 @@ from engine.proposers.heads.features import Features
 from engine.stats import Forward
 from engine.types import Sequence
 
-MOST_UNFED = 1024  # features that wait for a head which is not asked; of twice as many the older half is forgotten
+MOST_UNFED = 1024  # features left of a sequence whose head was not asked, once more than twice as many wait
 
 
 class HeadProposer:
@@ -43,7 +43,7 @@ class HeadProposer:
 
     @torch.inference_mode()
     def observe(self, passed: Seq[Passed]) -> None:
-        """Keep what the head has not been fed yet, as the head takes it: that is less than what it reads."""
+        """Keep the features that the head has not been fed yet. They are projected first: that makes them smaller."""
         before = [self._unfed.pop(p.sequence, None) for p in passed]  # if this fails, nothing stale is left
         hidden = self._tap.read(self._places)
         assert hidden is not None, "the target has not run"
@@ -60,7 +60,7 @@ class HeadProposer:
             self._unfed[p.sequence] = kept
 
     def num_unseen(self, sequence: Sequence) -> int:
-        """What it would have to be fed before it drafts, apart from the two rows that each round feeds."""
+        """How many features it must be fed before it drafts, apart from the two that each round feeds."""
         features = self._unfed.get(sequence)
         return 0 if features is None else max(0, min(features.stop, len(sequence.tokens) - 1) - features.first - 2)
 

@@ -1,14 +1,14 @@
 """Drafting with the target itself and a low-rank adapter, no second model (Uno: Sahoo et al. 2026, arXiv 2609.04010).
 
-One pass of the target makes all drafts of a sequence. It is fed the newest token, as in plain decoding, and behind it
+One pass of the target makes all drafts of a sequence. It is fed the newest token, as in plain decoding, and after it
 K - 1 tokens of noise: random ids, at the positions of the tokens that are to be guessed. Attention is causal as always.
-Only the rows of noise have the adapter, which was trained to tell from the text before it what the target would say
-there; so a row says the token after its own position, whatever token stands in it. For drafts A B C of a text x y:
+Only the rows of noise have the adapter. It was trained so that a row predicts, from the text before it, the token after
+its own position, whatever token is fed there. For drafts A B C of a text x y:
 
     fed       y               noise           noise
     where     y stands        A will stand    B will stand
     weights   the target's    with adapter    with adapter
-    says      A               B               C
+    predicts  A               B               C
 
 The first draft is the target's own next token. The keys and values of the noise lie beyond the cursor, as those of
 drafts do that were not kept, and what is verified next overwrites them.
@@ -37,7 +37,7 @@ from engine.sampling.noise import Stream, uniform
 from engine.stats import Forward
 from engine.types import Adapter, Sequence
 
-_INNER = "adapter"  # where a checkpoint keeps the adapter that holds the base model too, as s-sahoo/uno-qwen3-8B does
+_INNER = "adapter"  # its folder in a checkpoint that holds the base model as well, such as s-sahoo/uno-qwen3-8B
 _LOWEST = 1  # token id of noise, in training and in the authors' engine
 
 
@@ -74,8 +74,8 @@ def adapter_folder(name: str, revision: str | None) -> Path:
 def _noise_ids(target: PreTrainedModel) -> range:
     """The token ids that noise is drawn from: those below the config's mask token, or else all but the first.
 
-    No published adapter says it. The authors draw below the first id that the tokenizer does not use; where a config
-    does not name it (`mask_token_id`), the rows that are padding of the embedding come in too, as in vLLM and SGLang.
+    No published adapter names the range. The authors draw below the first id that the tokenizer does not use; where a
+    config does not name it (`mask_token_id`), ids that only pad the embedding are drawn, too, as in vLLM and SGLang.
     """
     vocab = shape_of(target.config, "vocab_size")
     config = target.config.get_text_config()
@@ -118,7 +118,7 @@ class UnoProposer:
         return proposal_of(chains, [Forward("draft", len(active), len(logits))])
 
     def _feeds(self, chain: Chain, noise: list[int]) -> list[Feed]:
-        """The newest token, and the noise behind it: two parts of one text, as their adapters differ.
+        """The newest token, and the noise after it: two feeds of one text, as their adapters differ.
 
         All rows of a layer are written before any attends, so the noise sees the newest token.
         """
@@ -133,7 +133,7 @@ class UnoProposer:
         return feeds
 
     def _draw_noise(self, chains: list[Chain]) -> list[list[int]]:
-        """K - 1 ids for each chain. They hang on seed and position alone: a request can be repeated anywhere."""
+        """K - 1 ids for each chain. They depend on seed and position alone: a request can be repeated in any batch."""
         spans = [range(len(chain.sequence.tokens), len(chain.sequence.tokens) + chain.k - 1) for chain in chains]
         # A seed is a uint64; torch takes its bits as an int64.
         seeds = [(chain.sequence.seed + 2**63) % 2**64 - 2**63 for chain in chains]

@@ -14,7 +14,7 @@ from engine.control.adaptive import AdaptiveK
 from engine.control.controller import FixedK
 from tests.clockwork import COSTS, READS, Machine
 
-CONFIG = SimpleNamespace(target="none/target", draft=None, medusa=None, eagle=None)
+CONFIG = SimpleNamespace(target="none/target", draft=None, medusa=None, eagle=None, dflash=None, uno=None)
 
 
 @pytest.fixture
