@@ -121,6 +121,7 @@ class Proposers:
         if self._failures_in_a_row[name] == GIVE_UP_AFTER:
             for sequence in sequences:  # where there are others, one of them drafts from now on
                 sequence.candidates = tuple(other for other in sequence.candidates if other != name)
+                sequence.choice = next(iter(sequence.candidates), sequence.choice)
             return nothing
         if name in self._blind:
             return nothing

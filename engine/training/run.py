@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -117,16 +117,22 @@ def _write(order: Order, folder: RunFolder, told: RunObserver) -> list[str]:
     prompts, apart = _split(order)
     if not folder.has_texts(HELD_OUT):
         own = apart or own_prompts(writer, order.opening, plan, -1, as_prompt=order.as_prompt)[: plan.held_out]
-        folder.save_texts(HELD_OUT, held_out(writer, [prompt[-plan.prompt_tokens :] for prompt in own], plan))
+        apart_texts = held_out(writer, [prompt[-plan.prompt_tokens :] for prompt in own], plan)
+        folder.save_texts(HELD_OUT, _some(apart_texts))
     tokens = 0
     for number in missing:
-        texts = list(_texts(order, writer, prompts, number))
-        if not texts:
-            raise ModelError("the target ends its texts at once: give it other prompts")
+        texts = _some(_texts(order, writer, prompts, number))
         folder.save_texts(names[number], texts)
         tokens += sum(len(text.tokens) for text in texts)
         told.wrote(min(plan.texts, (number + 1) * plan.together), plan.texts, tokens)
     return names
+
+
+def _some(texts: Iterable[WrittenText]) -> list[WrittenText]:
+    found = list(texts)
+    if not found:
+        raise ModelError("the target ends its texts at once: give it other prompts")
+    return found
 
 
 def _texts(order: Order, writer: Writer, prompts: Seq[Tokens], number: int) -> Iterator[WrittenText]:

@@ -75,7 +75,7 @@ class TrainDraft:
         own.add_argument("--steps", type=_positive, default=schedule.steps)
         own.add_argument("--batch-tokens", type=_positive, default=schedule.batch_tokens)
         own.add_argument("--vocab", type=_positive)
-        own.add_argument("--seed", type=int, default=0)
+        own.add_argument("--seed", type=_not_negative, default=0)
         mine, others = own.parse_known_args(arguments)
         return cls(
             TrainDraftConfig.load(others),
@@ -180,6 +180,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not above 0")
+    return number
+
+
+def _not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is below 0")
     return number
 
 

@@ -295,3 +295,18 @@ def test_a_head_that_cannot_read_costs_its_drafts_alone(tmp_path: Path) -> None:
 
     engine._proposers._by_name["eagle"].observe = broken
     assert fakes.run(engine, [request], failures=3).tokens == want
+
+
+def test_a_candidate_that_fails_leaves_the_drafting_to_the_others(tmp_path: Path) -> None:
+    """After three failures the head has drafted nothing, and the lookup drafts for the sequences of `auto`."""
+    engine = engine_of(eagle=heads.eagle(tmp_path), proposer="auto", num_draft_tokens=4)
+    text = (5, 6, 7, 8, 9, 10) * 8
+    request = Request(request_id="r", token_ids=text, sampling=SamplingParams(max_tokens=60, logit_bias={5: 60.0}))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no drafts today")
+
+    engine._proposers._by_name["eagle"].propose = broken
+    done = fakes.run(engine, [request], failures=3)
+    assert done.tokens["r"] == [5] * 60
+    assert done.finished["r"].stats.accepted > 20
