@@ -147,9 +147,10 @@ class AdaptiveK:
                     self._found[sequence, name] = len(sequence.tokens), found
 
     def _most(self, sequence: Sequence, name: str, limit: int) -> int:
-        """Most drafts of a proposer: of one that looks them up as many as it has found."""
-        if self._of(name).find is None:
-            return limit
+        """Most drafts of a proposer: as many as it can make, and of one that looks them up as many as it has found."""
+        traits = self._of(name)
+        if traits.find is None:
+            return limit if traits.most is None else min(limit, traits.most)
         _, found = self._found.get((sequence, name), (0, Found()))
         return min(limit, len(found.tokens))
 
@@ -232,7 +233,7 @@ class AdaptiveK:
         for i, sequence in enumerate(sequences):
             best, other = int(picked.choice[i]), int(hopes[:, i].argmax())
             worth = float(picked.worths[best, i])
-            if sequence in held or other == best or hopes[other, i] <= worth:
+            if sequence in held or other == best or hopes[other, i] <= worth or not bids.limits[other, i]:
                 continue
             if worth <= 0 and not bids.is_fixed[i]:
                 sequence.choice = names[other]  # nothing pays: whether this does is explored as if there were no other

@@ -58,7 +58,9 @@ class Bids:
         numbers, limits = np.arange(sums.shape[2]), self.limits[..., None]
         sums[(numbers > limits) | (self.is_fixed[:, None] & (numbers < limits))] = -np.inf
         best = sums.argmax(2)
-        return np.take_along_axis(sums, best[..., None], 2)[..., 0], best
+        worths = np.take_along_axis(sums, best[..., None], 2)[..., 0]
+        worths[(self.limits == 0) & self.is_fixed] = -np.inf  # with a fixed number of drafts none is no choice
+        return worths, best
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,3 +21,4 @@ class Traits(NamedTuple):
     find: Callable[[Sequence, int], Found] | None = None  # the drafts that it has looked up; None: it makes them
     num_unseen: Callable[[Sequence], int] | None = None  # tokens that it must read before it drafts; None: none
     is_parallel: bool = False  # all its drafts come of one pass
+    most: int | None = None  # drafts that it can make in a step; None: any number

@@ -35,7 +35,8 @@ class Proposal:
 class Proposer(Protocol):
     """Guesses up to `k_each[i]` next tokens of `sequences[i]`, each of which has only its newest token to feed.
 
-    One that makes all its drafts in one pass, whatever their number, has an attribute `is_parallel` that is true.
+    One that makes all its drafts in one pass, whatever their number, has an attribute `is_parallel` that is true; one
+    that can make so many in a step and no more has that number as `most_drafts`.
     """
 
     @property

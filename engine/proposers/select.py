@@ -65,6 +65,7 @@ class Proposers:
                 find=partial(self._find, proposer) if isinstance(proposer, Finder) else None,
                 num_unseen=_num_unseen_of(name, proposer) if proposer.uses_draft_kv else None,
                 is_parallel=getattr(proposer, "is_parallel", False),
+                most=getattr(proposer, "most_drafts", None),
             )
             for name, proposer in self._by_name.items()
         }

@@ -86,6 +86,7 @@ class MedusaProposer:
 
     def __init__(self, heads: MedusaHeads, output: nn.Module, tap: Tap) -> None:
         self._heads, self._output, self._tap = heads, output, tap
+        self.most_drafts = len(heads)
         self._features: WeakKeyDictionary[Sequence, Features] = WeakKeyDictionary()
 
     def observe(self, passed: Seq[Passed]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine.control.adaptive import AdaptiveK
 from engine.control.candidates import Bids, draft_seconds, pick
 from engine.control.traits import Traits
 from engine.params import SpeculationMode
@@ -79,3 +80,21 @@ def test_passes_are_cheaper_for_those_who_share_them() -> None:
         bids = Bids(kept, limits, first, np.zeros((sequences, 3)), np.zeros(sequences, bool))
         picked = pick(bids, makers, 100.0, float(sequences), seconds)
         assert picked.choice.tolist() == [best] * sequences
+
+
+def test_with_a_fixed_number_of_drafts_none_is_no_choice() -> None:
+    """The model's drafts do not pay, and the lookup has found nothing: the model drafts, as it was told to."""
+    makers = [(priced(0.0, 0.0), Traits(find=lambda *_: None)), (priced(9.0, 0.01), Traits())]
+    kept, limits = np.array([[[0.9, 0.9]], [[0.1, 0.1]]]), np.array([[0], [2]])
+    for is_fixed, best in ((True, 1), (False, 0)):
+        bids = Bids(kept, limits, np.zeros((2, 1)), np.zeros((1, 2)), np.array([is_fixed]))
+        assert pick(bids, makers, 100.0, 1.0, 1.0).choice.tolist() == [best]
+
+
+def test_drafts_that_a_proposer_cannot_make_are_not_counted_on() -> None:
+    control, sequence = AdaptiveK({"medusa": Traits(most=4), "model": Traits()}), object()
+    assert [control._most(sequence, name, limit) for name, limit in (("medusa", 8), ("medusa", 2), ("model", 8))] == [
+        4,
+        2,
+        8,
+    ]
