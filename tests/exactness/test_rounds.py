@@ -12,7 +12,15 @@ from engine.llm import LLM
 from engine.params import SpeculationMode
 from tests.exactness.test_options import ALONE, BOLD, MAX_TOKENS, SITUATIONS, AnyK
 from tests.loops import gib
-from tests.sameness import PROMPTS, Pair, asking, assert_same, assert_speculation_changes_nothing, random_pair
+from tests.sameness import (
+    PROMPTS,
+    Pair,
+    asking,
+    assert_same,
+    assert_speculation_changes_nothing,
+    random_of,
+    random_pair,
+)
 
 torch_pair = partial(random_pair, as_served=False)
 
@@ -51,8 +59,9 @@ def test_every_option_in_one_batch(engine: LLM, mode: SpeculationMode) -> None:
 @given(**SITUATIONS)
 def test_random_combinations(sampling, proposer, num_draft, plenty, prefix_cache, prompts) -> None:
     few = {} if plenty else {"pages": 30, "max_batch_tokens": 24}
-    engine = llm(torch_pair(), proposer, prefix_cache=prefix_cache, **few)
-    assert_speculation_changes_nothing(torch_pair(), engine, sampling, proposer, num_draft, prompts)
+    pair = random_of(proposer, as_served=False)
+    engine = llm(pair, proposer, prefix_cache=prefix_cache, **few)
+    assert_speculation_changes_nothing(pair, engine, sampling, proposer, num_draft, prompts)
 
 
 def test_any_number_of_drafts_in_any_round(monkeypatch: pytest.MonkeyPatch) -> None:
