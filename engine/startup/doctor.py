@@ -269,7 +269,8 @@ def _ends(target: Facts, draft: Facts) -> str:
 def _proposer(config: EngineConfig) -> str:
     if config.speculation is SpeculationMode.OFF:
         return "none (speculation is off)"
-    chosen = config.proposer or ("model" if config.draft else "ngram")
+    drafters = (config.draft, config.self_layers, config.medusa, config.eagle, config.mtp, config.dflash, config.uno)
+    chosen = config.proposer or ("auto" if any(drafters) else "ngram")
     return f"{chosen}, up to {config.num_draft_tokens} drafts ({config.speculation})"
 
 

@@ -42,7 +42,7 @@ def test_the_embedded_pair_works() -> None:
     assert line(report, "target", "K/V") == "10240 bytes per token"
     assert line(report, "target", "end tokens") == "0 <|endoftext|>"
     assert line(report, "pair", "vocabulary") == "the same"
-    assert line(report, "pair", "proposer") == "model, up to 8 drafts (auto)"
+    assert line(report, "pair", "proposer") == "auto, up to 8 drafts (auto)"
     assert line(report, "load", "probe").startswith("passed")
     assert json.loads(json.dumps(report.as_dict())) == report.as_dict()
 
