@@ -62,7 +62,7 @@ class Proposers:
         """By name, what control has to know of each."""
         return {
             name: Traits(
-                find=partial(self._find, proposer) if isinstance(proposer, Finder) else None,
+                find=partial(self._find, name, proposer) if isinstance(proposer, Finder) else None,
                 num_unseen=_num_unseen_of(name, proposer) if proposer.uses_draft_kv else None,
                 is_parallel=getattr(proposer, "is_parallel", False),
                 most=getattr(proposer, "most_drafts", None),
@@ -70,13 +70,14 @@ class Proposers:
             for name, proposer in self._by_name.items()
         }
 
-    @staticmethod
-    def _find(finder: Finder, sequence: Sequence, k: int) -> Found:
-        """One that fails has nothing; what that means for it is decided when it is asked for drafts."""
+    def _find(self, name: str, finder: Finder, sequence: Sequence, k: int) -> Found:
+        """As in `_ask`: one that fails has nothing, and after three failures in a row it is not asked again."""
+        if self._failures_in_a_row[name] == GIVE_UP_AFTER:
+            return Found()
         try:
             return finder.find(sequence, k)
-        except Exception:
-            log.exception("request %s: drafts could not be looked up", sequence.request_id)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the target can go on without
+            self._failed(name, error)
             return Found()
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:

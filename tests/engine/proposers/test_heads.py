@@ -310,3 +310,15 @@ def test_a_candidate_that_fails_leaves_the_drafting_to_the_others(tmp_path: Path
     done = fakes.run(engine, [request], failures=3)
     assert done.tokens["r"] == [5] * 60
     assert done.finished["r"].stats.accepted > 20
+
+
+def test_a_lookup_that_fails_costs_its_drafts_alone() -> None:
+    engine = engine_of(proposer="suffix", num_draft_tokens=4)
+    request = Request(request_id="r", token_ids=(5, 6, 7, 8) * 8, sampling=SamplingParams(max_tokens=30))
+    want = fakes.run(engine_of(proposer="none"), [request]).tokens
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("nothing is found today")
+
+    engine._proposers._by_name["suffix"].guess = broken
+    assert fakes.run(engine, [request], failures=3).tokens == want
