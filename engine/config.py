@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from engine.choices import ADAPTER_NAME, Device, DType, KVType, Loop, Weights
+from engine.choices import ADAPTER_NAME, HEADS, Device, DType, KVType, Loop, Weights
 from engine.params import MAX_NUM_DRAFT, SpeculationMode, Verification
 
 AdapterName = Annotated[str, StringConstraints(pattern=ADAPTER_NAME)]
@@ -193,8 +193,7 @@ class EngineConfig(Bounds):
         )
         yield self.proposer == "self", "proposer is self, and no process has a whole layer to draft with"
         yield bool(self.adapter), f"adapter is {self.adapter}, and adapters are not cut"
-        heads = ("medusa", self.medusa), ("eagle", self.eagle), ("dflash", self.dflash), ("uno", self.uno)
-        for name, head in (*heads, ("mtp", self.mtp or None)):
+        for name, head in (*((name, getattr(self, name)) for name in HEADS), ("mtp", self.mtp or None)):
             yield head is not None, f"{name} is {head!r}, and no process has the whole output matrix that heads use"
 
     @model_validator(mode="after")

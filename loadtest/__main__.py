@@ -34,7 +34,7 @@ from loadtest.experiments.curve import SHARES, curve
 from loadtest.experiments.largest import largest
 from loadtest.experiments.overload import full_rate, overload
 from loadtest.experiments.restart import restarts
-from loadtest.experiments.starts import cold_starts
+from loadtest.experiments.starts import CACHE, HEAD, cold_starts
 from loadtest.phases import LoadTarget, Phase
 from loadtest.process import SCREEN, ServerProcess
 from loadtest.swarm import processes
@@ -48,11 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(given)
     told = report.conditions(" ".join(["python -m loadtest", *given]))
-    if options.experiment == "starts":
-        lines, problems = _starts(options, told)
-    else:
-        with _server(options) as server:
-            lines, problems = EXPERIMENTS[options.experiment](server, options, told)
+    with _server(options) as server:
+        lines, problems = EXPERIMENTS[options.experiment](server, options, told)
     page = "\n".join([f"`{told['command']}`; {told['machine']}; commit {told['commit']}", "", *lines, ""])
     (options.out / "report.md").write_text(page, "utf-8")
     print(page)
@@ -65,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m loadtest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("experiment", choices=[*EXPERIMENTS, "starts"])
+    parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--out", type=Path, default=Path("build/loadtest"), help="folder of the results [%(default)s]")
     parser.add_argument("--seconds", type=float, help="how long a stretch takes; default: as the experiment has it")
     parser.add_argument("--workload", choices=WORKLOADS, default="long_outputs", help="what is asked [%(default)s]")
@@ -89,6 +86,9 @@ def _server(options: argparse.Namespace) -> ServerProcess:
     log = options.out / "server.log"
     if options.experiment == "chaos":
         return ServerProcess(*OPTIONS, *options.serve, log=log, program=PROGRAM)
+    if options.experiment == "starts":
+        cache = {"PILOTFISH_CACHE": str(options.out / CACHE)}
+        return ServerProcess(*HEAD, *options.serve, log=log, environment=cache)
     if options.experiment in ("survive", "replicas", "restart", "largest"):
         return ServerProcess(*survival.OPTIONS, *options.serve, log=log)
     if options.experiment in AT_A_SCREEN:
@@ -171,9 +171,8 @@ def _restart(server: ServerProcess, options: argparse.Namespace, told: dict[str,
     return found.lines(), list(found.problems(timed=not options.untimed))
 
 
-def _starts(options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
-    options.out.mkdir(parents=True, exist_ok=True)
-    found = cold_starts(options.serve, options.runs, options.out / "server.log", _tell)
+def _starts(server: ServerProcess, options: argparse.Namespace, told: dict[str, str]) -> tuple[list[str], list[str]]:
+    found = cold_starts(server, options.out / CACHE, options.runs, _tell)
     _save(options, told, **asdict(found))
     return found.lines(), list(found.problems())
 
@@ -215,6 +214,7 @@ EXPERIMENTS = {
     "survive": _survive,
     "replicas": _replicas,
     "restart": _restart,
+    "starts": _starts,
     "largest": _largest,
     "locust": _locust,
 }

@@ -122,6 +122,7 @@ class Outputs:
         self.tokens: dict[str, list[int]] = {}
         self.from_draft: dict[str, list[bool]] = {}
         self.finished: dict[str, FinishedOutput] = {}
+        self.preempted = 0
         self.logprobs: dict[str, list[Logprob]] = {}
         self.prompt_logprobs: dict[str, tuple[Logprob | None, ...]] = {}
 
@@ -154,6 +155,7 @@ def run(engine: Engine, requests: Sequence[Request], *, most_steps: int = 10_000
             break
         step = engine.step()
         outputs.take(step.events)
+        outputs.preempted += step.stats.preempted
         total = [have + new for have, new in zip(total, _counts(step.stats), strict=True)]
         engine.check_invariants()
     assert total == [*_sums(outputs), failures], "what the steps counted is not what the requests say"

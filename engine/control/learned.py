@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.choices import HEADS
 from engine.control.controller import Control
 from engine.machine.threads import most_threads
 from engine.native.compiled import cache_folders, fingerprint
@@ -76,7 +77,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _name(config: EngineConfig) -> str:
     """Of the file: it depends on all that costs and acceptance depend on."""
     parts = [repr(config), fingerprint(), str(most_threads()), torch.__version__]
-    for model in (config.target, config.draft, config.medusa, config.eagle, config.dflash, config.uno):
+    for model in (config.target, config.draft, *(getattr(config, name) for name in HEADS)):
         folder = Path(model or "")
         if model and folder.is_dir():  # a model of the hub is known by its name and revision
             files = ((file.name, file.stat()) for file in sorted(folder.iterdir()))

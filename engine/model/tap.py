@@ -49,7 +49,7 @@ class Tap:
             if place < depth:
                 layers[place].register_forward_pre_hook(partial(self._keep_input, place), with_kwargs=True)
             else:
-                layers[-1].register_forward_hook(self._keep_last)
+                layers[-1].register_forward_hook(partial(self._keep_output, depth))
 
     def read(self, places: Seq[int]) -> Tensor | None:
         """The rows of the last pass at `places`, `[T, len(places) * hidden]`; None before any pass."""
@@ -61,7 +61,7 @@ class Tap:
         """Rows `[T, hidden]` of the pass that runs; they are read before the next one."""
         self._rows[place] = rows
 
-    def take(self, rows: int | None = None) -> dict[int, Tensor]:
+    def take(self, rows: int) -> dict[int, Tensor]:
         """The first `rows` rows of the last pass at each place."""
         return {place: kept[:rows] for place, kept in self._rows.items()}
 
@@ -75,9 +75,8 @@ class Tap:
     def _keep_input(self, place: int, _layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.keep(place, (given[0] if given else named["hidden_states"])[0])
 
-    def _keep_last(self, layer: nn.Module, _inputs: object, output: Any) -> None:
-        del layer
-        self.keep(max(self.places), (output[0] if isinstance(output, tuple) else output)[0])
+    def _keep_output(self, place: int, _layer: nn.Module, _inputs: object, output: Any) -> None:
+        self.keep(place, (output[0] if isinstance(output, tuple) else output)[0])
 
 
 def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:

@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from engine.choices import Weights
+from engine.choices import HEADS, Weights
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv.arena import KVLayout
@@ -269,7 +269,7 @@ def _ends(target: Facts, draft: Facts) -> str:
 def _proposer(config: EngineConfig) -> str:
     if config.speculation is SpeculationMode.OFF:
         return "none (speculation is off)"
-    drafters = (config.draft, config.self_layers, config.medusa, config.eagle, config.mtp, config.dflash, config.uno)
+    drafters = (config.draft, config.self_layers, config.mtp, *(getattr(config, name) for name in HEADS))
     chosen = config.proposer or ("auto" if any(drafters) else "ngram")
     return f"{chosen}, up to {config.num_draft_tokens} drafts ({config.speculation})"
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from engine.attention import Attend
 from engine.attention.registry import ATTENTION_NAME
+from engine.choices import HEADS
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed
@@ -94,11 +95,8 @@ def _check_allowed(config: EngineConfig, error: ModelError) -> None:
         "reproducible": config.reproducible,  # the order of its sums hangs on how many tokens a pass feeds
         "tensor_parallel_size": config.tensor_parallel_size > 1,
         "loop = rounds": config.loop == "rounds",
-        "medusa": config.medusa is not None,
-        "eagle": config.eagle is not None,
+        **{name: getattr(config, name) is not None for name in HEADS},
         "mtp": config.mtp,
-        "dflash": config.dflash is not None,
-        "uno": config.uno is not None,
         "self_layers": config.self_layers is not None or config.proposer == "self",
         "adapter": bool(config.adapter),
         "kv_cache_dtype": config.kv_cache_dtype != "auto",  # transformers' attention reads floats

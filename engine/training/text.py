@@ -146,10 +146,13 @@ class Writer:
     @torch.inference_mode()
     def embedding(self) -> Tensor:
         """bfloat16 `[vocab, hidden]`, the embedding of every token, as the target's layers receive it."""
-        table: Tensor = self.model.get_input_embeddings()(
-            torch.arange(self.engine.vocab_size, device=self.model.device)
-        )
+        table = self._embedded(self.engine.vocab_size)
         return table.to("cpu", torch.bfloat16).clone()
+
+    def _embedded(self, tokens: int) -> Tensor:
+        """`[tokens, hidden]`, the embeddings of the first so many."""
+        made: Tensor = self.model.get_input_embeddings()(torch.arange(tokens, device=self.model.device))
+        return made
 
     @torch.inference_mode()
     def output_matrix(self) -> Tensor:
@@ -159,7 +162,7 @@ class Writer:
             ModelError: its logits are no product of its features and one matrix.
         """
         head = self.model.get_output_embeddings()
-        width = int(self.embedding().shape[1])
+        width = int(self._embedded(1).shape[1])
         if getattr(head, "bias", None) is not None:
             raise ModelError(f"{type(self.model).__name__} adds a bias to its logits: no head is trained for it")
         unit = torch.eye(width, dtype=self.model.dtype, device=self.model.device)

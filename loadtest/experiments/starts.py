@@ -6,7 +6,6 @@ slowly: its drafts are never accepted, and no test of tokens shows it.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from client import Client, GenerateOptions, RequestFailedError
 from loadtest.process import ServerProcess
 
 _EAGLE = Path(__file__).parents[2] / "models" / "eagle"
+CACHE = "cache"  # folder of what servers learn, in that of the results
 HEAD = ("--eagle", str(_EAGLE), "--proposer", "eagle", "--speculation", "fixed", "--num-draft-tokens", "4")
 _PROMPT = "def parse(self, text):\n    lines = text.split("
 _ASKED: GenerateOptions = {"max_tokens": 64, "ignore_eos": True}
@@ -60,30 +60,30 @@ class ColdStarts:
                 yield f"start {number} gave other tokens, or accepted other drafts, than the first"
 
 
-def cold_starts(options: Sequence[str], runs: int, log: Path, tell: Callable[[str], None]) -> ColdStarts:
-    """Start a server `runs` times, each with nothing learned before, and ask each once."""
+def cold_starts(server: ServerProcess, cache: Path, runs: int, tell: Callable[[str], None]) -> ColdStarts:
+    """Start the server, whose `cache` has what it learned, again `runs` times with nothing learned, and ask it once."""
     started, failed = [], []
-    with tempfile.TemporaryDirectory() as cache:
-        for run in range(runs):
-            _forget(Path(cache))
-            server = ServerProcess(*HEAD, *options, log=log, environment={"PILOTFISH_CACHE": cache})
-            try:
-                started.append(_start(server))
-            except (RuntimeError, TimeoutError, RequestFailedError) as error:
-                failed.append(f"start {run}: {error}")
-                tell(failed[-1])
-            else:
-                tell(f"start {run}: {started[-1].accepted} of {started[-1].drafted} drafts accepted")
+    for run in range(runs):
+        server.stop()
+        _forget(cache)
+        try:
+            started.append(_start(server))
+        except (RuntimeError, TimeoutError, RequestFailedError) as error:
+            failed.append(f"start {run}: {error}")
+            tell(failed[-1])
+        else:
+            tell(f"start {run}: {started[-1].accepted} of {started[-1].drafted} drafts accepted")
     return ColdStarts(started, failed)
 
 
 def _start(server: ServerProcess) -> ColdStart:
     begin = time.monotonic()
-    with server, Client(server.address) as client:
-        seconds = time.monotonic() - begin
+    server.start()
+    seconds = time.monotonic() - begin
+    with Client(server.address) as client:
         (output,) = client.generate(_PROMPT, **_ASKED).outputs
-        stats = output.finished.speculation_stats
-        return ColdStart(seconds, output.token_ids, stats.drafted, stats.accepted)
+    stats = output.finished.speculation_stats
+    return ColdStart(seconds, output.token_ids, stats.drafted, stats.accepted)
 
 
 def _forget(cache: Path) -> None:

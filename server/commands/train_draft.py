@@ -18,6 +18,7 @@ from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from engine.choices import HEADS
 from engine.errors import ModelError
 from engine.model.checkpoint import read_config
 from engine.text.codec import Codec
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from engine.training.text import Tokens
 
 _SMOOTH = 0.03  # weight of the newest loss in the mean that is shown
-# Options that load a drafter. They are switched off, as `mtp` is: the target writes alone.
-_DRAFTERS = ("draft", "medusa", "eagle", "dflash", "uno")
 
 
 class TrainDraftConfig(ServerConfig):
@@ -97,7 +96,7 @@ class TrainDraft:
         from models import embedded_target
 
         target = self.config.target or str(embedded_target())
-        alone = dict.fromkeys(_DRAFTERS) | {"target": target, "mtp": False, "warm_up_seconds": 0.0}
+        alone = dict.fromkeys(("draft", *HEADS)) | {"target": target, "mtp": False, "warm_up_seconds": 0.0}
         engine = self.config.engine().model_copy(update=alone)
         codec, chat = Codec.load(target, engine.revision), ChatTemplate.load(target, engine.revision)
         given = [_prompts(path, codec, chat) if path else [] for path in (self.prompts, self.held_out)]

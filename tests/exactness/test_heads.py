@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
-from scipy import stats
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -18,7 +16,7 @@ from engine.params import SamplingParams, SpeculationParams, Verification
 from engine.proposers.early_exit import first_layers
 from engine.startup.build import assemble
 from engine.types import Request
-from tests import fakes, heads, zoo
+from tests import fakes, heads, laws, zoo
 
 LAWS = (
     SamplingParams(max_tokens=24),
@@ -114,16 +112,8 @@ def test_preempted(folder: Path, proposer: str) -> None:
         folder, proposer=proposer, page_size=8, attention="reference", kv_memory=20 * 8 * per_token / 2**30
     )
     assert engine.total_pages == 20
-    for request in requests():
-        engine.add(request)
-    outputs, preempted = fakes.Outputs(), 0
-    while engine.has_work:
-        step = engine.step()
-        outputs.take(step.events)
-        preempted += step.stats.preempted
-        assert step.stats.draft_failures == 0
-        engine.check_invariants()
-    assert preempted
+    outputs = fakes.run(engine, requests())
+    assert outputs.preempted
     assert outputs.tokens == plain("llama")
 
 
@@ -159,19 +149,5 @@ def test_the_law_under_the_rejection_rule(folder: Path, proposer: str) -> None:
     rounds = [f.stats for f in outputs.finished.values() if f.stats.drafted]
     assert len(rounds) == 1500
     assert 15 < sum(s.accepted for s in rounds) < 1485, "some are kept and some are not"
-    want: Counter[int] = Counter()
-    for first, chance in _law(prompt, law):
-        for second, then in _law((*prompt, first), law):
-            want[second] += chance * then
-    counts = Counter(tokens[1] for tokens in outputs.tokens.values())
-    assert counts.keys() <= want.keys()
-    often = [token for token, chance in want.items() if chance * 1500 >= 5]
-    seen = [counts[token] for token in often] + [sum(counts[token] for token in want if token not in often)]
-    expected = [1500 * want[token] for token in often]
-    assert stats.chisquare(seen, [*expected, 1500 - sum(expected)]).pvalue > 1e-3
-
-
-@torch.no_grad()
-def _law(context: tuple[int, ...], law: SamplingParams) -> list[tuple[int, float]]:
-    scores, tokens = zoo.reference("llama")(torch.tensor([context])).logits[0, -1].double().topk(law.top_k)
-    return list(zip(tokens.tolist(), (scores / law.temperature).softmax(0).tolist(), strict=True))
+    want = laws.of_later(zoo.reference("llama"), prompt, law, 1)
+    laws.assert_drawn((tokens[1] for tokens in outputs.tokens.values()), want)

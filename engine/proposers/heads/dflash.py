@@ -42,7 +42,7 @@ from engine.proposers.chain import Chain, chains_of, draw, proposal_of
 from engine.proposers.heads.base import Head, Surroundings
 from engine.proposers.heads.dflash_config import DFlashConfig, read_dflash_config
 from engine.proposers.heads.proposer import HeadProposer
-from engine.proposers.heads.weights import fill, load_checkpoint
+from engine.proposers.heads.weights import fill, load_checkpoint, target_ids, widened
 from engine.stats import Forward
 from engine.types import Sequence
 
@@ -130,10 +130,9 @@ def _pack(head: DFlashHead) -> None:
 
 
 def _tokens(name: str, offsets: Tensor, config: DFlashConfig) -> Tensor:
-    """The target's token for each that the draft knows, `[draft vocab]`: token i stands for i + offsets[i]."""
-    tokens = torch.arange(len(offsets)) + offsets.long().cpu()
-    in_range = bool(((tokens >= 0) & (tokens < config.settings.vocab_size)).all())
-    if tuple(offsets.shape) != (config.draft_vocab,) or not in_range or len(tokens.unique()) != len(tokens):
+    """The target's token for each that the draft knows, `[draft vocab]`."""
+    tokens = target_ids(offsets, config.draft_vocab, config.settings.vocab_size)
+    if tokens is None:
         raise ModelError(f"{name!r}: d2t does not map {config.draft_vocab} draft tokens to as many of the target's")
     return tokens
 
@@ -194,9 +193,7 @@ class DFlashRunner:
             logits = torch.tanh(logits / self._config.softcap) * self._config.softcap
         if self._tokens is None:
             return logits
-        spread = logits.new_full((len(logits), self._config.settings.vocab_size), float("-inf"))
-        spread[:, self._tokens] = logits
-        return spread
+        return widened(logits, self._tokens, self._config.settings.vocab_size)
 
     def _rotary_of(self, batch: RaggedBatch, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of the batch's positions, `[T, head_dim]` in the type of `like`."""

@@ -38,7 +38,7 @@ from engine.proposers.heads.base import Head, Surroundings
 from engine.proposers.heads.fused import FusedLayers, FusedProjection, logits_in_c, norm_in_c, type_of
 from engine.proposers.heads.proposer import HeadProposer
 from engine.proposers.heads.speculators import KIND, flattened
-from engine.proposers.heads.weights import fill
+from engine.proposers.heads.weights import fill, target_ids, widened
 
 _MARK = "hidden_norm.weight"  # the norm that an EAGLE-1 head does not have
 _ARCHITECTURES = frozenset(
@@ -299,8 +299,8 @@ def _target_ids(offsets: Tensor | None, tensors: Mapping[str, Tensor], name: str
                 f"{name!r} drafts {size} of the target's {vocab} tokens, and d2t, which says which, is missing"
             )
         return None
-    ids = torch.arange(len(offsets)) + offsets.long()
-    if len(ids) != size or len(set(ids.tolist())) != size or int(ids.min()) < 0 or int(ids.max()) >= vocab:
+    ids = target_ids(offsets, size, vocab)
+    if ids is None:
         raise ModelError(f"{name!r}: d2t is no map from the head's {size} tokens to the target's {vocab}")
     return None if torch.equal(ids, torch.arange(vocab)) else ids
 
@@ -352,5 +352,4 @@ class Eagle3Runner:
         logits = self._output(normed.to(self._output_dtype)).float()
         if self._tokens is None:
             return logits
-        wide = logits.new_full((len(logits), self._head.config.vocab_size), float("-inf"))
-        return wide.index_copy_(1, self._tokens, logits)
+        return widened(logits, self._tokens, self._head.config.vocab_size)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
+from engine.choices import HEADS
 from engine.proposers.heads.base import Head
 from engine.proposers.heads.dflash import load_dflash
 from engine.proposers.heads.eagle import load_eagle
@@ -29,7 +30,7 @@ def load_heads(config: EngineConfig, target: PreTrainedModel) -> dict[str, Head]
     Raises:
         ModelError: one of them does not fit this target.
     """
-    named = ((option, getattr(config, option), getattr(config, f"{option}_revision")) for option in _BY_OPTION)
+    named = ((option, getattr(config, option), getattr(config, f"{option}_revision")) for option in HEADS)
     heads = {option: _BY_OPTION[option](name, revision, target) for option, name, revision in named if name is not None}
     if config.mtp:  # it is part of the target's own checkpoint
         heads["mtp"] = load_mtp(config.target, config.revision, target)

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
@@ -78,3 +79,19 @@ def number(config: Mapping[str, Any], key: str, name: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"{name!r}: config.json has {key} {value!r}; expected a positive number")
     return value
+
+
+def target_ids(offsets: Tensor, size: int, vocab: int) -> Tensor | None:
+    """The target's ids of a head's `size` tokens, int64 `[size]`: token i stands for i + `offsets[i]` (`d2t`).
+
+    None where that is no map from so many tokens to as many of the target's `vocab`.
+    """
+    ids = torch.arange(len(offsets)) + offsets.long().cpu()
+    is_map = tuple(offsets.shape) == (size,) and bool(((ids >= 0) & (ids < vocab)).all())
+    return ids if is_map and len(ids.unique()) == size else None
+
+
+def widened(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
+    """Logits `[R, size]` of a head's tokens as those of the target's, `[R, vocab]`; -inf where there is none."""
+    wide = logits.new_full((len(logits), vocab), float("-inf"))
+    return wide.index_copy_(1, ids, logits)

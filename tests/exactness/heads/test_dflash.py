@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
-from scipy import stats
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
@@ -18,7 +16,7 @@ from engine.model.runner import kv_layout
 from engine.params import SamplingParams, SpeculationParams, Verification
 from engine.startup.build import assemble
 from engine.types import Request
-from tests import fakes, heads, zoo
+from tests import fakes, heads, laws, zoo
 from tests.engine.proposers.heads import dflash_checkpoints as made
 
 LAWS = (
@@ -114,16 +112,8 @@ def test_preempted(tmp_path: Path) -> None:
         tmp_path, page_size=8, attention="reference", speculation="fixed", kv_memory=13 * 8 * per_token / 2**30
     )
     assert engine.total_pages == 13
-    for request in requests():
-        engine.add(request)
-    outputs, preempted = fakes.Outputs(), 0
-    while engine.has_work:
-        step = engine.step()
-        outputs.take(step.events)
-        preempted += step.stats.preempted
-        assert step.stats.draft_failures == 0
-        engine.check_invariants()
-    assert preempted
+    outputs = fakes.run(engine, requests())
+    assert outputs.preempted
     assert outputs.tokens == plain("planted")
     assert sum(f.stats.accepted for f in outputs.finished.values())
 
@@ -158,22 +148,5 @@ def test_the_law_under_the_rejection_rule(tmp_path: Path) -> None:
     rounds = [f.stats for f in outputs.finished.values()]
     by_depth = [sum(one.accepted_per_position[depth] for one in rounds) for depth in range(2)]
     assert all(50 < kept < 0.95 * sum(one.rounds for one in rounds) for kept in by_depth), "some are kept, some are not"
-    want = Counter[int]()
-    for first, chance in _law(prompt[-1], law):
-        for second, then in _law(first, law):
-            for third, at_last in _law(second, law):
-                want[third] += chance * then * at_last
-    counts = Counter(tokens[2] for tokens in outputs.tokens.values())
-    assert counts.keys() <= want.keys()
-    often = [token for token, chance in want.items() if chance * 1500 >= 5]
-    seen = [counts[token] for token in often] + [sum(counts[token] for token in want if token not in often)]
-    expected = [1500 * want[token] for token in often]
-    assert stats.chisquare(seen, [*expected, 1500 - sum(expected)]).pvalue > 1e-3
-
-
-@torch.no_grad()
-def _law(last: int, law: SamplingParams) -> list[tuple[int, float]]:
-    """The planted target's law depends on the last token alone."""
-    logits = target("planted")(torch.tensor([[last]])).logits[0, -1].double()
-    scores, tokens = logits.topk(law.top_k)
-    return list(zip(tokens.tolist(), (scores / law.temperature).softmax(0).tolist(), strict=True))
+    want = laws.of_later(target("planted"), prompt, law, 2)
+    laws.assert_drawn((tokens[2] for tokens in outputs.tokens.values()), want)

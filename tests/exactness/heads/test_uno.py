@@ -5,7 +5,6 @@ The noise is written into the target's own arena: a row of it that anything read
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy import stats
 from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -28,7 +26,7 @@ from engine.native import library
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
 from engine.startup.build import assemble
 from engine.types import Request
-from tests import adapters, fakes, zoo
+from tests import adapters, fakes, laws, zoo
 
 LAWS = (
     SamplingParams(max_tokens=20),
@@ -174,16 +172,8 @@ def test_preempted(folders: dict[str, str]) -> None:
     per_token = kv_layout(reference().config, torch.float32).bytes_per_token
     engine = engine_of(folders, kv_memory=(32 * 4 * per_token + 1) / 2**30)
     assert engine.total_pages == 32
-    for request in requests(num_draft_tokens=5):
-        engine.add(request)
-    outputs, preempted = fakes.Outputs(), 0
-    while engine.has_work:
-        step = engine.step()
-        outputs.take(step.events)
-        preempted += step.stats.preempted
-        assert step.stats.draft_failures == 0
-        engine.check_invariants()
-    assert preempted
+    outputs = fakes.run(engine, requests(num_draft_tokens=5))
+    assert outputs.preempted
     assert outputs.tokens == alone(folders)
 
 
@@ -246,23 +236,8 @@ def test_the_law_under_the_rejection_rule(folders: dict[str, str]) -> None:
     per_position = [f.stats.accepted_per_position for f in outputs.finished.values()]
     assert all(kept[0] for kept in per_position), "the first draft has the law of the target"
     assert 15 < sum(kept[1] for kept in per_position) < 1485, "some are kept and some are not"
-    want: Counter[int] = Counter()
-    for first, chance in _law(prompt, law):
-        for second, then in _law((*prompt, first), law):
-            for third, last in _law((*prompt, first, second), law):
-                want[third] += chance * then * last
-    counts = Counter(tokens[2] for tokens in outputs.tokens.values())
-    assert counts.keys() <= want.keys()
-    often = [token for token, chance in want.items() if chance * 1500 >= 5]
-    seen = [counts[token] for token in often] + [sum(counts[token] for token in want if token not in often)]
-    expected = [1500 * want[token] for token in often]
-    assert stats.chisquare(seen, [*expected, 1500 - sum(expected)]).pvalue > 1e-3
-
-
-@torch.no_grad()
-def _law(context: tuple[int, ...], law: SamplingParams) -> list[tuple[int, float]]:
-    scores, tokens = reference()(torch.tensor([context])).logits[0, -1].double().topk(law.top_k)
-    return list(zip(tokens.tolist(), (scores / law.temperature).softmax(0).tolist(), strict=True))
+    want = laws.of_later(reference(), prompt, law, 2)
+    laws.assert_drawn((tokens[2] for tokens in outputs.tokens.values()), want)
 
 
 @pytest.mark.parametrize("family", [name for name in zoo.families() if name != "distilgpt2"])
