@@ -57,27 +57,50 @@ class _Prior:
     """Of one source: what its sequences are like, and how each depth differs from the rate."""
 
     def __init__(self) -> None:
+        self._depth = 1  # the deepest that was asked about: tables go no deeper
         self.know(ANYTHING.copy(), np.zeros(MAX_PREDICTED_DRAFTS), np.zeros(MAX_PREDICTED_DRAFTS))
 
     def know(self, common: Floats, hits: Floats, expected: Floats) -> None:
-        """What its sequences are like; by depth, hits and what was expected of the rates. Asked for in every step."""
+        """What its sequences are like; by depth, hits and what was expected of the rates."""
         self.common, self.hits, self.expected = common, hits, expected
         # How likely each rate is for a sequence of which nothing is known.
-        self.weights: Floats = (1 - _UNLIKE) * common + _UNLIKE * ANYTHING
-        # The chances that a draft is kept whose predecessors are, and that it is with all of them: [rate, depth].
-        factors = (hits + _DEPTH_TRIALS) / (expected + _DEPTH_TRIALS)
-        self.at_depths: Floats = np.minimum(RATES[:, None] * factors, 0.995)
-        self.down_to: Floats = self.at_depths.cumprod(1)
+        self._weights: Floats = (1 - _UNLIKE) * common + _UNLIKE * ANYTHING
+        self._tabulate(self._depth)
 
-    def learn(self, posterior: Floats, hit: Bools, tried: Bools, expected: Floats) -> None:
-        """A round: the posteriors `[sequences, rate]`; by depth, hits, trials and the chances that those had."""
-        share = min(0.2, _COMMON_RATE * len(posterior))
-        common = self.common + share * (posterior.mean(0) - self.common)
-        hits, expectations, depth = self.hits.copy(), self.expected.copy(), hit.shape[1]
-        keep = np.where(tried.any(0), 0.99, 1.0)
+    def _tabulate(self, depth: int) -> None:
+        """The chances that a draft is kept whose predecessors are, and that it is with all of them: `[rate, depth]`."""
+        factors = (self.hits[:depth] + _DEPTH_TRIALS) / (self.expected[:depth] + _DEPTH_TRIALS)
+        rates = np.minimum(RATES[:, None] * factors, 0.995)
+        self._depth, self._down_to = depth, rates.cumprod(1)
+        self._log_hit, self._log_miss = np.log(rates), np.log1p(-rates)
+
+    def kept(self, evidence: Floats, depth: int, hope: float | None) -> Floats:
+        """As `Acceptance.kept`, of its sequences, of which this is the evidence `[sequences, rate]`."""
+        if depth > self._depth:
+            self._tabulate(depth)
+        down_to = self._down_to[:, :depth]
+        if hope is None:
+            found: Floats = _posterior(self._weights, evidence) @ down_to
+            return found
+        ranks = (_posterior(ANYTHING, evidence).cumsum(1) < hope).sum(1)
+        return down_to[np.minimum(ranks, len(RATES) - 1)]  # type: ignore[no-any-return]
+
+    def learn(self, evidence: Floats, drafted: Ints, accepted: Ints) -> Floats:
+        """A round of its sequences; returns their new evidence."""
+        depth = int(drafted.max())
+        kept = self.kept(evidence, depth, None)
+        hit = accepted[:, None] > _DEPTHS[:depth]
+        tried = np.minimum(accepted + 1, drafted)[:, None] > _DEPTHS[:depth]
+        found: Floats = evidence + hit @ self._log_hit[:, :depth].T + (tried & ~hit) @ self._log_miss[:, :depth].T
+        chances = kept.copy()
+        chances[:, 1:] /= kept[:, :-1]
+        hits, expected, keep = self.hits.copy(), self.expected.copy(), np.where(tried.any(0), 0.99, 1.0)
         hits[:depth] = hits[:depth] * keep + hit.sum(0)
-        expectations[:depth] = expectations[:depth] * keep + (expected * tried).sum(0)
-        self.know(common, hits, expectations)
+        expected[:depth] = expected[:depth] * keep + (chances * tried).sum(0)
+        share = min(0.2, _COMMON_RATE * len(evidence))
+        common = self.common + share * (_posterior(self._weights, found).mean(0) - self.common)
+        self.know(common, hits, expected)
+        return found
 
 
 class Acceptance:
@@ -94,36 +117,18 @@ class Acceptance:
 
         With `hope`, that of the rate which is this quantile if each sequence is taken for one unlike any before.
         """
-        priors = [self._priors[source] for _, source in pairs]
-        evidence, powers = self._evidences(pairs), np.array([prior.down_to[:, :depth] for prior in priors])
-        if hope is None:
-            found: Floats = np.matmul(_posterior(_weights(priors), evidence)[:, None], powers)[:, 0]
-            return found
-        ranks = (_posterior(ANYTHING, evidence).cumsum(1) < hope).sum(1)
-        return powers[np.arange(len(pairs)), np.minimum(ranks, len(RATES) - 1)]  # type: ignore[no-any-return]
+        found = np.empty((len(pairs), depth))
+        for source, mine in _by_source(pairs).items():
+            found[mine] = self._priors[source].kept(self._evidences(pairs, mine), depth, hope)
+        return found
 
     def learn(self, pairs: Seq[Pair], drafted: Ints, accepted: Ints) -> None:
         """What came of the drafts of a step, some of which may have been compared with the text alone."""
         self._step += 1
-        if not pairs:
-            return
-        depths = _DEPTHS[: drafted.max()]
-        priors = [self._priors[source] for _, source in pairs]
-        evidence, weights = self._evidences(pairs), _weights(priors)
-        rates = np.array([prior.at_depths[:, : len(depths)] for prior in priors])
-        powers = np.array([prior.down_to[:, : len(depths)] for prior in priors])
-        hit = accepted[:, None] > depths
-        tried = np.minimum(accepted + 1, drafted)[:, None] > depths
-        kept = np.matmul(_posterior(weights, evidence)[:, None], powers)[:, 0]
-        expected = kept / np.hstack([np.ones((len(kept), 1)), kept[:, :-1]])
-        hits, misses = hit[:, None], (tried & ~hit)[:, None]
-        evidence += (hits * np.log(rates) + misses * np.log1p(-rates)).sum(2)
-        for (sequence, source), own in zip(pairs, evidence, strict=True):
-            self._evidence[sequence][source] = own, self._step
-        after = _posterior(weights, evidence)
-        for source in {source for _, source in pairs}:
-            mine = [i for i, (_, other) in enumerate(pairs) if other == source]
-            self._priors[source].learn(after[mine], hit[mine], tried[mine], expected[mine])
+        for source, mine in _by_source(pairs).items():
+            after = self._priors[source].learn(self._evidences(pairs, mine), drafted[mine], accepted[mine])
+            for i, own in zip(mine, after, strict=True):
+                self._evidence[pairs[i][0]][source] = own, self._step
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over."""
@@ -143,9 +148,9 @@ class Acceptance:
             prior = self._priors[Source(str(one["proposer"]), int(one["size"]))]
             prior.know(floats(one["common"], RATES.shape), hits, expected)
 
-    def _evidences(self, pairs: Seq[Pair]) -> Floats:
-        """What is left of each one's log likelihoods, `[pairs, rate]`; of what is nothing, zeros."""
-        found = [self._evidence.get(sequence, _NOTHING).get(source, _NO_EVIDENCE) for sequence, source in pairs]
+    def _evidences(self, pairs: Seq[Pair], which: Seq[int]) -> Floats:
+        """What is left of the log likelihoods of some pairs, `[which, rate]`; of what is nothing, zeros."""
+        found = [self._evidence.get(pairs[i][0], _NOTHING).get(pairs[i][1], _NO_EVIDENCE) for i in which]
         left = np.array([_KEEP ** (self._step - step) for _, step in found])
         return np.array([evidence for evidence, _ in found]) * left[:, None]  # type: ignore[no-any-return]
 
@@ -154,8 +159,12 @@ _NOTHING: dict[Source, tuple[Floats, int]] = {}
 _NO_EVIDENCE = np.zeros(len(RATES)), 0
 
 
-def _weights(priors: Seq[_Prior]) -> Floats:
-    return np.array([prior.weights for prior in priors])
+def _by_source(pairs: Seq[Pair]) -> dict[Source, list[int]]:
+    """Which pairs are of each source."""
+    found = defaultdict[Source, list[int]](list)
+    for i, (_, source) in enumerate(pairs):
+        found[source].append(i)
+    return found
 
 
 def _posterior(prior: Floats, evidence: Floats) -> Floats:

@@ -80,6 +80,8 @@ class AdaptiveK:
         self._picked: dict[tuple[Sequence, _Findings], str] = {}
         # Drafts that were found in the text, by sequence and proposer, and the length of the sequence then.
         self._found: dict[tuple[Sequence, str], tuple[int, Found]] = {}
+        # Of those whose drafts of the last step were all looked up and right, where they came from.
+        self._all_right: dict[Sequence, Source] = {}
         self._budget = _Budget()
         self._num_steps = self._since_plain = self._rows = 0  # rows: budget of the latest step
         self._expected = 1.5  # speed-up expected of the latest step with drafts
@@ -106,7 +108,7 @@ class AdaptiveK:
         if not mine or not self.target.count:
             return chosen
         load = BatchLoad.of([len(s.tokens) for s in sequences], chosen, prompt_rows)
-        several = [i for i in mine if len(sequences[i].candidates) > 1 and not _is_settled(sequences[i])]
+        several = [i for i in mine if len(sequences[i].candidates) > 1 and not self._goes_on(sequences[i], limits[i])]
         if several:
             self._pick([sequences[i] for i in several], [limits[i] for i in several], load)
         budget -= sum(chosen)
@@ -184,6 +186,14 @@ class AdaptiveK:
         self._picked.update({key: names[best] for key, best in zip(keys, picked.choice.tolist(), strict=True)})
         if self._budget.seconds > 0 and not load.prompt_rows and self._num_steps % _REST == 0:
             self._try_others(names, sequences, bids, picked, reading)
+
+    def _goes_on(self, sequence: Sequence, limit: int) -> bool:
+        """Whether there is nothing to choose: lookups that were all right have found as many drafts as well as then."""
+        if _is_settled(sequence):
+            return True
+        name, before = sequence.drafter, self._all_right.get(sequence)
+        is_as_good = before == self._source(sequence, name) and self._most(sequence, name, limit) == limit
+        return is_as_good and sequence not in self._budget.held
 
     def _findings(self, sequence: Sequence, limit: int) -> _Findings:
         """How many drafts there may be of each proposer that looks them up, and of what source; and of the others."""
@@ -338,9 +348,13 @@ class AdaptiveK:
         Found drafts are compared with what came in their place, so they are judged without being fed.
         """
         pairs, drafted, accepted = [], [], []
+        self._all_right.clear()
         for sequence, num_drafted, num_accepted in zip(done.sequences, done.drafted, done.accepted, strict=True):
             if num_drafted:
-                pairs.append((sequence, self._source(sequence, sequence.drafter)))
+                source = self._source(sequence, sequence.drafter)
+                if num_accepted == num_drafted and self._of(sequence.drafter).find is not None:
+                    self._all_right[sequence] = source
+                pairs.append((sequence, source))
                 drafted.append(num_drafted)
                 accepted.append(num_accepted)
                 self._found.pop((sequence, sequence.drafter), None)

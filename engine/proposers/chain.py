@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.params import Verification
 from engine.proposers.base import Proposal
 from engine.sampling import distribution
-from engine.sampling.distribution import Kind, RowParams
+from engine.sampling.distribution import RowParams
 from engine.sampling.noise import Stream
 from engine.sampling.processors import process
 from engine.sampling.row import LogitsRow
@@ -40,11 +40,6 @@ class Chain:
         return LogitsRow(self.sequence, tuple(self.tokens), Stream.COUPLED if coupled else Stream.DRAFT)
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether the sequence takes the likeliest token, whatever the noise."""
-        return Kind.of(self.sequence.request.sampling) is Kind.GREEDY
-
-    @property
     def is_judged_by_law(self) -> bool:
         """Whether the rejection rule needs the distribution of each draft."""
         return self.sequence.speculation.verification is Verification.REJECTION
@@ -64,12 +59,10 @@ def draw(chains: Seq[Chain], logits: Tensor) -> None:
         return
     rows, needs_law = [chain.row for chain in chains], any(chain.is_judged_by_law for chain in chains)
     logits, probs = process(logits, rows), None
-    if not needs_law and all(chain.is_greedy for chain in chains):
-        drawn = logits.argmax(-1).tolist()  # as `choose` does, without tensors of parameters
-    else:
+    if needs_law:
         params = RowParams.of(rows, logits.shape[1], logits.device)
-        drawn = distribution.choose(logits, params).tolist()
-        probs = distribution.probabilities(logits, params) if needs_law else None
+        probs = distribution.probabilities(logits, params)
+    drawn = distribution.draw(logits, rows).tolist()
     for i, chain in enumerate(chains):
         chain.tokens.append(drawn[i])
         if probs is not None and chain.is_judged_by_law:

@@ -32,6 +32,7 @@ class Proposers:
     def __init__(self, by_name: Mapping[str, Proposer], vocab_size: int, any_of: Seq[str] = ()) -> None:
         self._by_name, self._vocab_size = {**by_name, PREDICTION: PredictionProposer()}, vocab_size
         self.any_of = tuple(any_of)
+        self._observers = [(name, own) for name, own in by_name.items() if isinstance(own, Observer)]
         self._failures_in_a_row = dict.fromkeys(self._by_name, 0)
         self._blind: set[str] = set()  # observers that failed to see the last pass
         self._num_failures = 0  # since `take_failures` was called last
@@ -100,13 +101,14 @@ class Proposers:
         first_rows = accumulate((len(feed.tokens) for feed in feeds), initial=0)
         # One row number more than feeds: where the next would begin.
         passed = [Passed(*each) for each in zip(sequences, feeds, first_rows, strict=False)]
-        for name, proposer in self._by_name.items():
-            mine = [p for p in passed if name in p.sequence.drafters and _may_draft(p.sequence)]
-            if mine and isinstance(proposer, Observer) and self._failures_in_a_row[name] < GIVE_UP_AFTER:
-                if proposer.uses_draft_kv:
+        passed = [p for p in passed if p.sequence.speculation.num_draft_tokens > 0]
+        for name, observer in self._observers:
+            mine = [p for p in passed if name in p.sequence.drafters]
+            if mine and self._failures_in_a_row[name] < GIVE_UP_AFTER:
+                if self._by_name[name].uses_draft_kv:
                     for p in mine:
                         p.sequence.turn_to(name)
-                self._show(name, proposer, mine)
+                self._show(name, observer, mine)
 
     def _show(self, name: str, observer: Observer, passed: list[Passed]) -> None:
         """As in `_ask`: an observer that fails costs speed alone, and drafts again only after it has seen a pass."""
@@ -156,10 +158,6 @@ class Proposers:
         log.error("proposer %s failed; this step goes on without its drafts", name, exc_info=error)
         if self._failures_in_a_row[name] == GIVE_UP_AFTER:
             log.error("proposer %s failed %d times in a row; it is not asked again", name, GIVE_UP_AFTER)
-
-
-def _may_draft(sequence: Sequence) -> bool:
-    return sequence.speculation.num_draft_tokens > 0
 
 
 def _num_unseen_of(name: str, proposer: Proposer) -> Callable[[Sequence], int]:

@@ -8,6 +8,7 @@ mass on the likeliest token; of equal ones, on the lowest id.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
 
@@ -118,6 +119,13 @@ def choose(logits: Tensor, params: RowParams) -> Tensor:
         best = (scores + noise.gumbel_at(p.seed, p.position, p.stream, tokens)).argmax(-1, keepdim=True)
         chosen[rows] = tokens.gather(1, best).squeeze(1)
     return chosen
+
+
+def draw(logits: Tensor, rows: Seq[LogitsRow]) -> Tensor:
+    """As `choose`, for rows of any kind: where all are greedy, no tensors of parameters are made for nothing."""
+    if all(Kind.of(row.sequence.request.sampling) is Kind.GREEDY for row in rows):
+        return logits.argmax(-1)
+    return choose(logits, RowParams.of(rows, logits.shape[1], logits.device))
 
 
 def probabilities(logits: Tensor, params: RowParams) -> Tensor:

@@ -76,7 +76,7 @@ def _decide(decide: Decide, fed: Seq[VerifyInput], logits: Tensor) -> list[Verif
     verdict = decide(fed, processed, rows)
     # A result depends on the rows up to the one of the next token, so these must be finite; a NaN becomes the maximum.
     num_sound = leading_run(logits.amax(-1).isfinite()[rows])
-    num_open = leading_run(processed.amax(-1).isfinite()[rows])
+    num_open = num_sound if processed is logits else leading_run(processed.amax(-1).isfinite()[rows])
     columns = [verdict.num_accepted, verdict.next_token, num_sound, num_open]
     answers = torch.stack(columns, 1).tolist()  # the only place where a step waits for the device
     outcomes = [_outcome(f, *answer) for f, answer in zip(fed, answers, strict=True)]
@@ -110,12 +110,12 @@ def _with_logprobs(fed: Seq[VerifyInput], logits: Tensor, outcomes: list[VerifyO
 
 
 def _coupled(fed: Seq[VerifyInput], logits: Tensor, rows: Tensor) -> Verdict:
-    tokens = distribution.choose(logits, _params(fed, logits, Stream.COUPLED))
+    tokens = distribution.draw(logits, [row for f in fed for row in f.rows(Stream.COUPLED)])
     return coupled(tokens[rows], _padded_drafts(fed, logits.device))
 
 
 def _rejection(fed: Seq[VerifyInput], logits: Tensor, rows: Tensor) -> Verdict:
-    params = _params(fed, logits, Stream.RESAMPLE)
+    params = RowParams.of([row for f in fed for row in f.rows(Stream.RESAMPLE)], logits.shape[1], logits.device)
     vocab, drafts = logits.shape[1], _padded_drafts(fed, logits.device)
     target_probs = distribution.probabilities(logits, params)[rows]
     draft_probs = _padded_draft_probs(fed, drafts, vocab)
@@ -125,10 +125,6 @@ def _rejection(fed: Seq[VerifyInput], logits: Tensor, rows: Tensor) -> Verdict:
 
 
 _RULES: dict[Verification, Decide] = {Verification.COUPLED: _coupled, Verification.REJECTION: _rejection}
-
-
-def _params(fed: Seq[VerifyInput], logits: Tensor, stream: Stream) -> RowParams:
-    return RowParams.of([row for f in fed for row in f.rows(stream)], logits.shape[1], logits.device)
 
 
 def _padded_rows(fed: Seq[VerifyInput], device: torch.device) -> Tensor:

@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class Features:
-    """A run of positions of one sequence: row i of `rows` belongs to position `first + i`.
+    """A run of positions of one sequence: row i of `rows` belongs to position `first + i`; `stop` is the one after it.
 
     Rows of drafts that were not kept are stale: the reader cuts them off or does not look at them.
     """
 
     def __init__(self) -> None:
-        self.first, self._parts = 0, list[Tensor]()
+        self.first, self.stop, self._parts = 0, 0, list[Tensor]()
 
     @property
     def rows(self) -> Tensor:
@@ -21,11 +21,6 @@ class Features:
         if len(self._parts) > 1:
             self._parts = [torch.cat(self._parts)]
         return self._parts[0] if self._parts else torch.empty(0)
-
-    @property
-    def stop(self) -> int:
-        """The position after the last."""
-        return self.first + sum(map(len, self._parts))
 
     def take(self, start: int, hidden: Tensor) -> bool:
         """Add `hidden` `[n, hidden]` of positions `start` and on, in place of what was there and beyond.
@@ -36,13 +31,15 @@ class Features:
         if joins:
             self.cut(start)
         else:
-            self.first, self._parts = start, []
+            self.first, self.stop, self._parts = start, start, []
         self._parts.append(hidden.clone())  # the rest of the pass must not live on behind a view
+        self.stop += len(hidden)
         return joins
 
     def cut(self, stop: int) -> None:
         """Forget positions `stop` and beyond."""
         spare = self.stop - max(stop, self.first)
+        self.stop -= max(0, spare)
         while spare > 0:
             last = self._parts.pop()
             if len(last) > spare:

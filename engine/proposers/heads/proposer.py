@@ -43,15 +43,13 @@ class HeadProposer:
 
     @torch.inference_mode()
     def observe(self, passed: Seq[Passed]) -> None:
-        """Keep the features that the head has not been fed yet. They are projected first: that makes them smaller."""
+        """Keep the hidden states that the head has not been fed yet. What it is not asked for is never projected."""
         before = [self._unfed.pop(p.sequence, None) for p in passed]  # if this fails, nothing stale is left
         hidden = self._tap.read(self._places)
         assert hidden is not None, "the target has not run"
-        rows = [hidden[p.rows_from(p.feed.start)] for p in passed]
-        taken = self._head.project(torch.cat(rows)).split([*map(len, rows)]) if rows else ()
-        for p, features, mine in zip(passed, before, taken, strict=True):
+        for p, features in zip(passed, before, strict=True):
             kept = features or Features()
-            joins = kept.take(p.feed.start, mine)
+            joins = kept.take(p.feed.start, hidden[p.rows_from(p.feed.start)])
             if features is None or not joins:
                 p.sequence.draft.kv_len = 0  # what lies in the arena does not lead up to these
             if kept.stop - kept.first > 2 * MOST_UNFED:
@@ -85,14 +83,15 @@ class HeadProposer:
                 budget -= len(feed.tokens)
         if not fed:
             return [], torch.empty(0)
-        hidden = self._forward([feed for _, feed, _ in fed], torch.cat([rows for _, _, rows in fed]), forwards)
+        features = self._head.project(torch.cat([rows for _, _, rows in fed]))
+        hidden = self._forward([feed for _, feed, _ in fed], features, forwards)
         for chain, feed, rows in fed:
             chain.sequence.draft.advance(feed.kv_len)
             self._unfed[chain.sequence].drop(len(rows))
         return self._grow([chain for chain, feed, _ in fed if feed.num_logits], hidden)
 
     def _ready(self, sequence: Sequence) -> Tensor:
-        """Features `[n, hidden]` that are true and not fed, if they reach the newest that there can be; else none."""
+        """Hidden states `[n, places * width]`, true and not fed, if they reach the newest there can be; else none."""
         features, stop = self._unfed.get(sequence) or Features(), len(sequence.tokens) - 1
         features.cut(stop)  # rows of drafts that were not kept
         return features.rows if features.stop == stop else torch.empty(0)
