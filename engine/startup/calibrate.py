@@ -56,15 +56,20 @@ def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter, 
     drafts means nothing either.
     """
     assert not engine.has_work, "calibration is for an idle engine"
-    start, everyone = clock(), tuple[str, ...]()
-    if engine.default_proposer == AUTO:
-        everyone = tuple(name for name in engine.proposer_names if name not in _NOT_CHOSEN)
+    start, everyone = clock(), drafters_of(engine)
     for shape in SHAPES:
-        for name in (everyone if shape.num_draft else ()) or (None,):
+        for name in everyone if shape.num_draft else (None,):
             if clock() - start >= seconds:
                 break
             _run(engine, shape, text, name)
     engine.end_calibration()
+
+
+def drafters_of(engine: Engine) -> tuple[str | None, ...]:
+    """The proposers that requests meet unless they name one: each that `auto` may choose; or None, the default."""
+    if engine.default_proposer != AUTO:
+        return (None,)
+    return tuple(name for name in engine.proposer_names if name not in _NOT_CHOSEN)
 
 
 def _run(engine: Engine, shape: CalibrationShape, text: Seq[int], proposer: str | None) -> None:

@@ -13,7 +13,7 @@ from engine.device_loop.results import Progress, untold
 from engine.engine import Engine
 from engine.params import SamplingParams
 from engine.startup.build import build_engine, pick_device
-from engine.startup.calibrate import calibrate, run
+from engine.startup.calibrate import calibrate, drafters_of, run
 from engine.startup.calibration_text import TEXT
 from engine.text.codec import Codec
 
@@ -104,6 +104,7 @@ def make_ready(
     progress("warming up")
     with engine.rehearsing():  # a first run takes longer, so its time must not enter the cost model
         engine.warm_up()
+        _run(engine, Rehearsal([_SHORT], engine.config.num_draft_tokens))
     if uses_saved_calibration and engine.recall():
         seconds *= _REPETITION
     if seconds:
@@ -123,6 +124,12 @@ def _rehearse(engine: Engine, progress: Progress) -> None:
     with engine.rehearsing():
         for i, one in enumerate(every, 1):
             progress(f"compiling for plain passes: {i} of {len(every)}")
-            prompts = [min(prompt, engine.max_model_len - 2) for prompt in one.prompts[: engine.config.max_batch_size]]
-            run(engine, prompts, one.num_draft, _STEPS, one.sampling)
+            _run(engine, one)
     log.info("plain passes of %d kinds are compiled, in %.1f s", len(every), time.perf_counter() - start)
+
+
+def _run(engine: Engine, one: Rehearsal) -> None:
+    """Run a rehearsal with each proposer that requests may meet."""
+    prompts = [min(prompt, engine.max_model_len - 2) for prompt in one.prompts[: engine.config.max_batch_size]]
+    for name in drafters_of(engine) if one.num_draft else (None,):
+        run(engine, prompts, one.num_draft, _STEPS, one.sampling, proposer=name)

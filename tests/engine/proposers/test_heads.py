@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,8 @@ from engine.proposers.heads.eagle import load_eagle
 from engine.proposers.heads.features import Features
 from engine.proposers.heads.medusa import load_medusa
 from engine.startup.build import assemble
+from engine.startup.calibrate import drafters_of
+from engine.startup.warm import make_ready
 from engine.types import Request, Sequence
 from tests import fakes, heads, zoo
 
@@ -310,6 +314,24 @@ def test_a_candidate_that_fails_leaves_the_drafting_to_the_others(tmp_path: Path
     done = fakes.run(engine, [request], failures=3)
     assert done.tokens["r"] == [5] * 60
     assert done.finished["r"].stats.accepted > 20
+
+
+def test_before_a_request_comes_each_candidate_has_drafted_and_nothing_is_learned(tmp_path: Path) -> None:
+    """A first pass takes longer than any other: a request must not wait for it, nor a cost be learned from it."""
+    engine = engine_of(eagle=heads.eagle(tmp_path), proposer="auto", num_draft_tokens=4)
+    asked = Counter[str]()
+    for name in drafters_of(engine):
+        proposer = engine._proposers._by_name[name]
+        proposer.propose = partial(counted, asked, name, proposer.propose)
+    make_ready(engine)
+    assert set(asked) == {"eagle", "suffix"}
+    assert engine.control.target.count == 0
+    assert not engine.has_work
+
+
+def counted(calls: Counter[str], name: str, call: Callable[..., Proposal], *given: object) -> Proposal:
+    calls[name] += 1
+    return call(*given)
 
 
 def test_a_lookup_that_fails_costs_its_drafts_alone() -> None:
