@@ -36,12 +36,14 @@ class PrefillBudget:
         self._per_draft_token: float | None = None  # the same of a draft model
         self._fitting = math.inf  # what `tokens` said last
         self._left = math.inf  # seconds that the step under way has for reading
+        self._read = 0  # tokens that draft models have caught up with in it
 
     def tokens(self, decoding: int, *, alone: bool) -> float:
         """How many fit in a step in which so many decode, at least one; `alone`: it serves a single sequence.
 
         225 ms to be filled, decoding takes 45, each token 2: 90 tokens. Decoding takes 200: another 200, 100 tokens.
         """
+        self._read = 0
         if self._per_token is not None:  # without a measurement no step is bounded
             taken = self._of(decoding)
             seconds = _ALONE * self._seconds if alone else self._seconds
@@ -63,7 +65,11 @@ class PrefillBudget:
         fitting = self._fitting
         if self._per_draft_token is not None:
             fitting = max(fitting, self._left / self._per_draft_token)
-        return int(min(self._most, fitting + 2 * num_sequences))
+        return int(min(self._most, max(0.0, fitting - self._read) + 2 * num_sequences))
+
+    def spend_of_draft(self, num_sequences: int, tokens: int) -> None:
+        """A pass of a draft model was fed so many: what it caught up with no other one may read in this step."""
+        self._read += max(0, tokens - 2 * num_sequences)
 
     def learn(self, decoding: int, tokens: int, seconds: float) -> None:
         """A step in which so many decoded and so many tokens of prompts were read took so long."""

@@ -40,6 +40,7 @@ class ModelProposer:
             budget -= len(feeds[-1].tokens)
         logits = self._runner.forward([feed for feed in feeds if feed.tokens])
         forwards.append(Forward("draft", sum(bool(f.tokens) for f in feeds), sum(len(f.tokens) for f in feeds)))
+        self._prefill.spend_of_draft(forwards[-1].sequences, forwards[-1].tokens)
         for chain, feed in zip(chains, feeds, strict=True):
             chain.sequence.draft.advance(feed.kv_len)
         grown = [chain for chain, feed in zip(chains, feeds, strict=True) if feed.num_logits]

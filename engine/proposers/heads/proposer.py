@@ -85,6 +85,7 @@ class HeadProposer:
             return [], torch.empty(0)
         features = self._head.project(torch.cat([rows for _, _, rows in fed]))
         hidden = self._forward([feed for _, feed, _ in fed], features, forwards)
+        self._prefill.spend_of_draft(len(fed), len(features))
         for chain, feed, rows in fed:
             chain.sequence.draft.advance(feed.kv_len)
             self._unfed[chain.sequence].drop(len(rows))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
+from engine.config import EngineConfig
 from engine.control.prefill_budget import _AIM, _ALONE, _MOST, PrefillBudget
+from engine.engine import Engine
 from engine.params import SamplingParams
+from engine.startup.build import assemble
 from engine.stats import StepStats
 from engine.types import Request
-from tests import fakes
+from tests import fakes, heads, zoo
 
 BOUND = 0.25
 AIM = _AIM * BOUND
@@ -138,6 +142,38 @@ def test_a_draft_model_reads_as_much_as_its_own_speed_allows_in_what_the_target_
     prefill.tokens(1, alone=False)
     prefill.learn_draft(4, 40, 5.0)  # what drafting needs anyway
     assert prefill.tokens_of_draft(1) == int((AIM - 0.02) / 0.001 + 2)
+
+
+def test_draft_models_that_catch_up_in_one_step_share_its_time():
+    prefill = learned(PrefillBudget(BOUND), Machine(sequence=0.02, token=0.01), 1)
+    fitting = int(prefill.tokens(1, alone=False))
+    prefill.spend_of_draft(2, 3)  # what drafting needs anyway
+    assert prefill.tokens_of_draft(1) == fitting + 2
+    prefill.spend_of_draft(1, fitting - 8)
+    assert prefill.tokens_of_draft(1) == 10 + 2
+    prefill.spend_of_draft(1, 400)
+    assert prefill.tokens_of_draft(3) == 2 * 3
+    prefill.tokens(1, alone=False)
+    assert prefill.tokens_of_draft(1) == fitting + 2, "the next step has its own"
+
+
+def with_draft_model(_folder: Path) -> Engine:
+    law = fakes.hashed_law(20, salt=3)
+    return fakes.fake_engine(law, draft_law=law, vocab_size=20, num_pages=200, num_draft_tokens=2)
+
+
+def with_head(folder: Path) -> Engine:
+    config = EngineConfig(target="llama", proposer="eagle", speculation="fixed", eagle=heads.eagle(folder))
+    return assemble(config, zoo.ours(zoo.reference("llama")))
+
+
+@pytest.mark.parametrize("engine_of", [with_draft_model, with_head])
+def test_whatever_catches_up_says_what_it_has_read(tmp_path, engine_of):
+    engine, said = engine_of(tmp_path), []
+    engine._scheduler.prefill.spend_of_draft = lambda *read: said.append(read)
+    fakes.run(engine, [Request(request_id="r", token_ids=(5,) * 20, sampling=SamplingParams(max_tokens=8))])
+    assert said[0] in ((1, 20), (1, 21))
+    assert all(tokens <= 4 for _, tokens in said[1:])
 
 
 # ------------------------------------------------------------------------------------------- in an engine
