@@ -72,7 +72,7 @@ class Order:
     def settings(self) -> dict[str, Any]:
         """The settings that a run's folder keeps: a run goes on only where they are the same."""
         given = json.dumps([self.prompts, self.held_out, self.opening])
-        named = ("target", "revision", "device", "dtype", "weights", "kv_cache_dtype", "threads")
+        named = ("target", "revision", "device", "dtype", "weights", "kv_cache_dtype", "threads", "max_model_len")
         loaded = {name: getattr(self.engine, name) for name in named}
         made = {"text": asdict(self.text), "shape": asdict(self.shape), "schedule": asdict(self.schedule)}
         return loaded | made | {"prompts": hashlib.sha256(given.encode()).hexdigest()[:16]}
@@ -85,6 +85,11 @@ def train_draft(order: Order, told: RunObserver) -> HeadTrainer:
         ModelError: the target cannot be served or read, there is too little text, or the folder holds something else.
     """
     folder = RunFolder(order.out, order.settings())
+    with folder.alone():
+        return _run(order, folder, told)
+
+
+def _run(order: Order, folder: RunFolder, told: RunObserver) -> HeadTrainer:
     names = _write(order, folder, told)
     torch.set_num_threads(order.engine.threads or cores())
     texts = [text for name in names for text in folder.load_texts(name)]
@@ -140,7 +145,7 @@ def _texts(order: Order, writer: Writer, prompts: Seq[Tokens], number: int) -> I
     plan = order.text
     if not prompts:
         own = own_prompts(writer, order.opening, plan, number, as_prompt=order.as_prompt)
-        yield from continued(writer, own, plan, number)
+        yield from continued(writer, own[: plan.texts - number * plan.together], plan, number)
         return
     first = number * plan.together
     chosen = range(first, min(plan.texts, first + plan.together))

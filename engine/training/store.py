@@ -5,8 +5,10 @@ A run writes nothing into a folder that holds anything else, and goes on only wh
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from engine.errors import ModelError
 
 STATE = ".training"  # the folder of a run's own files, in that of the head
 HELD_OUT = "held-out"
+_LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +51,34 @@ class RunFolder:
         """
         self.out, self.folder = out, out / STATE
         manifest = self.folder / "run.json"
+        if not manifest.exists() and not _is_hardly_begun(out):
+            raise ModelError(f"{str(out)!r} holds something else than a training run: choose a new folder")
+        self.folder.mkdir(parents=True, exist_ok=True)
         if not manifest.exists():
-            if out.exists() and any(out.iterdir()):
-                raise ModelError(f"{str(out)!r} holds something else than a training run: choose a new folder")
-            self.folder.mkdir(parents=True, exist_ok=True)
             _replace(manifest, json.dumps(settings, indent=1, sort_keys=True))
-        found = json.loads(manifest.read_text("utf-8"))
+        try:
+            found = json.loads(manifest.read_text("utf-8"))
+        except ValueError as error:
+            raise ModelError(f"cannot read {manifest}: {error}; remove {str(self.folder)!r} to begin again") from error
         asked = json.loads(json.dumps(settings))
         other = sorted(key for key in {*found, *asked} if found.get(key) != asked.get(key))
         if other:
             told = ", ".join(f"{key} {found.get(key)!r} and not {asked.get(key)!r}" for key in other[:4])
             raise ModelError(f"{str(out)!r} holds a run with other settings: {told}; choose a new folder or remove it")
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other runs out; the system lets them in when this process ends, however it does.
+
+        Raises:
+            ModelError: another run goes on here.
+        """
+        with (self.folder / _LOCK).open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ModelError(f"another run goes on in {str(self.out)!r}") from error
+            yield
 
     def has_texts(self, name: str) -> bool:
         """Whether the texts of this name are there."""
@@ -109,6 +129,14 @@ class RunFolder:
 
     def _texts(self, name: str) -> Path:
         return self.folder / f"{name}.texts.safetensors"
+
+
+def _is_hardly_begun(out: Path) -> bool:
+    """Whether the folder is none, or empty, or what a run leaves that was stopped before it wrote its settings."""
+    if not out.exists():
+        return True
+    inside = {path.relative_to(out).as_posix() for path in out.rglob("*")}
+    return inside <= {STATE, f"{STATE}/{_LOCK}", f"{STATE}/run.unfinished"}
 
 
 def _replace(path: Path, text: str) -> None:

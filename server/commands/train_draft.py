@@ -222,10 +222,12 @@ def _of_json(path: Path, number: int, line: str, codec: Codec, chat: ChatTemplat
 def _rendered(path: Path, number: int, messages: list[object], chat: ChatTemplate | None) -> str:
     if chat is None:
         raise ModelError(f"{path}, line {number}: has messages; the target has no chat template")
-    try:
-        turns = [Message(str(turn["role"]), str(turn["content"])) for turn in messages if isinstance(turn, dict)]
-    except KeyError as error:
-        raise ModelError(f"{path}, line {number}: a message has no {error}") from error
+    turns = list[Message]()
+    for i, turn in enumerate(messages):
+        role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ModelError(f"{path}, line {number}: messages[{i}] needs a role and a content that are strings")
+        turns.append(Message(role, content))
     return chat.render(turns)
 
 

@@ -91,6 +91,8 @@ class Eagle3Options:
             ModelError: a variant that is not served.
         """
         inner = config.get("eagle_config") or {}
+        if not isinstance(inner, Mapping):
+            raise ModelError(f"{name!r}: eagle_config is {inner!r}; expected an object")
         both = {**config, **inner}
         _check_variant(both, name)
         layers = both.get("num_hidden_layers", 1)

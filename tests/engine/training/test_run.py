@@ -205,6 +205,35 @@ def test_it_writes_into_no_folder_of_something_else(order: Order) -> None:
     assert [path.name for path in order.out.iterdir()] == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("left", [(), ("run.unfinished",), ("lock", "run.unfinished")])
+def test_a_run_that_was_stopped_before_it_wrote_its_settings_begins_again(order: Order, left: tuple[str, ...]) -> None:
+    folder = order.out / ".training"
+    folder.mkdir(parents=True)
+    for name in left:
+        (folder / name).write_text("{", "utf-8")
+    with pytest.raises(KeyboardInterrupt):
+        train_draft(order, Interrupting(after_texts=3))
+    (folder / "run.json").write_text("{", "utf-8")
+    with pytest.raises(ModelError, match=r"cannot read .*run\.json"):
+        train_draft(order, Interrupting())
+
+
+def test_two_runs_do_not_share_a_folder(order: Order) -> None:
+    with RunFolder(order.out, order.settings()).alone(), pytest.raises(ModelError, match="another run goes on"):
+        train_draft(order, Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        train_draft(order, Interrupting(after_texts=3))
+
+
+def test_as_many_texts_are_written_as_are_asked_for(order: Order) -> None:
+    """Of prompts of its own, too, which are written a file at a time."""
+    whole = replace(order, text=replace(TEXT, together=4))
+    with pytest.raises(KeyboardInterrupt):
+        train_draft(whole, Interrupting(after_step=1))
+    folder = RunFolder(whole.out, whole.settings())
+    assert [len(list(folder.load_texts(name))) for name in ("00000", "00001")] == [4, TEXT.texts - 4]
+
+
 def test_it_continues_no_run_of_other_settings(order: Order) -> None:
     with pytest.raises(KeyboardInterrupt):
         train_draft(order, Interrupting(after_texts=3))

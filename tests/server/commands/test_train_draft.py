@@ -139,7 +139,9 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
         ("", "has no prompts"),
         ("{", "line 1: Expecting"),
         ("3", 'line 1: expected a string, {"prompt": text}'),
-        ('{"messages": [{"role": "user"}]}', "line 1: a message has no 'content'"),
+        ('{"messages": [{"role": "user"}]}', "line 1: messages[0] needs a role and a content"),
+        ('{"messages": [{"role": "user", "content": "a"}, 3]}', "line 1: messages[1] needs a role and a content"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "line 1: messages[0] needs a role"),
     ],
 )
 def test_prompts_that_are_none_are_said(text: str, told: str, tmp_path: Path) -> None:

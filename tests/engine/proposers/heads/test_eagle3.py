@@ -283,6 +283,7 @@ def test_eagle_1_of_speculators(tmp_path: Path, fusion_bias: bool) -> None:
         ),
         ({"model_type": "qwen3"}, "model_type is 'qwen3'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
+        ({"eagle_config": 3}, "eagle_config is 3; expected an object"),
         ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step is 4"),
         ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm is True"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25"),
