@@ -21,7 +21,7 @@ from engine.model.linear.packed import pack
 from engine.model.runner import ModelRunner, kv_layout, load_model
 from engine.model.tap import Tap
 from engine.params import SamplingParams
-from engine.proposers.heads.base import Surroundings
+from engine.proposers.heads.base import HeadContext
 from engine.proposers.heads.eagle import load_eagle
 from engine.proposers.heads.proposer import HeadProposer
 from engine.startup.build import build_engine
@@ -99,7 +99,7 @@ class HeadTrees:
         attend, self._places, self._tap = choose("auto", _CPU), head.places, Tap(model, head.places)
         arena = KVArena(kv_layout(model.config, model.dtype), _LONGEST, 1, _CPU)
         self._target = ModelRunner(model, arena, attend)
-        around = Surroundings(self._target, self._tap, _arena(head.layout, num_tokens), attend, PrefillBudget())
+        around = HeadContext(self._target, self._tap, _arena(head.layout, num_tokens), attend, PrefillBudget())
         proposer = head.proposer(around)
         assert isinstance(proposer, HeadProposer)
         self._head = proposer._head  # noqa: SLF001 - the head alone, because its proposer drafts chains

@@ -20,7 +20,7 @@ from engine.model.runner import ModelRunner, Runner, end_tokens, layout_of_model
 from engine.model.tap import Tap
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, SuffixProposer
 from engine.proposers.early_exit import first_layers
-from engine.proposers.heads.base import Head, Surroundings
+from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.vocab import DraftVocabulary, MappedRunner, VocabMap
 from engine.startup.runners import Ways
 from engine.startup.states import StatePlan
@@ -141,7 +141,7 @@ class Drafters:
             if head.places and not verdict(partial(_is_read, tap, head)):
                 raise ModelError(f"{type(self.target).__name__} runs past its layers: no features can be read off it")
             arena = make_arena(self.layouts[name]) if name in self.layouts else None
-            made[name] = head.proposer(Surroundings(target, tap, arena, attend, prefill, adapters.get(name)))
+            made[name] = head.proposer(HeadContext(target, tap, arena, attend, prefill, adapters.get(name)))
         return made
 
 

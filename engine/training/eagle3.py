@@ -52,7 +52,7 @@ class Eagle3Shape:
         )
 
 
-class RootMeanSquare(nn.Module):
+class TrainedRMSNorm(nn.Module):
     """x / rms(x), times a weight (Zhang and Sennrich 2019, arXiv 1910.07467), in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -144,9 +144,9 @@ class TrainedLayer(nn.Module):
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
-        self.hidden_norm = RootMeanSquare(shape.hidden, shape.eps)
-        self.input_layernorm = RootMeanSquare(shape.hidden, shape.eps)
-        self.post_attention_layernorm = RootMeanSquare(shape.hidden, shape.eps)
+        self.hidden_norm = TrainedRMSNorm(shape.hidden, shape.eps)
+        self.input_layernorm = TrainedRMSNorm(shape.hidden, shape.eps)
+        self.post_attention_layernorm = TrainedRMSNorm(shape.hidden, shape.eps)
         self.self_attn, self.mlp = TrainedAttention(shape), TrainedFeedForward(shape)
 
     def forward(self, embedded: Tensor, feature: Tensor, past: list[KV]) -> tuple[Tensor, KV]:
@@ -163,10 +163,10 @@ class TrainedEagle3(nn.Module):
         """Make a head that drafts the tokens `kept`, ascending ids; its output begins with rows of the target's."""
         super().__init__()
         self.shape = shape
-        self.fc_norm = nn.ModuleList(RootMeanSquare(shape.hidden, shape.eps) for _ in range(NUM_PLACES))
+        self.fc_norm = nn.ModuleList(TrainedRMSNorm(shape.hidden, shape.eps) for _ in range(NUM_PLACES))
         self.fc = nn.Linear(NUM_PLACES * shape.hidden, shape.hidden, bias=False)
         self.midlayer = TrainedLayer(shape)
-        self.norm = RootMeanSquare(shape.hidden, shape.eps)
+        self.norm = TrainedRMSNorm(shape.hidden, shape.eps)
         self.lm_head = nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
         self.d2t: Tensor
         self.t2d: Tensor

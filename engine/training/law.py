@@ -15,14 +15,14 @@ _CAP = "final_logit_softcapping"
 
 
 @dataclass(frozen=True, slots=True)
-class LogitLaw:
+class LogitScaling:
     """How logits follow from x, the product of features and output matrix: x * factor, then cap * tanh(x / cap)."""
 
     factor: float = 1.0
     cap: float | None = None
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> LogitLaw:
+    def of(cls, config: PreTrainedConfig) -> LogitScaling:
         """As the fields of a target's config say. `Writer.check_law` tests whether nothing else changes its logits."""
         text = config.get_text_config()
         factor = 1.0

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from engine.training.acceptance import HeldOutAcceptance, measure_acceptance
 from engine.training.eagle3 import NUM_PLACES, TrainedEagle3
-from engine.training.law import LogitLaw
+from engine.training.law import LogitScaling
 from engine.training.recipe import Schedule
 from engine.training.store import RunFolder, WrittenText
 
@@ -33,7 +33,7 @@ class TargetParts:
 
     embedding: Tensor
     output: Tensor
-    law: LogitLaw
+    law: LogitScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TrainingStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class TrainingBatch:
     """A batch of pieces of texts, each padded at its end.
 
     Attributes:
@@ -60,7 +60,7 @@ class Windows:
     is_true: Tensor
 
 
-def windows(texts: Seq[WrittenText], schedule: Schedule, first: int) -> Iterator[tuple[int, Windows]]:
+def windows(texts: Seq[WrittenText], schedule: Schedule, first: int) -> Iterator[tuple[int, TrainingBatch]]:
     """The steps from `first` on and their batches: texts are drawn in proportion to their lengths, a piece of each."""
     lengths = np.array([len(text.rows) for text in texts])
     weights = lengths / lengths.sum()
@@ -71,7 +71,7 @@ def windows(texts: Seq[WrittenText], schedule: Schedule, first: int) -> Iterator
         yield step, _batch([texts[i] for i in chosen], starts, schedule.window)
 
 
-def _batch(texts: list[WrittenText], starts: list[int], window: int) -> Windows:
+def _batch(texts: list[WrittenText], starts: list[int], window: int) -> TrainingBatch:
     sizes = [min(window, len(text.rows) - start) for text, start in zip(texts, starts, strict=True)]
     longest = max(sizes)
     tokens = torch.zeros(len(texts), longest + 1, dtype=torch.long)
@@ -81,7 +81,7 @@ def _batch(texts: list[WrittenText], starts: list[int], window: int) -> Windows:
         tokens[i, : size + 1] = text.tokens[start : start + size + 1]
         rows[i, :size] = text.rows[start : start + size]
         is_true[i, :size] = True
-    return Windows(tokens, rows, is_true)
+    return TrainingBatch(tokens, rows, is_true)
 
 
 class HeadTrainer:
@@ -124,7 +124,7 @@ class HeadTrainer:
         """How many of the head's drafts the target keeps in texts that it was not trained on."""
         return measure_acceptance(self.head, held_out, self._embedding, self.schedule.unroll, self._device)
 
-    def losses(self, batch: Windows, unroll: int) -> list[Tensor]:
+    def losses(self, batch: TrainingBatch, unroll: int) -> list[Tensor]:
         """KL(target || head) in nats, averaged over positions, of each of `unroll` drafts in a row.
 
         Both distributions are over the tokens that the head can draft, and sum to 1 over these.
@@ -144,7 +144,7 @@ class HeadTrainer:
                 found.append((away * known).sum() / known.sum().clamp(min=1))
         return found
 
-    def _one_step(self, step: int, batch: Windows) -> tuple[float, ...]:
+    def _one_step(self, step: int, batch: TrainingBatch) -> tuple[float, ...]:
         losses = self.losses(batch, self.schedule.unroll_at(step))
         torch.stack([self.schedule.decay**j * loss for j, loss in enumerate(losses)]).sum().backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)

@@ -21,7 +21,7 @@ from engine.model.checkpoint import positions, read_config
 from engine.startup.build import pick_device
 from engine.training.eagle3 import Eagle3Shape, TrainedEagle3
 from engine.training.export import config_of, export_head
-from engine.training.law import LogitLaw
+from engine.training.law import LogitScaling
 from engine.training.loop import HeadTrainer, TargetParts, TrainingStep
 from engine.training.recipe import HeadShape, Schedule, TextPlan
 from engine.training.store import RunFolder, WrittenText
@@ -47,7 +47,7 @@ class RunObserver(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class TrainingJob:
     """What `train_draft` is asked for: a target, its prompts, the head's shape, the schedule, and a folder.
 
     Attributes:
@@ -78,55 +78,55 @@ class Order:
         return loaded | made | {"prompts": hashlib.sha256(given.encode()).hexdigest()[:16]}
 
 
-def train_draft(order: Order, told: RunObserver) -> HeadTrainer:
-    """Make an EAGLE-3 head and write it into `order.out`; a run that was stopped there goes on.
+def train_draft(job: TrainingJob, told: RunObserver) -> HeadTrainer:
+    """Make an EAGLE-3 head and write it into `job.out`; a run that was stopped there goes on.
 
     Raises:
         ModelError: the target cannot be served or read, there is too little text, or the folder holds something else.
     """
-    folder = RunFolder(order.out, order.settings())
+    folder = RunFolder(job.out, job.settings())
     with folder.alone():
-        return _run(order, folder, told)
+        return _run(job, folder, told)
 
 
-def _run(order: Order, folder: RunFolder, told: RunObserver) -> HeadTrainer:
-    names = _write(order, folder, told)
-    torch.set_num_threads(order.engine.threads or cores())
+def _run(job: TrainingJob, folder: RunFolder, told: RunObserver) -> HeadTrainer:
+    names = _write(job, folder, told)
+    torch.set_num_threads(job.engine.threads or cores())
     texts = [text for name in names for text in folder.load_texts(name)]
     found = sum(len(text.rows) for text in texts)
-    needed = _FEWEST * order.schedule.window
+    needed = _FEWEST * job.schedule.window
     if found < needed:
         raise ModelError(f"the target wrote {found} tokens; training needs at least {needed}: ask for more texts")
     parts, notes = folder.load(PARTS)
-    law = LogitLaw(**json.loads(notes["law"]))
-    trainer = _trainer(order, folder, texts, TargetParts(parts["embedding"], parts["output"], law))
+    law = LogitScaling(**json.loads(notes["law"]))
+    trainer = _trainer(job, folder, texts, TargetParts(parts["embedding"], parts["output"], law))
     trainer.run(texts, list(folder.load_texts(HELD_OUT)), told.trained)
-    limit = positions(read_config(order.engine.target, order.engine.revision)).limit
-    export_head(trainer.head, config_of(trainer.head.shape, json.loads(notes["places"]), limit), order.out)
+    limit = positions(read_config(job.engine.target, job.engine.revision)).limit
+    export_head(trainer.head, config_of(trainer.head.shape, json.loads(notes["places"]), limit), job.out)
     return trainer
 
 
-def _write(order: Order, folder: RunFolder, told: RunObserver) -> list[str]:
+def _write(job: TrainingJob, folder: RunFolder, told: RunObserver) -> list[str]:
     """Let the target write what is not there yet; the names of all files of texts."""
-    plan = order.text
+    plan = job.text
     names = [f"{number:05}" for number in range(-(-plan.texts // plan.together))]
     missing = [number for number, name in enumerate(names) if not folder.has_texts(name)]
     if not missing and folder.has_texts(HELD_OUT) and folder.has(PARTS):
         return names
-    writer = Writer(order.engine)
+    writer = Writer(job.engine)
     if not folder.has(PARTS):
-        law = LogitLaw.of(writer.model.config)
-        writer.check_law(law, order.prompts[0] if order.prompts else order.opening)
+        law = LogitScaling.of(writer.model.config)
+        writer.check_law(law, job.prompts[0] if job.prompts else job.opening)
         parts = {"embedding": writer.embedding(), "output": writer.output_matrix()}
         folder.save(PARTS, parts, {"places": json.dumps(writer.places), "law": json.dumps(law.as_dict())})
-    prompts, apart = _split(order)
+    prompts, apart = _split(job)
     if not folder.has_texts(HELD_OUT):
-        own = apart or own_prompts(writer, order.opening, plan, -1, as_prompt=order.as_prompt)[: plan.held_out]
+        own = apart or own_prompts(writer, job.opening, plan, -1, as_prompt=job.as_prompt)[: plan.held_out]
         apart_texts = held_out(writer, [prompt[-plan.prompt_tokens :] for prompt in own], plan)
         folder.save_texts(HELD_OUT, _some(apart_texts))
     tokens = 0
     for number in missing:
-        texts = _some(_texts(order, writer, prompts, number))
+        texts = _some(_texts(job, writer, prompts, number))
         folder.save_texts(names[number], texts)
         tokens += sum(len(text.tokens) for text in texts)
         told.wrote(min(plan.texts, (number + 1) * plan.together), plan.texts, tokens)
@@ -140,11 +140,11 @@ def _some(texts: Iterable[WrittenText]) -> list[WrittenText]:
     return found
 
 
-def _texts(order: Order, writer: Writer, prompts: Seq[Tokens], number: int) -> Iterator[WrittenText]:
+def _texts(job: TrainingJob, writer: Writer, prompts: Seq[Tokens], number: int) -> Iterator[WrittenText]:
     """The texts of file `number`."""
-    plan = order.text
+    plan = job.text
     if not prompts:
-        own = own_prompts(writer, order.opening, plan, number, as_prompt=order.as_prompt)
+        own = own_prompts(writer, job.opening, plan, number, as_prompt=job.as_prompt)
         yield from continued(writer, own[: plan.texts - number * plan.together], plan, number)
         return
     first = number * plan.together
@@ -154,30 +154,28 @@ def _texts(order: Order, writer: Writer, prompts: Seq[Tokens], number: int) -> I
     yield from continued(writer, given, replace(plan, greedy=0.0) if again else plan, number)
 
 
-def _split(order: Order) -> tuple[Seq[Tokens], Seq[Tokens]]:
+def _split(job: TrainingJob) -> tuple[Seq[Tokens], Seq[Tokens]]:
     """Prompts to train on, and those that measure acceptance: the last tenth where none are given."""
-    if order.held_out or not order.prompts:
-        return order.prompts, order.held_out
-    apart = min(order.text.held_out, len(order.prompts) // 10)
+    if job.held_out or not job.prompts:
+        return job.prompts, job.held_out
+    apart = min(job.text.held_out, len(job.prompts) // 10)
     if not apart:
-        raise ModelError(
-            f"there are {len(order.prompts)} prompts; at least 10 are needed, or held-out ones beside them"
-        )
-    return order.prompts[:-apart], order.prompts[-apart:]
+        raise ModelError(f"there are {len(job.prompts)} prompts; at least 10 are needed, or held-out ones beside them")
+    return job.prompts[:-apart], job.prompts[-apart:]
 
 
-def _trainer(order: Order, folder: RunFolder, texts: Seq[WrittenText], parts: TargetParts) -> HeadTrainer:
+def _trainer(job: TrainingJob, folder: RunFolder, texts: Seq[WrittenText], parts: TargetParts) -> HeadTrainer:
     vocab, hidden = parts.embedding.shape
     if parts.output.shape[1] != hidden:
         raise ModelError(
             f"the target's embedding has {hidden} numbers, its features {parts.output.shape[1]}: no head fits"
         )
-    kept = _kept(texts, vocab, min(vocab, order.shape.vocab or _LARGEST_VOCAB))
-    wide = getattr(read_config(order.engine.target, order.engine.revision).get_text_config(), "intermediate_size", None)
-    width = order.shape.intermediate or (wide if isinstance(wide, int) else 4 * hidden)
-    torch.manual_seed(order.schedule.seed)
+    kept = _kept(texts, vocab, min(vocab, job.shape.vocab or _LARGEST_VOCAB))
+    wide = getattr(read_config(job.engine.target, job.engine.revision).get_text_config(), "intermediate_size", None)
+    width = job.shape.intermediate or (wide if isinstance(wide, int) else 4 * hidden)
+    torch.manual_seed(job.schedule.seed)
     head = TrainedEagle3(Eagle3Shape.fitting(hidden, vocab, len(kept), width), kept, parts.output)
-    return HeadTrainer(head, parts, order.schedule, folder, pick_device(order.engine.device))
+    return HeadTrainer(head, parts, job.schedule, folder, pick_device(job.engine.device))
 
 
 def _kept(texts: Seq[WrittenText], vocab: int, number: int) -> Tensor:

@@ -28,7 +28,7 @@ from engine.model.tap import FINAL, Tap
 from engine.params import SamplingParams, SpeculationMode
 from engine.startup.build import assemble, load, pick_device
 from engine.startup.runners import RoundsByShape
-from engine.training.law import LogitLaw
+from engine.training.law import LogitScaling
 from engine.training.recipe import TextPlan
 from engine.training.recorder import RECORDER, RowRecorder
 from engine.training.store import WrittenText
@@ -98,7 +98,7 @@ class Writer:
             written[event.request_id] += event.token_ids
         return [self._text(name, tokens, len(requests[name][0]), records) for name, tokens in written.items()]
 
-    def check_law(self, law: LogitLaw, prompt: Tokens) -> None:
+    def check_law(self, law: LogitScaling, prompt: Tokens) -> None:
         """Compare the log-probabilities that the engine reports with those of what is recorded.
 
         Raises:

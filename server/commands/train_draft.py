@@ -28,7 +28,7 @@ from server.config import ServerConfig
 
 if TYPE_CHECKING:
     from engine.training.loop import TrainingStep
-    from engine.training.run import Order
+    from engine.training.run import TrainingJob
     from engine.training.text import Tokens
 
 _SMOOTH = 0.03  # weight of the newest loss in the mean that is shown
@@ -86,13 +86,13 @@ class TrainDraft:
             Schedule(steps=mine.steps, batch_tokens=mine.batch_tokens, seed=mine.seed),
         )
 
-    def order(self) -> Order:
+    def job(self) -> TrainingJob:
         """What `engine.training` is asked for.
 
         Raises:
             ModelError: the target has no tokenizer or beginning, or the prompts cannot be read.
         """
-        from engine.training.run import Order
+        from engine.training.run import TrainingJob
         from models import embedded_target
 
         target = self.config.target or str(embedded_target())
@@ -101,7 +101,7 @@ class TrainDraft:
         codec, chat = Codec.load(target, engine.revision), ChatTemplate.load(target, engine.revision)
         given = [_prompts(path, codec, chat) if path else [] for path in (self.prompts, self.held_out)]
         own = self.prompts is None
-        return Order(
+        return TrainingJob(
             engine=engine,
             out=self.out,
             prompts=given[0],
@@ -121,14 +121,14 @@ class TrainDraft:
         """
         from engine.training.run import train_draft
 
-        order = self.order()
-        with TrainingBars(order.text.texts, order.schedule.steps) as bars:
-            trainer = train_draft(order, bars)
+        job = self.job()
+        with TrainingBars(job.text.texts, job.schedule.steps) as bars:
+            trainer = train_draft(job, bars)
         kept = "" if bars.acceptance is None else f", held-out acceptance {bars.acceptance}"
-        size = (order.out / "model.safetensors").stat().st_size / 1e6
+        size = (job.out / "model.safetensors").stat().st_size / 1e6
         return (
-            f"{order.out} holds an EAGLE-3 head after {trainer.step} steps ({size:.1f} MB){kept}:\n"
-            f"`pilotfish serve {order.engine.target} --eagle {order.out}`"
+            f"{job.out} holds an EAGLE-3 head after {trainer.step} steps ({size:.1f} MB){kept}:\n"
+            f"`pilotfish serve {job.engine.target} --eagle {job.out}`"
         )
 
 

@@ -21,7 +21,7 @@ from engine.types import Adapter
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class HeadContext:
     """What a head drafts with, besides its own weights."""
 
     target: Runner
@@ -38,7 +38,7 @@ class Head:
 
     places: tuple[int, ...]  # of the target that it reads (`Tap`)
     layout: KVLayout | None  # of its own K/V; None: it keeps none
-    proposer: Callable[[Surroundings], Proposer]
+    proposer: Callable[[HeadContext], Proposer]
     adapter: Path | None = None  # folder of the low-rank adapter with which the target drafts; None: it needs none
 
 

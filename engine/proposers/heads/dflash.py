@@ -39,7 +39,7 @@ from engine.model.tap import Tap
 from engine.native import PackedMatrix, multiplies, rows_for
 from engine.proposers.base import Proposal
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
-from engine.proposers.heads.base import Head, Surroundings
+from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.heads.dflash_config import DFlashConfig, read_dflash_config
 from engine.proposers.heads.proposer import HeadProposer
 from engine.proposers.heads.weights import fill, load_checkpoint, target_ids, widened
@@ -99,10 +99,10 @@ def load_dflash(name: str, revision: str | None, target: PreTrainedModel) -> Hea
     if target.device.type == "cpu":
         _pack(head)
 
-    def proposer(around: Surroundings) -> DFlashProposer:
-        assert around.arena is not None, "it has a layout"
-        runner = DFlashRunner(head, config, tokens, target, dtype, around.arena, around.attend)
-        return DFlashProposer(runner, around.tap, config.places, around.prefill)
+    def proposer(context: HeadContext) -> DFlashProposer:
+        assert context.arena is not None, "it has a layout"
+        runner = DFlashRunner(head, config, tokens, target, dtype, context.arena, context.attend)
+        return DFlashProposer(runner, context.tap, config.places, context.prefill)
 
     return Head(config.places, kv_layout(config.settings, dtype), proposer)
 
@@ -178,7 +178,7 @@ class DFlashRunner:
         """Run blocks of the newest token and masks, each after its context; the outputs `[R, hidden]` of the masks."""
         batch = RaggedBatch.of(feeds, self.arena.page_size, self._device)
         causal = Ragged(batch, self.arena, self._attend)
-        mutual = Ragged(batch, self.arena, partial(attend_mutually, self._attend))
+        mutual = Ragged(batch, self.arena, partial(attend_bidirectionally, self._attend))
         x = self._embed(batch.input_ids).to(self._dtype)
         cos, sin = self._rotary_of(batch, x)
         x = x[None]
@@ -201,7 +201,7 @@ class DFlashRunner:
         return cos[0], sin[0]
 
 
-def attend_mutually(
+def attend_bidirectionally(
     attend: Attend, query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec
 ) -> Tensor:
     """As `attend`, but every row of a sequence sees all of it, also the rows after it.

@@ -22,7 +22,7 @@ from engine.kv.batch import Feed, RaggedBatch
 from engine.model.linear.int8 import matmul_shape
 from engine.model.runner import kv_layout
 from engine.model.tap import FINAL
-from engine.proposers.heads.base import Head, Surroundings
+from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.heads.eagle3 import is_eagle3, load_eagle3
 from engine.proposers.heads.fused import FusedLayers, FusedProjection, type_of
 from engine.proposers.heads.proposer import HeadProposer
@@ -85,10 +85,10 @@ def load_eagle(name: str, revision: str | None, target: PreTrainedModel) -> Head
     dtype = type_of(settings, target)
     head.to(target.device, dtype).eval()
 
-    def proposer(around: Surroundings) -> HeadProposer:
-        assert around.arena is not None, "it has a layout"
-        chain = EagleRunner(head, target, around.arena, around.attend)
-        return HeadProposer(chain, around.tap, _PLACES, around.prefill)
+    def proposer(context: HeadContext) -> HeadProposer:
+        assert context.arena is not None, "it has a layout"
+        chain = EagleRunner(head, target, context.arena, context.attend)
+        return HeadProposer(chain, context.tap, _PLACES, context.prefill)
 
     return Head(_PLACES, kv_layout(settings, dtype), proposer)
 

@@ -34,7 +34,7 @@ from engine.model.checkpoint import shape_of
 from engine.model.linear.int8 import matmul_shape
 from engine.model.runner import kv_layout
 from engine.model.tap import FINAL
-from engine.proposers.heads.base import Head, Surroundings
+from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.heads.fused import FusedLayers, FusedProjection, logits_in_c, norm_in_c, type_of
 from engine.proposers.heads.proposer import HeadProposer
 from engine.proposers.heads.speculators import KIND, flattened
@@ -250,10 +250,10 @@ def load_eagle3(name: str, config: Mapping[str, Any], tensors: Mapping[str, Tens
     head.to(target.device, dtype).eval()
     layout = kv_layout(settings, dtype)
 
-    def proposer(around: Surroundings) -> HeadProposer:
-        assert around.arena is not None, "it has a layout"
-        chain = Eagle3Runner(head, tokens, target, around.arena, around.attend)
-        return HeadProposer(chain, around.tap, options.places, around.prefill)
+    def proposer(context: HeadContext) -> HeadProposer:
+        assert context.arena is not None, "it has a layout"
+        chain = Eagle3Runner(head, tokens, target, context.arena, context.attend)
+        return HeadProposer(chain, context.tap, options.places, context.prefill)
 
     return Head(options.places, layout, proposer)
 

@@ -75,7 +75,7 @@ def load_medusa(name: str, revision: str | None, target: PreTrainedModel) -> Hea
     fill(made, tensors, name)
     made = made.to(target.device, target.dtype).eval()
     matrix = target.get_output_embeddings()
-    return Head((FINAL,), None, lambda around: MedusaProposer(made, matrix, around.tap))
+    return Head((FINAL,), None, lambda context: MedusaProposer(made, matrix, context.tap))
 
 
 class MedusaProposer:

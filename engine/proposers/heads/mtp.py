@@ -40,7 +40,7 @@ from engine.model.published.base import Codes, Weights
 from engine.model.published.methods import quantisation_of, without_quantisation
 from engine.model.runner import layout_of_model, prepare
 from engine.model.tap import FINAL
-from engine.proposers.heads.base import Head, Surroundings
+from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.heads.mtp_tensors import BESIDE, EMBEDDING, OUTPUT, TABLES, MTPFinder, names_here, read_wanted
 from engine.proposers.heads.proposer import HeadProposer
 from engine.proposers.heads.weights import fill
@@ -88,10 +88,10 @@ def load_mtp(name: str, revision: str | None, target: PreTrainedModel) -> Head:
     compress(model, row_wise=False)
     tables = model if has_tables else target
 
-    def proposer(around: Surroundings) -> HeadProposer:
-        assert around.arena is not None, "it has a layout"
-        return HeadProposer(MTPRunner(model, parts, tables, around.arena, around.attend), around.tap, _PLACES,
-                            around.prefill)  # fmt: skip
+    def proposer(context: HeadContext) -> HeadProposer:
+        assert context.arena is not None, "it has a layout"
+        return HeadProposer(MTPRunner(model, parts, tables, context.arena, context.attend), context.tap, _PLACES,
+                            context.prefill)  # fmt: skip
 
     return Head(_PLACES, layout_of_model(model), proposer)
 

@@ -30,7 +30,7 @@ from engine.model.checkpoint import shape_of
 from engine.model.runner import Runner
 from engine.proposers.base import Proposal
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of
-from engine.proposers.heads.base import Head, Surroundings
+from engine.proposers.heads.base import Head, HeadContext
 from engine.proposers.heads.weights import download
 from engine.recurrent.arena import StateLayout
 from engine.sampling.noise import Stream, uniform
@@ -52,9 +52,9 @@ def load_uno(name: str, revision: str | None, target: PreTrainedModel) -> Head:
         raise ModelError(f"uno: layers of {kind} keep a state, which rows of noise would change")
     noise = _noise_ids(target)
 
-    def proposer(around: Surroundings) -> UnoProposer:
-        assert around.adapter is not None, "it has one"
-        return UnoProposer(around.target, around.adapter, noise)
+    def proposer(context: HeadContext) -> UnoProposer:
+        assert context.adapter is not None, "it has one"
+        return UnoProposer(context.target, context.adapter, noise)
 
     return Head((), None, proposer, adapter_folder(name, revision))
 

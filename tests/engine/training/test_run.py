@@ -14,9 +14,9 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.params import SamplingParams
 from engine.training import loop
-from engine.training.law import LogitLaw
+from engine.training.law import LogitScaling
 from engine.training.recipe import HeadShape, Schedule, TextPlan
-from engine.training.run import Order, train_draft
+from engine.training.run import TrainingJob, train_draft
 from engine.training.store import RunFolder, WrittenText
 from engine.training.text import Writer, places_of
 from tests import zoo
@@ -55,29 +55,29 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def order(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Order:
+def job(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainingJob:
     monkeypatch.setattr(loop, "SAVE_EVERY", 2)
     engine = EngineConfig(target=str(target), threads=1, max_batch_size=4, kv_memory=0.01, warm_up_seconds=0)
     shape = HeadShape(vocab=50)
-    return Order(engine=engine, out=tmp_path / "head", opening=(1,), text=TEXT, shape=shape, schedule=SCHEDULE)
+    return TrainingJob(engine=engine, out=tmp_path / "head", opening=(1,), text=TEXT, shape=shape, schedule=SCHEDULE)
 
 
-def made(order: Order) -> bytes:
-    return (order.out / "model.safetensors").read_bytes()
+def made(job: TrainingJob) -> bytes:
+    return (job.out / "model.safetensors").read_bytes()
 
 
-def test_the_folder_is_in_the_published_layout(order: Order) -> None:
+def test_the_folder_is_in_the_published_layout(job: TrainingJob) -> None:
     told = Interrupting()
-    train_draft(order, told)
+    train_draft(job, told)
     assert told.texts == [3, 6]
     assert [report.step for report in told.reports] == [1, 2, 3, 4, 5, 6]
     assert [report.acceptance is not None for report in told.reports] == [False, True] * 3
-    config = json.loads((order.out / "config.json").read_text())
+    config = json.loads((job.out / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]) == (32, zoo.VOCAB, 50)
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 1]
     assert (config["fc_norm"], config["norm_output"]) == (True, True)
-    shapes = {key: tuple(tensor.shape) for key, tensor in load_file(order.out / "model.safetensors").items()}
+    shapes = {key: tuple(tensor.shape) for key, tensor in load_file(job.out / "model.safetensors").items()}
     attention = {"q": (32, 64), "k": (32, 64), "v": (32, 64), "o": (32, 32)}
     assert shapes == {
         "fc.weight": (32, 96),
@@ -93,40 +93,40 @@ def test_the_folder_is_in_the_published_layout(order: Order) -> None:
     }
 
 
-def test_the_vocabulary_has_what_the_target_writes_most(order: Order) -> None:
-    train_draft(order, Interrupting())
-    tensors = load_file(order.out / "model.safetensors")
+def test_the_vocabulary_has_what_the_target_writes_most(job: TrainingJob) -> None:
+    train_draft(job, Interrupting())
+    tensors = load_file(job.out / "model.safetensors")
     kept = (tensors["d2t"] + torch.arange(50)).tolist()
     assert kept == sorted(set(kept)) == tensors["t2d"].nonzero().flatten().tolist()
-    folder = RunFolder(order.out, order.settings())
+    folder = RunFolder(job.out, job.settings())
     texts = [text for name in ("00000", "00001") for text in folder.load_texts(name)]
     written = torch.cat([text.tokens[text.prompt :] for text in texts])
     assert set(written.tolist()) <= set(kept), "fewer different tokens than it can draft were written"
 
 
 @pytest.mark.parametrize("stop", [Interrupting(after_texts=3), Interrupting(after_step=4), Interrupting(after_step=5)])
-def test_a_stopped_run_ends_with_the_same_bytes(order: Order, stop: Interrupting) -> None:
-    whole = replace(order, out=order.out.with_name("whole"))
+def test_a_stopped_run_ends_with_the_same_bytes(job: TrainingJob, stop: Interrupting) -> None:
+    whole = replace(job, out=job.out.with_name("whole"))
     train_draft(whole, Interrupting())
     with pytest.raises(KeyboardInterrupt):
-        train_draft(order, stop)
+        train_draft(job, stop)
     rest = Interrupting()
-    train_draft(order, rest)
-    assert made(order) == made(whole)
+    train_draft(job, rest)
+    assert made(job) == made(whole)
     assert rest.texts == ([6] if stop.after_texts else [])
     assert rest.reports[0].step == (1 if stop.after_texts else 5), "it goes on from the last checkpoint"
 
 
-def test_another_seed_makes_another_head(order: Order) -> None:
-    other = replace(order, out=order.out.with_name("other"), schedule=replace(SCHEDULE, seed=1))
-    train_draft(order, Interrupting())
+def test_another_seed_makes_another_head(job: TrainingJob) -> None:
+    other = replace(job, out=job.out.with_name("other"), schedule=replace(SCHEDULE, seed=1))
+    train_draft(job, Interrupting())
     train_draft(other, Interrupting())
-    assert made(order) != made(other)
+    assert made(job) != made(other)
 
 
-def test_the_recorded_rows_are_the_targets_hidden_states(order: Order) -> None:
+def test_the_recorded_rows_are_the_targets_hidden_states(job: TrainingJob) -> None:
     """Also where prompts are read in chunks, beside others that decode, and where sequences are preempted."""
-    config = order.engine.model_copy(update={"max_batch_tokens": 5, "kv_memory": 1.2e-5, "page_size": 4})
+    config = job.engine.model_copy(update={"max_batch_tokens": 5, "kv_memory": 1.2e-5, "page_size": 4})
     writer = Writer(config)
     prompts = [(1, *range(3, 3 + n)) for n in (20, 7, 12, 1, 15)]
     texts = writer.write(prompts, [GREEDY] * len(prompts))
@@ -140,13 +140,13 @@ def test_the_recorded_rows_are_the_targets_hidden_states(order: Order) -> None:
         torch.testing.assert_close(text.rows.float(), expected, rtol=0.02, atol=0.02)
 
 
-def test_laws_are_made_of_what_was_recorded(order: Order) -> None:
-    writer = Writer(order.engine)
+def test_laws_are_made_of_what_was_recorded(job: TrainingJob) -> None:
+    writer = Writer(job.engine)
     model = zoo.reference("llama")
     [text] = writer.write([(1, 5, 9, 4)], [GREEDY])
     with torch.no_grad():
         logits = model(text.tokens[None, :-1]).logits[0]
-    law = LogitLaw.of(model.config)
+    law = LogitScaling.of(model.config)
     made = law.logits(text.rows[:, -32:].float(), writer.output_matrix().float())
     assert float((made - logits).abs().max()) < 0.02 * float(logits.abs().max())
     with pytest.raises(ModelError, match="makes its logits in a way that is not known"):
@@ -158,102 +158,104 @@ def test_laws_are_made_of_what_was_recorded(order: Order) -> None:
 @pytest.mark.parametrize(
     ("family", "law"),
     [
-        ("gemma2", LogitLaw(1.0, zoo.every_family()["gemma2"].final_logit_softcapping)),  # and a scaled embedding
-        ("granite-4", LogitLaw(1 / zoo.every_family()["granite-4"].logits_scaling)),  # and layers with a state
-        ("qwen-3-next", LogitLaw()),
+        ("gemma2", LogitScaling(1.0, zoo.every_family()["gemma2"].final_logit_softcapping)),  # and a scaled embedding
+        ("granite-4", LogitScaling(1 / zoo.every_family()["granite-4"].logits_scaling)),  # and layers with a state
+        ("qwen-3-next", LogitScaling()),
     ],
 )
-def test_every_family_is_learned_from(family: str, law: LogitLaw, order: Order, tmp_path: Path) -> None:
+def test_every_family_is_learned_from(family: str, law: LogitScaling, job: TrainingJob, tmp_path: Path) -> None:
     zoo.reference(family).to(torch.float32).save_pretrained(tmp_path / "target")
-    engine = order.engine.model_copy(update={"target": str(tmp_path / "target")})
+    engine = job.engine.model_copy(update={"target": str(tmp_path / "target")})
     told = Interrupting()
-    train_draft(replace(order, engine=engine), told)
-    assert LogitLaw.of(zoo.reference(family).config) == law
+    train_draft(replace(job, engine=engine), told)
+    assert LogitScaling.of(zoo.reference(family).config) == law
     assert len(told.reports) == SCHEDULE.steps
-    assert made(order)
+    assert made(job)
 
 
-def test_a_target_that_no_head_can_read_is_said(order: Order, tmp_path: Path) -> None:
+def test_a_target_that_no_head_can_read_is_said(job: TrainingJob, tmp_path: Path) -> None:
     """It runs one sequence at a time, and what it leaves behind is of the last one."""
     zoo.reference("falcon").to(torch.float32).save_pretrained(tmp_path / "target")
-    engine = order.engine.model_copy(update={"target": str(tmp_path / "target")})
+    engine = job.engine.model_copy(update={"target": str(tmp_path / "target")})
     with pytest.raises(ModelError, match="no head can read it"):
-        train_draft(replace(order, engine=engine), Interrupting())
+        train_draft(replace(job, engine=engine), Interrupting())
 
 
-def test_rounded_weights_are_learned_from_as_they_are_served(order: Order, tmp_path: Path) -> None:
-    rounded = replace(order, out=tmp_path / "rounded", engine=order.engine.model_copy(update={"weights": "int8"}))
-    train_draft(order, Interrupting())
+def test_rounded_weights_are_learned_from_as_they_are_served(job: TrainingJob, tmp_path: Path) -> None:
+    rounded = replace(job, out=tmp_path / "rounded", engine=job.engine.model_copy(update={"weights": "int8"}))
+    train_draft(job, Interrupting())
     train_draft(rounded, Interrupting())
-    rows = [next(RunFolder(each.out, each.settings()).load_texts("00000")).rows for each in (order, rounded)]
+    rows = [next(RunFolder(each.out, each.settings()).load_texts("00000")).rows for each in (job, rounded)]
     assert not torch.equal(rows[0][:1], rows[1][:1])
 
 
-def test_it_learns_the_targets_law(order: Order) -> None:
-    long = replace(order, schedule=replace(SCHEDULE, steps=60, batch_tokens=128))
+def test_it_learns_the_targets_law(job: TrainingJob) -> None:
+    long = replace(job, schedule=replace(SCHEDULE, steps=60, batch_tokens=128))
     told = Interrupting()
     train_draft(long, told)
     first, last = (sum(sum(r.losses) for r in told.reports[part]) for part in (slice(0, 5), slice(-5, None)))
     assert last < 0.8 * first
 
 
-def test_it_writes_into_no_folder_of_something_else(order: Order) -> None:
-    order.out.mkdir()
-    (order.out / "model.safetensors").write_bytes(b"a head of somebody else")
+def test_it_writes_into_no_folder_of_something_else(job: TrainingJob) -> None:
+    job.out.mkdir()
+    (job.out / "model.safetensors").write_bytes(b"a head of somebody else")
     with pytest.raises(ModelError, match="something else than a training run"):
-        train_draft(order, Interrupting())
-    assert [path.name for path in order.out.iterdir()] == ["model.safetensors"]
+        train_draft(job, Interrupting())
+    assert [path.name for path in job.out.iterdir()] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("left", [(), ("run.unfinished",), ("lock", "run.unfinished")])
-def test_a_run_that_was_stopped_before_it_wrote_its_settings_begins_again(order: Order, left: tuple[str, ...]) -> None:
-    folder = order.out / ".training"
+def test_a_run_that_was_stopped_before_it_wrote_its_settings_begins_again(
+    job: TrainingJob, left: tuple[str, ...]
+) -> None:
+    folder = job.out / ".training"
     folder.mkdir(parents=True)
     for name in left:
         (folder / name).write_text("{", "utf-8")
     with pytest.raises(KeyboardInterrupt):
-        train_draft(order, Interrupting(after_texts=3))
+        train_draft(job, Interrupting(after_texts=3))
     (folder / "run.json").write_text("{", "utf-8")
     with pytest.raises(ModelError, match=r"cannot read .*run\.json"):
-        train_draft(order, Interrupting())
+        train_draft(job, Interrupting())
 
 
-def test_two_runs_do_not_share_a_folder(order: Order) -> None:
-    with RunFolder(order.out, order.settings()).alone(), pytest.raises(ModelError, match="another run goes on"):
-        train_draft(order, Interrupting())
+def test_two_runs_do_not_share_a_folder(job: TrainingJob) -> None:
+    with RunFolder(job.out, job.settings()).alone(), pytest.raises(ModelError, match="another run goes on"):
+        train_draft(job, Interrupting())
     with pytest.raises(KeyboardInterrupt):
-        train_draft(order, Interrupting(after_texts=3))
+        train_draft(job, Interrupting(after_texts=3))
 
 
-def test_as_many_texts_are_written_as_are_asked_for(order: Order) -> None:
+def test_as_many_texts_are_written_as_are_asked_for(job: TrainingJob) -> None:
     """Of prompts of its own, too, which are written a file at a time."""
-    whole = replace(order, text=replace(TEXT, together=4))
+    whole = replace(job, text=replace(TEXT, together=4))
     with pytest.raises(KeyboardInterrupt):
         train_draft(whole, Interrupting(after_step=1))
     folder = RunFolder(whole.out, whole.settings())
     assert [len(list(folder.load_texts(name))) for name in ("00000", "00001")] == [4, TEXT.texts - 4]
 
 
-def test_it_continues_no_run_of_other_settings(order: Order) -> None:
+def test_it_continues_no_run_of_other_settings(job: TrainingJob) -> None:
     with pytest.raises(KeyboardInterrupt):
-        train_draft(order, Interrupting(after_texts=3))
+        train_draft(job, Interrupting(after_texts=3))
     with pytest.raises(ModelError, match=r"other settings: schedule .*'steps': 6.* and not .*'steps': 7"):
-        train_draft(replace(order, schedule=replace(SCHEDULE, steps=7)), Interrupting())
+        train_draft(replace(job, schedule=replace(SCHEDULE, steps=7)), Interrupting())
     with pytest.raises(ModelError, match="other settings: prompts"):
-        train_draft(replace(order, opening=(3,)), Interrupting())
+        train_draft(replace(job, opening=(3,)), Interrupting())
 
 
-def test_too_little_text_is_said(order: Order) -> None:
+def test_too_little_text_is_said(job: TrainingJob) -> None:
     with pytest.raises(ModelError, match=r"wrote \d+ tokens; training needs at least 4000"):
-        train_draft(replace(order, schedule=replace(SCHEDULE, window=1000)), Interrupting())
+        train_draft(replace(job, schedule=replace(SCHEDULE, window=1000)), Interrupting())
     few = [(1, 2, 3)] * 9
     with pytest.raises(ModelError, match="there are 9 prompts; at least 10 are needed"):
-        train_draft(replace(order, out=order.out.with_name("few"), prompts=few), Interrupting())
+        train_draft(replace(job, out=job.out.with_name("few"), prompts=few), Interrupting())
 
 
-def test_given_prompts_are_continued_and_some_are_held_out(order: Order) -> None:
+def test_given_prompts_are_continued_and_some_are_held_out(job: TrainingJob) -> None:
     prompts = [(1, 3 + i, 4 + i) for i in range(20)]
-    given = replace(order, prompts=prompts, text=replace(TEXT, texts=30))
+    given = replace(job, prompts=prompts, text=replace(TEXT, texts=30))
     train_draft(given, OfManyTexts())
     folder = RunFolder(given.out, given.settings())
     apart = [starts(text) for text in folder.load_texts("held-out")]

@@ -11,7 +11,7 @@ from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.training.loop import TrainingStep
 from engine.training.recipe import Schedule, TextPlan
-from engine.training.run import Order, train_draft
+from engine.training.run import TrainingJob, train_draft
 from engine.training.store import RunFolder
 from tests import zoo
 
@@ -37,9 +37,9 @@ def test_a_served_head_keeps_as_many_drafts_as_it_was_measured_to(tmp_path: Path
     out = tmp_path / "head"
     engine = EngineConfig.model_validate(options)
     # Learned by heart: what follows in a random model's text cannot be guessed.
-    order = Order(engine=engine, out=out, prompts=PROMPTS, held_out=PROMPTS, text=TEXT, schedule=SCHEDULE)
-    trainer = train_draft(order, Silent())
-    texts = list(RunFolder(out, order.settings()).load_texts("held-out"))
+    job = TrainingJob(engine=engine, out=out, prompts=PROMPTS, held_out=PROMPTS, text=TEXT, schedule=SCHEDULE)
+    trainer = train_draft(job, Silent())
+    texts = list(RunFolder(out, job.settings()).load_texts("held-out"))
     measured = trainer.acceptance(texts)
     assert measured.rate > 0.2, "else this test shows nothing"
     llm = LLM(**options, eagle=str(out), proposer="eagle", num_draft_tokens=3, speculation="fixed")

@@ -97,26 +97,26 @@ def test_options_are_those_of_serve_and_some_more(tmp_path: Path) -> None:
 
 
 def test_other_drafts_stay_out(tmp_path: Path) -> None:
-    order = command("--out", tmp_path / "head", "--draft", "other", "--eagle", "another", "--mtp").order()
-    assert (order.engine.draft, order.engine.eagle, order.engine.mtp) == (None, None, False)
-    assert order.engine.target == str(embedded_target()), "as `serve` has it"
+    job = command("--out", tmp_path / "head", "--draft", "other", "--eagle", "another", "--mtp").job()
+    assert (job.engine.draft, job.engine.eagle, job.engine.mtp) == (None, None, False)
+    assert job.engine.target == str(embedded_target()), "as `serve` has it"
 
 
 def test_a_chat_model_writes_its_own_conversations(tmp_path: Path) -> None:
     """From the beginning of a user's turn; what it says there is then asked, and the answer is learned from."""
-    order = command("--out", tmp_path / "head").order()
+    job = command("--out", tmp_path / "head").job()
     codec = Codec.load(embedded_target())
     assert codec is not None
-    assert order.prompts == []
-    opening = codec.decode(order.opening, skip_special_tokens=False)
-    assert order.as_prompt is not None
-    asked = order.as_prompt(codec.encode(" say hello "))
+    assert job.prompts == []
+    opening = codec.decode(job.opening, skip_special_tokens=False)
+    assert job.as_prompt is not None
+    asked = job.as_prompt(codec.encode(" say hello "))
     assert asked is not None
     text = codec.decode(asked, skip_special_tokens=False)
     assert text.startswith(opening)
     assert "say hello" in text
     assert len(text) > len(opening) + len("say hello"), "the answer's turn is open"
-    assert order.as_prompt(codec.encode("  ")) is None
+    assert job.as_prompt(codec.encode("  ")) is None
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
@@ -126,11 +126,11 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     lines.write_text("def f(x):\n\nimport os\n", "utf-8")
     turn = {"messages": [{"role": "user", "content": "say hello"}]}
     records.write_text("\n".join(map(json.dumps, ["a\nb", {"prompt": "c"}, turn])), "utf-8")
-    order = command("--out", tmp_path / "head", "--prompts", lines, "--held-out", records).order()
-    assert [codec.decode(prompt) for prompt in order.prompts] == ["def f(x):", "import os"]
-    assert [codec.decode(prompt) for prompt in order.held_out[:2]] == ["a\nb", "c"]
-    assert "say hello" in codec.decode(order.held_out[2])
-    assert (order.opening, order.as_prompt) == ((), None)
+    job = command("--out", tmp_path / "head", "--prompts", lines, "--held-out", records).job()
+    assert [codec.decode(prompt) for prompt in job.prompts] == ["def f(x):", "import os"]
+    assert [codec.decode(prompt) for prompt in job.held_out[:2]] == ["a\nb", "c"]
+    assert "say hello" in codec.decode(job.held_out[2])
+    assert (job.opening, job.as_prompt) == ((), None)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_prompts_that_are_none_are_said(text: str, told: str, tmp_path: Path) ->
     file = tmp_path / "prompts.jsonl"
     file.write_text(text, "utf-8")
     with pytest.raises(ModelError) as refused:
-        command("--out", tmp_path / "head", "--prompts", file).order()
+        command("--out", tmp_path / "head", "--prompts", file).job()
     assert told in str(refused.value)
 
 
@@ -156,4 +156,4 @@ def test_prompts_need_a_tokenizer(target: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("hello\n", "utf-8")
     with pytest.raises(ModelError, match="no tokenizer"):
-        command(target, "--out", tmp_path / "head", "--prompts", file).order()
+        command(target, "--out", tmp_path / "head", "--prompts", file).job()

@@ -21,7 +21,7 @@ from engine.kv.batch import Feed, RaggedBatch
 from engine.native import multiplies
 from engine.params import SamplingParams, SpeculationParams
 from engine.proposers.base import Passed, Proposal
-from engine.proposers.heads.dflash import attend_mutually, load_dflash
+from engine.proposers.heads.dflash import attend_bidirectionally, load_dflash
 from engine.startup.build import assemble
 from engine.stats import Forward
 from engine.types import Request, Sequence
@@ -234,7 +234,7 @@ def test_attention_to_all(name: str) -> None:
     batch = RaggedBatch.of(feeds, 4, torch.device("cpu"))
     k, v = (torch.randn(32, 2, 16, generator=generator) for _ in range(2))
     query = torch.randn(8, 4, 16, generator=generator)
-    made_of = attend_mutually(attend, query, k, v, batch, AttentionSpec(0.3))
+    made_of = attend_bidirectionally(attend, query, k, v, batch, AttentionSpec(0.3))
     for feed, rows in zip(feeds, query.split(sizes), strict=True):
         where = torch.tensor([feed.page_table[p // 4] * 4 + p % 4 for p in range(feed.kv_len)])
         keys, values = (x[where].repeat_interleave(2, 1) for x in (k, v))
