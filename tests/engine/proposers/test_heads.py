@@ -22,6 +22,7 @@ from engine.model.tap import FINAL
 from engine.params import SamplingParams, SpeculationParams
 from engine.proposers.base import Passed, Proposal
 from engine.proposers.early_exit import first_layers
+from engine.proposers.heads import proposer
 from engine.proposers.heads.eagle import load_eagle
 from engine.proposers.heads.features import Features
 from engine.proposers.heads.medusa import load_medusa
@@ -288,6 +289,22 @@ def test_a_prompt_whose_start_was_never_seen(tmp_path: Path) -> None:
     assert eagle.propose([sequence], [3]).tokens == ((),), "what it was shown does not reach the end: no drafts"
 
 
+def test_of_features_that_wait_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that is not asked must not hold all of a long text; when it is, it begins with what is there."""
+    monkeypatch.setattr(proposer, "MOST_UNFED", 4)
+    engine = engine_of(eagle=heads.eagle(tmp_path), proposer="eagle")
+    eagle, tokens = engine._proposers._by_name["eagle"], list(range(3, 15))
+    [sequence] = engine._intake.open(Request(request_id="r", token_ids=tuple(tokens), sampling=SamplingParams()))
+    sequence.draft.page_table.append(0)
+    waiting = []
+    for position in range(len(tokens) - 1):
+        eagle._tap.keep(FINAL, true_features(tokens)[position : position + 1])
+        eagle.observe([Passed(sequence, Feed(tokens[position : position + 1], position, [0]), 0)])
+        waiting.append(len(eagle._unfed[sequence].rows))
+    assert waiting == [1, 2, 3, 4, 5, 6, 7, 8, 4, 5, 6]
+    assert list(eagle.propose([sequence], [3]).tokens[0]) == eagle_drafts(tokens, 3, first=5)
+
+
 def test_a_head_that_cannot_read_costs_its_drafts_alone(tmp_path: Path) -> None:
     """`observe` fails three times: then the head is not asked again, and the tokens are those of plain decoding."""
     engine = engine_of(eagle=heads.eagle(tmp_path), proposer="eagle")
@@ -321,8 +338,8 @@ def test_before_a_request_comes_each_candidate_has_drafted_and_nothing_is_learne
     engine = engine_of(eagle=heads.eagle(tmp_path), proposer="auto", num_draft_tokens=4)
     asked = Counter[str]()
     for name in drafters_of(engine):
-        proposer = engine._proposers._by_name[name]
-        proposer.propose = partial(counted, asked, name, proposer.propose)
+        candidate = engine._proposers._by_name[name]
+        candidate.propose = partial(counted, asked, name, candidate.propose)
     make_ready(engine)
     assert set(asked) == {"eagle", "suffix"}
     assert engine.control.target.count == 0
