@@ -22,7 +22,7 @@ from engine.proposers.heads.features import Features
 from engine.stats import Forward
 from engine.types import Sequence
 
-MOST_UNFED = 1024  # features left of a sequence whose head was not asked, once more than twice as many wait
+MOST_UNFED = 512  # features left of a sequence whose head was not asked, once more than twice as many wait
 
 
 class HeadProposer:
