@@ -33,6 +33,7 @@ typedef struct {
   int64_t rows, width;
   int bits;
   const void *beside; /* [rows, width], for layers with `norm_beside` */
+  void *const *read;  /* [depth]: where a copy of `hidden` before each layer goes, NULL for nowhere; or NULL */
 } Pass;
 
 /* What a stage of a layer is told. */
@@ -175,7 +176,10 @@ int pilotfish_layers(const Pass *p, const Layer *layers, int64_t depth, int thre
   Work *w = jobs ? attention_begin(&p->attention, workers) : NULL;
   if (w) {
     attention_plan(&p->attention, tile, jobs);
-    for (int64_t i = 0; i < depth; i++) run(p, layers + i, jobs, count, w);
+    for (int64_t i = 0; i < depth; i++) {
+      if (p->read && p->read[i]) memcpy(p->read[i], p->hidden, (size_t)(p->rows * p->width * p->bits / 8));
+      run(p, layers + i, jobs, count, w);
+    }
     attention_end(w, workers);
   }
   free(jobs);

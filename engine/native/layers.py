@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -37,6 +39,7 @@ class _Pass(ctypes.Structure):
         ("width", _I64),
         ("bits", ctypes.c_int),
         ("beside", _PTR),
+        ("read", ctypes.POINTER(_PTR)),
     )
 
 
@@ -88,11 +91,13 @@ class Layers:
         places: Tensor,
         where: AttentionArgs,
         beside: Tensor | None = None,
+        read: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> Tensor:
         """Replace `hidden` `[T, width]` by the result of the last layer, in place.
 
         `cos`, `sin` `[T, head_dim]` have the type of `hidden`, and `places` `[T]` int64 are rows of the arena; `where`
-        contains the pages to read (`attention_args`). `beside` `[T, width]` is read by layers with `norm_beside`.
+        contains the pages to read (`attention_args`). `beside` `[T, width]` is read by layers with `norm_beside`. Each
+        tensor of `read`, dense like `hidden`, gets the hidden states before the layer of that number.
 
         Raises:
             MemoryError: the C code could not allocate working memory.
@@ -110,7 +115,14 @@ class Layers:
             at.append(-(-(at[-1] + size) // 64) * 64)
         where.query_stride = joined
         told = _Pass(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), places.data_ptr(), *at, where, rows, width,
-                     BITS[dtype], None if beside is None else beside.data_ptr())  # fmt: skip
+                     BITS[dtype], None if beside is None else beside.data_ptr(), self._told(read))  # fmt: skip
         if native.pilotfish_layers(ctypes.byref(told), self._layers, len(self._layers), pool_threads()):
             raise MemoryError("a pass had no memory to work in")
         return hidden
+
+    def _told(self, read: Mapping[int, Tensor]) -> ctypes.Array[ctypes.c_void_p] | None:
+        if not read:
+            return None
+        return (_PTR * len(self._layers))(
+            *(read[i].data_ptr() if i in read else None for i in range(len(self._layers)))
+        )

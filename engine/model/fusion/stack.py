@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -23,7 +23,7 @@ from engine.model.fusion.straight import bypass_model_code
 from engine.model.linear.equivalence import agree, random_rows
 from engine.model.linear.packed import packed_of
 from engine.model.runner import kv_layout
-from engine.model.tap import Tap
+from engine.model.tap import FINAL, Tap
 from engine.native import PackedMatrix, rows_for
 from engine.native.layers import LayerParts, Layers
 from engine.verdicts import verdict
@@ -54,8 +54,7 @@ class Stack(nn.ModuleList):
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__(layers)
-        # For the arena that was used last, and the taps there were.
-        self._ready: tuple[KVArena, tuple[Tap, ...], list[tuple[int, Layers]]] | None = None
+        self._ready: tuple[KVArena, Layers] | None = None  # for the arena that was used last
         self.taps: tuple[Tap, ...] = ()  # read hidden states between layers
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -101,19 +100,16 @@ class Stack(nn.ModuleList):
         keys = ragged.arena.k[0]
         where.key_stride = where.value_stride = keys.stride(0)
         where.rounded = ragged.arena.layout.is_rounded
-        hidden = hidden_states[0].clone()
-        for place, layers in self._parts_between_places(ragged.arena):
-            self._tell_taps(place, hidden)
-            layers.run(hidden, cos, sin, ragged.batch.kv_rows, where)
-        self._tell_taps(len(self), hidden)
+        hidden, depth = hidden_states[0].clone(), len(self)
+        places = {place for tap in self.taps for place in tap.places if place != FINAL}
+        read = {place: torch.empty_like(hidden) for place in places - {depth}}
+        self._layers(ragged.arena).run(hidden, cos, sin, ragged.batch.kv_rows, where, read=read)
+        if depth in places:
+            read[depth] = hidden.clone()  # the final norm may write over it
+        for tap in self.taps:
+            for place in tap.places & read.keys():
+                tap.keep(place, read[place])
         return hidden[None]
-
-    def _tell_taps(self, place: int, hidden: Tensor) -> None:
-        readers = [tap for tap in self.taps if place in tap.places]
-        if readers:
-            kept = hidden.clone()  # the layers that follow write over it
-            for tap in readers:
-                tap.keep(place, kept)
 
     def serves(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> bool:
         """Whether C can run this pass."""
@@ -125,15 +121,12 @@ class Stack(nn.ModuleList):
         one_type = fits and hidden.is_cpu and rotary[0].shape[0] == 1
         return ours and one_type and rows_for(hidden.dtype, hidden.shape[-1], shape.key_dim // 2) is not None
 
-    def _parts_between_places(self, arena: KVArena) -> list[tuple[int, Layers]]:
-        """All layers in one call, or cut where the tap reads: the number of layers before each part, and the part."""
-        if self._ready is None or self._ready[0] is not arena or self._ready[1] is not self.taps:
+    def _layers(self, arena: KVArena) -> Layers:
+        """All layers, over this arena."""
+        if self._ready is None or self._ready[0] is not arena:
             parts = [cast("LayerParts", _parts(layer)) for layer in self._modules.values()]
-            places = set[int]().union(*(tap.places for tap in self.taps))
-            cuts = [0, *(place for place in range(1, len(parts)) if place in places), len(parts)]
-            made = [(a, Layers(parts[a:b], arena.k[a:b], arena.v[a:b])) for a, b in pairwise(cuts)]
-            self._ready = arena, self.taps, made
-        return self._ready[2]
+            self._ready = arena, Layers(parts, arena.k, arena.v)
+        return self._ready[1]
 
 
 def _parts(layer: nn.Module) -> LayerParts | None:
