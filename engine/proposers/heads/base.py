@@ -53,7 +53,10 @@ class FeatureChain(Protocol):
         ...
 
     def forward(self, feeds: Seq[Feed], features: Tensor) -> Tensor:
-        """One pass, features `[T, hidden]` beside the tokens of `feeds`; new ones `[R, hidden]` at the last rows."""
+        """One pass, features `[T, hidden]` beside the tokens of `feeds`; new ones `[R, hidden]` at the last rows.
+
+        It may write over `features`.
+        """
         ...
 
     def logits(self, features: Tensor) -> Tensor:
