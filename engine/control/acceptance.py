@@ -53,61 +53,73 @@ class Source(NamedTuple):
 Pair = tuple[Sequence, Source]
 
 
-class _Prior:
-    """Of one source: what its sequences are like, and how each depth differs from the rate."""
+class _Priors:
+    """A row for each source: what its sequences are like, and how each depth differs from the rate.
+
+    All sources of a step are one array: a step waits for the number of operations here, hardly for their sizes.
+    """
 
     def __init__(self) -> None:
-        self._depth = 1  # the deepest that was asked about: tables go no deeper
-        self.know(ANYTHING.copy(), np.zeros(MAX_PREDICTED_DRAFTS), np.zeros(MAX_PREDICTED_DRAFTS))
+        self.rows: dict[Source, int] = {}
+        self.common = np.zeros((0, len(RATES)))
+        self.hits, self.expected = np.zeros((0, MAX_PREDICTED_DRAFTS)), np.zeros((0, MAX_PREDICTED_DRAFTS))
+        self.weights = self.common  # how likely each rate is for a sequence of which nothing is known
+        # [source, rate, depth], as deep as was asked: the chance that a draft is kept with all before it, and the
+        # logarithms of the chances that it is and is not, where those before it are.
+        self.down_to = self.log_hit = self.log_miss = np.zeros((0, len(RATES), 1))
 
-    def know(self, common: Floats, hits: Floats, expected: Floats) -> None:
+    def of(self, sources: Seq[Source], depth: int) -> Ints:
+        """Their rows, with tables of at least this depth."""
+        for source in sources:
+            if source not in self.rows:
+                self.know(source, ANYTHING, np.zeros(MAX_PREDICTED_DRAFTS), np.zeros(MAX_PREDICTED_DRAFTS))
+        if depth > self.down_to.shape[2]:
+            self._tabulate(depth)
+        return np.array([self.rows[source] for source in sources])
+
+    def know(self, source: Source, common: Floats, hits: Floats, expected: Floats) -> None:
         """What its sequences are like; by depth, hits and what was expected of the rates."""
-        self.common, self.hits, self.expected = common, hits, expected
-        # How likely each rate is for a sequence of which nothing is known.
-        self._weights: Floats = (1 - _UNLIKE) * common + _UNLIKE * ANYTHING
-        self._tabulate(self._depth)
+        if source not in self.rows:
+            self.rows[source] = len(self.rows)
+            self.common, self.hits, self.expected = (
+                np.vstack([old, np.zeros(old.shape[1])]) for old in (self.common, self.hits, self.expected)
+            )
+        row = self.rows[source]
+        self.common[row], self.hits[row], self.expected[row] = common, hits, expected
+        self._tabulate(self.down_to.shape[2])
 
     def _tabulate(self, depth: int) -> None:
-        """The chances that a draft is kept whose predecessors are, and that it is with all of them: `[rate, depth]`."""
-        factors = (self.hits[:depth] + _DEPTH_TRIALS) / (self.expected[:depth] + _DEPTH_TRIALS)
-        rates = np.minimum(RATES[:, None] * factors, 0.995)
-        self._depth, self._down_to = depth, rates.cumprod(1)
-        self._log_hit, self._log_miss = np.log(rates), np.log1p(-rates)
+        everyone = np.arange(len(self.rows))
+        self.weights = np.empty_like(self.common)
+        self.down_to, self.log_hit, self.log_miss = np.empty((3, len(everyone), len(RATES), depth))
+        self._refresh(everyone)
 
-    def kept(self, evidence: Floats, depth: int, hope: float | None) -> Floats:
-        """As `Acceptance.kept`, of its sequences, of which this is the evidence `[sequences, rate]`."""
-        if depth > self._depth:
-            self._tabulate(depth)
-        down_to = self._down_to[:, :depth]
-        if hope is None:
-            found: Floats = _posterior(self._weights, evidence) @ down_to
-            return found
-        ranks = (_posterior(ANYTHING, evidence).cumsum(1) < hope).sum(1)
-        return down_to[np.minimum(ranks, len(RATES) - 1)]  # type: ignore[no-any-return]
+    def _refresh(self, rows: Ints) -> None:
+        """Compute the tables of these rows from what is known."""
+        depth = self.down_to.shape[2]
+        self.weights[rows] = (1 - _UNLIKE) * self.common[rows] + _UNLIKE * ANYTHING
+        factors = (self.hits[rows, :depth] + _DEPTH_TRIALS) / (self.expected[rows, :depth] + _DEPTH_TRIALS)
+        rates = np.minimum(RATES[:, None] * factors[:, None], 0.995)
+        self.down_to[rows], self.log_hit[rows], self.log_miss[rows] = rates.cumprod(2), np.log(rates), np.log1p(-rates)
 
-    def learn(self, evidence: Floats, drafted: Ints, accepted: Ints) -> Floats:
-        """A round of its sequences; returns their new evidence."""
-        depth = int(drafted.max())
-        kept = self.kept(evidence, depth, None)
-        hit = accepted[:, None] > _DEPTHS[:depth]
-        tried = np.minimum(accepted + 1, drafted)[:, None] > _DEPTHS[:depth]
-        found: Floats = evidence + hit @ self._log_hit[:, :depth].T + (tried & ~hit) @ self._log_miss[:, :depth].T
-        chances = kept.copy()
-        chances[:, 1:] /= kept[:, :-1]
-        hits, expected, keep = self.hits.copy(), self.expected.copy(), np.where(tried.any(0), 0.99, 1.0)
-        hits[:depth] = hits[:depth] * keep + hit.sum(0)
-        expected[:depth] = expected[:depth] * keep + (chances * tried).sum(0)
-        share = min(0.2, _COMMON_RATE * len(evidence))
-        common = self.common + share * (_posterior(self._weights, found).mean(0) - self.common)
-        self.know(common, hits, expected)
-        return found
+    def learn(self, rows: Ints, posterior: Floats, hit: Bools, tried: Bools, expected: Floats) -> None:
+        """A round: the rows of its sequences, their posteriors `[sequences, rate]`; by depth, hits, trials, chances."""
+        these, depth = np.array(sorted(set(rows.tolist()))), hit.shape[1]
+        of = (rows == these[:, None]).astype(float)  # [source, sequence]
+        counts = of.sum(1, keepdims=True)
+        share = np.minimum(0.2, _COMMON_RATE * counts)
+        self.common[these] += share * (of @ posterior / counts - self.common[these])
+        keep = np.where(of @ tried > 0, 0.99, 1.0)
+        self.hits[these, :depth] = self.hits[these, :depth] * keep + of @ hit
+        self.expected[these, :depth] = self.expected[these, :depth] * keep + of @ (expected * tried)
+        self._refresh(these)
 
 
 class Acceptance:
     """One posterior for each live sequence and source, under a prior for each source."""
 
     def __init__(self) -> None:
-        self._priors = defaultdict[Source, _Prior](_Prior)
+        self._priors = _Priors()
         # Of each sequence, by source: the log likelihood of each rate, and in which step that was.
         self._evidence = defaultdict[Sequence, dict[Source, tuple[Floats, int]]](dict)
         self._step = 0
@@ -117,18 +129,31 @@ class Acceptance:
 
         With `hope`, that of the rate which is this quantile if each sequence is taken for one unlike any before.
         """
-        found = np.empty((len(pairs), depth))
-        for source, mine in _by_source(pairs).items():
-            found[mine] = self._priors[source].kept(self._evidences(pairs, mine), depth, hope)
-        return found
+        rows = self._priors.of([source for _, source in pairs], depth)
+        evidence, down_to = self._evidences(pairs), self._priors.down_to[rows, :, :depth]
+        if hope is None:
+            found: Floats = np.matmul(_posterior(self._priors.weights[rows], evidence)[:, None], down_to)[:, 0]
+            return found
+        ranks = (_posterior(ANYTHING, evidence).cumsum(1) < hope).sum(1)
+        return down_to[np.arange(len(pairs)), np.minimum(ranks, len(RATES) - 1)]  # type: ignore[no-any-return]
 
     def learn(self, pairs: Seq[Pair], drafted: Ints, accepted: Ints) -> None:
         """What came of the drafts of a step, some of which may have been compared with the text alone."""
         self._step += 1
-        for source, mine in _by_source(pairs).items():
-            after = self._priors[source].learn(self._evidences(pairs, mine), drafted[mine], accepted[mine])
-            for i, own in zip(mine, after, strict=True):
-                self._evidence[pairs[i][0]][source] = own, self._step
+        if not pairs:
+            return
+        depth = int(drafted.max())
+        rows, priors = self._priors.of([source for _, source in pairs], depth), self._priors
+        evidence, weights = self._evidences(pairs), priors.weights[rows]
+        hit = accepted[:, None] > _DEPTHS[:depth]
+        tried = np.minimum(accepted + 1, drafted)[:, None] > _DEPTHS[:depth]
+        expected = np.matmul(_posterior(weights, evidence)[:, None], priors.down_to[rows, :, :depth])[:, 0]
+        expected[:, 1:] /= expected[:, :-1].copy()
+        evidence += np.matmul(priors.log_hit[rows, :, :depth], hit[..., None])[..., 0]
+        evidence += np.matmul(priors.log_miss[rows, :, :depth], (tried & ~hit)[..., None])[..., 0]
+        for (sequence, source), own in zip(pairs, evidence, strict=True):
+            self._evidence[sequence][source] = own, self._step
+        priors.learn(rows, _posterior(weights, evidence), hit, tried, expected)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over."""
@@ -136,35 +161,29 @@ class Acceptance:
 
     def state(self) -> list[dict[str, Any]]:
         """The priors, as JSON can hold them."""
+        p = self._priors
+        named = {"common": p.common, "hits": p.hits, "expected": p.expected}
         return [
-            {**source._asdict(), "common": p.common.tolist(), "hits": p.hits.tolist(), "expected": p.expected.tolist()}
-            for source, p in self._priors.items()
+            {**source._asdict(), **{name: values[row].tolist() for name, values in named.items()}}
+            for source, row in p.rows.items()
         ]
 
     def restore(self, state: Seq[Mapping[str, Any]]) -> None:
         """Begin with the priors of a `state`."""
         for one in state:
             hits, expected = (floats(one[name], _DEPTHS.shape) for name in ("hits", "expected"))
-            prior = self._priors[Source(str(one["proposer"]), int(one["size"]))]
-            prior.know(floats(one["common"], RATES.shape), hits, expected)
+            source = Source(str(one["proposer"]), int(one["size"]))
+            self._priors.know(source, floats(one["common"], RATES.shape), hits, expected)
 
-    def _evidences(self, pairs: Seq[Pair], which: Seq[int]) -> Floats:
-        """What is left of the log likelihoods of some pairs, `[which, rate]`; of what is nothing, zeros."""
-        found = [self._evidence.get(pairs[i][0], _NOTHING).get(pairs[i][1], _NO_EVIDENCE) for i in which]
+    def _evidences(self, pairs: Seq[Pair]) -> Floats:
+        """What is left of each one's log likelihoods, `[pairs, rate]`; of what is nothing, zeros."""
+        found = [self._evidence.get(sequence, _NOTHING).get(source, _NO_EVIDENCE) for sequence, source in pairs]
         left = np.array([_KEEP ** (self._step - step) for _, step in found])
         return np.array([evidence for evidence, _ in found]) * left[:, None]  # type: ignore[no-any-return]
 
 
 _NOTHING: dict[Source, tuple[Floats, int]] = {}
 _NO_EVIDENCE = np.zeros(len(RATES)), 0
-
-
-def _by_source(pairs: Seq[Pair]) -> dict[Source, list[int]]:
-    """Which pairs are of each source."""
-    found = defaultdict[Source, list[int]](list)
-    for i, (_, source) in enumerate(pairs):
-        found[source].append(i)
-    return found
 
 
 def _posterior(prior: Floats, evidence: Floats) -> Floats:
