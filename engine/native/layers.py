@@ -104,6 +104,8 @@ class Layers:
         """
         native, dtype, (rows, width) = library(), hidden.dtype, hidden.shape
         assert native is not None
+        assert hidden.is_contiguous(), "rows lie apart"
+        assert beside is None or beside.is_contiguous(), "rows lie apart"
         assert beside is not None or not any(part.norm_beside for part in self._parts), "a layer reads a second row"
         mixed = where.heads * where.dim
         joined = mixed + 2 * where.kv_heads * where.dim

@@ -53,10 +53,7 @@ class FeatureChain(Protocol):
         ...
 
     def forward(self, feeds: Seq[Feed], features: Tensor) -> Tensor:
-        """One pass, features `[T, hidden]` beside the tokens of `feeds`; new ones `[R, hidden]` at the last rows.
-
-        It may write over `features`.
-        """
+        """One pass, features `[T, hidden]` beside the tokens of `feeds`; new ones `[R, hidden]` at the last rows."""
         ...
 
     def logits(self, features: Tensor) -> Tensor:

@@ -335,10 +335,7 @@ class Eagle3Runner:
         return self._head.project(features.to(self._dtype)) if self._fc is None else self._fc(features)
 
     def forward(self, feeds: Seq[Feed], features: Tensor) -> Tensor:
-        """One pass, `features` `[T, hidden]` beside the tokens of `feeds`; new ones `[R, hidden]` at the last rows.
-
-        It may write over `features`.
-        """
+        """One pass, `features` `[T, hidden]` beside the tokens of `feeds`; new ones `[R, hidden]` at the last rows."""
         batch = RaggedBatch.of(feeds, self.arena.page_size, self._device)
         # Heads are trained with the table as it is stored, also where the target's own module scales what it finds.
         table = self._embedding.weight if isinstance(self._embedding, nn.Embedding) else None
@@ -347,7 +344,7 @@ class Eagle3Runner:
         if self._fused is None:
             made = self._head(batch, features, embedded, Ragged(batch, self.arena, self._attend))
         else:
-            made = self._fused.run(batch, features, embedded)
+            made = self._fused.run(batch, features.clone(), embedded)
         if len(batch.logit_rows) < len(made):
             made = made[batch.logit_rows]
         return self._norm(made) if self._head.options.norm_output else made

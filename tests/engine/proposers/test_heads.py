@@ -302,7 +302,10 @@ def test_of_features_that_wait_the_newest_are_kept(tmp_path: Path, monkeypatch: 
         eagle.observe([Passed(sequence, Feed(tokens[position : position + 1], position, [0]), 0)])
         waiting.append(len(eagle._unfed[sequence].rows))
     assert waiting == [1, 2, 3, 4, 5, 6, 7, 8, 4, 5, 6]
+    project, projected = eagle._head.project, list[int]()
+    eagle._head.project = lambda rows: projected.append(len(rows)) or project(rows)
     assert list(eagle.propose([sequence], [3]).tokens[0]) == eagle_drafts(tokens, 3, first=5)
+    assert projected == [6], "what is fed, and that once"
 
 
 def test_a_head_that_cannot_read_costs_its_drafts_alone(tmp_path: Path) -> None:
