@@ -133,7 +133,7 @@ class Stack(nn.ModuleList):
         """All layers, over this arena."""
         if self._ready is None or self._ready[0] is not arena:
             parts = [cast("LayerParts", _parts(layer)) for layer in self._modules.values()]
-            self._ready = arena, Layers(parts, arena.k, arena.v)
+            self._ready = arena, Layers(parts, arena.k[: len(parts)], arena.v[: len(parts)])
         return self._ready[1]
 
 

@@ -9,12 +9,14 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 from random import Random
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from client import ModelInfo, Output, TokenLogprob
 from client.results import Candidate, Finished, Speculation, SpeculationStats, Timing, Usage
-from engine.sampling import verification
+from engine.sampling import distribution, verification
 from engine.verify import NO_DRAFT, Verdict
 from server import cli
 from server.admission import answers, resume
@@ -171,16 +173,14 @@ def leave_stale_rows(runner):
 
 
 async def test_noise_that_depends_on_the_place_in_the_batch_is_found_in_company(monkeypatch, capsys, prompts):
-    right = verification._params
+    def by_place(logits, rows):
+        params = distribution.RowParams.of(rows, logits.shape[1], logits.device)
+        places = {sequence: place for place, sequence in enumerate(dict.fromkeys(row.sequence for row in rows))}
+        params.position.add_(torch.tensor([places[row.sequence] for row in rows]))
+        return distribution.choose(logits, params)
 
-    def by_place(fed, logits, stream):
-        params = right(fed, logits, stream)
-        for place, one in enumerate(fed):
-            first = sum(other.num_rows for other in fed[:place])
-            params.position[first : first + one.num_rows] += place
-        return params
-
-    monkeypatch.setattr(verification, "_params", by_place)
+    theirs = SimpleNamespace(draw=by_place, probabilities=distribution.probabilities)
+    monkeypatch.setattr(verification, "distribution", theirs)
     report = await found(capsys, prompts)
     cases = Counter(
         difference["case"].split(",")[0] for difference in report["differences"] if difference["way"] == "alone"
