@@ -61,7 +61,8 @@ def calibrate(engine: Engine, seconds: float, clock: Clock = time.perf_counter, 
         for name in everyone if shape.num_draft else (None,):
             if clock() - start >= seconds:
                 break
-            _run(engine, shape, text, name)
+            prompts = [shape.prompt] * shape.batch
+            run(engine, prompts, shape.num_draft, shape.steps, text=text, proposer=name)
     engine.end_calibration()
 
 
@@ -72,20 +73,15 @@ def drafters_of(engine: Engine) -> tuple[str | None, ...]:
     return tuple(name for name in engine.proposer_names if name not in _NOT_CHOSEN)
 
 
-def _run(engine: Engine, shape: CalibrationShape, text: Seq[int], proposer: str | None) -> None:
-    prompt = min(shape.prompt, engine.max_model_len - 2)
-    batch = min(shape.batch, engine.config.max_batch_size)
-    run(engine, [prompt] * batch, shape.num_draft, shape.steps, text=text, proposer=proposer)
-
-
 def run(
     engine: Engine, prompts: Seq[int], num_draft: int, steps: int, sampling: SamplingParams = _GREEDY,
     text: Seq[int] = (), proposer: str | None = None,
 ) -> None:  # fmt: skip
-    """Feed prompts of these sizes, run `steps` steps, and cancel the rest.
+    """Feed prompts of these sizes, as many and as long as fit, run `steps` steps, and cancel the rest.
 
     The number of steps is fixed, so that the time does not depend on how many drafts are accepted.
     """
+    prompts = [min(prompt, engine.max_model_len - 2) for prompt in prompts[: engine.config.max_batch_size]]
     mode = SpeculationMode.FIXED if num_draft else SpeculationMode.OFF
     speculation = SpeculationParams(mode=mode, num_draft_tokens=num_draft, proposer=proposer)
     # Each request has its own cache salt, so that it finds no prefix cached by another request or an earlier run.

@@ -130,6 +130,5 @@ def _rehearse(engine: Engine, progress: Progress) -> None:
 
 def _run(engine: Engine, one: Rehearsal) -> None:
     """Run a rehearsal with each proposer that requests may meet."""
-    prompts = [min(prompt, engine.max_model_len - 2) for prompt in one.prompts[: engine.config.max_batch_size]]
     for name in drafters_of(engine) if one.num_draft else (None,):
-        run(engine, prompts, one.num_draft, _STEPS, one.sampling, proposer=name)
+        run(engine, one.prompts, one.num_draft, _STEPS, one.sampling, proposer=name)

@@ -56,7 +56,6 @@ class Stack(nn.ModuleList):
         super().__init__(layers)
         self._ready: tuple[KVArena, Layers] | None = None  # for the arena that was used last
         self.taps: tuple[Tap, ...] = ()  # read hidden states between layers
-        self._read: tuple[tuple[Tap, ...], set[int]] = (), set()  # the places of these taps
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter((cast("nn.Module", self.run),))
@@ -68,12 +67,7 @@ class Stack(nn.ModuleList):
         return super().__getitem__(index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_ready": None,
-            "taps": (),
-            "_read": ((), set()),
-        }  # a copy has its own arena, and nobody reads it
+        return {**self.__dict__, "_ready": None, "taps": ()}  # a copy has its own arena, and nobody reads it
 
     def run(
         self,
@@ -107,9 +101,8 @@ class Stack(nn.ModuleList):
         where.key_stride = where.value_stride = keys.stride(0)
         where.rounded = ragged.arena.layout.is_rounded
         hidden, depth = hidden_states[0].clone(), len(self)
-        if self._read[0] is not self.taps:
-            self._read = self.taps, {place for tap in self.taps for place in tap.places if place != FINAL}
-        read = {place: torch.empty_like(hidden) for place in self._read[1]}
+        places = {place for tap in self.taps for place in tap.places if place != FINAL}
+        read = {place: torch.empty_like(hidden) for place in places}
         self._layers(ragged.arena).run(hidden, cos, sin, ragged.batch.kv_rows, where, read=read)
         if depth in read:
             read[depth].copy_(hidden)
