@@ -28,7 +28,7 @@ from engine.engine import Engine
 from engine.machine.threads import use_threads
 from engine.model.fusion.fuse import fuse
 from engine.model.fusion.stack import stack
-from engine.model.linear.int8 import kernel_name
+from engine.model.linear.grouped import kernel_name
 from engine.model.linear.packed import pack
 from engine.params import SamplingParams
 from engine.startup.build import assemble

@@ -30,11 +30,11 @@ from engine.kv.batch import Feed
 from engine.machine.threads import leave_to_pool, use_threads
 from engine.model.fusion.fuse import fuse
 from engine.model.fusion.stack import stack
-from engine.model.linear.int4 import Int4Linear
-from engine.model.linear.int8 import Int8Linear, kernel_name
+from engine.model.linear.grouped import GroupedLinear, kernel_name
 from engine.model.linear.packed import PackedLinear, pack, runs_in_c
 from engine.model.quantize import quantise, skeleton
 from engine.model.runner import ModelRunner, kv_layout
+from engine.native import PackedMatrix
 
 CONTEXT = 128
 
@@ -73,10 +73,8 @@ class Variant:
 
 
 def _bytes_of(module: nn.Module) -> int:
-    if isinstance(module, Int4Linear):
-        return module.in_features * module.out_features * 17 // 32
-    if isinstance(module, Int8Linear):
-        return module.in_features * module.out_features
+    if isinstance(module, GroupedLinear):
+        return cast("PackedMatrix", module.pack()).nbytes
     if isinstance(module, PackedLinear):
         return module.packed.nbytes
     return module.weight.numel() * module.weight.element_size() if isinstance(module, nn.Linear) else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -26,9 +27,10 @@ from engine.machine.mapped import release_mapped
 from engine.model.checkpoint import read_config, told_as_model_error
 from engine.model.linear import fp8, w4
 from engine.model.linear.activations import make_row_wise
-from engine.model.linear.int4 import GROUP, Int4Linear, fits
-from engine.model.linear.int8 import Int8Linear
+from engine.model.linear.embedding import CodedEmbedding
+from engine.model.linear.grouped import GroupedCodes, GroupedLinear
 from engine.model.linear.packed import MATMULS, matrix
+from engine.model.linear.rounding import group_of, round_weight
 from engine.model.linear.routing import make_routing_row_wise
 from engine.model.linear.swap import bytes_after_swap, is_router
 from engine.model.linear.unstack import unstack
@@ -38,29 +40,28 @@ from engine.model.runner import load_model, prepare
 
 # In `quantization_config`, so that software that does not know the method refuses the weights.
 _METHODS: dict[str, Rounded] = {f"pilotfish-{weights}": weights for weights in get_args(Rounded)}
-_VERSIONS: dict[Rounded, int] = {"int8": 2, "int4": 4}
-# A name that other software does not mistake for the name of a float weight.
-_SCALE = "weight_scale"
-_KINDS = {"weight_int4": Int4Linear, "weight_int8": Int8Linear}
+_VERSIONS: dict[Rounded, int] = {"int8": 3, "int4": 5}
+# Names that other software does not mistake for the name of a float weight. `_SCALES` are fields of `GroupedCodes`.
+_CODES = "weight_codes"
+_SCALES = ("scale", "offset", "steps", "zeros")
 _BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
-def quantise(model: PreTrainedModel, weights: Rounded = "int8") -> None:
-    """Replace every matmul of `model` by a rounded one, each expert's too. Embeddings, norms, routers and others stay.
+def quantise(model: PreTrainedModel, weights: Rounded = "int8", dtype: torch.dtype | None = None) -> None:
+    """Replace every matmul of `model` by one of codes, each expert's too, and the table of embeddings likewise.
 
-    With int4, the head and matrices that do not consist of whole groups are in int8.
-
-    Rounding can turn a difference in the last bit into a step of 1/127. So the operations between the matmuls must not
-    depend on batch mates either.
+    Norms, routers and others stay. `dtype` is the type of the rows, by default that of the model. The operations
+    between the matmuls must not depend on batch mates either, because rounding makes a step of a difference in the
+    last bit.
 
     Raises:
         ModelError: a weight has a number that is not finite.
     """
-    _round(model, weights)
+    _round(model, weights, dtype or model.dtype)
     make_routing_row_wise(model)
 
 
-def _round(model: PreTrainedModel, weights: Rounded) -> None:
+def _round(model: PreTrainedModel, weights: Rounded, dtype: torch.dtype) -> None:
     """Do what `quantise` does, but leave a mixture's routing as it is: modules keep the names that are saved."""
     unstack(model)
     make_row_wise(model)
@@ -69,14 +70,31 @@ def _round(model: PreTrainedModel, weights: Rounded) -> None:
     for name in [name for name, module in model.named_modules() if _is_matmul(name, module)]:
         module = cast("nn.Linear | Conv1D", model.get_submodule(name))
         # Logits must be in float32: rounded to bfloat16, many would be equal.
-        dtype = torch.float32 if module is head else None
+        dtype_of_out = torch.float32 if module is head else None
         weight = matrix(module)
-        rounded = Int4Linear if weights == "int4" and module is not head and fits(weight) else Int8Linear
-        made = rounded.of(weight, module.bias, dtype)
-        if not made.scale.isfinite().all():
+        codes = round_weight(weight, bits_of(weights, module is head), module.bias)
+        if not codes.scale.isfinite().all():
             raise ModelError(f"{name}.weight has a number that is not finite")
-        model.set_submodule(name, made)
+        model.set_submodule(name, GroupedLinear(codes, dtype_of_out))
+        if module is head:
+            _round_table(model, weight, codes, weights, dtype)
         release_mapped(weight)
+
+
+def _round_table(
+    model: PreTrainedModel, head: Tensor, codes: GroupedCodes, weights: Rounded, dtype: torch.dtype
+) -> None:
+    """Replace the table of embeddings by codes: those of the head where the two share their weights."""
+    table = model.get_input_embeddings()
+    if isinstance(table, nn.Embedding):
+        is_shared = table.weight.data_ptr() == head.data_ptr() and table.weight.shape == head.shape
+        found = replace(codes, bias=None) if is_shared else round_weight(table.weight, bits_of(weights, is_head=False))
+        model.set_input_embeddings(CodedEmbedding.of(found, table, dtype))
+
+
+def bits_of(weights: Rounded, is_head: bool) -> int:
+    """The bits of the codes of a matrix."""
+    return 8 if weights == "int8" or is_head else 4
 
 
 def _is_matmul(name: str, module: nn.Module) -> bool:
@@ -101,12 +119,20 @@ def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, weights: Weights, *
     others = {
         id(p): p for m in modules.values() if not isinstance(m, nn.Linear | Conv1D) for p in m.parameters(recurse=False)
     }
+    rounded = cast("Rounded", weights)
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
     held: int = sum(p.numel() for p in others.values()) * dtype.itemsize
-    head = model.get_output_embeddings()
-    in_groups = [m for m in matmuls if weights == "int4" and m is not head and fits(matrix(m))]
-    # Scales: in 4 bits, 2 bytes for each group of inputs of an output; else 4 bytes for each output.
-    grouped = sum(matrix(m).numel() // 2 + 2 * matrix(m).numel() // GROUP for m in in_groups)
-    return held + grouped + sum(matrix(m).numel() + 4 * matrix(m).shape[0] for m in matmuls if m not in in_groups)
+    if isinstance(table, nn.Embedding):
+        is_shared = isinstance(head, nn.Linear) and head.weight is table.weight
+        held += _rounded_bytes(table.weight, bits_of(rounded, is_shared)) - table.weight.numel() * dtype.itemsize
+    return held + sum(_rounded_bytes(matrix(m), bits_of(rounded, m is head)) for m in matmuls)
+
+
+def _rounded_bytes(weight: Tensor, bits: int) -> int:
+    outputs, inputs = weight.shape
+    groups = inputs // group_of(inputs)
+    # A float16 for each group; or 2 bytes for each group, and two float16 for each output.
+    return outputs * (inputs * bits // 8 + (2 * groups if bits == 8 else 2 * groups + 4))
 
 
 def quantised_as(config: PreTrainedConfig) -> Rounded | None:
@@ -153,7 +179,7 @@ def load_quantised(name: str, revision: str | None, dtype: torch.dtype, weights:
         unstack(model)
         _fill(model, tensors, name, dtype)
         del tensors  # stacked experts may be no mapped file, but memory that rounding frees
-    quantise(model, weights)
+    quantise(model, weights, dtype)
     return model
 
 
@@ -177,40 +203,69 @@ def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> None:
-    """Give a skeleton its weights: rounded ones as they are, other matmuls' weights unrounded, the rest in `dtype`."""
+    """Give a skeleton its weights: codes as they are, other matmuls' weights unrounded, the rest in `dtype`."""
     floats = dict(tensors)
     for key in tensors:
         path, _, kind = key.rpartition(".")
-        if kind in _KINDS:
-            weight, scale, bias = floats.pop(key), floats.pop(f"{path}.{_SCALE}"), floats.pop(f"{path}.bias", None)
-            module = model.get_submodule(path)
-            dtype_of_out = torch.float32 if module is model.get_output_embeddings() else None
-            made = _KINDS[kind](weight, scale, bias, dtype_of_out)
-            _check_shape(key, made, cast("nn.Linear | Conv1D", module))
-            model.set_submodule(path, made)
-    wanted = model.state_dict()
-    missing = sorted(wanted.keys() - floats.keys())
+        if kind == _CODES:
+            fields = {field: floats.pop(f"{path}.weight_{field}", None) for field in _SCALES}
+            codes, bias = floats.pop(key), floats.pop(f"{path}.bias", None)
+            _put_codes(model, path, _read_codes(key, codes, fields, bias, model.get_submodule(path)), dtype)
+    _share_table(model, floats, dtype)
+    table = model.get_input_embeddings()
+    wanted = {key for key in model.state_dict() if not isinstance(_module_of(model, key), CodedEmbedding)}
+    missing = sorted(wanted - floats.keys())
     if missing:
         raise ModelError(f"model {name!r} lacks {len(missing)} of its weights, {missing[0]} among them")
-    model.load_state_dict({key: floats[key] for key in wanted}, assign=True)
+    model.load_state_dict({key: floats[key] for key in wanted}, assign=True, strict=False)
     for path, module in model.named_modules():
-        if not _is_matmul(path, module):
+        if not _is_matmul(path, module) and module is not table:  # the table is rounded as it is stored
             for parameter in module.parameters(recurse=False):
                 stored, parameter.data = parameter.data, parameter.to(dtype)
                 if parameter.dtype != stored.dtype:
                     release_mapped(stored)
 
 
-def _check_shape(key: str, made: Int8Linear, module: nn.Linear | Conv1D) -> None:
-    has, wants = [made.out_features, made.in_features], list(matrix(module).shape)
-    if has != wants:
-        raise ModelError(f"{key} holds a matrix of {has}; the config says {wants}")
-    scales = wants[:1] if type(made) is Int8Linear else [wants[0], wants[1] // GROUP]
-    dtype = torch.float32 if type(made) is Int8Linear else torch.bfloat16
-    if list(made.scale.shape) != scales or made.scale.dtype != dtype:
+def _module_of(model: PreTrainedModel, key: str) -> nn.Module:
+    return model.get_submodule(key.rpartition(".")[0])
+
+
+def _put_codes(model: PreTrainedModel, path: str, codes: GroupedCodes, dtype: torch.dtype) -> None:
+    """Put a matrix of codes, or a table, into the place of the module at `path`."""
+    module = model.get_submodule(path)
+    if isinstance(module, nn.Embedding):
+        model.set_submodule(path, CodedEmbedding.of(codes, module, dtype))
+        return
+    is_head = module is model.get_output_embeddings()
+    model.set_submodule(path, GroupedLinear(codes, torch.float32 if is_head else None))
+
+
+def _share_table(model: PreTrainedModel, floats: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Give a table that is not stored the codes of the head, with which it shares its weights."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if module is table]
+    if isinstance(head, GroupedLinear) and isinstance(table, nn.Embedding) and f"{names[0]}.weight" not in floats:
+        model.set_input_embeddings(CodedEmbedding.of(replace(head.codes, bias=None), table, dtype))
+
+
+def _read_codes(
+    key: str, codes: Tensor, fields: Mapping[str, Tensor | None], bias: Tensor | None, module: nn.Module
+) -> GroupedCodes:
+    """The codes of a matrix as `_tensors_of` wrote them; ModelError where they do not fit the module."""
+    outputs, inputs = matrix(cast("nn.Linear", module)).shape
+    bits, scale = 8 if codes.dtype == torch.int8 else 4, fields["scale"]
+    if scale is None:
+        raise ModelError(f"the checkpoint lacks the scales of {key}")
+    made = GroupedCodes(codes, bits, scale, bias=bias, **{name: fields[name] for name in _SCALES[1:]})
+    try:
+        made.check()
+    except ValueError as error:
+        raise ModelError(f"{key}: {error}") from error
+    if [len(codes), made.in_features] != [outputs, inputs]:
         raise ModelError(
-            f"the scales of {key} are {made.scale.dtype} {list(made.scale.shape)}; expected {dtype} {scales}"
+            f"{key} holds a matrix of {[len(codes), made.in_features]}; the config says {[outputs, inputs]}"
         )
+    return made
 
 
 def save_quantised(name: str, revision: str | None, out: Path, weights: Rounded = "int8") -> None:
@@ -227,7 +282,7 @@ def save_quantised(name: str, revision: str | None, out: Path, weights: Rounded 
     if already:
         raise ModelError(f"{name!r} has {already} weights already")
     model = load_model(name, revision, "auto", torch.device("cpu"))
-    _round(model, weights)
+    _round(model, weights, model.dtype)
     out.mkdir(parents=True, exist_ok=True)
     save_file(_tensors_of(model), out / "model.safetensors", metadata={"format": "pt"})
     source = folder_of(name, revision, *_BESIDE_WEIGHTS)
@@ -240,12 +295,16 @@ def save_quantised(name: str, revision: str | None, out: Path, weights: Rounded 
 
 
 def _tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    tensors = dict(model.state_dict())
+    tensors, head = dict(model.state_dict()), cast("GroupedLinear", model.get_output_embeddings())
     for path, module in model.named_modules():
-        if isinstance(module, Int8Linear):
-            assert module.weight_int8 is not None, "packed"
-            kind = "weight_int4" if isinstance(module, Int4Linear) else "weight_int8"
-            tensors |= {f"{path}.{kind}": module.weight_int8, f"{path}.{_SCALE}": module.scale}
-            if module.bias is not None:
-                tensors[f"{path}.bias"] = module.bias
+        is_table = isinstance(module, CodedEmbedding)
+        if is_table:
+            del tensors[f"{path}.weight"]  # holds nothing
+        if isinstance(module, GroupedLinear) or (is_table and module.codes.codes is not head.codes.codes):
+            codes = module.codes
+            fields = {name: getattr(codes, name) for name in _SCALES}
+            tensors[f"{path}.{_CODES}"] = codes.codes
+            tensors |= {f"{path}.weight_{name}": x for name, x in fields.items() if x is not None}
+            if codes.bias is not None:
+                tensors[f"{path}.bias"] = codes.bias
     return {key: tensor.contiguous() for key, tensor in tensors.items()}

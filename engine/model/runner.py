@@ -35,7 +35,7 @@ from engine.model.checkpoint import (
     shape_of,
     told_as_model_error,
 )
-from engine.model.linear.int8 import matmul_shape
+from engine.model.linear.rows import matmul_shape
 from engine.model.rope import install_tables
 from engine.model.temperature import install_temperatures
 from engine.model.text_part import names_in_whole, rest_untold

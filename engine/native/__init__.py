@@ -4,7 +4,7 @@ from engine.native.compiled import instructions, library, threads_in_use
 from engine.native.groups import GroupScales
 from engine.native.matmul import ALIGNED, Matrix, PackedMatrices, PackedMatrix, multiplies
 from engine.native.rows import Rows, rows, rows_for
-from engine.native.weights import round4, round8, rounds
+from engine.native.weights import round_asymmetric, round_symmetric, rounds
 
 __all__ = [
     "ALIGNED",
@@ -16,8 +16,8 @@ __all__ = [
     "instructions",
     "library",
     "multiplies",
-    "round4",
-    "round8",
+    "round_asymmetric",
+    "round_symmetric",
     "rounds",
     "rows",
     "rows_for",

@@ -80,7 +80,7 @@ static void sort(Pass *p) {
 static float feed_floats(const Matrix *m, const float *row, char *to) {
   char own[m->in * 4] __attribute__((aligned(64)));
   float step = 0;
-  if (m->bits <= 8) step = round_row(row, m->in, (uint8_t *)own);
+  if (m->bits <= 8) step = round_row(row, m->in, (int16_t *)own);
   else
     for (int64_t i = 0; i < m->in; i += LANES) store(own, i, *(const vec *)(row + i), (int)m->bits);
   feed(m, own, to);

@@ -1,13 +1,29 @@
 /* Codes in groups against a block of rows (`Groups` in matmul.h). Part of matmul.c.
  *
- * A fed row is [in] int8 and then, for each group, the sum of its inputs as int32: what an offset of the group is
- * multiplied by. A code whose zero is not 0 takes that many times the sum away before the first product, in integers, so
- * that the sums of a group are exact. Floats are multiplied, rounded, and then added, on every processor: results are the
- * same bits on all. */
+ * A row is integers of 16 bits, most of which fit in 8 (`round_row` in rows.c). Where 8 bits are multiplied (`SPLIT`), a
+ * fed row is [in] int8, the low bytes; then for each group its inputs' sum and the number of its steps, of 4 inputs each,
+ * that have high bytes; then these, in order: where the step is in its group, and 4 int8. What high bytes give is
+ * multiplied by 256 and what the low ones give is added: the sum is what products of 16 bits would give. Elsewhere a fed row
+ * is [in] int16, of every 4 inputs first the even ones, and then the same sums.
+ *
+ * A code whose zero is not 0 takes that many times the inputs' sum away before the first product, in integers, so that the
+ * sums of a group are exact. An offset is multiplied by the same sum. Floats are multiplied, rounded, and then added, on every
+ * processor: results are the same bits on all. */
 
-/* Inputs whose codes lie together, and how many steps they take. */
+/* Inputs whose codes lie together, and how many steps of the panel they take. */
 #define INPUTS(bits) ((bits) == 8 ? 4 : (bits) == 6 ? 16 : (bits) == 5 ? 32 : 8)
 #define STEPS(bits) (INPUTS(bits) * (bits) / 32)
+#define SPLIT(bits) (!WIDE_ROWS || (bits) != 8)
+#define ROWS (BLOCK < 3 ? BLOCK : 3) /* rows that meet a panel together: of each there are sums of a group and sums of all */
+
+typedef struct {
+  int32_t sum, high;
+} GroupOfRow;
+
+typedef struct {
+  int32_t step;
+  char bytes[4];
+} High;
 
 INLINE int64_t head_of_block(const Groups *g) { return (1 + g->has_offset) * (g->kind == FLOAT32 ? 4 : 2) * PANEL; }
 INLINE int64_t head_of_group(const Groups *g) { return (g->has_steps + g->has_zeros) * PANEL; }
@@ -19,17 +35,48 @@ INLINE int64_t panel_of_groups(const Matrix *m) {
   return groups / g->block * head_of_block(g) + groups * each;
 }
 
-INLINE void feed_groups(const Matrix *m, const uint8_t *row, int8_t *to) {
-  int8_t *at = to;
-  char *sums = (char *)to + m->in;
-  if (m->order)
-    for (int64_t i = 0; i < m->in; i++) to[i] = (int8_t)(row[m->order[i]] ^ 0x80);
-  else
-    for (int64_t i = 0; i < m->in; i++) to[i] = (int8_t)(row[i] ^ 0x80);
-  for (int64_t i = 0; i < m->in; i += m->groups.size, sums += 4) {
-    int32_t sum = 0;
-    for (int64_t k = 0; k < m->groups.size; k++) sum += *at++;
-    memcpy(sums, &sum, 4);
+/* Bytes of a fed row; there is room for high bytes everywhere. */
+INLINE int64_t fed_groups(const Matrix *m) {
+  return m->in + m->in / m->groups.size * (int64_t)sizeof(GroupOfRow) + m->in / 4 * (int64_t)sizeof(High);
+}
+
+INLINE int32_t sum_of_row(const int16_t *row, int64_t count) {
+  int32_t sum = 0;
+  for (int64_t i = 0; i < count; i++) sum += row[i];
+  return sum;
+}
+
+INLINE void feed_groups(const Matrix *m, const int16_t *row, char *to) {
+  const int64_t in = m->in, size = m->groups.size;
+  int16_t own[m->order ? in : 1];
+  if (m->order) {
+    for (int64_t i = 0; i < in; i++) own[i] = row[m->order[i]];
+    row = own;
+  }
+  if (!SPLIT(m->bits)) {
+    int16_t *wide = (int16_t *)to;
+    for (int64_t i = 0; i < in; i += 4)
+      wide[i] = row[i], wide[i + 1] = row[i + 2], wide[i + 2] = row[i + 1], wide[i + 3] = row[i + 3];
+    GroupOfRow *group = (GroupOfRow *)(to + 2 * in);
+    for (int64_t i = 0; i < in; i += size) *group++ = (GroupOfRow){sum_of_row(row + i, size), 0};
+    return;
+  }
+  char high[in] __attribute__((aligned(64)));
+  for (int64_t i = 0; i < in; i++) {
+    to[i] = (char)row[i];
+    high[i] = (char)((row[i] + 128) >> 8);
+  }
+  GroupOfRow *group = (GroupOfRow *)(to + in);
+  High *next = (High *)(group + in / size);
+  for (int64_t i = 0; i < in; i += size, group++) {
+    const High *first = next;
+    for (int64_t k = 0; k < size; k += 4) {
+      int32_t four = four_bytes(high + i + k);
+      next->step = (int32_t)k / 4;
+      memcpy(next->bytes, &four, 4);
+      next += four != 0;
+    }
+    *group = (GroupOfRow){sum_of_row(row + i, size), (int32_t)(next - first)};
   }
 }
 
@@ -85,23 +132,49 @@ INLINE void codes_of(const char *at, const int p, const int bits, chars *first, 
   }
 }
 
-INLINE int32_t sum_of_inputs(const char *x, int64_t group) {
-  int32_t sum;
-  memcpy(&sum, x + group * 4, 4);
-  return sum;
+/* The codes of one step of 4 inputs in a group whose codes begin at `at`. */
+INLINE chars codes_of_step(const char *at, const int step, const int v, const int bits) {
+  at += v * WIDTH;
+  if (bits == 8) return codes_at(at + step * STEP);
+  if (bits == 4) {
+    chars both = codes_at(at + step / 2 * STEP);
+    return (chars)((ushorts)both >> (4 * (step & 1))) & 15;
+  }
+  if (bits == 5) {
+    at += step / 8 * 5 * STEP;
+    chars both = codes_at(at + (1 + step % 8 / 2) * STEP), fifth = codes_at(at);
+    chars highest = (chars)((ushorts)fifth >> (step % 8)) & 1;
+    return ((chars)((ushorts)both >> (4 * (step & 1))) & 15) | (chars)((ushorts)highest << 4);
+  }
+  at += step / 4 * 3 * STEP;
+  if (step % 4 < 3) return codes_at(at + step % 4 * STEP) & 63;
+  chars a = codes_at(at), b = codes_at(at + STEP), c = codes_at(at + 2 * STEP);
+  return above(a, 6) | ((chars)((ushorts)b >> 4) & 12) | ((chars)((ushorts)c >> 2) & 48);
+}
+
+/* 256 times what the high bytes of a row's group give, and `start`. */
+INLINE void high_of_group(const char *panel, const High *high, int32_t count, int32_t start, ints *sum, const int bits) {
+  EACH(int v = 0; v < VECTORS; v++) sum[v] = (ints){0};
+  for (int32_t i = 0; i < count; i++)
+    EACH(int v = 0; v < VECTORS; v++)
+      sum[v] = dot_bytes(sum[v], codes_of_step(panel, high[i].step, v, bits), high[i].bytes);
+  EACH(int v = 0; v < VECTORS; v++) sum[v] = (sum[v] << 8) + start;
 }
 
 /* `ahead` is from what is read to what is fetched: `lines` of every step. `sums` come out as floats. */
 INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, int64_t ahead, int lines, void *sums,
                             const int rows, const int bits) {
   const Groups *g = &m->groups;
-  const int64_t stride = fed_bytes(m), groups = m->in / g->size;
-  const int has_offset = g->has_offset || g->has_zeros;
+  const int64_t stride = fed_groups(m), groups = m->in / g->size;
+  const int has_offset = g->has_offset || g->has_zeros, wide = SPLIT(bits) ? 1 : 2;
   const int from = bits == 8 ? CODES_FROM(8) : has_offset ? 0 : 1 << (bits - 1);
-  const char *plain = x + m->in, *block = panel;
-  floats total[BLOCK][VECTORS];
+  const char *block = panel;
+  const GroupOfRow *of_row = (const GroupOfRow *)(x + wide * m->in);
+  const High *high[ROWS];
+  EACH(int r = 0; r < rows; r++) high[r] = (const High *)((const char *)(of_row + groups) + r * stride);
+  floats total[ROWS][VECTORS];
   EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) total[r][v] = (floats){0};
-  for (int64_t i = 0, of_block = 0; i < groups; i++) {
+  for (int64_t i = 0, of_block = 0; i < groups; i++, of_row++) {
     if (!of_block) {
       for (int64_t l = 0; l < head_of_block(g); l += LINE) __builtin_prefetch(panel + ahead + l, 0, 2);
       block = panel, panel += head_of_block(g), of_block = g->block;
@@ -109,19 +182,28 @@ INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, i
     of_block--;
     const char *head = panel;
     panel += head_of_group(g);
-    ints sum[BLOCK][VECTORS];
+    ints sum[ROWS][VECTORS];
     EACH(int r = 0; r < rows; r++) {
-      ints start = every(-from * sum_of_inputs(plain + r * stride, i));
+      const GroupOfRow *here = (const GroupOfRow *)((const char *)of_row + r * stride);
+      ints start = every(-from * here->sum);
       EACH(int v = 0; v < VECTORS; v++) sum[r][v] = start;
+      if (SPLIT(bits) && here->high) {
+        high_of_group(panel, high[r], here->high, -from * here->sum, sum[r], bits);
+        high[r] += here->high;
+      }
     }
-    for (int64_t k = 0; k < g->size; k += INPUTS(bits), panel += STEPS(bits) * STEP, x += INPUTS(bits)) {
+    for (int64_t k = 0; k < g->size; k += INPUTS(bits), panel += STEPS(bits) * STEP, x += wide * INPUTS(bits)) {
       for (int s = 0; s < STEPS(bits); s++)
         for (int l = 0; l < lines; l++) __builtin_prefetch(panel + ahead + s * STEP + l * LINE, 0, 2);
       EACH(int v = 0; v < VECTORS; v++) {
         const char *at = panel + v * WIDTH;
         if (bits == 8) {
-          Four w = four_of(*(const chars *)at);
-          EACH(int r = 0; r < rows; r++) sum[r][v] = dot_codes(sum[r][v], w, x + r * stride);
+#if WIDE_ROWS
+          shorts even = even_codes(codes_at(at)), odd = odd_codes(codes_at(at));
+          EACH(int r = 0; r < rows; r++) sum[r][v] = dot_wide(sum[r][v], even, odd, x + r * stride);
+#else
+          EACH(int r = 0; r < rows; r++) sum[r][v] = dot_bytes(sum[r][v], codes_at(at), x + r * stride);
+#endif
         } else {
           EACH(int p = 0; p < 4; p++) {
             if (p == INPUTS(bits) / 8) break;
@@ -138,7 +220,7 @@ INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, i
       EACH(int v = 0; v < VECTORS; v++)
         total[r][v] = total[r][v] + w.step[v] * __builtin_convertvector(sum[r][v], floats);
       if (has_offset) {
-        floats inputs = every_float((float)sum_of_inputs(plain + r * stride, i));
+        floats inputs = every_float((float)((const GroupOfRow *)((const char *)of_row + r * stride))->sum);
         EACH(int v = 0; v < VECTORS; v++) total[r][v] = total[r][v] + w.offset[v] * inputs;
       }
     }

@@ -89,7 +89,7 @@ static void norm_both(const Pass *p, const Layer *l, int64_t r, void *to) {
   if (l->normed_residual) memcpy(row, second, (size_t)(p->width * p->bits / 8));
 }
 
-static float norm_round_both(const Pass *p, const Layer *l, int64_t r, uint8_t *to) {
+static float norm_round_both(const Pass *p, const Layer *l, int64_t r, int16_t *to) {
   char both[8 * p->width] __attribute__((aligned(64)));
   norm_both(p, l, r, both);
   return wide_round_row(both, p->bits, 2 * p->width, to);

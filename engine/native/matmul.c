@@ -34,10 +34,7 @@ INLINE void block(const char *x, int64_t steps, const char *panel, const char *n
     for (int i = 0; i < lines; i++, next += LINE) __builtin_prefetch(next, 0, 2);
     EACH(int v = 0; v < VECTORS; v++) {
       const void *at = panel + v * WIDTH;
-      if (bits == 8) {
-        Four w = four_of(*(const chars *)at);
-        EACH(int r = 0; r < rows; r++) sum[r][v] = dot(sum[r][v], w, x + r * stride);
-      } else if (bits == 16) {
+      if (bits == 16) {
         ints w = *(const ints *)at;
         EACH(int r = 0; r < rows; r++) sum[r][v] = (ints)two_products((floats)sum[r][v], w, x + r * stride);
       } else {
@@ -50,56 +47,7 @@ INLINE void block(const char *x, int64_t steps, const char *panel, const char *n
   EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) ((ints *)sums)[r * VECTORS + v] = sum[r][v];
 }
 
-#define GROUP 64 /* inputs that share a scale in 4 bits */
-#define BLOCK4 (BLOCK < 3 ? BLOCK : 3) /* rows: there are sums of a group and sums of all */
-
 #include "groups.h"
-
-/* The steps of a panel in 4 bits: the weights' own, and one with the scales of every two groups. */
-INLINE int64_t steps4(int64_t in) { return in / 8 + (in / GROUP + 1) / 2; }
-
-/* The same in 4 bits, of `in` inputs; `sums` come out as floats. */
-INLINE void block4(const Matrix *m, const char *x, const char *panel, const char *next, int lines, const float *offset,
-                   void *sums, const int rows) {
-  const int64_t stride = m->in;
-  const chars table = table_of(m->levels);
-  floats total[BLOCK4][VECTORS];
-  EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) {
-    memcpy(&total[r][v], offset + v * (WIDTH / 4), WIDTH);
-    total[r][v] = SIGNED_ROWS(4) ? (floats){0} : -total[r][v];
-  }
-  const char *scales = panel;
-  for (int64_t first = 0; first < m->in; first += GROUP) {
-    ints sum[BLOCK4][VECTORS];
-    const int shift = first & GROUP ? 0 : 16; /* to the upper half of a float, as which a bfloat16 is read */
-    if (shift) {
-      for (int l = 0; l < lines; l++, next += LINE) __builtin_prefetch(next, 0, 2);
-      scales = panel, panel += STEP;
-    }
-    EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) sum[r][v] = (ints){0};
-    for (int64_t i = first; i < first + GROUP; i += 8, panel += STEP, x += 8) {
-      for (int l = 0; l < lines; l++, next += LINE) __builtin_prefetch(next, 0, 2);
-      EACH(int v = 0; v < VECTORS; v++) {
-        chars both = *(const chars *)(panel + v * WIDTH);
-        chars low = entries(table, both & 15), high = entries(table, (chars)((ushorts)both >> 4) & 15);
-        EACH(int r = 0; r < rows; r++) sum[r][v] = dot_levels(sum[r][v], low, high, x + r * stride);
-      }
-    }
-    EACH(int v = 0; v < VECTORS; v++) {
-      floats worth = (floats)(*(const ints *)(scales + v * WIDTH) << shift & (int32_t)0xffff0000);
-      EACH(int r = 0; r < rows; r++)
-        total[r][v] = fma_floats(total[r][v], worth, __builtin_convertvector(sum[r][v], floats));
-    }
-  }
-  EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) ((floats *)sums)[r * VECTORS + v] = total[r][v];
-}
-
-typedef void Block4(const Matrix *, const char *, const char *, const char *, int, const float *, void *);
-#define OF4(rows)                                                                                                    \
-  static void block4_##rows(const Matrix *m, const char *x, const char *panel, const char *next, int lines,          \
-                            const float *offset, void *sums) {                                                       \
-    block4(m, x, panel, next, lines, offset, sums, rows);                                                            \
-  }
 
 typedef void Block(const char *, int64_t, const char *, const char *, int, void *);
 #define OF(rows, bits)                                                                                             \
@@ -114,60 +62,56 @@ typedef void Block(const char *, int64_t, const char *, const char *, int, void 
     block_of_groups(m, x, panel, ahead, lines, sums, rows, bits);                                                     \
   }
 
+#define UP_TO_2(of, bits) of(1, bits) of(2, bits)
+#define UP_TO_3(of, bits) UP_TO_2(of, bits) of(3, bits)
+#define UP_TO_6(of, bits) UP_TO_3(of, bits) of(4, bits) of(5, bits) of(6, bits)
+#define NAMES_2(name, bits) name##_1_##bits, name##_2_##bits
+#define NAMES_3(name, bits) NAMES_2(name, bits), name##_3_##bits
+#define NAMES_6(name, bits) NAMES_3(name, bits), name##_4_##bits, name##_5_##bits, name##_6_##bits
 #if BLOCK == 6
-#define ALL(of, bits) of(1, bits) of(2, bits) of(3, bits) of(4, bits) of(5, bits) of(6, bits)
-#define NAMES(name, bits) \
-  {name##_1_##bits, name##_2_##bits, name##_3_##bits, name##_4_##bits, name##_5_##bits, name##_6_##bits}
+#define FLOATS UP_TO_6
+#define FLOATS_NAMES NAMES_6
 #elif BLOCK == 3
-#define ALL(of, bits) of(1, bits) of(2, bits) of(3, bits)
-#define NAMES(name, bits) {name##_1_##bits, name##_2_##bits, name##_3_##bits}
+#define FLOATS UP_TO_3
+#define FLOATS_NAMES NAMES_3
 #else
-#define ALL(of, bits) of(1, bits) of(2, bits)
-#define NAMES(name, bits) {name##_1_##bits, name##_2_##bits}
+#define FLOATS UP_TO_2
+#define FLOATS_NAMES NAMES_2
 #endif
-ALL(OF, 8)
-ALL(OF, 16)
-ALL(OF, 32)
-ALL(OF_GROUPS, 4)
-ALL(OF_GROUPS, 5)
-ALL(OF_GROUPS, 6)
-ALL(OF_GROUPS, 8)
-static Block *const BLOCKS[3][BLOCK] = {NAMES(block, 8), NAMES(block, 16), NAMES(block, 32)};
-static BlockOfGroups *const BLOCKS_OF_GROUPS[][BLOCK] = {NAMES(groups, 4), NAMES(groups, 5), NAMES(groups, 6),
-                                                         NAMES(groups, 8)};
-
-OF4(1) OF4(2)
-#if BLOCK4 == 3
-OF4(3)
-static Block4 *const BLOCKS4[BLOCK4] = {block4_1, block4_2, block4_3};
+#if BLOCK < 3
+#define CODES UP_TO_2
+#define CODES_NAMES NAMES_2
 #else
-static Block4 *const BLOCKS4[BLOCK4] = {block4_1, block4_2};
+#define CODES UP_TO_3
+#define CODES_NAMES NAMES_3
 #endif
+FLOATS(OF, 16)
+FLOATS(OF, 32)
+CODES(OF_GROUPS, 4)
+CODES(OF_GROUPS, 5)
+CODES(OF_GROUPS, 6)
+CODES(OF_GROUPS, 8)
+static Block *const BLOCKS[][BLOCK] = {{FLOATS_NAMES(block, 16)}, {FLOATS_NAMES(block, 32)}};
+static BlockOfGroups *const BLOCKS_OF_GROUPS[][ROWS] = {{CODES_NAMES(groups, 4)}, {CODES_NAMES(groups, 5)},
+                                                        {CODES_NAMES(groups, 6)}, {CODES_NAMES(groups, 8)}};
 
+/* Of floats. */
 static int fed_per_step(const Matrix *m) { return m->bits == 16 ? FED16 : 4; }
+static int64_t steps_of(const Matrix *m) { return m->in / (32 / m->bits); }
 
-static int64_t steps_of(const Matrix *m) { return m->in / (m->bits <= 8 ? 4 : 32 / m->bits); }
+int64_t fed_bytes(const Matrix *m) { return m->groups.size ? fed_groups(m) : steps_of(m) * fed_per_step(m); }
 
-int64_t fed_bytes(const Matrix *m) {
-  return m->groups.size ? m->in + m->in / m->groups.size * 4 : steps_of(m) * fed_per_step(m);
-}
-
-static int fed_signed(const Matrix *m) { return (m->bits == 8 && SIGNED_ROWS(8)) || (m->bits == 4 && SIGNED_ROWS(4)); }
-
-int fed_as_is(const Matrix *m) { return !m->groups.size && fed_per_step(m) == 4 && !fed_signed(m); }
+int fed_as_is(const Matrix *m) { return !m->groups.size && fed_per_step(m) == 4; }
 
 void feed(const Matrix *m, const void *row, void *to) {
-  int64_t steps = steps_of(m);
   const uint32_t *from = row;
   uint32_t *two = to;
   if (m->groups.size) {
     feed_groups(m, row, to);
-  } else if (fed_signed(m)) {
-    for (int64_t s = 0; s < steps; s++) two[s] = from[s] ^ 0x80808080;
   } else if (fed_as_is(m)) {
     if (to != row) memcpy(to, row, (size_t)fed_bytes(m));
   } else {
-    for (int64_t s = 0; s < steps; s++) two[2 * s] = from[s] << 16, two[2 * s + 1] = from[s] & 0xffff0000;
+    for (int64_t s = 0; s < steps_of(m); s++) two[2 * s] = from[s] << 16, two[2 * s + 1] = from[s] & 0xffff0000;
   }
 }
 
@@ -176,38 +120,27 @@ INLINE void finish(const Matrix *m, const Product *p, const vec *sums, int64_t r
   int64_t count = m->out - first < PANEL ? m->out - first : PANEL;
   for (int64_t i = 0; i < count; i += LANES) {
     vec y = sums[i / LANES];
-    if (m->groups.size) {
-      y = y * p->step[row];
-    } else if (m->bits == 8) {
-      ivec whole = (ivec)y;
-      if (!SIGNED_ROWS(8)) whole -= *(const ivec_unaligned *)((const int32_t *)m->offset + first + i);
-      y = __builtin_convertvector(whole, vec) * *(const vec_unaligned *)(m->scale + first + i) * p->step[row];
-    }
-    if (m->bits == 4 && !m->groups.size) y = y * p->step[row];
+    if (m->groups.size) y = y * p->step[row];
     if (m->bias) y += *(const vec_unaligned *)(m->bias + first + i);
     store_some(p->out, row * m->out + first + i, y, p->bits, p->add, count - i);
   }
 }
 
 /* One block of rows against one panel. */
-INLINE void meet(const Matrix *m, const Product *p, int64_t row, int64_t count, int64_t panel, const char *weights,
-                 const char *next, int lines, void *sums) {
+INLINE void meet(const Matrix *m, const Product *p, int64_t row, int64_t count, const char *weights, const char *next,
+                 int lines, void *sums) {
   const char *rows = (const char *)p->in + row * fed_bytes(m);
   if (m->groups.size)
     BLOCKS_OF_GROUPS[m->bits == 8 ? 3 : m->bits - 4][count - 1](m, rows, weights, next - weights, lines, sums);
-  else if (m->bits == 4)
-    BLOCKS4[count - 1](m, rows, weights, next, lines, (const float *)m->offset + panel * PANEL, sums);
   else
-    BLOCKS[m->bits == 8 ? 0 : m->bits == 16 ? 1 : 2][count - 1](rows, steps_of(m), weights, next, lines, sums);
+    BLOCKS[m->bits == 32][count - 1](rows, steps_of(m), weights, next, lines, sums);
 }
 
 int64_t matmul_panels(const Matrix *m) { return (m->out + PANEL - 1) / PANEL; }
 
 void multiply_panels(const Matrix *m, const Product *p, int64_t first, int64_t last) {
-  int64_t size = m->groups.size ? panel_of_groups(m)
-                 : m->bits == 4 ? steps4(m->in) * STEP
-                                : m->in * m->bits / 8 * PANEL;
-  int64_t most = m->bits == 4 && !m->groups.size ? BLOCK4 : BLOCK, parts = (p->rows + most - 1) / most;
+  int64_t size = m->groups.size ? panel_of_groups(m) : m->in * m->bits / 8 * PANEL;
+  int64_t most = m->groups.size ? ROWS : BLOCK, parts = (p->rows + most - 1) / most;
   int lines = parts == 1 ? LINES : parts <= 3 ? (LINES + 1) / 2 : 1;
   for (int64_t panel = first; panel < last; panel++) {
     const char *weights = (const char *)m->panels + panel * size;
@@ -216,7 +149,7 @@ void multiply_panels(const Matrix *m, const Product *p, int64_t first, int64_t l
       int64_t apart = m->groups.size ? LINE : size / LINES; /* the lines of a step in turn, or parts of the panel */
       const char *next = parts == 1 ? weights + AHEAD : weights + size + part * lines * apart;
       vec sums[BLOCK * PANEL / LANES];
-      meet(m, p, row, count, panel, weights, next, lines, sums);
+      meet(m, p, row, count, weights, next, lines, sums);
       for (int64_t r = 0; r < count; r++) finish(m, p, sums + r * (PANEL / LANES), row + r, panel * PANEL);
     }
   }
@@ -271,12 +204,12 @@ double matmul_work(const Matrix *m, int64_t rows) {
   return (double)m->out * (double)m->in * (double)m->bits / 8 * (1 + (double)rows / 4);
 }
 
-/* `count` matrices of one form, each times `p->rows` rows of its own. `p->in` is dense here, [count, rows, matrix.in]: uint8
- * for 4 and 8 bits, else of the matrix' own type; `p->out` is [count, rows, matrix.out]. Returns 0, or 1 if there was no
+/* `count` matrices of one form, each times `p->rows` rows of its own. `p->in` is dense here, [count, rows, matrix.in]: int16
+ * for codes, else of the matrix' own type; `p->out` is [count, rows, matrix.out]. Returns 0, or 1 if there was no
  * memory. */
 int pilotfish_multiply(const Matrix *m, int64_t count, const Product *p, int threads) {
   Product fed = *p;
-  int64_t wide = fed_bytes(m), narrow = m->bits <= 8 ? m->in : m->in * m->bits / 8;
+  int64_t wide = fed_bytes(m), narrow = m->bits <= 8 ? m->in * 2 : m->in * m->bits / 8;
   void *own = NULL;
   if (!fed_as_is(m)) {
     own = malloc((size_t)(wide * p->rows * count));

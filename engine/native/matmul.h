@@ -1,4 +1,4 @@
-/* Rows times a matrix that lies in panels: int8 and 4 bits in integers, bfloat16 and float in float sums. */
+/* Rows times a matrix that lies in panels: codes of 4 to 8 bits in integers, bfloat16 and float in float sums. */
 
 #ifndef PILOTFISH_MATMUL_H
 #define PILOTFISH_MATMUL_H
@@ -7,14 +7,10 @@
 
 /* A panel is PANEL outputs that are summed together, four registers of this processor: 64, 32 or 16 (`registers.h`).
  *
- * `panels` is [out / PANEL rounded up, in / G, PANEL, G] with G numbers in 4 bytes (4 of int8, 2 of bfloat16, 1 float):
+ * `panels` is [out / PANEL rounded up, in / G, PANEL, G] with G numbers in 4 bytes (2 of bfloat16, 1 float):
  * a register holds the next G inputs of a quarter of the outputs, and a panel is read from its beginning to its end.
  * Outputs that are not there are zeros.
- *
- * In 4 bits a panel is a run of pairs of groups of 64 inputs, the last one maybe half a pair. A pair is [PANEL, 2]
- * bfloat16, what a step of each output is worth in the first and in the second group, and then [128 inputs / 8, PANEL, 4]
- * bytes. Of the byte j in step s the low half is input 8 s + j, the high one 8 s + 4 + j; a half names one of 16
- * levels. */
+ */
 /* Codes in groups of inputs: weight = code * step + offset, a step and an offset for each output and group. Codes of 4, 5
  * and 6 bits have no sign, and the middle one (8, 16, 32) means 0 where there is no offset; codes of 8 bits are -128 to
  * 127. A block is one or several groups. Of a panel lies first, for every block, [PANEL] numbers of `kind`, and as many again if `has_offset`; then for each of its
@@ -37,27 +33,23 @@ enum { FLOAT16, BFLOAT16, FLOAT32 };
 
 typedef struct {
   const void *panels;
-  const float *scale;  /* int8: [out rounded up], what a step of the weights is worth. 4 bits: NULL */
-  const void *offset;  /* int8 and 4 bits: [out rounded up], 128 times the sum of each output's weights, since rows are
-                        * uint8 around 128: int32_t, or float and already times what steps are worth */
   const float *bias;     /* [out rounded up] or NULL */
-  int64_t in, out, bits; /* 4, 8, 16 or 32, of a weight; in groups 4, 5, 6 or 8 */
-  int8_t levels[16];     /* of 4 bits, each -32 to 32 */
-  Groups groups;         /* 4, 5, 6 and 8 bits; without `scale`, `offset` and `levels` */
+  int64_t in, out, bits; /* of a weight: 16 or 32, or of a code: 4, 5, 6 or 8 */
+  Groups groups;         /* of codes */
   const int64_t *order;  /* [in] or NULL: with groups, input j of the panels is input order[j] of a row */
 } Matrix;
 
 /* The rows that it multiplies, and where the products go. */
 typedef struct {
   const void *in;    /* [rows, fed_bytes(matrix)], by `feed` */
-  const float *step; /* [rows], for 4 and 8 bits what one step of a row is worth */
+  const float *step; /* [rows], for codes what one step of a row is worth */
   void *out;         /* [rows, matrix.out], dense, float or bfloat16 */
   int64_t rows;
   int bits; /* of `out`: 32 or 16 */
   int add;  /* whether to add to what stands in `out` */
 } Product;
 
-/* What a matrix reads of a row: bytes, and how they are made of `row`, which is uint8 around 128 for 4 and 8 bits, else
+/* What a matrix reads of a row: bytes, and how they are made of `row`, which is int16 for codes, else
  * of the matrix' own type. `to` may be `row` where the two are the same (`fed_as_is`). */
 int64_t fed_bytes(const Matrix *m);
 int fed_as_is(const Matrix *m);

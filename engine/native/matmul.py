@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from engine.machine.threads import pool_threads
 from engine.native.compiled import library
 from engine.native.groups import Groups, GroupScales, panels_of_groups
-from engine.native.weights import GROUP, panels_of, panels_of_levels
+from engine.native.weights import panels_of
 
-_BITS = {torch.uint8: 4, torch.int8: 8, torch.bfloat16: 16, torch.float32: 32}  # uint8: two weights in a byte
+_OUT_BITS = {torch.bfloat16: 16, torch.float32: 32}
+_TYPES = frozenset((torch.uint8, torch.int8, *_OUT_BITS))  # of codes, and of float weights
 ALIGNED = 16  # inputs: a whole number of vectors
 
 
@@ -24,9 +25,8 @@ class Matrix(ctypes.Structure):
     """`Matrix` of matmul.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("panels", "scale", "offset", "bias")),
+        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
         *((name, ctypes.c_int64) for name in ("inputs", "outputs", "bits")),
-        ("levels", ctypes.c_int8 * 16),
         ("groups", Groups),
         ("order", ctypes.c_void_p),
     )
@@ -44,7 +44,7 @@ class _Product(ctypes.Structure):
 @cache
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether there is compiled code for weights of this type."""
-    return library() is not None and dtype in _BITS
+    return library() is not None and dtype in _TYPES
 
 
 @cache
@@ -70,48 +70,23 @@ class PackedMatrix:
     """
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        shape: tuple[int, int],
-        panels: Tensor,
-        scale: Tensor | None,
-        offset: Tensor | None,
-        bias: Tensor | None,
+        self, dtype: torch.dtype, shape: tuple[int, int], bits: int, panels: Tensor, bias: Tensor | None
     ) -> None:
-        """Take the fields of matmul.h; `of` and `of_levels` compute them from a matrix."""
+        """Take the fields of matmul.h; `of` and `of_groups` compute them from a matrix."""
         self.dtype, (self.out_features, self.in_features), self._panels = dtype, shape, panels
         # C holds the addresses of these tensors, so they must stay alive.
-        self._held = panels, *(None if x is None else _padded(x) for x in (scale, offset, bias))
+        self._held: tuple[Tensor | None, ...] = panels, None if bias is None else _padded(bias)
         told = (None if x is None else x.data_ptr() for x in self._held)
-        self.matrix = Matrix(*told, self.in_features, self.out_features, _BITS[dtype])
+        self.matrix = Matrix(*told, self.in_features, self.out_features, bits)
 
     @classmethod
-    def of(cls, weight: Tensor | Seq[Tensor], scale: Tensor | None = None, bias: Tensor | None = None) -> PackedMatrix:
-        """Pack a matrix, or several stacked along the outputs.
-
-        `scale` `[out]` is the value of one step of an int8 weight; `bias` `[out]` is float32.
-        """
+    def of(cls, weight: Tensor | Seq[Tensor], bias: Tensor | None = None) -> PackedMatrix:
+        """Pack a float matrix, or several stacked along the outputs; `bias` `[out]` is float32."""
         parts = _parts(weight)
         outputs, inputs = sum(map(len, parts)), parts[0].shape[1]
         assert not inputs % ALIGNED, f"{inputs} inputs are no whole number of vectors"
-        panels, offset = panels_of(parts, panel())
-        return cls(parts[0].dtype, (outputs, inputs), panels, scale, offset, bias)
-
-    @classmethod
-    def of_levels(
-        cls, packed: Tensor | Seq[Tensor], scale: Tensor, bias: Tensor | None, levels: Seq[int]
-    ) -> PackedMatrix:
-        """Pack a matrix in 4 bits: each byte of `packed` uint8 `[out, in / 2]` has two indices of `levels`, first low.
-
-        `scale` `[out, in / 64]` is the value of one step of a level in each group of inputs.
-        """
-        parts = _parts(packed)
-        outputs, inputs = len(scale), 2 * parts[0].shape[1]
-        assert not inputs % GROUP, f"{inputs} inputs are no whole number of groups"
-        panels, offset = panels_of_levels(parts, scale, levels, panel())
-        made = cls(torch.uint8, (outputs, inputs), panels, None, offset, bias)
-        made.matrix.levels[:] = levels
-        return made
+        dtype = parts[0].dtype
+        return cls(dtype, (outputs, inputs), 8 * dtype.itemsize, panels_of(parts, panel()), bias)
 
     @classmethod
     def of_groups(
@@ -130,8 +105,8 @@ class PackedMatrix:
         parts = _parts(codes)
         inputs = parts[0].shape[1] * (2 if bits == 4 else 1)
         panels = panels_of_groups(parts, bits, scales, panel(), codes_from())
-        made = cls(parts[0].dtype, (len(scales.scale), inputs), panels, None, None, bias)
-        made.matrix.bits, made.matrix.groups = bits, scales.form(inputs)
+        made = cls(parts[0].dtype, (len(scales.scale), inputs), bits, panels, bias)
+        made.matrix.groups = scales.form(inputs)
         if order is not None:
             order = order.contiguous()
             made.matrix.order, made._held = order.data_ptr(), (*made._held, order)
@@ -148,7 +123,7 @@ class PackedMatrix:
     def multiply(self, rows: Tensor, step: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Multiply rows `[M, in]` -> `[M, out]` in `dtype`.
 
-        Rows have the type of the weights. For integer weights they are uint8 around 128, in units of `step` `[M, 1]`.
+        Rows have the type of the weights. For codes they are int16, in units of `step` `[M, 1]` (`Rows.round`).
         """
         out = torch.empty(len(rows), self.out_features, dtype=dtype)
         _multiply(self.matrix, 1, rows, step, out)
@@ -185,7 +160,7 @@ def _multiply(
     assert native is not None
     assert rows.is_contiguous(), "rows lie apart"
     at = None if step is None else step.data_ptr()
-    product = _Product(rows.data_ptr(), at, out.data_ptr(), out.shape[-2], _BITS[out.dtype], 0)
+    product = _Product(rows.data_ptr(), at, out.data_ptr(), out.shape[-2], _OUT_BITS[out.dtype], 0)
     if native.pilotfish_multiply(ctypes.byref(matrices), ctypes.c_int64(count), ctypes.byref(product), pool_threads()):
         raise MemoryError("a product had no memory to work in")
 

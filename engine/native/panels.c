@@ -4,18 +4,11 @@
 #include "vectors.h"
 
 #define TILE 64 /* words of a row that are moved at once: the part of a panel that they go to stays in the first cache */
-#define STEPS 8 /* words of a group in 4 bits; one more word has the scales of two groups */
 
 typedef uint32_t eight __attribute__((vector_size(32)));
 typedef uint32_t eight_unaligned __attribute__((vector_size(32), aligned(4)));
 
 INLINE int64_t less(int64_t a, int64_t b) { return a < b ? a : b; }
-
-INLINE int32_t sum_of_bytes(const int8_t *bytes, int64_t count) {
-  int32_t sum = 0;
-  for (int64_t i = 0; i < count; i++) sum += bytes[i];
-  return sum;
-}
 
 #define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #define PAIRS(a, b, low, high)                   \
@@ -55,19 +48,13 @@ INLINE void transpose(const char *from, int64_t stride, int64_t rows, int64_t co
     for (int64_t i = k < r ? even : 0; i < count; i++) memcpy(to + i * width + k, from + k * stride + 4 * i, 4);
 }
 
-/* `offset` [outputs] is for int8 (see Matrix), else NULL. */
-void pilotfish_panels(const char *rows, int64_t count, int64_t words, int64_t width, int64_t first, uint32_t *panels,
-                      int32_t *offset) {
+void pilotfish_panels(const char *rows, int64_t count, int64_t words, int64_t width, int64_t first, uint32_t *panels) {
   for (int64_t row = 0, stop; row < count; row = stop) {
     stop = less(count, row + width - (first + row) % width); /* as far as this panel goes */
     uint32_t *panel = panels + (first + row) / width * width * words + (first + row) % width;
-    for (int64_t r = row; offset && r < stop; r++) offset[first + r] = 0;
     for (int64_t at = 0; at < words; at += TILE) {
       int64_t here = less(TILE, words - at);
-      const char *from = rows + 4 * (row * words + at);
-      transpose(from, 4 * words, stop - row, here, panel + at * width, width);
-      for (int64_t r = row; offset && r < stop; r++)
-        offset[first + r] += 128 * sum_of_bytes((const int8_t *)from + (r - row) * 4 * words, 4 * here);
+      transpose(rows + 4 * (row * words + at), 4 * words, stop - row, here, panel + at * width, width);
     }
   }
 }
@@ -76,37 +63,6 @@ void pilotfish_panels(const char *rows, int64_t count, int64_t words, int64_t wi
 INLINE uint32_t apart(uint32_t x) {
   x = (x | x << 8) & 0x00ff00ff;
   return (x | x << 4) & 0x0f0f0f0f;
-}
-
-/* In 4 bits: rows are [inputs / 2] bytes, the first of two inputs low; `scale` is bfloat16 [count, groups]. */
-void pilotfish_panels4(const char *rows, const bf16 *scale, int64_t count, int64_t groups, int64_t width, int64_t first,
-                       const int8_t *levels, uint32_t *panels, float *offset) {
-  int16_t pair[256];
-  for (int i = 0; i < 256; i++) pair[i] = (int16_t)(levels[i & 15] + levels[i >> 4]);
-  for (int64_t row = 0, stop; row < count; row = stop) {
-    stop = less(count, row + width - (first + row) % width);
-    uint32_t *panel = panels + (first + row) / width * width * (groups * STEPS + (groups + 1) / 2);
-    double total[stop - row];
-    for (int64_t r = row; r < stop; r++) total[r - row] = 0;
-    for (int64_t g = 0; g < groups; g++, panel += width * STEPS) {
-      uint32_t *scales = g % 2 ? panel - width * (STEPS + 1) : panel;
-      if (g % 2 == 0) panel += width;
-      for (int64_t r = row; r < stop; r++) {
-        uint32_t few[STEPS], *to = panel + (first + r) % width;
-        int sum = 0;
-        memcpy(few, rows + 4 * STEPS * (r * groups + g), sizeof few);
-        for (int i = 0; i < STEPS; i++) {
-          to[i * width] = apart(few[i] & 0xffff) | apart(few[i] >> 16) << 4;
-          for (int b = 0; b < 32; b += 8) sum += pair[few[i] >> b & 255];
-        }
-        bf16 worth = scale[r * groups + g];
-        uint32_t *both = scales + (first + r) % width;
-        *both = g % 2 ? *both | (uint32_t)worth << 16 : worth;
-        total[r - row] += (double)wide(worth) * sum;
-      }
-    }
-    for (int64_t r = row; r < stop; r++) offset[first + r] = (float)(128 * total[r - row]);
-  }
 }
 
 #define WIDEST 64 /* outputs of a panel */

@@ -1,5 +1,5 @@
-/* Float weights to 8 and 4 bits, a row at a time: the bits that torch gives in `engine/model/linear/int8.py` and `engine/model/linear/int4.py`.
- * Plain loops, which compilers turn into vectors of whatever width the processor has. */
+/* Float weights to codes in groups of 16 or 32, a row at a time: the bits that torch gives in
+ * `engine/model/linear/rounding.py`. */
 
 /* A product is rounded before it is added to, as in torch. */
 #if defined(__clang__)
@@ -10,118 +10,194 @@
 
 #include "rows.h"
 
-#define GROUP 64 /* inputs that share a scale in 4 bits */
-#define LEVELS 16
-#define FEW 512  /* numbers that are widened at once */
-#define INFINITE 0x7f800000
-
-#if defined(__clang__)
-#define EVERY_LEVEL _Pragma("clang loop unroll(full)") for
-#else
-#define EVERY_LEVEL _Pragma("GCC unroll 16") for
-#endif
+#define MOST 32 /* inputs of a group */
+#define TRIES 9
+#define TINY 0x1p-24f /* the least that float16 holds */
 
 typedef float eight __attribute__((vector_size(32)));
 typedef int32_t eight_ints __attribute__((vector_size(32)));
 
-INLINE int32_t bits_of(float x) {
-  int32_t bits;
+/* A group of inputs: `n` vectors. */
+typedef struct {
+  eight x[MOST / 8];
+} Group;
+
+INLINE eight all(float x) { return (eight){0} + x; }
+INLINE eight choose(eight_ints which, eight yes, eight no) {
+  return (eight)((which & (eight_ints)yes) | (~which & (eight_ints)no));
+}
+INLINE eight lower(eight a, eight b) { return choose(a < b, a, b); }
+INLINE eight higher(eight a, eight b) { return choose(a > b, a, b); }
+INLINE eight nearest(eight x) { return (x + 12582912.0f) - 12582912.0f; } /* ties to even */
+INLINE eight size_of(eight x) { return (eight)((eight_ints)x & 0x7fffffff); }
+
+/* Over a group by halves, as torch's `_sum`: [a, b, c, d] -> [a + c, b + d] -> (a + c) + (b + d). */
+#define BY_HALVES(name, combine, scalar)                                                \
+  INLINE float name(const eight *x, const int n) {                                      \
+    eight v = n == 4 ? combine(combine(x[0], x[2]), combine(x[1], x[3])) : combine(x[0], x[1]); \
+    float a = scalar(v[0], v[4]), b = scalar(v[1], v[5]), c = scalar(v[2], v[6]), d = scalar(v[3], v[7]); \
+    return scalar(scalar(a, c), scalar(b, d));                                          \
+  }
+#define PLUS(a, b) ((a) + (b))
+#define LESS(a, b) ((a) < (b) ? (a) : (b))
+#define MORE(a, b) ((a) > (b) ? (a) : (b))
+BY_HALVES(sum_of_group, PLUS, PLUS)
+BY_HALVES(least_of_group, lower, LESS)
+BY_HALVES(most_of_group, higher, MORE)
+
+INLINE void read_group(const void *row, int64_t i, const int bits, const int n, Group *g) {
+  for (int k = 0; k < n; k++)
+    for (int j = 0; j < 8; j++) g->x[k][j] = element(row, i + 8 * k + j, bits);
+}
+
+/* To float16, ties to even; what is too large becomes infinite, and NaN stays one. */
+INLINE uint16_t half_of(float x) {
+  uint32_t bits, sign;
   memcpy(&bits, &x, 4);
-  return bits;
-}
-
-/* `count` numbers of a row of floats (`bits` 32) or bfloat16 (16) from i on. */
-INLINE void widen_some(const void *row, int64_t i, int64_t count, float *to, const int bits) {
-  if (bits == 32) memcpy(to, (const float *)row + i, (size_t)count * 4);
-  else
-    for (int64_t k = 0; k < count; k++) to[k] = wide(((const bf16 *)row)[i + k]);
-}
-
-/* The larger of `top` and the largest magnitude of x, as bits: these are in the order of the numbers. */
-INLINE int32_t largest(int32_t top, const float *x, int64_t count) {
-  for (int64_t k = 0; k < count; k++) {
-    int32_t here = bits_of(x[k]) & 0x7fffffff;
-    top = here > top ? here : top;
+  sign = bits >> 16 & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return (uint16_t)(sign | 0x7e00);
+  if (bits >= 0x477ff000) return (uint16_t)(sign | 0x7c00);
+  if (bits < 0x38800000) { /* whole steps of 2^-24: the sum has no bits behind them */
+    float size, whole;
+    memcpy(&size, &bits, 4);
+    whole = (size + 0.5f) - 0.5f;
+    return (uint16_t)(sign | (uint32_t)(whole * 0x1p24f));
   }
-  return top;
+  bits += 0xfff + (bits >> 13 & 1);
+  return (uint16_t)(sign | ((bits >> 13) - 0x1c000));
 }
 
-/* At least 1e-30; NaN where a number is not finite: then the scale is NaN as well. */
-INLINE float peak_of(int32_t top) {
-  float peak;
-  memcpy(&peak, &top, 4);
-  return top >= INFINITE ? NAN : peak > 1e-30f ? peak : 1e-30f;
+INLINE float wide_half(uint16_t half) {
+  uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
+  float size;
+  memcpy(&size, &bits, 4);
+  size *= 0x1p112f; /* the exponent starts 112 lower */
+  if ((half & 0x7c00) == 0x7c00) size = INFINITY;
+  return half & 0x8000 ? -size : size;
 }
 
-INLINE float round8(const void *row, int64_t n, int8_t *to, const int bits) {
-  float x[FEW];
-  int32_t top = 0;
-  for (int64_t i = 0; i < n; i += FEW) {
-    int64_t count = n - i < FEW ? n - i : FEW;
-    widen_some(row, i, count, x, bits);
-    top = largest(top, x, count);
+/* 0 for numbers, else NaN. */
+INLINE float oddness(const Group *g, const int n) {
+  eight odd[MOST / 8];
+  for (int k = 0; k < n; k++) odd[k] = g->x[k] - g->x[k];
+  return sum_of_group(odd, n);
+}
+
+INLINE void round_symmetric(const Group *g, const int n, int8_t *codes, uint16_t *scale) {
+  eight sizes[MOST / 8];
+  for (int k = 0; k < n; k++) sizes[k] = size_of(g->x[k]);
+  float most = most_of_group(sizes, n) / 127 + oddness(g, n);
+  *scale = half_of(most < TINY ? TINY : most);
+  float step = wide_half(*scale);
+  for (int k = 0; k < n; k++) {
+    eight near = higher(lower(nearest(g->x[k] / step), all(127)), all(-127));
+    for (int j = 0; j < 8; j++) codes[8 * k + j] = (int8_t)near[j];
   }
-  float peak = peak_of(top), steps = 1.0f / peak * 127.0f;
-  for (int64_t i = 0; i < n; i += FEW) {
-    int64_t count = n - i < FEW ? n - i : FEW;
-    widen_some(row, i, count, x, bits);
-    /* The sum has no bits behind the point, ties went to even, and its last byte is the integer's. */
-    for (int64_t k = 0; k < count; k++) to[i + k] = (int8_t)bits_of(x[k] * steps + 12582912.0f);
-  }
-  return peak * (float)(1.0 / 127);
 }
 
-/* `stride` is from row to row, in numbers. */
-void pilotfish_round8(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, int8_t *out, float *scale) {
+typedef struct {
+  float step, low;
+} Fit;
+
+/* As `_best`. */
+INLINE Fit best_of(const Group *g, const int n, const int most) {
+  eight weight[MOST / 8], work[MOST / 8];
+  for (int k = 0; k < n; k++) work[k] = size_of(g->x[k]);
+  float mean = sum_of_group(work, n) / (float)(8 * n);
+  for (int k = 0; k < n; k++) weight[k] = work[k] + mean, work[k] = weight[k] * g->x[k];
+  float low = least_of_group(g->x, n), high = most_of_group(g->x, n);
+  low = low < 0 ? low : 0;
+  float sums = sum_of_group(weight, n), of_group = sum_of_group(work, n);
+  float range = high - low < TINY ? TINY : high - low, error = 0;
+  Fit best = {0, 0};
+  for (int t = 0; t < TRIES; t++) {
+    float per_step = 1 / range * ((float)(most - 1) + 0.25f * (float)t); /* torch divides a constant so */
+    eight codes[MOST / 8], firsts[MOST / 8], seconds[MOST / 8], mixes[MOST / 8];
+    for (int k = 0; k < n; k++) {
+      codes[k] = higher(lower(nearest((g->x[k] - low) * per_step), all((float)most)), all(0));
+      firsts[k] = weight[k] * codes[k];
+      seconds[k] = firsts[k] * codes[k];
+      mixes[k] = firsts[k] * g->x[k];
+    }
+    float first = sum_of_group(firsts, n), second = sum_of_group(seconds, n), mixed = sum_of_group(mixes, n);
+    float apart = sums * second - first * first, divisor = apart > 0 ? apart : 1;
+    Fit fit = {(sums * mixed - of_group * first) / divisor, (second * of_group - first * mixed) / divisor};
+    if (apart <= 0 || fit.low > 0) fit = (Fit){mixed / (second < TINY ? TINY : second), 0};
+    for (int k = 0; k < n; k++) {
+      eight off = codes[k] * fit.step + fit.low - g->x[k];
+      work[k] = weight[k] * off * off;
+    }
+    float here = sum_of_group(work, n);
+    if (!t || here < error) best = fit, error = here;
+  }
+  return best;
+}
+
+/* Whole numbers of `x`, from `least` to `most`. */
+INLINE uint8_t parts_of(float x, float least, float most) {
+  float whole = (x + 12582912.0f) - 12582912.0f;
+  return (uint8_t)(whole < least ? least : whole > most ? most : whole);
+}
+
+/* Codes of 4 bits lie two in a byte. `fits` is working memory for the groups of a row. */
+INLINE void round_asymmetric(const void *row, const int bits, int64_t groups, const int n, const int code_bits,
+                             Fit *fits, uint8_t *codes, uint16_t *scale, uint16_t *offset, uint8_t *steps,
+                             uint8_t *zeros) {
+  const int most = (1 << code_bits) - 1;
+  float top = 0, bottom = 0, odd = 0;
+  Group g;
+  for (int64_t i = 0; i < groups; i++) {
+    read_group(row, i * 8 * n, bits, n, &g);
+    fits[i] = best_of(&g, n, most);
+    odd += oddness(&g, n);
+    top = i && top > fits[i].step ? top : fits[i].step;
+    bottom = i && bottom < fits[i].low ? bottom : fits[i].low;
+  }
+  top = top / 127, bottom = bottom / 255;
+  *scale = half_of((top < TINY ? TINY : top) + odd);
+  *offset = half_of(bottom > -TINY ? -TINY : bottom);
+  float of_steps = wide_half(*scale), of_zeros = wide_half(*offset);
+  for (int64_t i = 0; i < groups; i++) {
+    steps[i] = parts_of(fits[i].step / of_steps, 1, 127), zeros[i] = parts_of(fits[i].low / of_zeros, 0, 255);
+    float low = of_zeros * zeros[i], step = of_steps * steps[i];
+    read_group(row, i * 8 * n, bits, n, &g);
+    for (int k = 0; k < n; k++) {
+      eight near = higher(lower(nearest((g.x[k] - low) / step), all((float)most)), all(0));
+      for (int j = 0; j < 8; j++) {
+        uint8_t code = (uint8_t)near[j];
+        if (code_bits > 4) *codes++ = code;
+        else if (j & 1) *codes++ |= (uint8_t)(code << 4);
+        else *codes = code;
+      }
+    }
+  }
+}
+
+/* `stride` is from row to row, in numbers; `group` is 16 or 32. */
+void pilotfish_round_symmetric(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, int64_t group,
+                               int8_t *codes, uint16_t *scale) {
+  Group g;
   for (int64_t r = 0; r < rows; r++) {
     const void *row = row_of(x, r, stride, bits);
-    scale[r] = bits == 32 ? round8(row, n, out + r * n, 32) : round8(row, n, out + r * n, 16);
-  }
-}
-
-/* Numbers are added by halves: [a, b, c, d] -> [a + c, b + d] -> (a + c) + (b + d). */
-INLINE float sum_by_halves(float *x) {
-  for (int half = GROUP / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) x[i] += x[i + half];
-  return x[0];
-}
-
-/* Eight numbers: which level each is nearest to, and what that is. Of two, the lower. */
-INLINE void nearest(const float *scaled, const float *levels, const float *middles, int32_t *index, float *level) {
-  eight here;
-  memcpy(&here, scaled, sizeof here);
-  eight chosen = (eight){0} + levels[0];
-  eight_ints number = {0};
-  EVERY_LEVEL(int l = 1; l < LEVELS; l++) {
-    eight_ints above = here > (eight){0} + middles[l];
-    number -= above;
-    chosen += (eight)(above & (eight_ints)((eight){0} + (levels[l] - levels[l - 1]))); /* integers: exact */
-  }
-  memcpy(index, &number, sizeof number);
-  memcpy(level, &chosen, sizeof chosen);
-}
-
-/* The scale is first what the group's largest number asks for, then what suits the chosen levels best,
- * as a bfloat16. */
-INLINE bf16 round4(const void *row, const float *levels, const float *middles, uint8_t *to, const int bits) {
-  float x[GROUP], scaled[GROUP], level[GROUP];
-  int32_t index[GROUP];
-  widen_some(row, 0, GROUP, x, bits);
-  float scale = peak_of(largest(0, x, GROUP)) / levels[LEVELS - 1];
-  for (int i = 0; i < GROUP; i++) scaled[i] = x[i] / scale;
-  for (int i = 0; i < GROUP; i += 8) nearest(scaled + i, levels, middles, index + i, level + i);
-  for (int i = 0; i < GROUP / 2; i++) to[i] = (uint8_t)(index[2 * i] | index[2 * i + 1] << 4);
-  for (int i = 0; i < GROUP; i++) x[i] *= level[i], level[i] *= level[i];
-  return narrow((vec){0} + sum_by_halves(x) / sum_by_halves(level))[0];
-}
-
-void pilotfish_round4(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, const float *levels, uint8_t *out,
-                      bf16 *scale) {
-  float middles[LEVELS]; /* below each level */
-  for (int l = 1; l < LEVELS; l++) middles[l] = (levels[l - 1] + levels[l]) / 2;
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t i = 0; i < n; i += GROUP, out += GROUP / 2, scale++) {
-      const void *from = (const char *)row_of(x, r, stride, bits) + i * (bits / 8);
-      *scale = bits == 32 ? round4(from, levels, middles, out, 32) : round4(from, levels, middles, out, 16);
+    for (int64_t i = 0; i < n; i += group, codes += group, scale++) {
+      bits == 32 ? read_group(row, i, 32, (int)group / 8, &g) : read_group(row, i, 16, (int)group / 8, &g);
+      group == 32 ? round_symmetric(&g, 4, codes, scale) : round_symmetric(&g, 2, codes, scale);
     }
+  }
+}
+
+void pilotfish_round_asymmetric(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, int64_t group,
+                                int64_t code_bits, uint8_t *codes, uint16_t *scale, uint16_t *offset, uint8_t *steps,
+                                uint8_t *zeros) {
+  int64_t groups = n / group;
+  Fit fits[groups];
+  for (int64_t r = 0; r < rows; r++) {
+    const void *row = row_of(x, r, stride, bits);
+    uint8_t *to = codes + r * (code_bits == 4 ? n / 2 : n);
+    if (group == 32)
+      round_asymmetric(row, bits, groups, 4, (int)code_bits, fits, to, scale + r, offset + r, steps + r * groups, zeros + r * groups);
+    else
+      round_asymmetric(row, bits, groups, 2, (int)code_bits, fits, to, scale + r, offset + r, steps + r * groups, zeros + r * groups);
+  }
 }

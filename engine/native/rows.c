@@ -16,23 +16,49 @@
 
 INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 
-float round_row(const float *x, int64_t n, uint8_t *out) {
+typedef struct {
+  float most, poison; /* the largest magnitude, at least 1e-30; 0, or NaN where there is no number */
+} Peak;
+
+INLINE Peak peak_of(const float *x, int64_t n) {
   vec top = {0}, odd = {0};
   for (int64_t i = 0; i < n; i += LANES) {
     vec here = *(const vec *)(x + i), size = magnitude(here);
     top = either(size > top, size, top);
     odd += here - here; /* not 0, but NaN, where there is no number: then the scale is NaN, and all that comes of it */
   }
-  float peak = maximum_of(top);
-  peak = (peak > 1e-30f ? peak : 1e-30f) + sum_of(odd);
-  float steps = 1.0f / peak * 127.0f;
-  for (int64_t i = 0; i < n; i += LANES) {
-    vec scaled = *(const vec *)(x + i) * steps;
-    vec rounded = (scaled + 12582912.0f) - 12582912.0f; /* ties to even */
-    ivec whole = __builtin_convertvector(rounded, ivec) + 128;
-    *(bytevec *)(out + i) = __builtin_convertvector(whole, bytevec);
-  }
-  return peak * (float)(1.0 / 127);
+  float most = maximum_of(top);
+  return (Peak){most > 1e-30f ? most : 1e-30f, sum_of(odd)};
+}
+
+INLINE ivec whole(vec scaled) { /* ties to even */
+  return __builtin_convertvector((scaled + 12582912.0f) - 12582912.0f, ivec);
+}
+
+/* The step is so long that 127 of it are MEANS times the mean magnitude, which it finds in integers: they add up to the same
+ * in any order. It is no shorter than the largest number needs, and no longer than what fits in 8 bits. */
+float round_row(const float *x, int64_t n, int16_t *out) {
+  Peak peak = peak_of(x, n);
+  float fine = 1.0f / (peak.most + peak.poison) * ROUNDED_MOST;
+  ivec sums = {0};
+  for (int64_t i = 0; i < n; i += LANES) sums += whole(magnitude(*(const vec *)(x + i)) * fine);
+  int64_t sum = 0;
+  for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
+  float steps = (float)sum * (float)(MEANS / 127 / (double)n);
+  steps = steps < 1 ? 1 : steps > 256 ? 256 : steps;
+  float per_step = fine / steps;
+  for (int64_t i = 0; i < n; i += LANES)
+    *(shortvec *)(out + i) = __builtin_convertvector(whole(*(const vec *)(x + i) * per_step), shortvec);
+  return (peak.most + peak.poison) * (float)(1.0 / ROUNDED_MOST) * steps;
+}
+
+/* To uint8 around 128. */
+static float round_bytes(const float *x, int64_t n, uint8_t *out) {
+  Peak peak = peak_of(x, n);
+  float most = peak.most + peak.poison, steps = 1.0f / most * 127.0f;
+  for (int64_t i = 0; i < n; i += LANES)
+    *(bytevec *)(out + i) = __builtin_convertvector(whole(*(const vec *)(x + i) * steps) + 128, bytevec);
+  return most * (float)(1.0 / 127);
 }
 
 static void widen(const void *row, int bits, int64_t n, float *wide) {
@@ -55,7 +81,7 @@ void norm_row(const void *row, int bits, int64_t n, const float *weight, float e
   bits == 32 ? norm(row, n, weight, eps, to, 32) : norm(row, n, weight, eps, to, 16);
 }
 
-float norm_round_row(const void *row, int bits, int64_t n, const float *weight, float eps, uint8_t *to) {
+float norm_round_row(const void *row, int bits, int64_t n, const float *weight, float eps, int16_t *to) {
   float normed[n] __attribute__((aligned(64))), wide[n] __attribute__((aligned(64)));
   norm_row(row, bits, n, weight, eps, normed);
   widen(normed, bits, n, wide);
@@ -71,13 +97,13 @@ void gate_row(const void *row, int bits, int64_t n, void *to) {
   bits == 32 ? gate(row, n, to, 32, 32) : gate(row, n, to, 16, 16);
 }
 
-float gate_round_row(const void *row, int bits, int64_t n, uint8_t *to) {
+float gate_round_row(const void *row, int bits, int64_t n, int16_t *to) {
   float gated[n] __attribute__((aligned(64)));
   bits == 32 ? gate(row, n, gated, 32, 32) : gate(row, n, gated, 16, 32);
   return round_row(gated, n, to);
 }
 
-float wide_round_row(const void *row, int bits, int64_t n, uint8_t *to) {
+float wide_round_row(const void *row, int bits, int64_t n, int16_t *to) {
   float wide[n] __attribute__((aligned(64)));
   widen(row, bits, n, wide);
   return round_row(wide, n, to);
@@ -87,7 +113,9 @@ float wide_round_row(const void *row, int bits, int64_t n, uint8_t *to) {
 static void round_head(const void *head, int bits, int64_t dim, void *arena, int64_t place) {
   char *to = (char *)arena + place * ((int64_t)sizeof(float) + dim);
   uint8_t around[dim];
-  float scale = wide_round_row(head, bits, dim, around);
+  float wide[dim] __attribute__((aligned(64)));
+  widen(head, bits, dim, wide);
+  float scale = round_bytes(wide, dim, around);
   memcpy(to, &scale, sizeof scale);
   for (int64_t i = 0; i < dim; i++) to[sizeof scale + i] = (char)(around[i] ^ 128);
 }
@@ -126,7 +154,7 @@ typedef struct {
   const void *weight; /* float */
   float eps;
   void *out;
-  float *scale; /* of rows: written, or read by `scale` */
+  float *scale; /* of rows: written */
   int bits;
 } Stage;
 
@@ -149,24 +177,16 @@ static void in_turn(Piece *row, const Stage *s, int64_t rows, int threads) {
 #define ROW_OF_X row_of(s->x, r, s->stride, s->bits), s->bits, s->n
 #define ROW_OF_OUT (void *)row_of(s->out, r, s->n, s->bits)
 
-EACH_ROW(round_one, s->scale[r] = wide_round_row(ROW_OF_X, (uint8_t *)s->out + r * s->n))
-EACH_ROW(gate_round_one, s->scale[r] = gate_round_row(ROW_OF_X, (uint8_t *)s->out + r * s->n))
+EACH_ROW(round_one, s->scale[r] = wide_round_row(ROW_OF_X, (int16_t *)s->out + r * s->n))
+EACH_ROW(gate_round_one, s->scale[r] = gate_round_row(ROW_OF_X, (int16_t *)s->out + r * s->n))
 EACH_ROW(gate_one, gate_row(ROW_OF_X, ROW_OF_OUT))
 EACH_ROW(norm_one, norm_row(ROW_OF_X, s->weight, s->eps, ROW_OF_OUT))
-EACH_ROW(scale_one, {
-  for (int64_t i = 0; i < s->n; i += LANES) {
-    vec y = *(const vec_unaligned *)((const float *)s->x + r * s->n + i) * s->scale[r];
-    if (s->weight) y += *(const vec_unaligned *)((const float *)s->weight + i);
-    store(ROW_OF_OUT, i, y, s->bits);
-  }
-})
-
-void pilotfish_round(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, uint8_t *out, float *scale,
+void pilotfish_round(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, int16_t *out, float *scale,
                      int threads) {
   in_turn(round_one, &(Stage){x, stride, n, NULL, 0, out, scale, bits}, rows, threads);
 }
 
-void pilotfish_gate_round(const void *x, int bits, int64_t rows, int64_t n, uint8_t *out, float *scale, int threads) {
+void pilotfish_gate_round(const void *x, int bits, int64_t rows, int64_t n, int16_t *out, float *scale, int threads) {
   in_turn(gate_round_one, &(Stage){x, 2 * n, n, NULL, 0, out, scale, bits}, rows, threads);
 }
 
@@ -177,12 +197,6 @@ void pilotfish_gate(const void *x, int bits, int64_t rows, int64_t n, void *out,
 void pilotfish_norm(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, const float *weight, float eps,
                     void *out, int threads) {
   in_turn(norm_one, &(Stage){x, stride, n, weight, eps, out, NULL, bits}, rows, threads);
-}
-
-/* Integer sums, already times what a step of the weights is worth, times that of the rows, plus any bias. */
-void pilotfish_scale(const float *sums, int64_t rows, int64_t n, const float *scale, const float *bias, void *out,
-                     int bits, int threads) {
-  in_turn(scale_one, &(Stage){sums, n, n, bias, 0, out, (float *)scale, bits}, rows, threads);
 }
 
 /* cos and sin are [rows, dim]; `places` are arena rows. */

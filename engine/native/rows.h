@@ -17,18 +17,20 @@ typedef struct {
   int rounded;
 } Heads;
 
-/* To uint8 around 128, the row's largest number to 1 or 255; returns what one step is worth, NaN if there is a NaN. */
-float round_row(const float *x, int64_t n, uint8_t *to);
-float wide_round_row(const void *row, int bits, int64_t n, uint8_t *to);
+/* To integers, most of which fit in 8 bits; returns what one step is worth, NaN if there is a NaN. */
+#define ROUNDED_MOST 32512.0f /* 127 * 256: the high byte of 16 bits has room for what the low one, with its sign, hands up */
+#define MEANS 2.75             /* 127 steps are this times the mean magnitude of a row */
+float round_row(const float *x, int64_t n, int16_t *to);
+float wide_round_row(const void *row, int bits, int64_t n, int16_t *to);
 
 /* x / sqrt(sum of x^2 + eps) * weight, in the row's own type. Who wants the mean has the width in eps and its root in
  * weight. */
 void norm_row(const void *row, int bits, int64_t n, const float *weight, float eps, void *to);
-float norm_round_row(const void *row, int bits, int64_t n, const float *weight, float eps, uint8_t *to);
+float norm_round_row(const void *row, int bits, int64_t n, const float *weight, float eps, int16_t *to);
 
 /* act(gate) * up of a row (gate, up) of 2 n numbers; act: x times the logistic function. */
 void gate_row(const void *row, int bits, int64_t n, void *to);
-float gate_round_row(const void *row, int bits, int64_t n, uint8_t *to);
+float gate_round_row(const void *row, int bits, int64_t n, int16_t *to);
 
 /* Turn the query in place, and the key on its way into the arena; the value goes there as it is. The second half of
  * cos and sin [dim] repeats the first: the halves (a, b) of a head become (a cos - b sin, b cos + a sin). */

@@ -19,7 +19,6 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "gate_round": (_PTR, _INT, _I64, _I64, _PTR, _PTR, _INT),
     "gate": (_PTR, _INT, _I64, _I64, _PTR, _INT),
     "norm": (_PTR, _INT, _I64, _I64, _I64, _PTR, _F32, _PTR, _INT),
-    "scale": (_PTR, _I64, _I64, _PTR, _PTR, _PTR, _INT, _INT),
     "rotate": (_PTR, _INT, _I64, _I64, _I64, _I64, _PTR, _PTR, _PTR, _PTR, _PTR, _INT),
 }
 
@@ -50,9 +49,9 @@ class Rows:
             self._call[name] = function
 
     def round(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`[M, n]` -> uint8 `[M, n]` around 128 and float32 scale `[M, 1]`: x is about (uint8 - 128) * scale."""
+        """`[M, n]` -> int16 `[M, n]` and float32 step `[M, 1]`: x is about int16 * step (`round_rows`)."""
         m, n = x.shape
-        out, scale = torch.empty(m, n, dtype=torch.uint8), torch.empty(m, 1)
+        out, scale = torch.empty(m, n, dtype=torch.int16), torch.empty(m, 1)
         self._call["round"](
             _rows(x), BITS[x.dtype], x.stride(0), m, n, out.data_ptr(), scale.data_ptr(), pool_threads()
         )
@@ -61,7 +60,7 @@ class Rows:
     def gate_round(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(gate, up) `[M, 2 n]` -> silu(gate) * up, rounded as by `round`."""
         m, n = x.shape[0], x.shape[1] // 2
-        out, scale = torch.empty(m, n, dtype=torch.uint8), torch.empty(m, 1)
+        out, scale = torch.empty(m, n, dtype=torch.int16), torch.empty(m, 1)
         self._call["gate_round"](_dense(x), BITS[x.dtype], m, n, out.data_ptr(), scale.data_ptr(), pool_threads())
         return out, scale
 
@@ -77,15 +76,6 @@ class Rows:
         out, (m, n) = torch.empty(x.shape, dtype=x.dtype), x.shape
         self._call["norm"](
             _rows(x), BITS[x.dtype], x.stride(0), m, n, _dense(weight), eps, out.data_ptr(), pool_threads()
-        )
-        return out
-
-    def scale(self, sums: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """float32 `[M, n]` times `scale` `[M, 1]` plus `bias` `[n]`, in `dtype`."""
-        out = torch.empty(sums.shape, dtype=dtype)
-        bias_at = None if bias is None else _dense(bias)
-        self._call["scale"](
-            _dense(sums), *sums.shape, _dense(scale), bias_at, out.data_ptr(), BITS[dtype], pool_threads()
         )
         return out
 

@@ -20,14 +20,12 @@ from engine.machine.threads import most_threads
 from engine.native.attention import BITS
 from engine.native.compiled import function, library
 
-GROUP = 64  # inputs that share a scale, in 4 bits
 _SLICE = 2**20  # bytes of the input that a slice reads
 _I64, _PTR, _INT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    "round8": (_PTR, _INT, _I64, _I64, _I64, _PTR, _PTR),
-    "round4": (_PTR, _INT, _I64, _I64, _I64, _PTR, _PTR, _PTR),
-    "panels": (_PTR, _I64, _I64, _I64, _I64, _PTR, _PTR),
-    "panels4": (_PTR, _PTR, _I64, _I64, _I64, _I64, _PTR, _PTR, _PTR),
+    "round_symmetric": (_PTR, _INT, _I64, _I64, _I64, _I64, _PTR, _PTR),
+    "round_asymmetric": (_PTR, _INT, _I64, _I64, _I64, _I64, _I64, *[_PTR] * 5),
+    "panels": (_PTR, _I64, _I64, _I64, _I64, _PTR),
 }
 
 
@@ -35,90 +33,58 @@ def _function(name: str) -> Callable[..., None]:
     return function(name, _SIGNATURES[name])
 
 
-def rounds(weight: Tensor) -> bool:
-    """Whether C can round a matrix `[out, in]` in its present type, device and layout."""
-    return library() is not None and weight.dtype in BITS and weight.is_cpu and weight.stride(1) == 1
+def rounds(weight: Tensor, group: int) -> bool:
+    """Whether C can round a matrix `[out, in]` in groups of so many inputs, in its present type, device and layout."""
+    fits = weight.dtype in BITS and weight.is_cpu and weight.stride(1) == 1 and group in (16, 32)
+    return fits and library() is not None
 
 
-def round8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`[out, in]` -> int8 of the same shape, float32 scale `[out]`, NaN where a number of the row is not finite."""
-    (outputs, inputs), call = weight.shape, _function("round8")
-    out, scale = empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs)
-
-    def work(first: int, last: int) -> None:
-        part = weight[first:last]
-        call(
-            part.data_ptr(), BITS[part.dtype], part.stride(0), *part.shape, out[first:].data_ptr(),
-            scale[first:].data_ptr(),
-        )  # fmt: skip
-
-    spread(weight, work)
-    return out, scale
-
-
-def round4(weight: Tensor, levels: Seq[int]) -> tuple[Tensor, Tensor]:
-    """`[out, in]` -> uint8 `[out, in / 2]`, indices of two of 16 `levels` in a byte, the first one low.
-
-    Also returns bfloat16 `[out, in / 64]`: the value of one step of a level in each group of inputs.
-    """
-    (outputs, inputs), call = weight.shape, _function("round4")
-    out = empty(outputs, inputs // 2, dtype=torch.uint8)
-    scale = torch.empty(outputs, inputs // GROUP, dtype=torch.bfloat16)
-    table = torch.tensor(levels, dtype=torch.float32)
+def round_symmetric(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """`[out, in]` -> codes int8 of the same shape, scale float16 `[out, groups]`; see `model/linear/rounding.py`."""
+    (outputs, inputs), call = weight.shape, _function("round_symmetric")
+    codes, scale = empty(outputs, inputs, dtype=torch.int8), torch.empty(outputs, inputs // group, dtype=torch.float16)
 
     def work(first: int, last: int) -> None:
         part = weight[first:last]
-        call(
-            part.data_ptr(), BITS[part.dtype], part.stride(0), *part.shape, table.data_ptr(), out[first:].data_ptr(),
-            scale[first:].data_ptr(),
-        )  # fmt: skip
+        made = (x[first:].data_ptr() for x in (codes, scale))
+        call(part.data_ptr(), BITS[part.dtype], part.stride(0), *part.shape, group, *made)
 
     spread(weight, work)
-    return out, scale
+    return codes, scale
 
 
-def panels_of(parts: Seq[Tensor], width: int) -> tuple[Tensor, Tensor | None]:
-    """Matrices `[out, in]`, stacked -> panels `[out / width, in / G, width, G]`, G numbers in 4 bytes.
+def round_asymmetric(weight: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`[out, in]` -> codes, scale, offset, steps and zeros of `GroupedCodes`; see `model/linear/rounding.py`."""
+    (outputs, inputs), call = weight.shape, _function("round_asymmetric")
+    groups = inputs // group
+    codes = empty(outputs, inputs // 2 if bits == 4 else inputs, dtype=torch.uint8)
+    scale, offset = (torch.empty(outputs, 1, dtype=torch.float16) for _ in range(2))
+    steps, zeros = (torch.empty(outputs, groups, dtype=kind) for kind in (torch.int8, torch.uint8))
+    made = codes, scale, offset, steps, zeros
 
-    For int8 weights it also returns int32 `[out]`, padded to whole panels: the amount that rows around 128 add to the
-    sums.
-    """
+    def work(first: int, last: int) -> None:
+        part = weight[first:last]
+        to = (x[first:].data_ptr() for x in made)
+        call(part.data_ptr(), BITS[part.dtype], part.stride(0), *part.shape, group, bits, *to)
+
+    spread(weight, work)
+    return made
+
+
+def panels_of(parts: Seq[Tensor], width: int) -> Tensor:
+    """Float matrices `[out, in]`, stacked -> panels `[out / width, in / G, width, G]`, G numbers in 4 bytes."""
     outputs, inputs, group = sum(map(len, parts)), parts[0].shape[1], 4 // parts[0].element_size()
     panels = empty(-(-outputs // width), inputs // group, width, group, dtype=parts[0].dtype)
     panels[outputs // width :].zero_()  # padding: outputs beyond the matrix
-    offset = torch.zeros(len(panels) * width, dtype=torch.int32) if parts[0].dtype == torch.int8 else None
-    to, call = (panels.data_ptr(), None if offset is None else offset.data_ptr()), _function("panels")
+    call = _function("panels")
     for start, part in placed(parts):
         dense = part.contiguous()
 
         def work(first: int, last: int, start: int = start, dense: Tensor = dense) -> None:
-            call(dense[first:].data_ptr(), last - first, inputs // group, width, start + first, *to)
+            call(dense[first:].data_ptr(), last - first, inputs // group, width, start + first, panels.data_ptr())
 
         spread(dense, work, width)
-    return panels, offset
-
-
-def panels_of_levels(parts: Seq[Tensor], scale: Tensor, levels: Seq[int], width: int) -> tuple[Tensor, Tensor]:
-    """Bytes and scales as from `round4` -> bytes `[out / width, words, width * 4]`, see matmul.h.
-
-    Also returns float32 `[out]`, padded to whole panels: the amount that rows around 128 add to the sums.
-    """
-    assert scale.dtype == torch.bfloat16, "C reads these"
-    outputs, groups = scale.shape
-    words = 8 * groups + (groups + 1) // 2
-    panels = empty(-(-outputs // width), words, 4 * width, dtype=torch.uint8)
-    panels[outputs // width :].zero_()  # padding: outputs beyond the matrix
-    offset, table, scale = torch.zeros(len(panels) * width), torch.tensor(levels, dtype=torch.int8), scale.contiguous()
-    to, call = (table.data_ptr(), panels.data_ptr(), offset.data_ptr()), _function("panels4")
-    for start, part in placed(parts):
-        dense = part.contiguous()
-
-        def work(first: int, last: int, start: int = start, dense: Tensor = dense) -> None:
-            steps = scale[start + first :].data_ptr()
-            call(dense[first:].data_ptr(), steps, last - first, groups, width, start + first, *to)
-
-        spread(dense, work, width)
-    return panels, offset
+    return panels
 
 
 def placed(parts: Seq[Tensor]) -> Iterator[tuple[int, Tensor]]:

@@ -29,7 +29,7 @@ from engine.kv.arena import KVLayout
 from engine.machine.threads import cores, quota
 from engine.model import checkpoint
 from engine.model.fusion.latent import has_latents
-from engine.model.linear.int8 import kernel_name
+from engine.model.linear.grouped import kernel_name
 from engine.model.published.files import read_headers
 from engine.model.published.load import num_bytes, read_weights
 from engine.model.quantize import weight_bytes

@@ -22,7 +22,7 @@ from engine.attention.spec import AttentionSpec
 from engine.errors import ModelError
 from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
-from engine.model.linear.int8 import has_int8
+from engine.model.linear.grouped import has_codes
 from engine.model.one_by_one import plain_logits
 from engine.model.runner import ModelRunner
 from engine.recurrent.arena import StateArena, StateLayout
@@ -191,7 +191,7 @@ def check_equal(
     # bf16 keeps 8 bits, and another batch shape rounds differently in every layer; a wrong context gives a far larger
     # error. In int8 a difference in the last bit sometimes becomes a step of 1/127. We compare the error of a whole
     # row, because among the hundred thousand logits of a large vocabulary one is always an outlier.
-    is_exact = tolerance is None and model.dtype == torch.float32 and not has_int8(model)
+    is_exact = tolerance is None and model.dtype == torch.float32 and not has_codes(model)
     furthest = off.max() if is_exact else off.square().mean(-1).sqrt().max()
     if not furthest <= (1e-3 if is_exact else tolerance or 0.1) * spread:
         raise ModelError(f"{_name(model)}: {problem}")

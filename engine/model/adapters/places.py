@@ -14,7 +14,7 @@ from engine.model.fusion.fuse import Joined, JoinedPart
 from engine.model.fusion.kernel_layers import KernelGate
 from engine.model.fusion.latent import EXPANDING
 from engine.model.linear.fp8 import Fp8Linear
-from engine.model.linear.int8 import matmul_shape
+from engine.model.linear.rows import matmul_shape
 
 _ORIGINALS = ("inner", "fused")  # where a replacement keeps what it replaces
 _OF_JOINED = ("gate_proj", "up_proj")  # names of the parts of `KernelGate.both`

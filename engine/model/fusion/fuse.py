@@ -22,7 +22,7 @@ from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
 from engine.machine.mapped import release_mapped
 from engine.model.linear.equivalence import agree, random_rows
-from engine.model.linear.int8 import Int8Linear
+from engine.model.linear.grouped import GroupedLinear
 from engine.model.linear.low_rank import add_products
 from engine.native import Rows, rows_for
 from engine.verdicts import verdict
@@ -97,10 +97,10 @@ def _join(module: nn.Module, group: tuple[str, ...]) -> bool:
         return False
     matmul: nn.Module
     kind = kinds.pop()
-    if issubclass(kind, Int8Linear):
-        if not kind.joins(cast("list[Int8Linear]", parts)):
+    if issubclass(kind, GroupedLinear):
+        if not kind.joins(cast("list[GroupedLinear]", parts)):
             return False
-        matmul = kind.joined(cast("list[Int8Linear]", parts))
+        matmul = kind.joined(cast("list[GroupedLinear]", parts))
     elif kind is nn.Linear:
         matmul = _joined_linear(cast("list[nn.Linear]", parts))
     else:
@@ -172,7 +172,7 @@ class Gated(nn.Module):
         if native is None or not both.is_cpu or not len(both):
             return cast("Tensor", inner(x))
         rows = both.view(-1, both.shape[-1])
-        if isinstance(inner.down_proj, Int8Linear):
+        if isinstance(inner.down_proj, GroupedLinear):
             out = inner.down_proj.of_rounded(*native.gate_round(rows), x.dtype)
             add_products(inner.down_proj, lambda: native.gate(rows), out)
             return out.view(x.shape)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from engine.attention.registry import is_ours
 from engine.kv.latent import LatentHeads, latent_of
 from engine.model.linear.equivalence import agree, random_rows
-from engine.model.linear.int8 import matmul_shape
+from engine.model.linear.rows import matmul_shape
 from engine.verdicts import verdict
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.model.gguf.container import StoredTensor
 from engine.model.gguf.kinds import BlockKind
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear
+from engine.model.linear.grouped import GroupedCodes
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FIELDS = ("codes", "scale", "offset", "steps", "zeros")  # of `GroupedCodes`, each a row for each output
@@ -53,7 +53,7 @@ def dequantised(kind: BlockKind, raw: Tensor) -> Tensor:
 def _plain(kind: BlockKind, rows: Tensor) -> Tensor:
     """Rows of blocks, uint8 `[n, bytes]` -> float32 `[n, in]`."""
     if kind.name in _SPLITS:
-        return GroupedLinear(_SPLITS[kind.name](rows.unflatten(-1, (-1, kind.size)))).dequantised()
+        return _SPLITS[kind.name](rows.unflatten(-1, (-1, kind.size))).dequantised()
     try:
         from gguf import GGMLQuantizationType, quants
     except ImportError as error:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels.args import ExpertStacks
-from engine.model.linear.int8 import Int8Linear
+from engine.model.linear.grouped import GroupedLinear
 from engine.native import PackedMatrix, rows_for
 from engine.native.experts import ExpertGate, ExpertMatrices
 
@@ -119,5 +119,5 @@ class StackedExperts(nn.Module):
 
 
 def _packed_of(matmul: nn.Module) -> PackedMatrix | None:
-    found = matmul.pack() if isinstance(matmul, Int8Linear) else getattr(matmul, "packed", None)
+    found = matmul.pack() if isinstance(matmul, GroupedLinear) else getattr(matmul, "packed", None)
     return found if isinstance(found, PackedMatrix) else None

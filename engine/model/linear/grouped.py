@@ -1,21 +1,22 @@
-"""Matrices of published integer codes in groups (GGUF, GPTQ, AWQ, compressed-tensors) times rows of int8.
+"""Matrices of integer codes in groups, as published (GGUF, GPTQ, AWQ, compressed-tensors) or as rounded at load.
 
-The codes are multiplied as they are: no weight is rounded a second time. Rows are rounded as in `int8.py`, the products
-of a group are summed as integers, and the groups' sums are added as floats in the order of the inputs, each product
-rounded before it is added. So a row's result has the same bits alone and in any batch, in our C and in plain torch, on
-every processor.
+The codes are multiplied as they are: no weight is rounded a second time. Rows are integers as well (`rows.py`), the
+products of a group are summed as integers, and the groups' sums are added as floats in the order of the inputs, each
+product rounded before it is added. So a row's result has the same bits alone and in any batch, in our C and in plain
+torch, on every processor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from engine.model.linear.int8 import OFFSET, Int8Linear, Packed
+from engine.machine.mapped import release_mapped
+from engine.model.linear.rows import round_rows
 from engine.native import ALIGNED, GroupScales, PackedMatrix, multiplies, rows_for
 
 _CHUNK = 512  # rows of a matrix that are converted to float at once
@@ -111,6 +112,16 @@ class GroupedCodes:
         assert scale is not None
         return GroupedCodes(self.codes[which], self.bits, scale, offset, self.order, bias, steps, zeros)
 
+    def dequantised(self) -> Tensor:
+        """The weights as float32 `[out, in]`, inputs in the order of the rows."""
+        step, offset = self.worth()
+        levels = self.levels().unflatten(1, (step.shape[1], -1))
+        if self.zeros is not None and self.offset is None:  # one rounding where the scale is a float32
+            levels, offset = levels - self.zeros[..., None], None
+        groups = levels * step[..., None]
+        flat = (groups if offset is None else groups + offset[..., None]).flatten(1)
+        return flat if self.order is None else torch.empty_like(flat).index_copy_(1, self.order, flat)
+
     def check(self) -> None:
         """Check that the tensors fit together.
 
@@ -135,14 +146,22 @@ class GroupedCodes:
             if x.is_floating_point() and not x.isfinite().all():
                 raise ValueError(f"{name}: has a number that is not finite")
         whole = _ALIGNED[self.bits]
-        if self.group % whole:
+        if self.group % whole and self.scales.groups > 1:  # one group of any size is multiplied by torch
             raise ValueError(f"scale: groups of {self.group} inputs, bits {self.bits}; expected a multiple of {whole}")
         if self.order is not None and not torch.equal(self.order.sort().values, torch.arange(self.in_features)):
             raise ValueError(f"order: is no order of {self.in_features} inputs")
 
 
-class GroupedLinear(Int8Linear):
-    """`Int8Linear` over published codes; nothing of them is rounded."""
+class Packed(Protocol):
+    """A matrix in the form that is multiplied: `PackedMatrix`, or plain torch's."""
+
+    def multiply(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `PackedMatrix.multiply`."""
+        ...
+
+
+class GroupedLinear(nn.Module):
+    """`nn.Linear` over codes in groups, with rows as integers; input and output are float."""
 
     def __init__(self, codes: GroupedCodes, dtype: torch.dtype | None = None) -> None:
         """Take the codes as they are; `dtype` is that of the output, None for the type of the input.
@@ -151,8 +170,19 @@ class GroupedLinear(Int8Linear):
             ValueError: the tensors do not fit together.
         """
         codes.check()
-        super().__init__(codes.codes, codes.scale, codes.bias, dtype)
-        self.in_features, self._codes = codes.in_features, cast("GroupedCodes | None", codes)
+        super().__init__()
+        self.in_features, self.out_features = codes.in_features, len(codes.codes)
+        self.dtype = dtype
+        self.packed: Packed | None = None
+        self._codes: GroupedCodes | None = codes
+        bias = codes.bias
+        self.bias: Tensor | None
+        self.register_buffer("bias", None if bias is None else bias.detach().float(), persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """An empty tensor of a type that rows may have: Mamba's models ask their head for it."""
+        return torch.empty(0)
 
     @property
     def codes(self) -> GroupedCodes:
@@ -162,19 +192,12 @@ class GroupedLinear(Int8Linear):
 
     def dequantised(self) -> Tensor:
         """The weights as float32 `[out, in]`, until they are packed; inputs in the order of the rows."""
-        codes = self.codes
-        step, offset = codes.worth()
-        levels = codes.levels().unflatten(1, (step.shape[1], -1))
-        if codes.zeros is not None and codes.offset is None:  # one rounding where the scale is a float32
-            levels, offset = levels - codes.zeros[..., None], None
-        groups = levels * step[..., None]
-        flat = (groups if offset is None else groups + offset[..., None]).flatten(1)
-        return flat if codes.order is None else torch.empty_like(flat).index_copy_(1, codes.order, flat)
+        return self.codes.dequantised()
 
     @classmethod
-    def joined(cls, parts: Seq[Int8Linear]) -> GroupedLinear:
-        """Join matrices that read the same rows, if they are of one form (`joins`)."""
-        several = [cast("GroupedLinear", part).codes for part in parts]
+    def joined(cls, parts: Seq[GroupedLinear]) -> GroupedLinear:
+        """Join matrices that read the same rows, if they are of one form (`joins`); nothing is rounded again."""
+        several = [part.codes for part in parts]
         first = several[0]
         offset, bias, steps, zeros = (
             None if getattr(first, name) is None else torch.cat([getattr(codes, name) for codes in several])
@@ -190,20 +213,47 @@ class GroupedLinear(Int8Linear):
         return made
 
     @classmethod
-    def joins(cls, parts: Seq[Int8Linear]) -> bool:
+    def joins(cls, parts: Seq[GroupedLinear]) -> bool:
         """Whether matrices can be joined: one form, and one order of the inputs."""
-        several = [cast("GroupedLinear", part).codes for part in parts]
+        several = [part.codes for part in parts]
         orders = [codes.order for codes in several]
         is_one_order = all(order is orders[0] or _equal(order, orders[0]) for order in orders)
         return len({codes.form for codes in several}) == 1 and is_one_order
 
-    def _packed_of(self, parts: Seq[Tensor]) -> Packed:
-        codes = self.codes
-        # C and the portable matrix hold the scales in their own form.
-        self._codes, self.scale = None, codes.scale.new_empty(0)
+    def pack(self) -> Packed:
+        """Convert the codes once to the form that is multiplied, and release the plain codes."""
+        return self._keep_packed([self.codes.codes]) if self.packed is None else self.packed
+
+    def _keep_packed(self, parts: Seq[Tensor]) -> Packed:
+        codes, self._codes = self.codes, None
         if multiplies(codes.codes.dtype) and rows_for(torch.float32, self.in_features) is not None:
-            return PackedMatrix.of_groups(parts, codes.bits, codes.scales, self.bias, codes.order)
-        return PortableGrouped(replace(codes, codes=torch.cat([*parts])))
+            self.packed = PackedMatrix.of_groups(parts, codes.bits, codes.scales, self.bias, codes.order)
+        else:
+            self.packed = PortableGrouped(replace(codes, codes=torch.cat([*parts])))
+        for part in parts:
+            release_mapped(part)
+        return self.packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        rows = x.reshape(-1, self.in_features)
+        if not len(rows):  # in the middle of a prompt no logits are needed
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        return self.of_rounded(*round_rows(rows), x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def of_rounded(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows `[M, in]`, rounded as by `round_rows` -> `[M, out]` in `dtype`, unless this module has its own dtype."""
+        return self.pack().multiply(rows, step, self.dtype or dtype)
+
+
+def kernel_name() -> str:
+    """What multiplies codes on this machine."""
+    return "native" if multiplies(torch.int8) else "portable"
+
+
+def has_codes(model: nn.Module) -> bool:
+    """Whether any matmul of `model` is of codes."""
+    return any(isinstance(module, GroupedLinear) for module in model.modules())
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
@@ -225,7 +275,7 @@ class PortableGrouped:
 
     def multiply(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
         """See `PackedMatrix.multiply`."""
-        codes, signed = self._codes, rows.double() - OFFSET
+        codes, signed = self._codes, rows.double()
         signed = signed if codes.order is None else signed[:, codes.order]
         inputs = signed.unflatten(1, (-1, codes.group)).transpose(0, 1)  # [groups, M, group]
         parts = (codes.rows(slice(first, first + _CHUNK)) for first in range(0, self.out_features, _CHUNK))

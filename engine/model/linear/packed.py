@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.machine.mapped import release_mapped
 from engine.model.linear.activations import make_row_wise
-from engine.model.linear.int8 import Int8Linear
+from engine.model.linear.grouped import GroupedLinear
 from engine.model.linear.routing import RowWiseRouting, make_routing_row_wise
 from engine.model.linear.swap import is_in_router
 from engine.model.linear.unstack import has_whole_vectors, recognised, stacked_weights, unstack
@@ -67,7 +67,7 @@ def pack(model: PreTrainedModel) -> int:
             dtype = torch.float32 if module is head else None
             bias = cast("Tensor | None", module.bias)
             bias = None if bias is None else bias.detach().float()
-            model.set_submodule(name, PackedLinear(PackedMatrix.of(weight.detach(), None, bias), dtype))
+            model.set_submodule(name, PackedLinear(PackedMatrix.of(weight.detach(), bias), dtype))
             release_mapped(weight)
             done += 1
     make_routing_row_wise(model)
@@ -104,7 +104,7 @@ def is_batch_invariant(model: nn.Module) -> bool:
 
 def runs_in_c(model: PreTrainedModel) -> bool:
     """Whether our C multiplies all matrices of `model`, so that torch does little work."""
-    matmuls = [module for module in model.modules() if isinstance(module, Int8Linear)]
+    matmuls = [module for module in model.modules() if isinstance(module, GroupedLinear)]
     return (
         model.device.type == "cpu"
         and is_batch_invariant(model)
@@ -119,7 +119,7 @@ def _has_experts(model: nn.Module) -> bool:
 
 def packed_of(matmul: nn.Module) -> PackedMatrix | None:
     """The matrix of `matmul` in our C, if `matmul` returns its product without a change of type; else None."""
-    if not isinstance(matmul, Int8Linear | PackedLinear) or matmul.dtype is not None:
+    if not isinstance(matmul, GroupedLinear | PackedLinear) or matmul.dtype is not None:
         return None
-    found = matmul.pack() if isinstance(matmul, Int8Linear) else matmul.packed
+    found = matmul.pack() if isinstance(matmul, GroupedLinear) else matmul.packed
     return found if isinstance(found, PackedMatrix) else None

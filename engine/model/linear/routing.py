@@ -41,7 +41,7 @@ class RouterMatrix:
         else:
             if self._packed is None:
                 bias = None if bias is None else bias.detach().float()
-                self._packed = PackedMatrix.of(self._weight.detach().float(), None, bias)
+                self._packed = PackedMatrix.of(self._weight.detach().float(), bias)
             out = self._packed.multiply(rows.float().contiguous(), None, x.dtype)
         return out.view(*x.shape[:-1], -1)
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from engine.errors import ModelError
 from engine.machine.mapped import release_mapped
 from engine.model.linear.grouped import GroupedCodes, GroupedLinear
-from engine.model.linear.int8 import Int8Linear
 
 _SMALLEST_GROUP = 16  # inputs; groups of our kernels are multiples of it
 _MIDDLE = {4: 8, 8: 0}  # the code that means 0 where there are no zero points: of 4 bits unsigned, of 8 bits signed
@@ -115,10 +114,7 @@ class IntegerCodes:
         if not self._fits():
             return None
         parts = self._parts()
-        if self.bits == 8 and self.groups == 1 and parts.zero is None and parts.order is None:
-            made = Int8Linear(parts.codes, parts.scale.float()[:, 0].contiguous(), bias, dtype)
-        else:
-            made = GroupedLinear(self._grouped(parts, bias), dtype)
+        made = GroupedLinear(self._grouped(parts, bias), dtype)
         self._release()
         return made
 

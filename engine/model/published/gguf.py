@@ -12,7 +12,7 @@ from engine.machine.mapped import release_mapped
 from engine.model.gguf.architectures import Weight, weights_of
 from engine.model.gguf.blocks import codes_of, dequantised, raw_of, size_of_codes
 from engine.model.gguf.container import Container, StoredTensor
-from engine.model.gguf.kinds import BlockKind
+from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedLinear
 from engine.model.published.base import Weights
 from engine.model.published.stacked import StackedCodes
@@ -60,8 +60,10 @@ class BlockCodes:
 
     def embedding(self, table: nn.Embedding, dtype: torch.dtype) -> nn.Module:
         """What takes the place of `table`, over the blocks, which stay in the file."""
-        (raw,) = self._raws()
-        return BlockEmbedding(raw, self.tensors[0].kind, dtype, getattr(table, "embed_scale", None))
+        (raw,), kind = self._raws(), self.tensors[0].kind
+        shape = len(raw), raw.shape[1] // kind.size * kind.weights
+        scale = getattr(table, "embed_scale", None)
+        return CodedEmbedding(lambda ids: dequantised(kind, raw[ids]).float(), shape, dtype, scale)
 
     def _raws(self) -> list[Tensor]:
         return [raw_of(tensor) for tensor in self.tensors]
@@ -70,29 +72,6 @@ class BlockCodes:
 def _release(raws: list[Tensor]) -> None:
     for raw in raws:
         release_mapped(raw)
-
-
-class BlockEmbedding(nn.Module):
-    """`nn.Embedding` whose table stays in blocks, mapped from its file: only rows that are looked up are read."""
-
-    def __init__(self, raw: Tensor, kind: BlockKind, dtype: torch.dtype, scale: Tensor | None = None) -> None:
-        """`raw` is `[rows, bytes of a row]`; rows are multiplied by `scale`, where there is one, as in Gemma 3."""
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = len(raw), raw.shape[1] // kind.size * kind.weights
-        self._kind = kind
-        # Holds nothing. transformers takes the type of a model from its first parameter; without this one it would be
-        # the float32 scale of a fused norm, and keys and values of bfloat16 would not fit into their arena.
-        self.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
-        self.raw: Tensor
-        self.scale: Tensor | None
-        self.register_buffer("raw", raw, persistent=False)
-        self.register_buffer("scale", scale, persistent=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Token ids `[...]` -> rows `[..., embedding_dim]`."""
-        rows = dequantised(self._kind, self.raw[ids.reshape(-1)])
-        found = rows.to(self.weight.dtype).view(*ids.shape, self.embedding_dim)
-        return found if self.scale is None else found * self.scale.to(found.dtype)
 
 
 def weights_in(container: Container) -> Weights:

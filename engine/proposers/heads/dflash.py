@@ -126,7 +126,7 @@ def _pack(head: DFlashHead) -> None:
             bias = None if bias is None else bias.detach().float()
             if rows_for(weight.dtype, weight.shape[1]) is not None:
                 out = torch.float32 if name == "lm_head" else None  # rounded to bfloat16 many logits would be equal
-                head.set_submodule(name, PackedLinear(PackedMatrix.of(weight, None, bias), out))
+                head.set_submodule(name, PackedLinear(PackedMatrix.of(weight, bias), out))
 
 
 def _tokens(name: str, offsets: Tensor, config: DFlashConfig) -> Tensor:

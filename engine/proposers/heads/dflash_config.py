@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Qwen3Config
 from engine.attention.registry import ATTENTION_NAME
 from engine.errors import ModelError
 from engine.model.checkpoint import shape_of
-from engine.model.linear.int8 import matmul_shape
+from engine.model.linear.rows import matmul_shape
 from engine.proposers.heads.weights import number
 
 _ARCHITECTURES = frozenset({"DFlashDraftModel", "DFlashSpeculator"})

@@ -19,7 +19,7 @@ from engine.attention.registry import ATTENTION_NAME, Ragged
 from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
-from engine.model.linear.int8 import matmul_shape
+from engine.model.linear.rows import matmul_shape
 from engine.model.runner import kv_layout
 from engine.model.tap import FINAL
 from engine.proposers.heads.base import Head, HeadContext

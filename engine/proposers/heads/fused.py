@@ -131,7 +131,7 @@ def packed(*matmuls: nn.Linear) -> PackedMatrix:
         torch.zeros(m.out_features) if b is None else b.detach().float() for m, b in zip(matmuls, biases, strict=True)
     ]
     bias = None if all(b is None for b in biases) else torch.cat(whole)
-    return PackedMatrix.of([matmul.weight.detach() for matmul in matmuls], None, bias)
+    return PackedMatrix.of([matmul.weight.detach() for matmul in matmuls], bias)
 
 
 class FusedProjection:
@@ -145,7 +145,7 @@ class FusedProjection:
         if norms:
             scale = torch.cat([norm.weight.detach().float() for norm in norms])
             weight = (weight.float() * scale).to(weight.dtype)
-        self._matrix = PackedMatrix.of(weight, None, None if bias is None else bias.detach().float())
+        self._matrix = PackedMatrix.of(weight, None if bias is None else bias.detach().float())
         width = matmul.in_features // max(1, len(norms))
         self._root, self._eps = torch.full((width,), width**0.5), norms[0].variance_epsilon * width if norms else None
 

@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from engine.errors import ModelError
-from engine.model.linear.int8 import matmul_shape
+from engine.model.linear.rows import matmul_shape
 from engine.model.tap import FINAL, Tap
 from engine.proposers.base import Passed, Proposal
 from engine.proposers.chain import Chain, chains_of, draw, proposal_of

@@ -21,7 +21,7 @@ from engine.model.gguf.files import gguf_file
 from engine.model.linear.experts import RoutedExperts
 from engine.model.linear.grouped import GroupedLinear
 from engine.model.published.base import Codes
-from engine.model.published.gguf import BlockEmbedding, weights_in
+from engine.model.published.gguf import weights_in
 from engine.model.published.load import fill
 from engine.model.published.methods import without_quantisation
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams
@@ -81,7 +81,7 @@ def test_weights_are_those_of_the_reference_to_the_last_bit(family: str, kind: T
         assert len(matmuls) == 7 * 2 + 1, "all matrices of two layers, and the head"
         assert all(torch.equal(m.dequantised(), expected[f"{name}.weight"]) for name, m in matmuls.items())
         table = model.get_input_embeddings()
-        assert isinstance(table, BlockEmbedding)
+        assert isinstance(table, CodedEmbedding)
         ids = torch.tensor([[3, 0], [96, 3]])
         assert torch.equal(table(ids), expected["model.embed_tokens.weight"][ids])
 
@@ -225,7 +225,7 @@ def test_logits_are_close_to_the_dequantised_model(kind: Type, bound: float, fol
 
 def held_bytes(model: nn.Module) -> int:
     """Bytes of weights in memory, without those that stay in the file."""
-    in_file = {module.raw.data_ptr() for module in model.modules() if isinstance(module, BlockEmbedding)}
+    in_file = {module.raw.data_ptr() for module in model.modules() if isinstance(module, CodedEmbedding)}
     parts = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     return sum(size for at, size in parts.items() if at not in in_file)
 

@@ -1,0 +1,126 @@
+"""Float matrices to codes in groups of 32 inputs: 8 bits with a scale, 4 to 6 bits with a scale and an offset.
+
+Every operation is elementwise or a sum in a fixed order, so that the codes of a matrix are the same on every machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.model.linear.grouped import GroupedCodes
+from engine.native import round_asymmetric, round_symmetric, rounds
+
+GROUP = 32  # inputs that share a scale
+_SMALL_GROUP = 16  # where the inputs are no whole number of groups
+_CHUNK = 2**20  # numbers of a matrix that are rounded at once
+_TINY = 2.0**-24  # the least scale that float16 holds
+_TRIES = 9  # scales that are tried for a group
+
+
+def group_of(inputs: int) -> int:
+    """Inputs of a group, for a matrix of this many; the whole row where it cannot be divided."""
+    return next((size for size in (GROUP, _SMALL_GROUP) if not inputs % size), inputs)
+
+
+def round_weight(weight: Tensor, bits: int, bias: Tensor | None = None) -> GroupedCodes:
+    """A float matrix `[out, in]` -> its codes; `bits` are 4, 5, 6 or 8. Scales are not finite where a number is not.
+
+    With 8 bits a group's largest number becomes 127 or -127. With fewer, the scale and the offset of a group are those
+    of several tries that give the least squared error, and are themselves rounded: to 1/127 and 1/255 of the largest
+    of their row.
+    """
+    weight, group = weight.detach(), group_of(weight.shape[1])
+    if not rounds(weight, group):
+        return _in_torch(weight, bits, bias)
+    if bits == 8:
+        codes, scale = round_symmetric(weight, group)
+        return GroupedCodes(codes, bits, scale, None, bias=bias)
+    codes, scale, offset, steps, zeros = round_asymmetric(weight, group, bits)
+    return GroupedCodes(codes, bits, scale, offset, bias=bias, steps=steps, zeros=zeros)
+
+
+def _in_torch(weight: Tensor, bits: int, bias: Tensor | None) -> GroupedCodes:
+    parts = [_round(part.float(), bits) for part in weight.split(max(1, _CHUNK // weight.shape[1]))]
+    joined: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts])
+        for name in ("codes", "scale", "offset", "steps", "zeros")
+        if getattr(parts[0], name) is not None
+    }
+    return replace(parts[0], bias=bias, **joined)
+
+
+def _round(part: Tensor, bits: int) -> GroupedCodes:
+    groups = part.unflatten(1, (-1, group_of(part.shape[1])))
+    return _symmetric(groups) if bits == 8 else _asymmetric(groups, bits)
+
+
+def _symmetric(groups: Tensor) -> GroupedCodes:
+    scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp_min(_TINY).half()
+    codes = (groups / scale.float()).round_().clamp_(-127, 127)
+    return GroupedCodes(codes.to(torch.int8).flatten(1), 8, scale[..., 0], None)
+
+
+def _asymmetric(groups: Tensor, bits: int) -> GroupedCodes:
+    most = (1 << bits) - 1
+    step, low = _best(groups, most)
+    # Two levels: a scale and an offset of the row, and for each group what part of them it takes.
+    scale = (step.amax(1, keepdim=True) / 127).clamp_min(_TINY).half()
+    offset = (low.amin(1, keepdim=True) / 255).clamp_max(-_TINY).half()
+    steps = (step / scale.float()).round_().clamp_(1, 127)
+    zeros = (low / offset.float()).round_().clamp_(0, 255)
+    codes = ((groups - offset.float() * zeros) / (scale.float() * steps)).round_().clamp_(0, most)
+    codes = codes.to(torch.uint8).flatten(1)
+    return GroupedCodes(
+        codes[:, ::2] | codes[:, 1::2] << 4 if bits == 4 else codes,
+        bits,
+        scale[..., 0],
+        offset[..., 0],
+        steps=steps[..., 0].to(torch.int8),
+        zeros=zeros[..., 0].to(torch.uint8),
+    )
+
+
+def _best(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The step and the lowest number, at most 0, of each group `[out, groups, 1]` for codes of 0 to `most`.
+
+    For each try the step and the lowest number with the least squared error for its codes. Large numbers count more:
+    what they multiply is no smaller, and their errors are.
+    """
+    weight = groups.abs()
+    weight = weight + _sum(weight).div_(groups.shape[-1])
+    low, high = groups.amin(-1, keepdim=True).clamp_max(0), groups.amax(-1, keepdim=True)
+    sums, of_groups = _sum(weight), _sum(weight * groups)
+    best: tuple[Tensor, ...] | None = None
+    for index in range(_TRIES):
+        per_step = (most - 1 + 0.25 * index) / (high - low).clamp_min(_TINY)
+        codes = ((groups - low) * per_step).round_().clamp_(0, most)
+        weighted = weight * codes
+        first, second, mixed = _sum(weighted), _sum(weighted * codes), _sum(weighted * groups)
+        spread = sums * second - first * first
+        divisor = torch.where(spread > 0, spread, 1)
+        step, offset = (sums * mixed - of_groups * first) / divisor, (second * of_groups - first * mixed) / divisor
+        from_zero = (spread <= 0) | (offset > 0)
+        step = torch.where(from_zero, mixed / second.clamp_min(_TINY), step)
+        offset = torch.where(from_zero, 0, offset)
+        off = codes * step + offset - groups
+        found = _sum(weight * off * off), step, offset
+        if best is None:
+            best = found
+        else:
+            better = found[0] < best[0]
+            best = tuple(torch.where(better, new, old) for new, old in zip(found, best, strict=True))
+    assert best is not None
+    return best[1], best[2]
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension by halves: torch's own order depends on the processor's vectors."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        both = x[..., :half] + x[..., half : 2 * half]
+        x = torch.cat([both, x[..., -1:]], -1) if x.shape[-1] % 2 else both
+    return x
