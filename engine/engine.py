@@ -69,6 +69,7 @@ class Engine:
         self._proposers, self._scheduler = proposers, scheduler
         self.pages = scheduler.target_pool  # with the prefix cache, whose changes can be watched
         self._rounds: Rounds = rounds or NoRounds()
+        self.runner = target  # for whoever measures its passes
         self._target_pass = TargetPass(target, proposers, scheduler.target_pool.page_size)
         self.dtype = dtype  # of the target's activations and K/V
         self.control, self.round_control = scheduler.control, scheduler.round_control

@@ -32,6 +32,7 @@ commands:
   health [ADDRESS]                ask a server whether it serves; the exit code answers
   verify [ADDRESS]                check that a running server's tokens depend on nothing but the request
   train-draft [MODEL] --out DIR   make an EAGLE-3 head for a model from what the model writes
+  quality [MODEL] [--text FILE]   measure how far a served model is from float32 of its checkpoint
   quantize MODEL OUT              save a model with int8 or int4 weights in the folder OUT
   version                         print the version
 
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "health": health,
         "verify": verify,
         "train-draft": train_draft,
+        "quality": quality,
         "quantize": quantize,
         "version": show_version,
     }
@@ -159,6 +161,21 @@ def train_draft(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("pilotfish train-draft: stopped; the same command goes on", file=sys.stderr)
         return 130
+    return 0
+
+
+def quality(arguments: list[str]) -> int:
+    """Compare what would be served with float32 of the same checkpoint, and print a table."""
+    from pydantic import ValidationError
+
+    from engine.errors import ModelError
+    from server.commands.quality import QualityCommand
+
+    try:
+        print(QualityCommand.of(arguments).run(lambda stage: print(stage, file=sys.stderr)))
+    except (ValidationError, ModelError, OSError, ValueError) as error:
+        print(f"pilotfish quality: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

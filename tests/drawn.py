@@ -13,3 +13,16 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 def int8s(*shape: int, seed: int = 0) -> torch.Tensor:
     """From -127 to 127."""
     return torch.randint(-127, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
+
+
+def int16s(rows: int, width: int, high: str = "some", seed: int = 0) -> torch.Tensor:
+    """Rows as products with codes take them: in `no`, `some` or `all` runs of four inputs is a number beyond 8 bits."""
+    draw = torch.Generator().manual_seed(seed)
+    small = torch.randint(-128, 128, (rows, width), dtype=torch.int16, generator=draw)
+    large = torch.randint(128, 32513, (rows, width), dtype=torch.int16, generator=draw)
+    large = torch.where(small < 0, -large - 1, large).clamp(-32512, 32512)
+    share = {"no": 0.0, "some": 0.05, "all": 0.3}[high]
+    chosen = torch.rand(rows, width, generator=draw) < share
+    if high == "all":
+        chosen[:, ::4] = True
+    return torch.where(chosen, large, small)

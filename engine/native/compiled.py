@@ -25,7 +25,6 @@ _FASTER = {
     "AVX2": "AVX-VNNI or AVX-512 VNNI",
     "SSE": "AVX2",
     "NEON": "dot products (ARMv8.2)",
-    "NEON dot product": "i8mm (ARMv8.6)",
     "plain C": "vectors (AVX2, NEON)",
 }
 COMPILERS = ("cc", "gcc", "clang")

@@ -89,6 +89,7 @@ class Facts:
     vocabulary: DraftVocabulary
     end_tokens: frozenset[int]
     has_chat_template: bool
+    rounding: str  # what is rounded, in words
 
     @classmethod
     def read(cls, name: str, revision: str | None, asked: Weights, config: EngineConfig) -> Facts:
@@ -116,6 +117,7 @@ class Facts:
             vocabulary=read_vocabulary(name, revision, width, described, ends),
             end_tokens=ends,
             has_chat_template=has_chat_template,
+            rounding=held.rounding(device),
         )
 
     def lines(self) -> Iterator[tuple[str, str]]:
@@ -127,6 +129,7 @@ class Facts:
         held = dtype if rounded == "native" else f"{rounded} ({self.kernel} kernel), the rest in {dtype}"
         yield "type", str(self.held)
         yield "weights", f"{_size(self.weight_bytes)} in {held}"
+        yield "rounded", self.rounding
         rounded = " in int8" if self.layout.is_rounded else ""
         yield "K/V", f"{self.layout.bytes_per_token} bytes per token{rounded}"
         yield "context", f"{known.limit} tokens ({known.reason})"

@@ -29,6 +29,10 @@ Multiplies = Callable[[torch.dtype], bool]
 
 _OWN = "the checkpoint's own"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_ROUNDED_WEIGHTS = {
+    "int8": "weights to 8 bits in groups of 32 inputs",
+    "int4": "weights to 4 bits (the output head 8) in groups of 32 inputs",
+}
 _ROW_WISE = ("auto", "native", "rows", "fixed")  # attention that gives a row of bfloat16 the same bits in any batch
 
 
@@ -48,6 +52,19 @@ class HeldPrecision:
         codes = [f"{self.quantisation.method} codes"] if self.quantisation and self.keeps_codes else []
         rounded = [self.weights] if self.weights != "native" else []
         return " and ".join([*codes, *rounded]) or "native"
+
+    def rounding(self, device: torch.device) -> str:
+        """What is rounded, in words: weights and rows."""
+        weights = _ROUNDED_WEIGHTS.get(self.weights)
+        if device.type != "cpu":
+            return {"int4": "weights to 4 bits in groups of 128 inputs", "fp8": "weights and rows to fp8"}.get(
+                self.weights, "none"
+            )
+        if weights is None and not self.keeps_codes:
+            return "none"
+        codes = "the checkpoint's own codes" if self.keeps_codes else ""
+        told = " and ".join(filter(None, (codes, weights)))
+        return f"{told}; rows to integers of 16 bits, most of which fit in 8"
 
     @property
     def type_name(self) -> str:

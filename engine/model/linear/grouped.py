@@ -29,6 +29,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 class GroupedCodes:
     """A matrix `[out, in]` as a checkpoint holds it: weight = code * step + offset, by output and group of inputs.
 
+    A copy is the same object, so that models that share weights do not hold them twice.
+
     Mostly a step is `scale`, and an offset is `offset`. In two levels several groups, a block, share these floats: a
     step is the block's `scale` times the group's `steps`, and an offset is the block's `offset` times the group's
     `zeros`. With `zeros` alone an offset is minus the step times `zeros`: integer zero points.
@@ -55,6 +57,9 @@ class GroupedCodes:
     bias: Tensor | None = None
     steps: Tensor | None = None
     zeros: Tensor | None = None
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> GroupedCodes:
+        return self
 
     @property
     def in_features(self) -> int:

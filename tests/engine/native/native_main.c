@@ -15,20 +15,17 @@ static void *bytes(int64_t count) {
 }
 
 /* `path` prints the instructions and the width of a panel; else a matrix comes in: bits, inputs, outputs, rows, bytes of
- * panels, of offsets (0: none) and of rows as int64, levels, groups, and then these. */
+ * panels and of rows as int64, groups, and then panels, steps of the rows, and the rows. */
 int main(int count, char **words) {
   (void)words;
   if (count > 1) return printf("%d %s\n", pilotfish_panel(), pilotfish_integer_path()) < 0;
-  int64_t *sizes = bytes(7 * 8), padded = (sizes[2] + 63) / 64 * 64;
+  int64_t *sizes = bytes(6 * 8);
   Matrix m = {.bits = sizes[0], .in = sizes[1], .out = sizes[2]};
-  memcpy(m.levels, bytes(16), 16);
   memcpy(&m.groups, bytes(sizeof(Groups)), sizeof(Groups));
   m.panels = bytes(sizes[4]);
-  m.scale = bytes(padded * 4);
-  if (sizes[5]) m.offset = bytes(sizes[5]);
   Product p = {.rows = sizes[3], .bits = 32};
   p.step = bytes(p.rows * 4);
-  p.in = bytes(sizes[6]);
+  p.in = bytes(sizes[5]);
   float *out = aligned_alloc(64, (size_t)(p.rows * m.out * 4 + 63) / 64 * 64);
   p.out = out;
   if (pilotfish_multiply(&m, 1, &p, 2)) return 3;

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from engine.machine.threads import exactly
 from engine.model.linear.grouped import GroupedCodes, PortableGrouped
-from engine.model.linear.int8 import OFFSET
 from engine.native import PackedMatrix, library
-from tests.drawn import int8s, numbers
+from tests.drawn import int16s, numbers
 from tests.drawn_codes import FORMS, codes
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="no C compiler here")]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32]
+HIGH = st.sampled_from(["no", "some", "all"])  # where rows have numbers beyond 8 bits
 BITS = pytest.mark.parametrize("bits", [4, 5, 6, 8])
 
 
@@ -23,36 +23,59 @@ def packed(drawn: GroupedCodes) -> PackedMatrix:
     return PackedMatrix.of_groups(drawn.codes, drawn.bits, drawn.scales, drawn.bias, drawn.order)
 
 
-def rows_of(count: int, inputs: int, seed: int = 0) -> torch.Tensor:
-    return (int8s(count, inputs, seed=seed).int() + OFFSET).to(torch.uint8)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @BITS
 @settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, 20), st.sampled_from([16, 32, 48, 64, 128]), st.integers(1, 9), st.integers(1, 150),
-    st.sampled_from(FLOATS), st.integers(0, 10**6),
+    st.sampled_from(FLOATS), HIGH, st.integers(0, 10**6),
 )  # fmt: skip
 def test_c_gives_the_bits_of_torch(
-    form: str, bits: int, rows: int, group: int, groups: int, outputs: int, dtype: torch.dtype, seed: int
+    form: str, bits: int, rows: int, group: int, groups: int, outputs: int, dtype: torch.dtype, high: str, seed: int
 ) -> None:
     group *= 2 if bits == 5 else 1  # of 5 bits 32 inputs lie together
     drawn = codes(outputs, group * groups, form, bits, group, dtype, seed)
-    x, step = rows_of(rows, group * groups, seed), numbers(rows, 1, seed=seed).abs()
+    x, step = int16s(rows, group * groups, high, seed), numbers(rows, 1, seed=seed).abs()
     got = packed(drawn).multiply(x, step, torch.float32)
     assert torch.equal(got, PortableGrouped(drawn).multiply(x, step, torch.float32))
 
 
 @BITS
 def test_sums_of_a_whole_row_of_extremes_are_exact(bits: int) -> None:
-    """Far beyond 16 bits, and beyond what float32 holds."""
+    """Far beyond 16 bits, and beyond what float32 holds: one group, and rows as large as rounding makes them."""
     inputs = 5632
     drawn = codes(70, inputs, "zeros", bits, group=inputs)
-    x = torch.full((3, inputs), 255, dtype=torch.uint8)
-    x[1], x[2, ::2] = 1, 1
-    got = packed(drawn).multiply(x, torch.ones(3, 1), torch.float32)
-    assert torch.equal(got, PortableGrouped(drawn).multiply(x, torch.ones(3, 1), torch.float32))
+    x = torch.full((4, inputs), 127, dtype=torch.int16)
+    x[1], x[2, ::2] = -127, -127
+    x[3], x[3, ::700] = -44, 32512  # as `round_rows` makes them of a row with a few large numbers
+    step = torch.ones(4, 1)
+    got = packed(drawn).multiply(x, step, torch.float32)
+    assert torch.equal(got, PortableGrouped(drawn).multiply(x, step, torch.float32))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@BITS
+def test_sums_of_a_group_of_the_largest_rows_are_exact(form: str, bits: int) -> None:
+    """All of them at the limits of 16 bits, and low bytes of -128, whose high bytes are one more."""
+    drawn = codes(70, 512, form, bits, group=128)
+    x = torch.full((5, 512), 32512, dtype=torch.int16)
+    x[1], x[2, ::2], x[3], x[4] = -32512, -32512, -128, 32512 - 127
+    x[3, ::4], x[3, 1::4], x[4, ::2] = 128, 127, -32512 + 128
+    assert {128 + int(byte) for byte in x[3:].to(torch.int8).unique()} >= {0, 255, 128 + 1}
+    step = torch.ones(5, 1)
+    got = packed(drawn).multiply(x, step, torch.float32)
+    assert torch.equal(got, PortableGrouped(drawn).multiply(x, step, torch.float32))
+
+
+@BITS
+@pytest.mark.parametrize("place", range(0, 64, 3))
+def test_one_high_byte_anywhere(bits: int, place: int) -> None:
+    drawn = codes(70, 64, "scale", bits)
+    x = int16s(3, 64, "no")
+    x[1, place], x[2, place] = 1000, -30000
+    step = torch.ones(3, 1)
+    got = packed(drawn).multiply(x, step, torch.float32)
+    assert torch.equal(got, PortableGrouped(drawn).multiply(x, step, torch.float32))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -60,7 +83,8 @@ def test_sums_of_a_whole_row_of_extremes_are_exact(bits: int) -> None:
 def test_a_row_is_the_same_alone_and_among_others(form: str, bits: int) -> None:
     m, inputs = 23, 96
     matrix = packed(codes(200, inputs, form, bits))
-    x, step = rows_of(m, inputs), numbers(m, 1).abs()
+    x, step = int16s(m, inputs), numbers(m, 1).abs()
+    x[::3] %= 128  # rows without high bytes among others
     with exactly(3):
         together = matrix.multiply(x, step, torch.float32)
     for first, count in [(i, 1) for i in range(m)] + [(3, n) for n in range(2, 20)]:

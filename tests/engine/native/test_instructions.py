@@ -19,14 +19,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from engine.attention import native, reference
 from engine.model.linear.grouped import PortableGrouped
-from engine.model.linear.int4 import LEVELS, levels_of
-from engine.model.linear.int8 import OFFSET, PortableInt8
 from engine.native import PackedMatrix, library, matmul
-from tests.drawn import int8s, numbers
+from tests.drawn import int16s, numbers
 from tests.drawn_codes import FORMS, codes
 from tests.engine.native.test_native import LATENT, Problem
 
@@ -53,7 +50,7 @@ EMULATED = {  # by SIMDe on a processor with AVX2: what the sources are told tha
 ARM = {  # and qemu's name of a processor that has no more
     "armv8-a": ("NEON", "cortex-a53"),
     "armv8.2-a+dotprod": ("NEON dot product", "neoverse-n1"),
-    "armv8.6-a": ("NEON i8mm", "max"),
+    "armv8.6-a": ("NEON dot product", "max"),
 }
 SIMDE = Path("/usr/include/simde/x86/avx512.h")
 CROSS, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
@@ -93,33 +90,23 @@ def path(compiled: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
         asked.cache_clear()
 
 
-def unsigned(rows: Tensor) -> Tensor:
-    return (rows.int() + OFFSET).to(torch.uint8)
-
-
-def wanted_int4(packed: Tensor, scale: Tensor, x: Tensor, step: Tensor) -> Tensor:
-    """By plain torch, in float64."""
-    weight = levels_of(packed).double() * scale.double().repeat_interleave(64, 1)
-    return ((x.double() - OFFSET) @ weight.t() * step).float()
-
-
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 40])
-def test_products(path: str, rows: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_floats(path: str, dtype: torch.dtype, rows: int) -> None:
     outputs, inputs = 150, 192
-    weight, x = int8s(outputs, inputs, seed=1), unsigned(int8s(rows, inputs, seed=2))
-    weight[0], weight[1], x[0] = 127, -127, 255
-    scale, step = numbers(outputs).abs() + 1e-3, numbers(rows, 1).abs() + 1e-3
-    got = PackedMatrix.of(weight, scale).multiply(x, step, torch.float32)
-    assert torch.equal(got, PortableInt8().multiply(x, weight, scale).mul_(step)), path
-    halves = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
-    worth = numbers(outputs, 3).abs().bfloat16()
-    halves[0], halves[1] = 255, 0  # the outermost levels
-    got = PackedMatrix.of_levels(halves, worth, None, LEVELS).multiply(x, step, torch.float32)
-    assert torch.allclose(got, wanted_int4(halves, worth, x, step), rtol=1e-4, atol=1e-1)
-    for dtype in (torch.float32, torch.bfloat16):
-        floats, row = numbers(outputs, inputs).to(dtype), numbers(rows, inputs, seed=3).to(dtype)
-        got = PackedMatrix.of(floats).multiply(row, None, torch.float32)
-        assert torch.allclose(got, (row.double() @ floats.double().t()).float(), rtol=1e-4, atol=1e-3)
+    weight, x = numbers(outputs, inputs).to(dtype), numbers(rows, inputs, seed=3).to(dtype)
+    got = PackedMatrix.of(weight).multiply(x, None, torch.float32)
+    assert torch.allclose(got, (x.double() @ weight.double().t()).float(), rtol=1e-4, atol=1e-3), path
+
+
+def rows_of(count: int, inputs: int, high: str) -> Tensor:
+    """Rows of which the first and the last are extremes: each product is as large as it can be."""
+    x = int16s(count, inputs, high, seed=count)
+    most = 127 if high == "no" else 32512
+    x[0], x[-1] = most, -128 if high == "no" else -most
+    if count > 2:
+        x[1, ::2], x[1, 1::2] = most, -128
+    return x
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -132,30 +119,28 @@ def test_products(path: str, rows: int) -> None:
         (8, 96, torch.float32),
         (5, 32, torch.float16),
         (6, 16, torch.float16),
+        (8, 32, torch.float16),
+        (5, 96, torch.bfloat16),
+        (6, 48, torch.float32),
     ],
 )
 def test_codes_in_groups(path: str, form: str, bits: int, group: int, dtype: torch.dtype) -> None:
     drawn = codes(100, 192, form, bits, group, dtype)
-    packed = PackedMatrix.of_groups(drawn.codes, drawn.bits, drawn.scales, None)
-    for rows in (1, 2, 5, 13):
-        x, step = unsigned(int8s(rows, 192, seed=rows)), numbers(rows, 1).abs()
-        x[0], x[-1] = 255, 1
-        got = packed.multiply(x, step, torch.float32)
-        assert torch.equal(got, PortableGrouped(drawn).multiply(x, step, torch.float32)), path
+    packed, portable = PackedMatrix.of_groups(drawn.codes, drawn.bits, drawn.scales, None), PortableGrouped(drawn)
+    for rows, high in itertools.product((1, 2, 5, 13), ("no", "some", "all")):
+        x, step = rows_of(rows, 192, high), numbers(rows, 1).abs()
+        assert torch.equal(packed.multiply(x, step, torch.float32), portable.multiply(x, step, torch.float32)), path
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float32, torch.bfloat16])
-def test_a_row_is_the_same_alone_and_among_others(path: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("what", [4, 5, 6, 8, torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_alone_and_among_others(path: str, what: int | torch.dtype) -> None:
     outputs, inputs, m = 100, 128, 13
-    step = numbers(m, 1).abs() if dtype in (torch.int8, torch.uint8) else None
-    x = numbers(m, inputs).to(dtype) if step is None else unsigned(int8s(m, inputs, seed=1))
-    if dtype == torch.uint8:
-        levels = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
-        packed = PackedMatrix.of_levels(levels, numbers(outputs, 2).abs().bfloat16(), None, LEVELS)
-    elif dtype == torch.int8:
-        packed = PackedMatrix.of(int8s(outputs, inputs, seed=0), numbers(outputs).abs())
+    if isinstance(what, int):
+        drawn, step = codes(outputs, inputs, "two levels and offset", what), numbers(m, 1).abs()
+        packed, x = PackedMatrix.of_groups(drawn.codes, what, drawn.scales, None), int16s(m, inputs)
+        x[::3] %= 128  # rows without high bytes among others
     else:
-        packed = PackedMatrix.of(numbers(outputs, inputs).to(dtype))
+        packed, x, step = PackedMatrix.of(numbers(outputs, inputs).to(what)), numbers(m, inputs).to(what), None
     together = packed.multiply(x, step, torch.float32)
     for first, count in [(i, 1) for i in range(m)] + [(2, n) for n in range(2, 11)]:
         part = slice(first, first + count)
@@ -190,13 +175,10 @@ def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def multiplied_by(command: list[str], packed: PackedMatrix, x: Tensor, step: Tensor | None) -> Tensor:
     """`PackedMatrix.multiply` in another process."""
-    (panels, scale, offset, *_), rows = packed._held, len(x)
-    padded = -(-packed.out_features // 64) * 64
-    floats = torch.zeros(padded) if scale is None else F.pad(scale, (0, padded - len(scale)))
-    tables = b"" if offset is None else raw(F.pad(offset, (0, padded - len(offset))))
-    sizes = packed.matrix.bits, packed.in_features, packed.out_features, rows, panels.nbytes, len(tables), x.nbytes
-    told = struct.pack("<7q", *sizes) + bytes(packed.matrix.levels) + bytes(packed.matrix.groups)
-    told += raw(panels) + raw(floats) + tables + raw(torch.ones(rows) if step is None else step) + raw(x)
+    panels, rows = packed._panels, len(x)
+    sizes = packed.matrix.bits, packed.in_features, packed.out_features, rows, panels.nbytes, x.nbytes
+    told = struct.pack("<6q", *sizes) + bytes(packed.matrix.groups)
+    told += raw(panels) + raw(torch.ones(rows) if step is None else step) + raw(x)
     done = subprocess.run(command, input=told, capture_output=True, check=True)
     return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(rows, packed.out_features)
 
@@ -209,25 +191,15 @@ def test_products_on_arm(arm: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(matmul, "panel", lambda: 16)
     monkeypatch.setattr(matmul, "codes_from", lambda: 0)
     outputs, inputs, rows = 70, 128, 9
-    weight, x = int8s(outputs, inputs, seed=1), unsigned(int8s(rows, inputs, seed=2))
-    weight[0], weight[1], x[0] = 127, -127, 255
-    scale, step = numbers(outputs).abs() + 1e-3, numbers(rows, 1).abs() + 1e-3
-    got = multiplied_by(arm, PackedMatrix.of(weight, scale), x, step)
-    assert torch.equal(got, PortableInt8().multiply(x, weight, scale).mul_(step))
-    halves = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
-    worth = numbers(outputs, 2).abs().bfloat16()
-    halves[0], halves[1] = 255, 0  # the outermost levels
-    packed = PackedMatrix.of_levels(halves, worth, None, LEVELS)
-    together = multiplied_by(arm, packed, x, step)
-    assert torch.allclose(together, wanted_int4(halves, worth, x, step), rtol=1e-4, atol=1e-1)
-    assert torch.equal(multiplied_by(arm, packed, x[4:5], step[4:5]), together[4:5])
     for dtype in (torch.float32, torch.bfloat16):
         floats, row = numbers(outputs, inputs).to(dtype), numbers(rows, inputs, seed=3).to(dtype)
         packed = PackedMatrix.of(floats)
         together = multiplied_by(arm, packed, row, None)
         assert torch.allclose(together, (row.double() @ floats.double().t()).float(), rtol=1e-4, atol=1e-3)
         assert torch.equal(multiplied_by(arm, packed, row[3:5], None), together[3:5])
-    for form, bits in itertools.product(FORMS, (4, 5, 6, 8)):
-        drawn = codes(outputs, inputs, form, bits)
+    for form, bits, high in itertools.product(FORMS, (4, 5, 6, 8), ("no", "some", "all")):
+        drawn, x, step = codes(outputs, inputs, form, bits), rows_of(rows, inputs, high), numbers(rows, 1).abs()
         packed = PackedMatrix.of_groups(drawn.codes, drawn.bits, drawn.scales, None)
-        assert torch.equal(multiplied_by(arm, packed, x, step), PortableGrouped(drawn).multiply(x, step, torch.float32))
+        together = multiplied_by(arm, packed, x, step)
+        assert torch.equal(together, PortableGrouped(drawn).multiply(x, step, torch.float32))
+        assert torch.equal(multiplied_by(arm, packed, x[4:5], step[4:5]), together[4:5])

@@ -1,4 +1,4 @@
-"""Matrices in panels: right, and every row the same bits alone, in any batch and on any number of threads."""
+"""Matrices of floats in panels: right, and every row the same bits alone, in any batch and on any number of threads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.machine.threads import exactly
-from engine.model.linear.int8 import OFFSET, PortableInt8
 from engine.native import PackedMatrix, library, multiplies
-from tests.drawn import int8s, numbers
+from tests.drawn import numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="no C compiler here")]
 FLOATS = [torch.float32, torch.bfloat16]
@@ -25,52 +24,26 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
         yield request.param
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 300), st.booleans(), st.integers(0, 10**6))
-def test_int8_is_what_plain_torch_computes(rows: int, sixteens: int, outputs: int, bias: bool, seed: int) -> None:
-    weight, x = int8s(outputs, 16 * sixteens, seed=seed), int8s(rows, 16 * sixteens, seed=seed + 1)
-    scale, step = numbers(outputs, seed=seed).abs() + 1e-3, numbers(rows, 1, seed=seed).abs() + 1e-3
-    added = numbers(outputs, seed=1) if bias else None
-    unsigned = (x.int() + OFFSET).to(torch.uint8)
-    got = PackedMatrix.of(weight, scale, added).multiply(unsigned, step, torch.float32)
-    want = PortableInt8().multiply(unsigned, weight, scale).mul_(step)
-    assert torch.equal(got, want if added is None else want + added)
-
-
-def test_int8_sums_of_extremes_are_exact() -> None:
-    """Far beyond 16 bits, and beyond what float32 holds."""
-    weight, x = torch.full((70, 5632), 127, dtype=torch.int8), torch.full((3, 5632), 255, dtype=torch.uint8)
-    weight[1], x[1], x[2, ::2] = -127, 1, 1
-    got = PackedMatrix.of(weight, torch.ones(70)).multiply(x, torch.ones(3, 1), torch.float32)
-    assert torch.equal(got, PortableInt8().multiply(x, weight, torch.ones(70)))
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 300), st.booleans(), st.integers(0, 10**6))
 def test_floats_are_close(dtype: torch.dtype, rows: int, sixteens: int, outputs: int, bias: bool, seed: int) -> None:
     weight, x = (numbers(n, 16 * sixteens, seed=seed + n).to(dtype) for n in (outputs, rows))
     added = numbers(outputs, seed=1) if bias else None
-    got = PackedMatrix.of(weight, None, added).multiply(x, None, torch.float32)
+    got = PackedMatrix.of(weight, added).multiply(x, None, torch.float32)
     want = (x.double() @ weight.double().t() + (0 if added is None else added)).float()
     assert torch.allclose(got, want, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype, threads: int) -> None:
     outputs, inputs, m = 200, 96, 23
-    if dtype == torch.int8:
-        packed = PackedMatrix.of(int8s(outputs, inputs, seed=0), numbers(outputs).abs())
-        x, step = (int8s(m, inputs, seed=1).int() + OFFSET).to(torch.uint8), numbers(m, 1).abs()
-    else:
-        packed, x, step = PackedMatrix.of(numbers(outputs, inputs).to(dtype)), numbers(m, inputs).to(dtype), None
-    together = packed.multiply(x, step, torch.float32)
+    packed, x = PackedMatrix.of(numbers(outputs, inputs).to(dtype)), numbers(m, inputs).to(dtype)
+    together = packed.multiply(x, None, torch.float32)
     for first, count in [(i, 1) for i in range(m)] + [(3, n) for n in range(2, 20)]:
         part = slice(first, first + count)
         with exactly(1):
-            alone = packed.multiply(
-                x[part].contiguous(), None if step is None else step[part].contiguous(), torch.float32
-            )
+            alone = packed.multiply(x[part].contiguous(), None, torch.float32)
         assert torch.equal(alone, together[part])
 
 

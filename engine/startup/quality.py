@@ -1,0 +1,150 @@
+"""How far what would be served is from float32 of the same checkpoint, on given texts.
+
+Both models read the same tokens: the checkpoint in float32, by transformers' own code and without any of ours, and the
+engine as it would serve. What is compared are their laws of the next token at every position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.errors import ModelError
+from engine.kv.batch import Feed
+from engine.model.checkpoint import read_config
+from engine.model.one_by_one import plain_logits, use_own_attention
+from engine.model.published.methods import quantisation_of
+from engine.model.quantize import quantised_as
+from engine.startup.build import build_engine, load, pick_device
+from engine.types import EMPTY_STATE, StateSpan
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.engine import Engine
+
+_ROWS = 64  # positions that are compared at once: a law of 262,144 tokens takes a megabyte
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """The distance of what is served to float32. Logarithms are natural: nats.
+
+    Attributes:
+        tokens: positions that were compared.
+        kl: mean of sum p log(p / q), p the law in float32 and q the served one.
+        kl_99: the value that 99 of 100 positions do not exceed.
+        same_top: share of positions at which both have the same most likely token.
+        reference_nll: mean negative log-probability of the text's next token in float32.
+        served_nll: the same as served.
+        log_probability_difference: mean absolute difference of the two log-probabilities of the text's next token.
+    """
+
+    tokens: int
+    kl: float
+    kl_99: float
+    same_top: float
+    reference_nll: float
+    served_nll: float
+    log_probability_difference: float
+
+    @property
+    def perplexities(self) -> tuple[float, float]:
+        """In float32, and as served."""
+        return math.exp(self.reference_nll), math.exp(self.served_nll)
+
+
+def measure(
+    config: EngineConfig,
+    texts: Seq[Seq[int]],
+    reference: str | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Quality:
+    """Compare what `config` would serve with float32 of its target, or of the checkpoint `reference`.
+
+    `texts` are token ids of texts that are read alone, each at most `max_model_len` long. Adapters, drafts and heads are
+    left out: drafts change no output.
+
+    Raises:
+        ModelError: a checkpoint cannot be loaded, or the target has rounded weights and there is no `reference`.
+    """
+    served = config.model_copy(
+        update={"draft": None, "medusa": None, "eagle": None, "dflash": None, "uno": None, "mtp": False, "adapter": {},
+                "proposer": None, "self_layers": None, "prefix_cache": False, "max_batch_size": 1}
+    )  # fmt: skip
+    plain = _reference(config, reference or config.target, progress)
+    engine = build_engine(served, progress)
+    slots = _Differences()
+    for number, text in enumerate(texts, 1):
+        progress(f"comparing text {number} of {len(texts)}")
+        with torch.inference_mode():
+            wanted = plain_logits(plain, list(text))
+            slots.add(wanted.cpu(), _served_logits(engine, text).cpu(), text)
+    return slots.result()
+
+
+def _reference(config: EngineConfig, name: str, progress: Callable[[str], None]) -> PreTrainedModel:
+    """The checkpoint in float32, run by transformers' own code."""
+    described = read_config(name, config.revision if name == config.target else None)
+    saved = quantised_as(described)
+    if saved:
+        raise ModelError(f"{name!r} is saved in {saved}: name the checkpoint that it was made of with --reference")
+    is_coded = quantisation_of(name, described) is not None
+    update: dict[str, Any] = {"dtype": "float32", "fuse": False, "draft": None, "tensor_parallel_size": 1}
+    plain = config.model_copy(update=update)
+    revision = config.revision if name == config.target else None
+    weights = "dequantised" if is_coded else "native"
+    model = load(plain, name, revision, weights, pick_device(config.device), progress=progress)
+    use_own_attention(model)
+    return model
+
+
+def _served_logits(engine: Engine, text: Seq[int]) -> Tensor:
+    """The logits of all positions `[len(text), vocab]` of a sequence that is alone in the engine."""
+    pages = list(range(-(-len(text) // engine.page_size)))
+    state = StateSpan(EMPTY_STATE, 0, 1, len(text))
+    return engine.runner.forward([Feed(list(text), 0, pages, len(text), state=state)]).float()
+
+
+class _Differences:
+    """Sums over positions."""
+
+    def __init__(self) -> None:
+        self._kl: list[Tensor] = []
+        self._same, self._pairs = 0, 0
+        self._reference_nll, self._served_nll, self._apart = 0.0, 0.0, 0.0
+
+    def add(self, reference: Tensor, served: Tensor, text: Seq[int]) -> None:
+        """Logits `[len(text), vocab]` of both."""
+        ids = torch.tensor([*text[1:], 0])
+        for first in range(0, len(text), _ROWS):
+            p, q = (x[first : first + _ROWS].double().log_softmax(-1) for x in (reference, served))
+            self._kl.append((p.exp() * (p - q)).sum(-1))
+            self._same += int((p.argmax(-1) == q.argmax(-1)).sum())
+            rows = len(p) if first + len(p) < len(text) else len(p) - 1  # nothing follows the last token
+            chosen = ids[first : first + rows, None]
+            wanted, found = p[:rows].gather(1, chosen), q[:rows].gather(1, chosen)
+            self._pairs += rows
+            self._reference_nll -= float(wanted.sum())
+            self._served_nll -= float(found.sum())
+            self._apart += float((wanted - found).abs().sum())
+
+    def result(self) -> Quality:
+        """Means of what was added."""
+        kl = torch.cat(self._kl)
+        pairs = max(1, self._pairs)
+        return Quality(
+            tokens=len(kl),
+            kl=float(kl.mean()),
+            kl_99=float(kl.quantile(0.99)),
+            same_top=self._same / len(kl),
+            reference_nll=self._reference_nll / pairs,
+            served_nll=self._served_nll / pairs,
+            log_probability_difference=self._apart / pairs,
+        )

@@ -1,0 +1,127 @@
+"""`pilotfish quality`: how far what would be served is from float32 of the same checkpoint. Contains no tensor code."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic_settings import SettingsConfigDict
+
+from server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from engine.startup.quality import Quality
+
+_TOPICS = 40  # of Python's manual
+
+
+class QualityConfig(ServerConfig):
+    """How far is a served model from float32 of its checkpoint? Takes the options, variables and file of `serve`.
+
+    Besides: --text FILE (repeatable), --tokens in all, --length of each text in tokens, --reference MODEL for a model
+    that was saved with rounded weights, and --json prints JSON.
+    """
+
+    model_config = SettingsConfigDict(cli_prog_name="pilotfish quality")
+
+
+@dataclass(frozen=True, slots=True)
+class QualityCommand:
+    """The parsed command: options of the server, and those of the command."""
+
+    config: QualityConfig
+    texts: tuple[Path, ...]
+    tokens: int
+    length: int
+    reference: str | None
+    as_json: bool
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> QualityCommand:
+        """Parse the command line.
+
+        Raises:
+            ValueError: a number is too small; names the option.
+        """
+        own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        own.add_argument("--text", type=Path, action="append", default=[])
+        own.add_argument("--tokens", type=int, default=2048)
+        own.add_argument("--length", type=int, default=512)
+        own.add_argument("--reference")
+        own.add_argument("--json", action="store_true")
+        mine, others = own.parse_known_args(arguments)
+        for name in ("tokens", "length"):
+            if getattr(mine, name) < 2:
+                raise ValueError(f"--{name} is {getattr(mine, name)}; expected at least 2")
+        return cls(QualityConfig.load(others), tuple(mine.text), mine.tokens, mine.length, mine.reference, mine.json)
+
+    def run(self, tell: Callable[[str], None] = lambda _: None) -> str:
+        """Measure, and return the table; `tell` is called with the progress.
+
+        Raises:
+            ModelError: a model cannot be loaded.
+            OSError: a text cannot be read.
+            ValueError: the texts have no two tokens, or the checkpoint has no tokenizer.
+        """
+        from engine.startup.quality import measure
+        from engine.text.codec import Codec
+
+        config = self.config.engine()
+        codec = Codec.load(config.target, config.revision)
+        if codec is None:
+            raise ValueError(f"{config.target!r} has no tokenizer, which reads the texts")
+        texts = [path.read_text("utf-8") for path in self.texts] or default_texts()
+        found = measure(config, list(self._cut(map(codec.encode, texts))), self.reference, tell)
+        if self.as_json:
+            return json.dumps({"model": str(config.target), "weights": config.weights, **as_dict(found)}, indent=2)
+        return as_text(found)
+
+    def _cut(self, texts: Sequence[Sequence[int]] | map[list[int]]) -> list[list[int]]:
+        """Pieces of at most `length` tokens, the first of every text before the second of any, `tokens` in all."""
+        whole = [list(text) for text in texts]
+        starts = range(0, max(map(len, whole), default=0), self.length)
+        pieces = [text[start : start + self.length] for start in starts for text in whole]
+        left, taken = self.tokens, list[list[int]]()
+        for piece in pieces:
+            if len(piece) > 1 and left > 1:
+                taken.append(piece[:left])
+                left -= len(taken[-1])
+        if not taken:
+            raise ValueError("the texts have fewer than 2 tokens")
+        return taken
+
+
+def default_texts() -> list[str]:
+    """English prose and code that is wherever Python is: its manual, and modules of its library."""
+    import heapq
+    import textwrap
+    from pydoc_data.topics import topics
+
+    return [*map(inspect.getsource, (heapq, textwrap)), *(str(topics[name]) for name in sorted(topics)[:_TOPICS])]
+
+
+def as_dict(found: Quality) -> dict[str, float]:
+    """What was measured, with perplexities."""
+    reference, served = found.perplexities
+    return asdict(found) | {"reference_perplexity": reference, "served_perplexity": served}
+
+
+def as_text(found: Quality) -> str:
+    """Format what was measured: aligned lines."""
+    reference, served = found.perplexities
+    loss = f"{found.served_nll:.4f} nats a token; float32 {found.reference_nll:.4f}"
+    lines = [
+        ("tokens", f"{found.tokens}"),
+        ("KL to float32", f"{found.kl:.5f} nats (99% of tokens at most {found.kl_99:.5f})"),
+        ("same most likely token", f"{100 * found.same_top:.2f} %"),
+        ("log-probability of the text's token", f"{found.log_probability_difference:.4f} nats apart on average"),
+        ("loss", f"{loss} ({found.served_nll - found.reference_nll:+.4f})"),
+        ("perplexity", f"{served:.3f}; float32 {reference:.3f}"),
+    ]
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
