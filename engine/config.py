@@ -66,7 +66,9 @@ class EngineConfig(Bounds):
         "native",
         description="native keeps the weights in dtype, and on a CPU the integers of a quantised checkpoint as they "
         "are; dequantised turns those into dtype too. int8 (CPU only) and int4 round matrices of floats to 8 or 4 "
-        "bits at load (pilotfish quality measures what that changes), fp8 to 8-bit floats (for CUDA from Hopper on). On CUDA, int4 and fp8 need bfloat16.",
+        "bits at load (`pilotfish quality` measures what that changes), fp8 to 8-bit floats (for CUDA from Hopper "
+        "on). "
+        "On CUDA, int4 and fp8 need bfloat16.",
     )
     draft_weights: Weights | None = Field(
         None, description="Weights of the draft model, with the same choices; default: as for the target."

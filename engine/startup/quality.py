@@ -68,8 +68,8 @@ def measure(
 ) -> Quality:
     """Compare what `config` would serve with float32 of its target, or of the checkpoint `reference`.
 
-    `texts` are token ids of texts that are read alone, each at most `max_model_len` long. Adapters, drafts and heads are
-    left out: drafts change no output.
+    `texts` are token ids of texts that are read alone, each at most `max_model_len` long. Adapters, drafts and heads
+    are left out: drafts change no output.
 
     Raises:
         ModelError: a checkpoint cannot be loaded, or the target has rounded weights and there is no `reference`.

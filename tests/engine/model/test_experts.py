@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,10 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.machine.threads import exactly
+from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.experts import OwnGate, RoutedExperts
-from engine.model.linear.int4 import Int4Linear
-from engine.model.linear.int8 import Int8Linear
+from engine.model.linear.grouped import GroupedLinear
 from engine.model.linear.packed import is_batch_invariant, pack, packs_whole, runs_in_c
+from engine.model.linear.rounding import round_weight
 from engine.model.linear.routing import RowWiseRouting, _RowWise, make_routing_row_wise
 from engine.model.linear.unstack import recognised, unstack
 from engine.model.quantize import load_quantised, quantise, save_quantised, weight_bytes
@@ -95,11 +96,11 @@ def packed(holder: nn.Module) -> RoutedExperts:
     return holder.experts
 
 
-def rounded(holder: nn.Module, kind: type[Int8Linear]) -> RoutedExperts:
+def rounded(holder: nn.Module, bits: int) -> RoutedExperts:
     unstack(holder)
     for matmuls in (holder.experts.ups, holder.experts.downs):
         for i, matmul in enumerate(matmuls):
-            matmuls[i] = kind.of(matmul.weight, matmul.bias)
+            matmuls[i] = GroupedLinear(round_weight(matmul.weight, bits, matmul.bias))
     return holder.experts
 
 
@@ -123,7 +124,7 @@ def test_our_c_gives_what_the_original_gives(kind: str) -> None:
 
 @needs_c
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("how", [torch.float32, torch.bfloat16, Int8Linear, Int4Linear], ids=str)
+@pytest.mark.parametrize("how", [torch.float32, torch.bfloat16, 8, 4], ids=str)
 def test_a_row_has_the_same_bits_alone_and_in_company(how: Any, threads: int) -> None:
     holder = experts_of("gpt_oss", how if isinstance(how, torch.dtype) else torch.float32)
     ours = packed(holder) if isinstance(how, torch.dtype) else rounded(holder, how)
@@ -137,10 +138,10 @@ def test_a_row_has_the_same_bits_alone_and_in_company(how: Any, threads: int) ->
 
 
 @needs_c
-@pytest.mark.parametrize("kind", [Int8Linear, Int4Linear])
-def test_rounded_experts_in_c_are_the_products_of_single_matrices(kind: type[Int8Linear]) -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounded_experts_in_c_are_the_products_of_single_matrices(bits: int) -> None:
     """The same integers, and float32 between them; only what lies between is another code for the same function."""
-    ours, given = rounded(experts_of("mixtral"), kind), batch()
+    ours, given = rounded(experts_of("mixtral"), bits), batch()
     in_c, ours._native = ours(*given), lambda _: None
     assert torch.allclose(in_c, ours(*given), atol=0.02 * float(in_c.std()), rtol=0)
 
@@ -296,9 +297,9 @@ def test_rounded_models_write_the_same_with_and_without_drafts(kind: str, weight
         return zoo.as_served(model)
 
     model = made()
-    rounded_to = Int4Linear if weights == "int4" else Int8Linear
+    bits = 4 if weights == "int4" else 8
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
-    assert all(type(matmul) is rounded_to for e in experts for matmul in (*e.ups, *e.downs))
+    assert all(cast("Any", matmul).codes.bits == bits for e in experts for matmul in (*e.ups, *e.downs))
     assert run(model, proposer="ngram") == run(made(), proposer="none")
     assert runs_in_c(model) == multiplies(torch.float32)
 
@@ -308,8 +309,8 @@ def test_a_saved_rounded_mixture_is_loaded_as_it_was(weights: Any, tmp_path: Pat
     plain.save_pretrained(tmp_path / "plain")
     save_quantised(str(tmp_path / "plain"), None, tmp_path / "saved", weights)
     models = [load_quantised(str(tmp_path / name), None, torch.float32, weights) for name in ("plain", "saved")]
-    rounded = [module for module in models[1].modules() if isinstance(module, Int8Linear)]
-    held = sum(module.weight_int8.nbytes + module.scale.nbytes for module in rounded)
+    rounded = [module for module in models[1].modules() if isinstance(module, GroupedLinear | CodedEmbedding)]
+    held = sum(cast("Any", module.codes).nbytes for module in rounded)
     held += sum(parameter.nbytes for parameter in models[1].parameters())
     ids = torch.arange(3, 30)[None]
     for model in models:

@@ -14,7 +14,8 @@ from engine.choices import KVType
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.fusion.fuse import Joined, RotaryAttention, fuse
-from engine.model.linear.int8 import Int8Linear
+from engine.model.linear.grouped import GroupedLinear
+from engine.model.linear.rounding import round_weight
 from engine.model.quantize import quantise
 from engine.model.runner import ModelRunner, kv_layout
 from engine.native import rows
@@ -93,7 +94,7 @@ def test_weights_are_not_kept_twice() -> None:
 def test_parts_of_other_kinds_are_left() -> None:
     model = zoo.ours(zoo.reference("llama"))
     attention = model.get_submodule("model.layers.0.self_attn")
-    attention.q_proj = Int8Linear.of(attention.q_proj.weight, None)
+    attention.q_proj = GroupedLinear(round_weight(attention.q_proj.weight, 8))
     model.get_submodule("model.layers.1.mlp").gate_proj.register_parameter("bias", nn.Parameter(torch.zeros(48)))
     assert fuse(model) == {"matmuls joined": 2, "norms": 5, "gates": 1, "attentions": 1}
 

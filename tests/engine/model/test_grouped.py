@@ -13,9 +13,9 @@ from engine.model.fusion.fuse import Joined, fuse
 from engine.model.fusion.stack import stack
 from engine.model.linear import grouped
 from engine.model.linear.activations import make_row_wise
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear, PortableGrouped
-from engine.model.linear.int8 import OFFSET, has_int8, matmul_shape, round_rows
+from engine.model.linear.grouped import GroupedCodes, GroupedLinear, PortableGrouped, has_codes
 from engine.model.linear.packed import is_batch_invariant, packs_whole, runs_in_c
+from engine.model.linear.rows import matmul_shape, round_rows
 from engine.native import PackedMatrix, library
 from tests.drawn import numbers
 from tests.drawn_codes import FORMS, codes
@@ -54,7 +54,7 @@ def test_weights_are_those_of_the_format(form: str, bits: int) -> None:
 def test_products_are_those_of_the_weights(form: str, bits: int) -> None:
     linear, x = GroupedLinear(replace(codes(70, INPUTS, form, bits), bias=numbers(70))), numbers(2, 3, INPUTS)
     weight, (rows, step) = linear.dequantised().double(), round_rows(x.view(6, INPUTS))
-    want = (rows.double() - OFFSET) * step @ weight.t() + numbers(70)
+    want = rows.double() * step @ weight.t() + numbers(70)
     assert torch.allclose(linear(x).view(6, 70).double(), want, rtol=1e-4, atol=1e-4 * float(want.std()))
 
 
@@ -149,7 +149,7 @@ def coded_model(bits: int, dtype: torch.dtype) -> PreTrainedModel:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_of_codes_run_in_one_call(bits: int, dtype: torch.dtype) -> None:
     model = coded_model(bits, dtype)
-    assert all((has_int8(model), packs_whole(model), is_batch_invariant(model)))
+    assert all((has_codes(model), packs_whole(model), is_batch_invariant(model)))
     want = several_passes(model)
     fused = coded_model(bits, dtype)
     assert fuse(fused)["matmuls joined"] == 2 * len(fused.model.layers)

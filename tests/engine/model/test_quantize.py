@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
-from engine.model.linear.int8 import Int8Linear, has_int8
+from engine.model.linear.grouped import GroupedLinear, has_codes
 from engine.model.quantize import load_quantised, save_quantised
 from engine.model.runner import ModelRunner, kv_layout, load_model
 from engine.startup.build import load, pick_device
@@ -53,7 +53,7 @@ def test_saved_is_bitwise_the_same(family: str, dtype: torch.dtype, tmp_path: Pa
 def test_what_is_rounded_and_what_is_not() -> None:
     model = load_quantised(str(embedded_target()), None, torch.bfloat16)
     assert not any(type(module) is nn.Linear for module in model.modules())
-    assert sum(isinstance(module, Int8Linear) for module in model.modules()) == 7 * 10 + 1
+    assert sum(isinstance(module, GroupedLinear) for module in model.modules()) == 7 * 10 + 1
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}, "embedding and norms"
     assert logits(model).dtype == torch.float32
     assert model.get_output_embeddings()(torch.zeros(1, 256, dtype=torch.bfloat16)).dtype == torch.float32
@@ -62,15 +62,15 @@ def test_what_is_rounded_and_what_is_not() -> None:
 def test_a_saved_checkpoint_says_what_it_is(tmp_path: Path) -> None:
     assert cli.main(["quantize", str(embedded_target()), str(tmp_path / "out")]) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["quantization_config"] == {"quant_method": "pilotfish-int8", "version": 2}
+    assert config["quantization_config"] == {"quant_method": "pilotfish-int8", "version": 3}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= {
         path.name for path in (tmp_path / "out").iterdir()
     }
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         kinds = {key.rpartition(".")[2]: file.get_tensor(key).dtype for key in file.keys()}  # noqa: SIM118
-    assert kinds == {"weight": torch.bfloat16, "weight_int8": torch.int8, "weight_scale": torch.float32}
+    assert kinds == {"weight": torch.bfloat16, "weight_codes": torch.int8, "weight_scale": torch.float16}
     model = load(EngineConfig(target="x"), str(tmp_path / "out"), None, "native", CPU)
-    assert has_int8(model), "nobody has to say that it is int8"
+    assert has_codes(model), "nobody has to say that it is int8"
 
 
 def test_it_is_refused_with_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

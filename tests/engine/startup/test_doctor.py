@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from engine.config import EngineConfig
-from engine.model.linear.int8 import kernel_name
+from engine.model.linear.grouped import kernel_name
 from engine.model.quantize import save_quantised
 from engine.native import instructions, multiplies
 from engine.startup.doctor import DoctorReport, check

@@ -13,7 +13,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.errors import ModelError
 from engine.model.linear.grouped import GroupedLinear
-from engine.model.linear.int8 import Int8Linear
 from engine.model.published import mxfp4
 from engine.model.published.base import in_groups, pack4, unpack4
 from engine.model.published.methods import Quantisation
@@ -44,10 +43,8 @@ def read(form: str, tensors: dict[str, Tensor]):
 
 def weight_of(linear: object) -> Tensor:
     """The float32 matrix that a matmul of codes stands for."""
-    if isinstance(linear, GroupedLinear):
-        return linear.dequantised()
-    assert type(linear) is Int8Linear
-    return linear.weight_int8.float() * linear.scale[:, None]
+    assert isinstance(linear, GroupedLinear)
+    return linear.dequantised()
 
 
 @pytest.mark.parametrize("form", published.FORMATS)

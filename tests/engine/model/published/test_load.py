@@ -14,8 +14,8 @@ from transformers import AutoConfig, GPT2Config, GptOssConfig, PreTrainedConfig,
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
+from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.grouped import GroupedLinear
-from engine.model.linear.int8 import Int8Linear
 from engine.model.quantize import save_quantised
 from engine.startup.build import load
 from engine.startup.doctor import check
@@ -54,9 +54,8 @@ def test_native_keeps_every_code(name: str, tmp_path: Path) -> None:
     for path, module in reference.named_modules():
         if isinstance(module, nn.Linear) and path != "lm_head":
             made = model.get_submodule(path)
-            assert isinstance(made, Int8Linear)
-            if isinstance(made, GroupedLinear):
-                assert torch.equal(made.dequantised(), module.weight)
+            assert isinstance(made, GroupedLinear)
+            assert torch.equal(made.dequantised(), module.weight)
             assert (made.bias is None) == (module.bias is None)
             assert made.bias is None or torch.equal(made.bias, module.bias)
     assert type(model.lm_head) is nn.Linear
@@ -65,7 +64,7 @@ def test_native_keeps_every_code(name: str, tmp_path: Path) -> None:
 def test_what_was_not_quantised_may_be_rounded_beside_the_codes(tmp_path: Path) -> None:
     published.publish(tmp_path, published.CONFIGS["llama"], form("gptq"))
     model = loaded(tmp_path, "int8")
-    assert type(model.lm_head) is Int8Linear
+    assert type(model.lm_head) is GroupedLinear
     assert isinstance(model.model.layers[0].mlp.up_proj, GroupedLinear)
 
 
@@ -285,6 +284,8 @@ def test_the_doctor_knows_how_much_memory_it_will_take(name: str, weights: str, 
     held = sum(
         tensor.nbytes for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if "inv_freq" not in n)]
     )
+    coded = [module for module in model.modules() if isinstance(module, GroupedLinear | CodedEmbedding)]
+    held += sum(module.codes.nbytes for module in coded if module.codes is not None)
     size, unit = said.split()[:2]
     assert unit == "MiB"
     assert float(size) == pytest.approx(held / 2**20, rel=0.02, abs=0.06)

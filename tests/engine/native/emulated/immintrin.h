@@ -22,6 +22,7 @@
 #undef __AVXVNNI__
 #include <simde/x86/avx2.h>
 #include <simde/x86/avx512.h>
+#include <simde/x86/f16c.h>
 #include <simde/x86/fma.h>
 #pragma pop_macro("__AVX512BW__")
 #pragma pop_macro("__AVX512F__")
@@ -48,6 +49,39 @@ static inline __m512i _mm512_cvtepu16_epi32(__m256i a) {
   memcpy(x, &a, 32);
   for (int i = 0; i < 16; i++) z[i] = x[i];
   memcpy(&wide, z, 64);
+  return wide;
+}
+
+#undef _mm512_cvtepi8_epi32
+static inline __m512i _mm512_cvtepi8_epi32(__m128i a) {
+  int8_t x[16];
+  int32_t z[16];
+  __m512i wide;
+  memcpy(x, &a, 16);
+  for (int i = 0; i < 16; i++) z[i] = x[i];
+  memcpy(&wide, z, 64);
+  return wide;
+}
+
+#undef _mm512_cvtepi32_ps
+static inline __m512 _mm512_cvtepi32_ps(__m512i a) {
+  int32_t x[16];
+  float z[16];
+  __m512 numbers;
+  memcpy(x, &a, 64);
+  for (int i = 0; i < 16; i++) z[i] = (float)x[i];
+  memcpy(&numbers, z, 64);
+  return numbers;
+}
+
+#undef _mm512_cvtph_ps
+static inline __m512 _mm512_cvtph_ps(__m256i a) {
+  __m128i halves[2];
+  __m256 parts[2];
+  __m512 wide;
+  memcpy(halves, &a, 32);
+  for (int i = 0; i < 2; i++) parts[i] = simde_mm256_cvtph_ps(halves[i]);
+  memcpy(&wide, parts, 64);
   return wide;
 }
 

@@ -1,0 +1,195 @@
+"""Rows and weights as integers: close to the floats, a row's bits its own, the same bits from C and torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.model.linear import grouped, rows
+from engine.model.linear.activations import RowWise
+from engine.model.linear.embedding import CodedEmbedding
+from engine.model.linear.grouped import GroupedLinear, has_codes
+from engine.model.linear.rounding import _in_torch, round_weight
+from engine.model.linear.rows import round_rows
+from engine.model.quantize import load_quantised, save_quantised, weight_bytes
+from engine.model.runner import load_model
+from engine.startup.build import load
+from models import embedded_target
+from tests.drawn import numbers
+
+CPU = torch.device("cpu")
+BITS = pytest.mark.parametrize("bits", [4, 5, 6, 8])
+
+
+def rounded(outputs: int, inputs: int, bits: int, bias: bool = False) -> GroupedLinear:
+    return GroupedLinear(round_weight(numbers(outputs, inputs), bits, numbers(outputs) if bias else None))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 70), st.sampled_from([0.0, 1.0, 30.0, 3000.0]), st.integers(0, 10**6))
+def test_rows_of_c_have_the_bits_of_torch(count: int, sixteens: int, outlier: float, seed: int) -> None:
+    x = numbers(count, 16 * sixteens, seed=seed) * torch.logspace(-20, 20, count)[:, None]
+    x[:, 3] *= outlier
+    x[0] = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        got = round_rows(x.to(dtype))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rows, "rows_for", lambda *_: None)
+            want = round_rows(x.to(dtype))
+        assert all(map(torch.equal, got, want))
+        assert got[0].dtype == torch.int16
+        assert int(got[0].int().abs().max()) <= 32512
+
+
+def test_a_large_number_takes_nothing_from_the_others() -> None:
+    x = numbers(5, 512)
+    alone, step = round_rows(x)
+    assert float((alone * step - x).abs().max()) <= 0.5001 * float(step.max())
+    x[:, 7] = 200.0
+    beside, step = round_rows(x)
+    off = (beside * step - x).abs()
+    assert float(off.max()) <= 0.5001 * float(step.max())
+    assert float(off.max()) < 0.02, "one scale by the largest number would be off by 0.8"
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+@pytest.mark.parametrize("width", [48, 50])
+def test_the_step_says_what_is_no_number(wrong: float, width: int) -> None:
+    x = numbers(3, width)
+    x[1, 5] = wrong
+    assert round_rows(x)[1].isfinite().flatten().tolist() == [True, False, True]
+
+
+@BITS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 20), st.integers(0, 10**6))
+def test_weights_of_c_have_the_bits_of_torch(
+    bits: int, dtype: torch.dtype, outputs: int, sixteens: int, seed: int
+) -> None:
+    weight = numbers(outputs, 16 * sixteens, seed=seed) * torch.logspace(-6, 2, outputs)[:, None]
+    weight[0], weight[outputs // 2, :16], weight[-1] = 0, 0.5, weight[-1].abs()
+    wider = torch.cat([weight, weight], 1).to(dtype)[:, : 16 * sixteens]  # rows that lie apart
+    got, want = round_weight(wider, bits), _in_torch(wider, bits, None)
+    for name in ("codes", "scale", "offset", "steps", "zeros"):
+        one, other = getattr(got, name), getattr(want, name)
+        assert (one is None and other is None) or torch.equal(one, other), name
+
+
+@BITS
+def test_rounding_keeps_what_it_can(bits: int) -> None:
+    weight = numbers(70, 256) * torch.logspace(-3, 1, 70)[:, None]
+    found = round_weight(weight, bits)
+    found.check()
+    off = (found.dequantised() - weight).square().mean(1).sqrt() / weight.square().mean(1).sqrt()
+    assert float(off.max()) < {4: 0.09, 5: 0.045, 6: 0.023, 8: 0.01}[bits]
+
+
+@BITS
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_a_scale_says_what_is_not_finite(bits: int, wrong: float) -> None:
+    weight = numbers(5, 128)
+    weight[3, 70] = wrong
+    scale = round_weight(weight, bits).scale
+    assert scale[:3].isfinite().all()
+    assert scale[4].isfinite().all()
+    assert not scale[3].isfinite().all()
+
+
+@pytest.mark.parametrize("way", ["c", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@BITS
+def test_a_row_is_the_same_alone_and_among_others(
+    bits: int, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "torch":
+        monkeypatch.setattr(grouped, "multiplies", lambda _: False)
+    linear, x = rounded(150, 192, bits, bias=True), (numbers(1, 11, 192) * 3).to(dtype)
+    x[0, 3, 5] = 90
+    together = linear(x)
+    assert together.dtype == dtype
+    for first, last in [(i, i + 1) for i in range(11)] + [(2, 5), (1, 8), (0, 10)]:
+        assert torch.equal(linear(x[:, first:last]), together[:, first:last])
+
+
+def test_near_the_float_matmul() -> None:
+    plain, x = nn.Linear(256, 96), numbers(5, 256)
+    got, want = GroupedLinear(round_weight(plain.weight, 8, plain.bias))(x), plain(x).detach()
+    assert float((got - want).abs().max()) < 0.03 * float(want.std())
+
+
+@pytest.mark.parametrize("inputs", [16, 40])
+def test_no_rows_and_more_dimensions(inputs: int) -> None:
+    linear = rounded(7, inputs, 8)
+    assert linear(numbers(1, 0, inputs)).shape == (1, 0, 7)
+    assert linear(numbers(2, 3, inputs)).shape == (2, 3, 7)
+    assert linear(numbers(inputs)).shape == (7,)
+
+
+@BITS
+def test_joined_is_bitwise_the_parts(bits: int) -> None:
+    parts = [GroupedLinear(round_weight(numbers(n, 64, seed=n), bits, numbers(n))) for n in (64, 16, 40)]
+    x = numbers(1, 5, 64)
+    joined = GroupedLinear.joined(parts)
+    assert torch.equal(joined(x), torch.cat([part(x) for part in parts], -1))
+
+
+def test_a_model_in_four_bits_keeps_its_head_in_eight() -> None:
+    model = load_quantised(embedded_target(), None, torch.float32, "int4")
+    bits = {name.rpartition(".")[2]: m.codes.bits for name, m in model.named_modules() if isinstance(m, GroupedLinear)}
+    assert bits.pop("lm_head") == 8
+    assert set(bits.values()) == {4}
+    assert has_codes(model)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_the_table_of_embeddings_is_codes(weights: str) -> None:
+    model = load_quantised(embedded_target(), None, torch.float32, weights)
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert isinstance(table, CodedEmbedding)
+    assert table.codes is not None
+    assert (table.codes.codes is head.codes.codes) == model.config.tie_word_embeddings
+    ids = torch.tensor([[3, 9, 700]])
+    assert torch.equal(table(ids)[0], table.codes.dequantised()[ids[0]])
+
+
+def test_saved_weights_are_the_same_bits(tmp_path: Path) -> None:
+    save_quantised(embedded_target(), None, tmp_path / "out", "int4")
+    at_load = load(EngineConfig(target="x"), embedded_target(), None, "int4", CPU)
+    found = load(EngineConfig(target="x"), str(tmp_path / "out"), None, "native", CPU)
+    ids = torch.arange(3, 40)[None]
+    for model in (at_load, found):
+        model.set_attn_implementation("eager")
+    assert torch.equal(at_load(input_ids=ids).logits, found(input_ids=ids).logits)
+    with pytest.raises(ModelError, match="has int4 weights already"):
+        save_quantised(str(tmp_path / "out"), None, tmp_path / "again")
+
+
+def test_bytes_are_counted_as_they_are() -> None:
+    plain = load_model(embedded_target(), None, torch.float32, CPU)
+    assert round_weight(numbers(128, 128), 8).nbytes == 128 * 128 * 17 // 16
+    assert round_weight(numbers(128, 128), 4).nbytes == 128 * (128 * 9 // 16 + 4)
+    int4, int8, native = (weight_bytes(plain, torch.float32, weights) for weights in ("int4", "int8", "native"))
+    assert int4 < int8 < native
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.Sigmoid()])
+@pytest.mark.parametrize("width", [40, 64, 3333, 40000])
+def test_an_activation_does_not_see_the_place(activation: nn.Module, width: int) -> None:
+    row_wise = RowWise(activation)
+    x = (numbers(1, 11, 2 * width) * 4)[..., :width]  # strided, as a share of a joined matmul
+    torch.set_num_threads(3)
+    try:
+        together = row_wise(x)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.allclose(together, activation(x), atol=1e-5)
+    for i in (0, 4, 10):
+        assert torch.equal(row_wise(x[:, i : i + 1].clone())[0, 0], together[0, i])
