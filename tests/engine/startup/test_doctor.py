@@ -175,7 +175,7 @@ def test_it_tells_of_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         report = doctor(target, embedded_draft(), load=True, draft_weights="native", dtype="float32", **config)
         assert report.works
         assert f"in int8 ({kernel_name()} kernel), the rest in float32" in line(report, "target", "weights")
-        assert line(report, "target", "weights").startswith("9.2 MiB")
+        assert line(report, "target", "weights").startswith("8.1 MiB")
         assert line(report, "draft", "weights").endswith("MiB in float32")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "a GPU")
