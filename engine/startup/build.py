@@ -159,7 +159,8 @@ def _load(
     config: EngineConfig, name: str, revision: str | None, weights: Weights, device: torch.device, shares: int
 ) -> PreTrainedModel:
     held = held_as(config, name, revision, weights, device)
-    log.info("%r is held in %s; rounded: %s", name, held, held.rounding(device))
+    log.info("%r is held in %s", name, held)
+    log.info("%r: rounded are %s", name, held.rounding(device))
     if shares > 1:
         rounded = held.quantisation.method if held.quantisation else held.weights
         if rounded != "native":

@@ -16,6 +16,7 @@ from engine.attention.spec import AttentionSpec
 from engine.kv.batch import Feed, RaggedBatch
 from engine.kv.rounded import floats_of, round_heads
 from engine.machine.threads import exactly
+from engine.model.linear import rows as model_rows
 from engine.native import library, rows
 from engine.native.compiled import _compiled, cache_folders, loaded
 
@@ -206,8 +207,10 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    peak = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-30)
-    return ((x.float() * (127 / peak)).round() + 128).to(torch.uint8), peak * (1 / 127)
+    """By torch, without our C."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_rows, "rows_for", lambda *_: None)
+        return model_rows.round_rows(x)
 
 
 @needs_kernel
@@ -223,20 +226,16 @@ def test_rounding_is_torchs_bit_for_bit(size, dtype) -> None:
 
 @needs_kernel
 @given(SIZES, DTYPES)
-def test_gates_norms_and_scales_are_the_formula(size, dtype) -> None:
-    x, (m, n) = numbers((size[0], 2 * size[1]), dtype), size
+def test_gates_and_norms_are_the_formula(size, dtype) -> None:
+    x, n = numbers((size[0], 2 * size[1]), dtype), size[1]
     want = torch.nn.functional.silu(x[:, :n].float()) * x[:, n:].float()
     near = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-6}
     assert torch.allclose(rows().gate(x).float(), want, **near)
     steps, scale = rows().gate_round(x)
-    assert ((steps.float() - 128) * scale - want).abs().le(0.51 * scale + 1e-6).all()
+    assert (steps.float() * scale - want).abs().le(0.51 * scale + 1e-6).all()
     x, weight = x[:, :n].contiguous(), numbers((n,), torch.float32, 1)
     want = x.float() * (x.float().pow(2).sum(-1, keepdim=True) + 1e-5).rsqrt() * weight
     assert torch.allclose(rows().norm(x, weight, 1e-5).float(), want, **near)
-    sums, row_scale = numbers(size, torch.float32), numbers((m, 1), torch.float32, 2)
-    for bias in (None, weight):
-        want = sums * row_scale + (0 if bias is None else bias)
-        assert torch.allclose(rows().scale(sums, row_scale, bias, dtype).float(), want, rtol=1e-2, atol=1e-4)
 
 
 @needs_kernel
