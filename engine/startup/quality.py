@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.choices import Weights
 from engine.errors import ModelError
 from engine.kv.batch import Feed
 from engine.model.checkpoint import read_config
@@ -99,7 +100,7 @@ def _reference(config: EngineConfig, name: str, progress: Callable[[str], None])
     update: dict[str, Any] = {"dtype": "float32", "fuse": False, "draft": None, "tensor_parallel_size": 1}
     plain = config.model_copy(update=update)
     revision = config.revision if name == config.target else None
-    weights = "dequantised" if is_coded else "native"
+    weights: Weights = "dequantised" if is_coded else "native"
     model = load(plain, name, revision, weights, pick_device(config.device), progress=progress)
     use_own_attention(model)
     return model

@@ -76,12 +76,12 @@ class QualityCommand:
         if codec is None:
             raise ValueError(f"{config.target!r} has no tokenizer, which reads the texts")
         texts = [path.read_text("utf-8") for path in self.texts] or default_texts()
-        found = measure(config, list(self._cut(map(codec.encode, texts))), self.reference, tell)
+        found = measure(config, self._cut([codec.encode(text) for text in texts]), self.reference, tell)
         if self.as_json:
             return json.dumps({"model": str(config.target), "weights": config.weights, **as_dict(found)}, indent=2)
         return as_text(found)
 
-    def _cut(self, texts: Sequence[Sequence[int]] | map[list[int]]) -> list[list[int]]:
+    def _cut(self, texts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Pieces of at most `length` tokens, the first of every text before the second of any, `tokens` in all."""
         whole = [list(text) for text in texts]
         starts = range(0, max(map(len, whole), default=0), self.length)
