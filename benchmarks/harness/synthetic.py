@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -156,10 +154,9 @@ def int8_of(model: Path) -> Path:
 
 
 def matrix_bytes(model: Path) -> int:
-    """Return the bytes of weights that one pass of an int8 model must read: every matrix once, without embeddings."""
-    with safe_open(model / "model.safetensors", "pt") as file:
-        parts = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118 - it is no mapping
-        return sum(math.prod(part.get_shape()) for part in parts if part.get_dtype() == "I8")
+    """Return the bytes of weights that a pass of an int8 model must read: codes and scales, without the embeddings."""
+    tensors = load_file(model / "model.safetensors")
+    return sum(t.nbytes for name, t in tensors.items() if ".weight_" in name and "embed" not in name)
 
 
 def _is_written(folder: Path) -> bool:

@@ -117,10 +117,11 @@ def test_a_replayed_draft_is_right_as_often_as_it_is_told_to_be(config, pair):
 def test_both_precisions_hold_the_same_weights(pair):
     whole, rounded = (load_file(folder / "model.safetensors") for folder in (pair.target, int8_of(pair.target)))
     name = "model.layers.0.mlp.down_proj"
-    again = rounded[f"{name}.weight_int8"].float() * rounded[f"{name}.weight_scale"][:, None]
-    assert (again - whole[f"{name}.weight"].float()).abs().max() <= rounded[f"{name}.weight_scale"].max()
+    codes, scale = (rounded[f"{name}.weight_{part}"].float() for part in ("codes", "scale"))
+    steps = scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+    assert ((codes * steps - whole[f"{name}.weight"].float()).abs() <= 0.51 * steps + 1e-6).all()
     matrices = [t for key, t in whole.items() if t.ndim == 2 and "embed" not in key]
-    assert matrix_bytes(int8_of(pair.target)) == sum(t.numel() for t in matrices)
+    assert matrix_bytes(int8_of(pair.target)) == sum(t.numel() * 34 // 32 for t in matrices), "float16 for each 32"
 
 
 def test_its_tokens_are_text(pair):

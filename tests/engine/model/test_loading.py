@@ -121,7 +121,7 @@ def test_a_saved_file_that_is_cut_short_is_named(saved: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("kind", "shown"), [("weight_int8", r"holds a matrix of \[3, 256\]"), ("weight_scale", "scales")]
+    ("kind", "shown"), [("weight_codes", r"codes \[3, 256\]"), ("weight_scale", r"scale: \[3, 8\] does not fit")]
 )
 def test_a_saved_matrix_of_another_shape_is_named(kind: str, shown: str, saved: Path) -> None:
     tensors = load_file(saved / "model.safetensors")
