@@ -188,7 +188,7 @@ def check_equal(
     `tolerance` is that of a row, in parts of the spread of logits; default what the rounding of the model makes of it.
     """
     spread, off = max(float(want.std()), 1e-3), (got - want).abs()
-    # bf16 keeps 8 bits, codes meet rows rounded to integers, and another batch shape or order of sums rounds differently
+    # bf16 keeps 8 bits, codes meet rows rounded to integers, and another batch shape or order of sums rounds otherwise
     # in every layer; a wrong context gives a far larger error. We compare the error of a whole row, because among the
     # hundred thousand logits of a large vocabulary one is always an outlier.
     rounded = 0.1 * ((model.dtype != torch.float32) + has_codes(model))
