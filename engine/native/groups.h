@@ -14,6 +14,7 @@
 #define INPUTS(bits) ((bits) == 8 ? 4 : (bits) == 6 ? 16 : (bits) == 5 ? 32 : 8)
 #define STEPS(bits) (INPUTS(bits) * (bits) / 32)
 #define SPLIT(bits) (!WIDE_ROWS || (bits) != 8)
+#define KEPT 128 /* inputs of a group at most, for its codes to be kept as bytes while several rows meet them */
 #define ROWS (BLOCK < 3 ? BLOCK : 3) /* rows that meet a panel together: of each there are sums of a group and sums of all */
 
 typedef struct {
@@ -152,13 +153,14 @@ INLINE chars codes_of_step(const char *at, const int step, const int v, const in
   return above(a, 6) | ((chars)((ushorts)b >> 4) & 12) | ((chars)((ushorts)c >> 2) & 48);
 }
 
-/* 256 times what the high bytes of a row's group give, and `start`. */
-INLINE void high_of_group(const char *panel, const High *high, int32_t count, int32_t start, ints *sum, const int bits) {
-  EACH(int v = 0; v < VECTORS; v++) sum[v] = (ints){0};
+/* Adds 256 times what the high bytes of a row's group give. `codes` are 8 bits each, or as they lie in the panel. */
+INLINE void add_high(const char *codes, const High *high, int32_t count, ints *sum, const int bits) {
+  ints found[VECTORS];
+  EACH(int v = 0; v < VECTORS; v++) found[v] = (ints){0};
   for (int32_t i = 0; i < count; i++)
     EACH(int v = 0; v < VECTORS; v++)
-      sum[v] = dot_bytes(sum[v], codes_of_step(panel, high[i].step, v, bits), high[i].bytes);
-  EACH(int v = 0; v < VECTORS; v++) sum[v] = (sum[v] << 8) + start;
+      found[v] = dot_bytes(found[v], codes_of_step(codes, high[i].step, v, bits), high[i].bytes);
+  EACH(int v = 0; v < VECTORS; v++) sum[v] += found[v] << 8;
 }
 
 /* `ahead` is from what is read to what is fetched: `lines` of every step. `sums` come out as floats. */
@@ -174,6 +176,9 @@ INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, i
   EACH(int r = 0; r < rows; r++) high[r] = (const High *)((const char *)(of_row + groups) + r * stride);
   floats total[ROWS][VECTORS];
   EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) total[r][v] = (floats){0};
+  /* Codes are kept as bytes, for the high bytes of all rows, where it costs less than to unpack them again. */
+  const int keeps = WIDE_ROWS && rows > 1 && bits != 8 && g->size <= KEPT;
+  chars kept[KEPT / 4][VECTORS];
   for (int64_t i = 0, of_block = 0; i < groups; i++, of_row++) {
     if (!of_block) {
       for (int64_t l = 0; l < head_of_block(g); l += LINE) __builtin_prefetch(panel + ahead + l, 0, 2);
@@ -187,11 +192,8 @@ INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, i
       const GroupOfRow *here = (const GroupOfRow *)((const char *)of_row + r * stride);
       ints start = every(-from * here->sum);
       EACH(int v = 0; v < VECTORS; v++) sum[r][v] = start;
-      if (SPLIT(bits) && here->high) {
-        high_of_group(panel, high[r], here->high, -from * here->sum, sum[r], bits);
-        high[r] += here->high;
-      }
     }
+    const char *codes = panel;
     for (int64_t k = 0; k < g->size; k += INPUTS(bits), panel += STEPS(bits) * STEP, x += wide * INPUTS(bits)) {
       for (int s = 0; s < STEPS(bits); s++)
         for (int l = 0; l < lines; l++) __builtin_prefetch(panel + ahead + s * STEP + l * LINE, 0, 2);
@@ -209,11 +211,21 @@ INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, i
             if (p == INPUTS(bits) / 8) break;
             chars first, last;
             codes_of(at, p, bits, &first, &last);
+            if (keeps) kept[k / 4 + 2 * p][v] = first, kept[k / 4 + 2 * p + 1][v] = last;
             EACH(int r = 0; r < rows; r++) sum[r][v] = dot_small_codes(sum[r][v], first, last, x + r * stride + 8 * p);
           }
         }
       }
     }
+    if (SPLIT(bits)) EACH(int r = 0; r < rows; r++) {
+        const int32_t count = ((const GroupOfRow *)((const char *)of_row + r * stride))->high;
+        if (!count) continue;
+        if (keeps)
+          add_high((const char *)kept, high[r], count, sum[r], 8);
+        else
+          add_high(codes, high[r], count, sum[r], bits);
+        high[r] += count;
+      }
     Worth w;
     worth_of(g, block, head, &w, bits);
     EACH(int r = 0; r < rows; r++) {
