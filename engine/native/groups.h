@@ -186,6 +186,7 @@ INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, i
     }
     of_block--;
     const char *head = panel;
+    for (int64_t l = 0; l < head_of_group(g); l += LINE) __builtin_prefetch(head + ahead + l, 0, 2);
     panel += head_of_group(g);
     ints sum[ROWS][VECTORS];
     EACH(int r = 0; r < rows; r++) {
