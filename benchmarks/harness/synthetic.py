@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -34,6 +36,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from engine.model.quantize import save_quantised
+
+_BYTES = {"I8": 1, "F16": 2}  # of the numbers of codes and scales
 
 SHAPES = {
     "1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
@@ -155,8 +159,10 @@ def int8_of(model: Path) -> Path:
 
 def matrix_bytes(model: Path) -> int:
     """Return the bytes of weights that a pass of an int8 model must read: codes and scales, without the embeddings."""
-    tensors = load_file(model / "model.safetensors")
-    return sum(t.nbytes for name, t in tensors.items() if ".weight_" in name and "embed" not in name)
+    with safe_open(model / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if ".weight_" in name and "embed" not in name]  # noqa: SIM118 - no mapping
+        parts = [file.get_slice(name) for name in names]
+        return sum(math.prod(part.get_shape()) * _BYTES[part.get_dtype()] for part in parts)
 
 
 def _is_written(folder: Path) -> bool:
