@@ -122,19 +122,12 @@ static void spread(const Pass *p, int64_t r) {
 
 INLINE vec at_most(vec x, float limit) { return either(x > limit, (vec){0} + limit, x); }
 
-/* x times the logistic function of z. The exponential is taken of what is not positive, so that it cannot overflow. */
-INLINE vec logistic(vec x, vec z) {
-  vec small = exponential(either(z > 0, -z, z));
-  return x * either(z > 0, (vec){0} + 1.0f, small) / (1.0f + small);
-}
-
 INLINE vec activated(const Gate *g, vec x) {
   if (g->squared) {
     vec positive = either(x < 0, (vec){0}, x);
     return positive * positive;
   }
-  vec z = x * g->linear;
-  return logistic(x, g->cubic != 0 ? z + x * x * x * g->cubic : z);
+  return times_logistic(x, g->linear, g->cubic);
 }
 
 static void gate(const Gate *g, const float *row, int64_t n, float *to) {
@@ -191,7 +184,7 @@ static void multiply_job(const void *stage, int64_t piece, int worker) {
   const Job *job = p->jobs + piece;
   const Matrix *m = p->m + job->expert;
   Product product = {p->fed + job->place * fed_bytes(m), p->step + job->place, p->product + job->place * m->out,
-                     job->rows, 32, 0};
+                     m->out, job->rows, 32, 0};
   multiply_panels(m, &product, job->first, job->last);
   (void)worker;
 }

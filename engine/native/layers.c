@@ -2,33 +2,42 @@
  * up, down. Each is a stage whose pieces the threads of the pool claim. Each stage is what the functions of this folder
  * do when they are called one by one, so the result is the same bits.
  *
- * A layer may have no first norm (`norm_attention` NULL: the matrix reads the row itself), or read two rows, both normed:
- * first that of `beside`, then its own (`norm_beside` not NULL). `normed_residual`: what it adds to is its normed row. */
+ * A norm without a weight is none. What attention and MLP give may be normed before it is added (`after_attention`,
+ * `after_mlp`). A layer may read two rows, both normed: first that of `beside`, then its own (`norm_beside`).
+ * `normed_residual`: what it adds to is its normed row. */
 
 #include "attention.h"
 #include "matmul.h"
 #include "pool.h"
 #include "rows.h"
 
+/* Matrices that read the same row. Their products lie side by side. */
 typedef struct {
-  Matrix qkv, out, gate_up, down;
-  const float *norm_attention, *norm_mlp; /* [width] */
-  void *key, *value;                      /* of the arena: [arena rows, kv_heads, dim], perhaps rounded (`Args`) */
-  float eps_attention, eps_mlp, scale, softcap;
-  int64_t window;
-  const float *norm_beside; /* [width] */
-  float eps_beside;
+  Matrix part[3];
+  int64_t parts;
+} Joined;
+
+typedef struct {
+  Joined qkv, out, gate_up, down;
+  Norm norm_attention, after_attention, norm_mlp, after_mlp; /* [width] */
+  Norm norm_query, norm_key;                                 /* [dim]: of each head */
+  Norm norm_beside;                                          /* [width] */
+  void *key, *value; /* of the arena: [arena rows, kv_heads, dim], perhaps rounded (`Args`) */
+  int64_t number, window;
+  float scale, softcap;
+  Activation activation;
   int32_t normed_residual;
 } Layer;
 
 /* Scratch memory is the caller's; sizes in numbers of the hidden type unless said. */
 typedef struct {
-  void *hidden;              /* [rows, width]: in, and out */
-  const void *cos, *sin;     /* [rows, dim] */
-  const int64_t *places;     /* [rows]: arena rows */
-  void *qkv, *mixed, *gates; /* [rows, (heads + 2 kv_heads) dim], [rows, heads dim], [rows, 2 inner] */
-  void *fed;                 /* [rows, the widest matrix.in] floats: what a matrix reads (`feed`) */
-  float *step;               /* [rows] */
+  void *hidden;                  /* [rows, width]: in, and out */
+  const void *const *cos, *const *sin; /* [depth]: for each layer [rows, dim] */
+  const int64_t *places;         /* [rows]: arena rows */
+  void *qkv, *mixed, *gates;     /* [rows, (heads + 2 kv_heads) dim], [rows, heads dim], [rows, 2 inner] */
+  void *made;                    /* [rows, width]: what is normed before it is added */
+  void *fed;                     /* [rows, 4 in] bytes of every matrix that is fed in its own way (`feed`) */
+  float *step;                   /* [rows] */
   Args attention;            /* all but what differs from layer to layer */
   int64_t rows, width;
   int bits;
@@ -58,34 +67,50 @@ typedef struct {
     pool_run(name##_piece, &stage, (p->rows + stage.chunk - 1) / stage.chunk);                    \
   }
 
-/* What a matrix reads: the row itself or, for 8 bits and less, rounded; and in the form that this processor takes. */
-#define FEED(matrix, plain, rounded)                                                 \
-  {                                                                                  \
-    char *fed = (char *)p->fed + r * fed_bytes(matrix);                              \
-    char own[fed_as_is(matrix) ? 64 : (matrix)->in * 4] __attribute__((aligned(64))); \
-    void *to = fed_as_is(matrix) ? fed : own;                                        \
-    if ((matrix)->bits <= 8)                                                         \
-      p->step[r] = rounded;                                                          \
-    else                                                                             \
-      plain;                                                                         \
-    feed(matrix, to, fed);                                                           \
-  }
-
-static void norm(const Pass *p, const Matrix *m, const float *weight, float eps, int64_t r) {
-  const void *row = row_of(p->hidden, r, p->width, p->bits);
-  FEED(m, norm_row(row, p->bits, p->width, weight, eps, to), norm_round_row(row, p->bits, p->width, weight, eps, to))
+/* Where the rows lie that part `i` reads. Parts that are fed alike read the same. */
+static void *fed_rows(const Pass *p, const Joined *j, int64_t i) {
+  char *at = p->fed;
+  for (int64_t k = 1; k <= i; k++)
+    if (!fed_alike(j->part + k, j->part + k - 1)) at += p->rows * j->part[k - 1].in * 4;
+  return at;
 }
 
-static void as_is(const Pass *p, const Matrix *m, int64_t r) {
+/* `from` is what `feed` reads. It lies where the first part reads it, if that is fed as it is. */
+static void feed_all(const Pass *p, const Joined *j, const void *from, int64_t r) {
+  for (int64_t i = 0; i < j->parts; i++) {
+    const Matrix *m = j->part + i;
+    if (!i || !fed_alike(m, m - 1)) feed(m, from, (char *)fed_rows(p, j, i) + r * fed_bytes(m));
+  }
+}
+
+/* What matrices read: the row itself or, for 8 bits and less, rounded; and in the form that this processor takes. */
+#define FEED(joined, plain, rounded)                                       \
+  {                                                                        \
+    const Matrix *m = (joined)->part;                                      \
+    char own[fed_as_is(m) ? 64 : m->in * 4] __attribute__((aligned(64)));  \
+    void *to = fed_as_is(m) ? (char *)p->fed + r * fed_bytes(m) : own;     \
+    if (m->bits <= 8)                                                      \
+      p->step[r] = rounded;                                                \
+    else                                                                   \
+      plain;                                                               \
+    feed_all(p, joined, to, r);                                            \
+  }
+
+static void norm(const Pass *p, const Joined *j, Norm norm, int64_t r) {
   const void *row = row_of(p->hidden, r, p->width, p->bits);
-  FEED(m, memcpy(to, row, (size_t)(p->width * p->bits / 8)), wide_round_row(row, p->bits, p->width, to))
+  FEED(j, norm_row(row, p->bits, p->width, norm, to), norm_round_row(row, p->bits, p->width, norm, to))
+}
+
+static void as_is(const Pass *p, const Joined *j, const void *rows, int64_t n, int64_t r) {
+  const void *row = row_of(rows, r, n, p->bits);
+  FEED(j, memcpy(to, row, (size_t)(n * p->bits / 8)), wide_round_row(row, p->bits, n, to))
 }
 
 /* The two rows that such a layer reads, normed, one behind the other. */
 static void norm_both(const Pass *p, const Layer *l, int64_t r, void *to) {
   void *row = (void *)row_of(p->hidden, r, p->width, p->bits), *second = (void *)row_of(to, 1, p->width, p->bits);
-  norm_row(row_of(p->beside, r, p->width, p->bits), p->bits, p->width, l->norm_beside, l->eps_beside, to);
-  norm_row(row, p->bits, p->width, l->norm_attention, l->eps_attention, second);
+  norm_row(row_of(p->beside, r, p->width, p->bits), p->bits, p->width, l->norm_beside, to);
+  norm_row(row, p->bits, p->width, l->norm_attention, second);
   if (l->normed_residual) memcpy(row, second, (size_t)(p->width * p->bits / 8));
 }
 
@@ -95,51 +120,69 @@ static float norm_round_both(const Pass *p, const Layer *l, int64_t r, int16_t *
   return wide_round_row(both, p->bits, 2 * p->width, to);
 }
 
-static void beside(const Pass *p, const Layer *l, const Matrix *m, int64_t r) {
-  FEED(m, norm_both(p, l, r, to), norm_round_both(p, l, r, to))
+static void beside(const Pass *p, const Layer *l, const Joined *j, int64_t r) {
+  FEED(j, norm_both(p, l, r, to), norm_round_both(p, l, r, to))
 }
 
 static void norm_attention(const Pass *p, const Layer *l, int64_t r) {
-  if (l->norm_beside)
+  if (l->norm_beside.weight)
     beside(p, l, &l->qkv, r);
-  else if (l->norm_attention)
-    norm(p, &l->qkv, l->norm_attention, l->eps_attention, r);
+  else if (l->norm_attention.weight)
+    norm(p, &l->qkv, l->norm_attention, r);
   else
-    as_is(p, &l->qkv, r);
-}
-
-static void norm_mlp(const Pass *p, const Layer *l, int64_t r) {
-  norm(p, &l->gate_up, l->norm_mlp, l->eps_mlp, r);
+    as_is(p, &l->qkv, p->hidden, p->width, r);
 }
 
 static void rotate(const Pass *p, const Layer *l, int64_t r) {
   const Args *a = &p->attention;
-  Heads h = {a->heads, a->kv_heads, a->dim, l->key, l->value, a->rounded != 0};
-  rotate_row((void *)row_of(p->qkv, r, a->query_stride, p->bits), &h, row_of(p->cos, r, a->dim, p->bits),
-             row_of(p->sin, r, a->dim, p->bits), p->places[r], p->bits);
+  Heads h = {a->heads, a->kv_heads, a->dim, l->key, l->value, a->rounded != 0, l->norm_query, l->norm_key};
+  rotate_row((void *)row_of(p->qkv, r, a->query_stride, p->bits), &h, row_of(p->cos[l->number], r, a->dim, p->bits),
+             row_of(p->sin[l->number], r, a->dim, p->bits), p->places[r], p->bits);
 }
 
-static void mix(const Pass *p, const Layer *l, int64_t r) {
-  int64_t n = l->out.in;
-  const void *row = row_of(p->mixed, r, n, p->bits);
-  FEED(&l->out, memcpy(to, row, (size_t)(n * p->bits / 8)), wide_round_row(row, p->bits, n, to))
+static void mix(const Pass *p, const Layer *l, int64_t r) { as_is(p, &l->out, p->mixed, l->out.part->in, r); }
+
+static void add_made(const Pass *p, Norm norm, int64_t r) {
+  void *to = (void *)row_of(p->hidden, r, p->width, p->bits);
+  if (norm.weight) add_normed_row(row_of(p->made, r, p->width, p->bits), p->bits, p->width, norm, to);
+}
+
+static void norm_mlp(const Pass *p, const Layer *l, int64_t r) {
+  add_made(p, l->after_attention, r);
+  norm(p, &l->gate_up, l->norm_mlp, r);
 }
 
 static void gate(const Pass *p, const Layer *l, int64_t r) {
-  int64_t n = l->down.in;
+  int64_t n = l->down.part->in;
   const void *row = row_of(p->gates, r, 2 * n, p->bits);
-  FEED(&l->down, gate_row(row, p->bits, n, to), gate_round_row(row, p->bits, n, to))
+  FEED(&l->down, gate_row(row, p->bits, n, l->activation, to), gate_round_row(row, p->bits, n, l->activation, to))
 }
+
+static void add_mlp(const Pass *p, const Layer *l, int64_t r) { add_made(p, l->after_mlp, r); }
 
 ROWS_OF(norm_attention)
 ROWS_OF(norm_mlp)
 ROWS_OF(rotate)
 ROWS_OF(mix)
 ROWS_OF(gate)
+ROWS_OF(add_mlp)
 
-static void multiply(const Pass *p, const Matrix *m, void *out, int add) {
-  Product product = {p->fed, p->step, out, p->rows, p->bits, add};
-  multiply_together(m, &product);
+/* The products of all parts, side by side. */
+static void multiply(const Pass *p, const Joined *j, void *out, int add) {
+  int64_t stride = 0, at = 0;
+  for (int64_t i = 0; i < j->parts; i++) stride += j->part[i].out;
+  for (int64_t i = 0; i < j->parts; at += j->part[i++].out) {
+    Product product = {fed_rows(p, j, i), p->step, (char *)out + at * (p->bits / 8), stride, p->rows, p->bits, add};
+    multiply_together(j->part + i, &product);
+  }
+}
+
+/* Added to the hidden row, at once or after a norm. */
+static void multiply_and_add(const Pass *p, const Joined *j, Norm after) {
+  if (after.weight)
+    multiply(p, j, p->made, 0);
+  else
+    multiply(p, j, p->hidden, 1);
 }
 
 static void attend(const Pass *p, const Layer *l, const Job *jobs, int count, Work *w) {
@@ -154,17 +197,21 @@ static void run(const Pass *p, const Layer *l, const Job *jobs, int count, Work 
   multiply(p, &l->qkv, p->qkv, 0);
   rotate_rows(p, l, p->attention.query_stride);
   attend(p, l, jobs, count, w);
-  mix_rows(p, l, l->out.in);
-  multiply(p, &l->out, p->hidden, 1);
+  mix_rows(p, l, l->out.part->in);
+  multiply_and_add(p, &l->out, l->after_attention);
   norm_mlp_rows(p, l, p->width);
   multiply(p, &l->gate_up, p->gates, 0);
-  gate_rows(p, l, 2 * l->down.in);
-  multiply(p, &l->down, p->hidden, 1);
+  gate_rows(p, l, 2 * l->down.part->in);
+  multiply_and_add(p, &l->down, l->after_mlp);
+  if (l->after_mlp.weight) add_mlp_rows(p, l, p->width);
 }
 
 static double work_of(const Pass *p, const Layer *l) {
-  return attention_work(&p->attention, p->bits) + matmul_work(&l->qkv, p->rows) + matmul_work(&l->out, p->rows) +
-         matmul_work(&l->gate_up, p->rows) + matmul_work(&l->down, p->rows);
+  const Joined *joined[] = {&l->qkv, &l->out, &l->gate_up, &l->down};
+  double work = attention_work(&p->attention, p->bits);
+  for (int k = 0; k < 4; k++)
+    for (int64_t i = 0; i < joined[k]->parts; i++) work += matmul_work(joined[k]->part + i, p->rows);
+  return work;
 }
 
 /* Returns 0, or 1 if there was no memory. */

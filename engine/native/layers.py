@@ -15,25 +15,40 @@ from engine.machine.threads import pool_threads
 from engine.native.attention import BITS, AttentionArgs
 from engine.native.compiled import library
 from engine.native.matmul import Matrix, PackedMatrix
+from engine.native.rows import SILU, Activation, Norm, WeightAndEps
 
 _PTR, _F32, _I64, _I32 = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64, ctypes.c_int32
 
 
+class _Joined(ctypes.Structure):
+    _fields_ = (("part", Matrix * 3), ("parts", _I64))
+
+    @classmethod
+    def of(cls, matrices: Seq[PackedMatrix]) -> _Joined:
+        return cls((Matrix * 3)(*(each.matrix for each in matrices)), len(matrices))
+
+
+_MATRICES = ("qkv", "out", "gate_up", "down")
+_NORMS = ("norm_attention", "after_attention", "norm_mlp", "after_mlp", "norm_query", "norm_key", "norm_beside")
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, _PTR) for name in ("norm_attention", "norm_mlp", "key", "value")),
-        *((name, _F32) for name in ("eps_attention", "eps_mlp", "scale", "softcap")),
-        ("window", _I64),
-        ("norm_beside", _PTR),
-        ("eps_beside", _F32),
+        *((name, _Joined) for name in _MATRICES),
+        *((name, Norm) for name in _NORMS),
+        *((name, _PTR) for name in ("key", "value")),
+        *((name, _I64) for name in ("number", "window")),
+        *((name, _F32) for name in ("scale", "softcap")),
+        ("activation", Activation),
         ("normed_residual", _I32),
     )
 
 
 class _Pass(ctypes.Structure):
     _fields_ = (
-        *((name, _PTR) for name in ("hidden", "cos", "sin", "places", "qkv", "mixed", "gates", "fed", "step")),
+        ("hidden", _PTR),
+        *((name, ctypes.POINTER(_PTR)) for name in ("cos", "sin")),
+        *((name, _PTR) for name in ("places", "qkv", "mixed", "gates", "made", "fed", "step")),
         ("attention", AttentionArgs),
         ("rows", _I64),
         ("width", _I64),
@@ -43,33 +58,38 @@ class _Pass(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """The parts of a layer. Norms are (weight, eps), as for `Rows.norm`."""
+    """The parts of a layer. Norms are (weight, eps), as for `Rows.norm`.
 
-    qkv: PackedMatrix
-    out: PackedMatrix
-    gate_up: PackedMatrix
-    down: PackedMatrix
-    norm_attention: tuple[Tensor, float] | None  # None: the matrix reads the row as it is
-    norm_mlp: tuple[Tensor, float]
+    Matrices that read the same row are one or, where their codes are of several forms, up to three; their outputs lie
+    side by side in a row.
+    """
+
+    qkv: Seq[PackedMatrix]
+    out: Seq[PackedMatrix]
+    gate_up: Seq[PackedMatrix]
+    down: Seq[PackedMatrix]
+    norm_attention: WeightAndEps | None  # None: the matrix reads the row as it is
+    norm_mlp: WeightAndEps
     scale: float
     softcap: float | None
     window: int | None
-    norm_beside: tuple[Tensor, float] | None = None  # of a second row, which `qkv` reads before the layer's own
+    activation: Activation = SILU
+    after_attention: WeightAndEps | None = None  # of what attention gives, before it is added
+    after_mlp: WeightAndEps | None = None  # of what the MLP gives, before it is added
+    norm_query: WeightAndEps | None = None  # of each head, before it is rotated
+    norm_key: WeightAndEps | None = None
+    norm_beside: WeightAndEps | None = None  # of a second row, which `qkv` reads before the layer's own
     normed_residual: bool = False  # with `norm_beside`: the layer adds to its normed row, not to the row itself
 
-    def told(self, k: Tensor, v: Tensor) -> _Layer:
-        """Make the C structure, with the arena `k`, `v` `[rows, kv_heads, head_dim]` of this layer."""
-        first, beside = (
-            (None, 0.0) if norm is None else (norm[0].data_ptr(), norm[1])
-            for norm in (self.norm_attention, self.norm_beside)
-        )
+    def told(self, number: int, k: Tensor, v: Tensor) -> _Layer:
+        """Make the C structure of layer `number`, with its arena `k`, `v` `[rows, kv_heads, head_dim]`."""
+        matrices = (_Joined.of(getattr(self, name)) for name in _MATRICES)
+        norms = (Norm.of(getattr(self, name)) for name in _NORMS)
         return _Layer(
-            self.qkv.matrix, self.out.matrix, self.gate_up.matrix, self.down.matrix,
-            first[0], self.norm_mlp[0].data_ptr(), k.data_ptr(), v.data_ptr(),
-            first[1], self.norm_mlp[1], self.scale, self.softcap or 0.0, self.window or 0,
-            *beside, self.normed_residual,
+            *matrices, *norms, k.data_ptr(), v.data_ptr(), number, self.window or 0, self.scale, self.softcap or 0.0,
+            self.activation, self.normed_residual,
         )  # fmt: skip
 
 
@@ -78,16 +98,16 @@ class Layers:
 
     def __init__(self, parts: Seq[LayerParts], k: Seq[Tensor], v: Seq[Tensor]) -> None:
         self._parts, self._arena = tuple(parts), (tuple(k), tuple(v))  # kept alive, because C holds their addresses
-        told = [part.told(*kv) for part, *kv in zip(self._parts, *self._arena, strict=True)]
+        told = [part.told(i, *kv) for i, (part, *kv) in enumerate(zip(self._parts, *self._arena, strict=True))]
         self._layers = (_Layer * len(told))(*told)
-        self._inner = max(part.down.in_features for part in parts)
-        self._widest = max(m.in_features for p in parts for m in (p.qkv, p.out, p.gate_up, p.down))
+        self._inner = max(part.down[0].in_features for part in parts)
+        joined = [getattr(part, name) for part in parts for name in _MATRICES]
+        self._fed = 4 * max(sum(matrix.in_features for matrix in matrices) for matrices in joined)
 
     def run(
         self,
         hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotary: Seq[tuple[Tensor, Tensor]],
         places: Tensor,
         where: AttentionArgs,
         beside: Tensor | None = None,
@@ -95,9 +115,10 @@ class Layers:
     ) -> Tensor:
         """Replace `hidden` `[T, width]` by the result of the last layer, in place.
 
-        `cos`, `sin` `[T, head_dim]` have the type of `hidden`, and `places` `[T]` int64 are rows of the arena; `where`
-        contains the pages to read (`attention_args`). `beside` `[T, width]` is read by layers with `norm_beside`. Each
-        tensor of `read`, dense like `hidden`, gets the hidden states before the layer of that number.
+        `rotary` has for each layer cos and sin `[T, head_dim]`, of the type of `hidden`; `places` `[T]` int64 are rows
+        of the arena; `where` contains the pages to read (`attention_args`). `beside` `[T, width]` is read by layers
+        with `norm_beside`. Each tensor of `read`, dense like `hidden`, gets the hidden states before the layer of that
+        number.
 
         Raises:
             MemoryError: the C code could not allocate working memory.
@@ -110,14 +131,17 @@ class Layers:
         mixed = where.heads * where.dim
         joined = mixed + 2 * where.kv_heads * where.dim
         # One allocation for all buffers between the stages; each buffer starts at a multiple of 64 bytes, for vectors.
-        sizes = [rows * n * dtype.itemsize for n in (joined, mixed, 2 * self._inner)] + [rows * self._widest * 4]
-        scratch = torch.empty(sum(sizes) + 4 * rows + 64 * 5, dtype=torch.uint8)
-        at = [scratch.data_ptr()]
+        sizes = [rows * n * dtype.itemsize for n in (joined, mixed, 2 * self._inner, width)] + [rows * self._fed]
+        scratch = torch.empty(sum(sizes) + 4 * rows + 64 * (len(sizes) + 1), dtype=torch.uint8)
+        at = [-(-scratch.data_ptr() // 64) * 64]
         for size in sizes:
             at.append(-(-(at[-1] + size) // 64) * 64)
         where.query_stride = joined
-        told = _Pass(hidden.data_ptr(), cos.data_ptr(), sin.data_ptr(), places.data_ptr(), *at, where, rows, width,
-                     BITS[dtype], None if beside is None else beside.data_ptr(), self._told(read))  # fmt: skip
+        # Most layers share one pair of tensors.
+        addresses = {key: (cos.data_ptr(), sin.data_ptr()) for key, (cos, sin) in {id(x): x for x in rotary}.items()}
+        cos, sin = map(_pointers, zip(*(addresses[id(each)] for each in rotary), strict=True))
+        told = _Pass(hidden.data_ptr(), cos, sin, places.data_ptr(), *at, where, rows, width, BITS[dtype],
+                     None if beside is None else beside.data_ptr(), self._told(read))  # fmt: skip
         if native.pilotfish_layers(ctypes.byref(told), self._layers, len(self._layers), pool_threads()):
             raise MemoryError("a pass had no memory to work in")
         return hidden
@@ -125,6 +149,8 @@ class Layers:
     def _told(self, read: Mapping[int, Tensor]) -> ctypes.Array[ctypes.c_void_p] | None:
         if not read:
             return None
-        return (_PTR * len(self._layers))(
-            *(read[i].data_ptr() if i in read else None for i in range(len(self._layers)))
-        )
+        return _pointers([read[i].data_ptr() if i in read else None for i in range(len(self._layers))])
+
+
+def _pointers(addresses: Seq[int | None]) -> ctypes.Array[ctypes.c_void_p]:
+    return (_PTR * len(addresses))(*addresses)

@@ -103,6 +103,11 @@ int64_t fed_bytes(const Matrix *m) { return m->groups.size ? fed_groups(m) : ste
 
 int fed_as_is(const Matrix *m) { return !m->groups.size && fed_per_step(m) == 4; }
 
+int fed_alike(const Matrix *a, const Matrix *b) {
+  int splits_alike = SPLIT(a->bits) == SPLIT(b->bits);
+  return a->groups.size == b->groups.size && a->order == b->order && (a->groups.size ? splits_alike : a->bits == b->bits);
+}
+
 void feed(const Matrix *m, const void *row, void *to) {
   const uint32_t *from = row;
   uint32_t *two = to;
@@ -122,7 +127,7 @@ INLINE void finish(const Matrix *m, const Product *p, const vec *sums, int64_t r
     vec y = sums[i / LANES];
     if (m->groups.size) y = y * p->step[row];
     if (m->bias) y += *(const vec_unaligned *)(m->bias + first + i);
-    store_some(p->out, row * m->out + first + i, y, p->bits, p->add, count - i);
+    store_some(p->out, row * p->stride + first + i, y, p->bits, p->add, count - i);
   }
 }
 
@@ -170,7 +175,7 @@ const char *pilotfish_bfloat16_path(void) { return BFLOAT16_PATH; }
 
 typedef struct {
   const Matrix *m;  /* one, or several of the same form */
-  const Product *p; /* rows and products of the first; those of the others follow */
+  const Product *p; /* rows and products of the first; those of the others follow, densely */
   int64_t tiles, panels, pieces; /* of all rows of a matrix; of a piece; of a matrix */
 } Stage;
 
@@ -184,7 +189,7 @@ static void multiply_piece(const void *stage, int64_t piece, int worker) {
   int64_t tile = piece % s->tiles, first = p.rows * tile / s->tiles, panel = piece / s->tiles * s->panels;
   int64_t end = panel + s->panels, all = matmul_panels(m);
   p.in = (const char *)p.in + (before + first) * fed_bytes(m);
-  p.out = (char *)p.out + (before + first) * m->out * (p.bits / 8);
+  p.out = (char *)p.out + (before + first) * p.stride * (p.bits / 8);
   p.step = p.step ? p.step + before + first : NULL;
   p.rows = p.rows * (tile + 1) / s->tiles - first;
   multiply_panels(m, &p, panel, end < all ? end : all);

@@ -43,7 +43,8 @@ typedef struct {
 typedef struct {
   const void *in;    /* [rows, fed_bytes(matrix)], by `feed` */
   const float *step; /* [rows], for codes what one step of a row is worth */
-  void *out;         /* [rows, matrix.out], dense, float or bfloat16 */
+  void *out;         /* [rows, matrix.out], float or bfloat16 */
+  int64_t stride;    /* numbers of `out` from row to row */
   int64_t rows;
   int bits; /* of `out`: 32 or 16 */
   int add;  /* whether to add to what stands in `out` */
@@ -53,6 +54,7 @@ typedef struct {
  * of the matrix' own type. `to` may be `row` where the two are the same (`fed_as_is`). */
 int64_t fed_bytes(const Matrix *m);
 int fed_as_is(const Matrix *m);
+int fed_alike(const Matrix *a, const Matrix *b); /* whether they read the same bytes of the same row */
 void feed(const Matrix *m, const void *row, void *to);
 
 int64_t matmul_panels(const Matrix *m);

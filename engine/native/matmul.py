@@ -35,7 +35,7 @@ class Matrix(ctypes.Structure):
 class _Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rows", "step", "out")),
-        ("count", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("stride", "count")),
         ("bits", ctypes.c_int),
         ("add", ctypes.c_int),
     )
@@ -160,7 +160,7 @@ def _multiply(
     assert native is not None
     assert rows.is_contiguous(), "rows lie apart"
     at = None if step is None else step.data_ptr()
-    product = _Product(rows.data_ptr(), at, out.data_ptr(), out.shape[-2], _OUT_BITS[out.dtype], 0)
+    product = _Product(rows.data_ptr(), at, out.data_ptr(), out.shape[-1], out.shape[-2], _OUT_BITS[out.dtype], 0)
     if native.pilotfish_multiply(ctypes.byref(matrices), ctypes.c_int64(count), ctypes.byref(product), pool_threads()):
         raise MemoryError("a product had no memory to work in")
 

@@ -65,41 +65,48 @@ static void widen(const void *row, int bits, int64_t n, float *wide) {
   for (int64_t i = 0; i < n; i += LANES) *(vec *)(wide + i) = load(row, i, bits);
 }
 
-/* x / sqrt(sum of x^2 + eps) * weight. */
-INLINE void norm(const void *row, int64_t n, const float *weight, float eps, void *to, int bits) {
+INLINE void normed(const void *row, int64_t n, Norm norm, void *to, int bits) {
   vec squares = {0};
   for (int64_t i = 0; i < n; i += LANES) {
     vec here = load(row, i, bits);
     squares += here * here;
   }
-  float factor = 1.0f / sqrtf(sum_of(squares) + eps);
+  float factor = 1.0f / sqrtf(sum_of(squares) + norm.eps);
   for (int64_t i = 0; i < n; i += LANES)
-    store(to, i, load(row, i, bits) * factor * *(const vec_unaligned *)(weight + i), bits);
+    store(to, i, load(row, i, bits) * factor * *(const vec_unaligned *)(norm.weight + i), bits);
 }
 
-void norm_row(const void *row, int bits, int64_t n, const float *weight, float eps, void *to) {
-  bits == 32 ? norm(row, n, weight, eps, to, 32) : norm(row, n, weight, eps, to, 16);
+void norm_row(const void *row, int bits, int64_t n, Norm norm, void *to) {
+  bits == 32 ? normed(row, n, norm, to, 32) : normed(row, n, norm, to, 16);
 }
 
-float norm_round_row(const void *row, int bits, int64_t n, const float *weight, float eps, int16_t *to) {
-  float normed[n] __attribute__((aligned(64))), wide[n] __attribute__((aligned(64)));
-  norm_row(row, bits, n, weight, eps, normed);
-  widen(normed, bits, n, wide);
+float norm_round_row(const void *row, int bits, int64_t n, Norm norm, int16_t *to) {
+  float own[n] __attribute__((aligned(64))), wide[n] __attribute__((aligned(64)));
+  norm_row(row, bits, n, norm, own);
+  widen(own, bits, n, wide);
   return round_row(wide, n, to);
 }
 
-INLINE void gate(const void *row, int64_t n, void *to, int bits, int out_bits) {
-  for (int64_t i = 0; i < n; i += LANES)
-    store(to, i, silu(load(row, i, bits)) * load(row, n + i, bits), out_bits);
+void add_normed_row(const void *row, int bits, int64_t n, Norm norm, void *to) {
+  float own[n] __attribute__((aligned(64)));
+  norm_row(row, bits, n, norm, own);
+  for (int64_t i = 0; i < n; i += LANES) store(to, i, load(to, i, bits) + load(own, i, bits), bits);
 }
 
-void gate_row(const void *row, int bits, int64_t n, void *to) {
-  bits == 32 ? gate(row, n, to, 32, 32) : gate(row, n, to, 16, 16);
+INLINE void gate(const void *row, int64_t n, Activation a, void *to, int bits, int out_bits) {
+  for (int64_t i = 0; i < n; i += LANES) {
+    vec bent = times_logistic(load(row, i, bits), a.linear, a.cubic);
+    store(to, i, bent * load(row, n + i, bits), out_bits);
+  }
 }
 
-float gate_round_row(const void *row, int bits, int64_t n, int16_t *to) {
+void gate_row(const void *row, int bits, int64_t n, Activation activation, void *to) {
+  bits == 32 ? gate(row, n, activation, to, 32, 32) : gate(row, n, activation, to, 16, 16);
+}
+
+float gate_round_row(const void *row, int bits, int64_t n, Activation activation, int16_t *to) {
   float gated[n] __attribute__((aligned(64)));
-  bits == 32 ? gate(row, n, gated, 32, 32) : gate(row, n, gated, 16, 32);
+  bits == 32 ? gate(row, n, activation, gated, 32, 32) : gate(row, n, activation, gated, 16, 32);
   return round_row(gated, n, to);
 }
 
@@ -122,12 +129,17 @@ static void round_head(const void *head, int bits, int64_t dim, void *arena, int
 
 INLINE void rotate(void *row, const Heads *h, const void *c, const void *s, int64_t place, int bits) {
   int64_t half = h->dim / 2;
-  float turned[h->dim];
+  float turned[h->dim], own[h->dim];
   for (int64_t head = 0; head < h->query + h->kv; head++) {
     const void *from = row_of(row, head, h->dim, bits);
+    const Norm norm = head < h->query ? h->norm_query : h->norm_key;
     int64_t at = place * h->kv + head - h->query;
+    if (norm.weight) {
+      normed(from, h->dim, norm, own, bits);
+      from = own;
+    }
     void *of_key = h->rounded ? turned : (void *)row_of(h->key, at, h->dim, bits);
-    void *to = head < h->query ? (void *)from : of_key;
+    void *to = head < h->query ? (void *)row_of(row, head, h->dim, bits) : of_key;
     for (int64_t i = 0; i < half; i += LANES) {
       vec a = load(from, i, bits), b = load(from, half + i, bits), x = load(c, i, bits), y = load(s, i, bits);
       store(to, i, a * x - b * y, bits);
@@ -151,11 +163,11 @@ void rotate_row(void *row, const Heads *h, const void *c, const void *s, int64_t
 typedef struct {
   const void *x;
   int64_t stride, n;
-  const void *weight; /* float */
-  float eps;
   void *out;
   float *scale; /* of rows: written */
   int bits;
+  Activation activation;
+  Norm norm;
 } Stage;
 
 static void in_turn(Piece *row, const Stage *s, int64_t rows, int threads) {
@@ -178,32 +190,34 @@ static void in_turn(Piece *row, const Stage *s, int64_t rows, int threads) {
 #define ROW_OF_OUT (void *)row_of(s->out, r, s->n, s->bits)
 
 EACH_ROW(round_one, s->scale[r] = wide_round_row(ROW_OF_X, (int16_t *)s->out + r * s->n))
-EACH_ROW(gate_round_one, s->scale[r] = gate_round_row(ROW_OF_X, (int16_t *)s->out + r * s->n))
-EACH_ROW(gate_one, gate_row(ROW_OF_X, ROW_OF_OUT))
-EACH_ROW(norm_one, norm_row(ROW_OF_X, s->weight, s->eps, ROW_OF_OUT))
+EACH_ROW(gate_round_one, s->scale[r] = gate_round_row(ROW_OF_X, s->activation, (int16_t *)s->out + r * s->n))
+EACH_ROW(gate_one, gate_row(ROW_OF_X, s->activation, ROW_OF_OUT))
+EACH_ROW(norm_one, norm_row(ROW_OF_X, s->norm, ROW_OF_OUT))
+
 void pilotfish_round(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, int16_t *out, float *scale,
                      int threads) {
-  in_turn(round_one, &(Stage){x, stride, n, NULL, 0, out, scale, bits}, rows, threads);
+  in_turn(round_one, &(Stage){x, stride, n, out, scale, bits, {0}, {0}}, rows, threads);
 }
 
-void pilotfish_gate_round(const void *x, int bits, int64_t rows, int64_t n, int16_t *out, float *scale, int threads) {
-  in_turn(gate_round_one, &(Stage){x, 2 * n, n, NULL, 0, out, scale, bits}, rows, threads);
+void pilotfish_gate_round(const void *x, int bits, int64_t rows, int64_t n, float linear, float cubic, int16_t *out,
+                          float *scale, int threads) {
+  in_turn(gate_round_one, &(Stage){x, 2 * n, n, out, scale, bits, {linear, cubic}, {0}}, rows, threads);
 }
 
-void pilotfish_gate(const void *x, int bits, int64_t rows, int64_t n, void *out, int threads) {
-  in_turn(gate_one, &(Stage){x, 2 * n, n, NULL, 0, out, NULL, bits}, rows, threads);
+void pilotfish_gate(const void *x, int bits, int64_t rows, int64_t n, float linear, float cubic, void *out,
+                    int threads) {
+  in_turn(gate_one, &(Stage){x, 2 * n, n, out, NULL, bits, {linear, cubic}, {0}}, rows, threads);
 }
 
 void pilotfish_norm(const void *x, int bits, int64_t stride, int64_t rows, int64_t n, const float *weight, float eps,
                     void *out, int threads) {
-  in_turn(norm_one, &(Stage){x, stride, n, weight, eps, out, NULL, bits}, rows, threads);
+  in_turn(norm_one, &(Stage){x, stride, n, out, NULL, bits, {0}, {weight, eps}}, rows, threads);
 }
 
 /* cos and sin are [rows, dim]; `places` are arena rows. */
-void pilotfish_rotate(void *qkv, int bits, int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, const void *cos,
-                      const void *sin, const int64_t *places, void *key, void *value, int rounded) {
-  Heads h = {heads, kv_heads, dim, key, value, rounded};
+void pilotfish_rotate(void *qkv, int bits, int64_t rows, const Heads *h, const void *cos, const void *sin,
+                      const int64_t *places) {
   for (int64_t r = 0; r < rows; r++)
-    rotate_row((void *)row_of(qkv, r, (heads + 2 * kv_heads) * dim, bits), &h, row_of(cos, r, dim, bits),
-               row_of(sin, r, dim, bits), places[r], bits);
+    rotate_row((void *)row_of(qkv, r, (h->query + 2 * h->kv) * h->dim, bits), h, row_of(cos, r, h->dim, bits),
+               row_of(sin, r, h->dim, bits), places[r], bits);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import cache
 
 import torch
@@ -16,11 +17,42 @@ _LANES = 16
 _I64, _F32, _PTR, _INT = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p, ctypes.c_int
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "round": (_PTR, _INT, _I64, _I64, _I64, _PTR, _PTR, _INT),
-    "gate_round": (_PTR, _INT, _I64, _I64, _PTR, _PTR, _INT),
-    "gate": (_PTR, _INT, _I64, _I64, _PTR, _INT),
+    "gate_round": (_PTR, _INT, _I64, _I64, _F32, _F32, _PTR, _PTR, _INT),
+    "gate": (_PTR, _INT, _I64, _I64, _F32, _F32, _PTR, _INT),
     "norm": (_PTR, _INT, _I64, _I64, _I64, _PTR, _F32, _PTR, _INT),
-    "rotate": (_PTR, _INT, _I64, _I64, _I64, _I64, _PTR, _PTR, _PTR, _PTR, _PTR, _INT),
+    "rotate": (_PTR, _INT, _I64, _PTR, _PTR, _PTR, _PTR),
 }
+WeightAndEps = tuple[Tensor, float]  # of a norm x / sqrt(sum of x^2 + eps) * weight; the weight is float32
+
+
+class Activation(ctypes.Structure):
+    """`Activation` of rows.h: x times the logistic function of linear * x + cubic * x^3."""
+
+    _fields_ = (("linear", _F32), ("cubic", _F32))
+
+
+_GELU = 2 * math.sqrt(2 / math.pi)  # Hendrycks and Gimpel 2016: 1 + tanh(z) is 2 logistic(2 z)
+SILU, GELU_TANH = Activation(1.0, 0.0), Activation(_GELU, _GELU * 0.044715)
+
+
+class Norm(ctypes.Structure):
+    """`Norm` of rows.h."""
+
+    _fields_ = (("weight", _PTR), ("eps", _F32))
+
+    @classmethod
+    def of(cls, norm: WeightAndEps | None) -> Norm:
+        """Describe a norm, or that there is none; the weight must be kept alive."""
+        return cls(None, 0.0) if norm is None else cls(_dense(norm[0]), norm[1])
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = (
+        *((name, _I64) for name in ("query", "kv", "dim")),
+        *((name, _PTR) for name in ("key", "value")),
+        ("rounded", _INT),
+        *((name, Norm) for name in ("norm_query", "norm_key")),
+    )
 
 
 @cache
@@ -57,18 +89,22 @@ class Rows:
         )
         return out, scale
 
-    def gate_round(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(gate, up) `[M, 2 n]` -> silu(gate) * up, rounded as by `round`."""
+    def gate_round(self, x: Tensor, activation: Activation = SILU) -> tuple[Tensor, Tensor]:
+        """(gate, up) `[M, 2 n]` -> activation(gate) * up, rounded as by `round`."""
         m, n = x.shape[0], x.shape[1] // 2
         out, scale = torch.empty(m, n, dtype=torch.int16), torch.empty(m, 1)
-        self._call["gate_round"](_dense(x), BITS[x.dtype], m, n, out.data_ptr(), scale.data_ptr(), pool_threads())
+        bend = activation.linear, activation.cubic
+        self._call["gate_round"](
+            _dense(x), BITS[x.dtype], m, n, *bend, out.data_ptr(), scale.data_ptr(), pool_threads()
+        )
         return out, scale
 
-    def gate(self, x: Tensor) -> Tensor:
-        """(gate, up) `[M, 2 n]` -> silu(gate) * up `[M, n]`, in the type of `x`."""
+    def gate(self, x: Tensor, activation: Activation = SILU) -> Tensor:
+        """(gate, up) `[M, 2 n]` -> activation(gate) * up `[M, n]`, in the type of `x`."""
         m, n = x.shape[0], x.shape[1] // 2
         out = torch.empty(m, n, dtype=x.dtype)
-        self._call["gate"](_dense(x), BITS[x.dtype], m, n, out.data_ptr(), pool_threads())
+        bend = activation.linear, activation.cubic
+        self._call["gate"](_dense(x), BITS[x.dtype], m, n, *bend, out.data_ptr(), pool_threads())
         return out
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -79,19 +115,29 @@ class Rows:
         )
         return out
 
-    def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor, places: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def rotate(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        places: Tensor,
+        k: Tensor,
+        v: Tensor,
+        norms: tuple[WeightAndEps | None, WeightAndEps | None] = (None, None),
+    ) -> Tensor:
         """Rotate queries in place, write rotated keys and the values into the arena, and return the queries.
 
         `qkv` is `[T, (heads + 2 kv_heads) * d]`, `cos` and `sin` are `[T, d]` in its type, and `places` `[T]` are rows
         of the arena `k`, `v` `[rows, kv_heads, d]`, or in int8 `[rows, kv_heads, 4 + d]`: a float scale in bytes, then
-        codes. The result is a view of `qkv`, `[T, heads, d]`.
+        codes. `norms` are of each head of queries and keys, before they are rotated. The result is a view of `qkv`,
+        `[T, heads, d]`.
         """
         kv_heads, dim = k.shape[1], cos.shape[1]
         heads = qkv.shape[1] // dim - 2 * kv_heads
+        told = _Heads(heads, kv_heads, dim, _dense(k), _dense(v), k.dtype == torch.int8, *map(Norm.of, norms))
         self._call["rotate"](
-            _dense(qkv), BITS[qkv.dtype], len(qkv), heads, kv_heads, dim,
-            _dense(cos), _dense(sin), _dense(places), _dense(k), _dense(v), k.dtype == torch.int8,
-        )  # fmt: skip
+            _dense(qkv), BITS[qkv.dtype], len(qkv), ctypes.byref(told), _dense(cos), _dense(sin), _dense(places)
+        )
         query: Tensor = qkv[:, : heads * dim].unflatten(1, (heads, dim))
         return query
 

@@ -136,10 +136,15 @@ INLINE void store_some(void *out, int64_t at, vec y, int bits, int add, int64_t 
   if (whole == few) memcpy(to, few, (size_t)count * size);
 }
 
-/* x / (1 + e^-x). The exponential is taken of what is not positive, so that it cannot overflow. */
-INLINE vec silu(vec x) {
-  vec small = exponential(either(x > 0, -x, x));
-  return x * either(x > 0, (vec){0} + 1.0f, small) / (1.0f + small);
+/* x times the logistic function of linear x + cubic x^3. The exponential is taken of what is not positive, so that it
+ * cannot overflow. */
+INLINE vec times_logistic(vec x, float linear, float cubic) {
+  vec z = x * linear;
+  if (cubic != 0) z = z + x * x * x * cubic;
+  vec small = exponential(either(z > 0, -z, z));
+  return x * either(z > 0, (vec){0} + 1.0f, small) / (1.0f + small);
 }
+
+INLINE vec silu(vec x) { return times_logistic(x, 1, 0); }
 
 #endif

@@ -22,9 +22,10 @@ from engine.kv.arena import KVArena, KVLayout
 from engine.kv.batch import Feed, RaggedBatch
 from engine.machine.mapped import release_mapped
 from engine.model.linear.equivalence import agree, random_rows
-from engine.model.linear.grouped import GroupedLinear
+from engine.model.linear.grouped import GroupedLinear, SideBySide, has_codes
 from engine.model.linear.low_rank import add_products
 from engine.native import Rows, rows_for
+from engine.native.rows import GELU_TANH, SILU, Activation, WeightAndEps
 from engine.verdicts import verdict
 
 log = logging.getLogger(__name__)
@@ -98,9 +99,7 @@ def _join(module: nn.Module, group: tuple[str, ...]) -> bool:
     matmul: nn.Module
     kind = kinds.pop()
     if issubclass(kind, GroupedLinear):
-        if not kind.joins(cast("list[GroupedLinear]", parts)):
-            return False
-        matmul = kind.joined(cast("list[GroupedLinear]", parts))
+        matmul = SideBySide.of(cast("list[GroupedLinear]", parts))
     elif kind is nn.Linear:
         matmul = _joined_linear(cast("list[nn.Linear]", parts))
     else:
@@ -132,6 +131,11 @@ class RMSNorm(nn.Module):
         self.scale = nn.Parameter(weight.detach().float() * size**0.5, requires_grad=False)
         self.eps = eps * size
 
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return self.scale.numel()
+
     def forward(self, x: Tensor) -> Tensor:
         """`[..., size]`, in the type of `x`."""
         native = rows_for(x.dtype, x.shape[-1])
@@ -158,11 +162,11 @@ def _norm_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
 
 
 class Gated(nn.Module):
-    """down(silu(gate) * up) on joined gate and up, in C; in int8 the same call also rounds the input of `down`."""
+    """down(activation(gate) * up) on joined gate and up, in C; the same call rounds the input of `down` for codes."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, activation: Activation) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.activation = inner, activation
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., hidden]`."""
@@ -173,19 +177,30 @@ class Gated(nn.Module):
             return cast("Tensor", inner(x))
         rows = both.view(-1, both.shape[-1])
         if isinstance(inner.down_proj, GroupedLinear):
-            out = inner.down_proj.of_rounded(*native.gate_round(rows), x.dtype)
-            add_products(inner.down_proj, lambda: native.gate(rows), out)
+            out = inner.down_proj.of_rounded(*native.gate_round(rows, self.activation), x.dtype)
+            add_products(inner.down_proj, lambda: native.gate(rows, self.activation), out)
             return out.view(x.shape)
-        return cast("Tensor", inner.down_proj(native.gate(rows).view(*x.shape[:-1], -1)))
+        return cast("Tensor", inner.down_proj(native.gate(rows, self.activation).view(*x.shape[:-1], -1)))
 
 
 def _gate_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | None:
     gate = getattr(module, "gate_proj", None)
     if not isinstance(gate, JoinedPart) or not hasattr(module, "down_proj") or model.device.type != "cpu":
         return None
+    activation = next((each for each in (SILU, GELU_TANH) if _activates(module, each)), None)
+    if activation is None:
+        return None
     x = random_rows(model, 1, _ROWS, model.config.get_text_config().hidden_size)
-    stand_in = Gated(module)
-    return stand_in if verdict(lambda: agree(lambda m: m(x), module, stand_in)) else None
+    stand_in, rounds = Gated(module, activation), has_codes(module)
+    return stand_in if verdict(lambda: agree(lambda m: m(x), module, stand_in, rounds=rounds)) else None
+
+
+@torch.inference_mode()
+def _activates(module: nn.Module, activation: Activation) -> bool:
+    """Whether the activation of a gated MLP is this one. Small numbers, as random rows may give, do not tell."""
+    act, x = getattr(module, "act_fn", getattr(module, "activation_fn", None)), torch.linspace(-8, 8, 257)
+    bend = activation.linear * x + activation.cubic * x**3
+    return callable(act) and torch.allclose(act(x), x * bend.sigmoid(), rtol=1e-4, atol=1e-5)
 
 
 class RotaryAttention(nn.Module):
@@ -227,15 +242,30 @@ class RotaryAttention(nn.Module):
 
     def _native_for(self, projected: Tensor, cos: Tensor, ragged: Ragged) -> Rows | None:
         """Our C functions, where they can rotate the projected rows while writing them into this arena; else None."""
-        dtype, plain = projected.dtype, getattr(self.inner, "q_norm", None) is None
+        dtype, dim = projected.dtype, self.seen.head_dim
         fits = dtype == cos.dtype and ragged.arena.layout.takes(dtype)
         one_type = fits and projected.is_cpu and cos.shape[0] == 1
-        return rows_for(dtype, self.seen.head_dim // 2) if plain and one_type and not self.seen.head_dim % 2 else None
+        return rows_for(dtype, dim // 2) if self.head_norms() is not None and one_type and not dim % 2 else None
+
+    def head_norms(self) -> tuple[WeightAndEps, WeightAndEps] | tuple[None, None] | None:
+        """The norms of each head of q and k; two None in families that have none, None where they are of another kind.
+
+        Some families have one norm for all heads together.
+        """
+        norms = getattr(self.inner, "q_norm", None), getattr(self.inner, "k_norm", None)
+        match norms:
+            case None, None:
+                return None, None
+            case RMSNorm() as query, RMSNorm() as key if query.width == key.width == self.seen.head_dim:
+                return (query.scale.data, query.eps), (key.scale.data, key.eps)
+        return None
 
     def _attend(self, native: Rows, projected: Tensor, cos: Tensor, sin: Tensor, ragged: Ragged) -> Tensor:
         seen, arena = self.seen, ragged.arena
         k, v = arena.k[self.layer_idx], arena.v[self.layer_idx]
-        query = native.rotate(projected, cos.contiguous(), sin.contiguous(), ragged.batch.kv_rows, k, v)
+        norms = self.head_norms()
+        assert norms is not None, "`_native_for` said no"
+        query = native.rotate(projected, cos.contiguous(), sin.contiguous(), ragged.batch.kv_rows, k, v, norms)
         return ragged.attend(query, k, v, ragged.batch, seen.spec)
 
     def _projected(self, hidden_states: Tensor) -> Tensor:
@@ -319,4 +349,5 @@ def _attention_for(module: nn.Module, model: PreTrainedModel) -> nn.Module | Non
         return cast("Tensor", out[0])
 
     stand_in = RotaryAttention(module, seen)
-    return stand_in if agree(run, module, stand_in, also=(ModelError, AssertionError)) else None
+    also, rounds = (ModelError, AssertionError), has_codes(module)
+    return stand_in if agree(run, module, stand_in, also=also, rounds=rounds) else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any, cast
 
@@ -19,12 +20,13 @@ from engine.attention.registry import Ragged
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed, RaggedBatch
 from engine.model.fusion.fuse import Gated, RMSNorm, RotaryAttention
-from engine.model.fusion.straight import bypass_model_code
+from engine.model.fusion.kernel_layers import NAMES
+from engine.model.fusion.straight import Rotary, bypass_model_code
 from engine.model.linear.equivalence import agree, random_rows
 from engine.model.linear.packed import packed_of
 from engine.model.runner import kv_layout
 from engine.model.tap import FINAL, Tap
-from engine.native import PackedMatrix, rows_for
+from engine.native import rows_for
 from engine.native.layers import LayerParts, Layers
 from engine.verdicts import verdict
 
@@ -50,7 +52,7 @@ def stack(model: PreTrainedModel) -> bool:
 
 
 class Stack(nn.ModuleList):
-    """A list of layers that yields one item when iterated: a callable that runs all layers at once."""
+    """A list of layers of which, where C can run the pass, the last one runs all when the model calls them in turn."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__(layers)
@@ -58,7 +60,8 @@ class Stack(nn.ModuleList):
         self.taps: tuple[Tap, ...] = ()  # read hidden states between layers
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter((cast("nn.Module", self.run),))
+        told: list[Rotary] = []
+        return iter([cast("nn.Module", partial(self._step, layer, told)) for layer in self._modules.values()])
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):  # the model iterates over the first n of n layers
@@ -69,31 +72,34 @@ class Stack(nn.ModuleList):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ready": None, "taps": ()}  # a copy has its own arena, and nobody reads it
 
-    def run(
+    def _step(
         self,
+        layer: Any,
+        told: list[Rotary],
         hidden_states: Tensor,  # [1, T, width]
-        position_embeddings: tuple[Tensor, Tensor] | None = None,  # cos and sin, [1, T, head_dim]
+        position_embeddings: Rotary | None = None,
         ragged: Ragged | None = None,
         **others: Any,
     ) -> Tensor:
-        """Compute what the layers compute one after the other; they run in that way where C cannot run the pass."""
-        if ragged is not None and position_embeddings is not None:
-            if self.serves(hidden_states, position_embeddings, ragged):
-                return self.at_once(hidden_states, position_embeddings, ragged)
-            others["ragged"] = ragged
-        return self.one_by_one(hidden_states, position_embeddings, **others)
+        """Take the place of a layer in the model's loop: in a ragged batch the last one runs all of them."""
+        if ragged is None or position_embeddings is None:
+            others |= {} if ragged is None else {"ragged": ragged}
+            return cast("Tensor", layer(hidden_states, position_embeddings=position_embeddings, **others))
+        told.append(position_embeddings)
+        if len(told) < len(self):
+            return hidden_states
+        if self.serves(hidden_states, told, ragged):
+            return self.at_once(hidden_states, told, ragged)
+        return self.one_by_one(hidden_states, told, ragged=ragged, **others)
 
-    def one_by_one(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None, **others: Any
-    ) -> Tensor:
-        """Run layer after layer."""
-        for layer in self._modules.values():
-            hidden_states = cast("Any", layer)(hidden_states, position_embeddings=position_embeddings, **others)
+    def one_by_one(self, hidden_states: Tensor, rotary: Seq[Rotary], **others: Any) -> Tensor:
+        """Run layer after layer; `rotary` has an item for each."""
+        for layer, each in zip(self._modules.values(), rotary, strict=True):
+            hidden_states = cast("Any", layer)(hidden_states, position_embeddings=each, **others)
         return hidden_states
 
-    def at_once(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
+    def at_once(self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> Tensor:
         """Run all layers in C, with the same bits as `one_by_one`."""
-        cos, sin = (x[0].contiguous() for x in position_embeddings)
         shape, first = ragged.arena.layout.same, cast("Any", self._modules["0"])
         assert shape is not None, "`serves` said no"
         where = native.args_of(ragged.batch, first.self_attn.seen.heads, shape.heads, shape.key_dim)
@@ -103,7 +109,9 @@ class Stack(nn.ModuleList):
         hidden, depth = hidden_states[0].clone(), len(self)
         places = {place for tap in self.taps for place in tap.places if place != FINAL}
         read = {place: torch.empty_like(hidden) for place in places}
-        self._layers(ragged.arena).run(hidden, cos, sin, ragged.batch.kv_rows, where, read=read)
+        dense = {key: (cos[0].contiguous(), sin[0].contiguous()) for key, (cos, sin) in _distinct(rotary).items()}
+        angles = [dense[id(each)] for each in rotary]
+        self._layers(ragged.arena).run(hidden, angles, ragged.batch.kv_rows, where, read=read)
         if depth in read:
             read[depth].copy_(hidden)
         for tap in self.taps:
@@ -112,15 +120,17 @@ class Stack(nn.ModuleList):
                     tap.keep(place, read[place])
         return hidden[None]
 
-    def serves(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> bool:
+    def serves(self, hidden: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> bool:
         """Whether C can run this pass."""
         layout, shape = ragged.arena.layout, ragged.arena.layout.same
         if shape is None or shape.key_dim % 2 or ragged.batch.has_adapters:
             return False
         ours = getattr(ragged.attend, "func", ragged.attend) is native.attend
-        fits = hidden.dtype == rotary[0].dtype and layout.takes(hidden.dtype)
-        one_type = fits and hidden.is_cpu and rotary[0].shape[0] == 1
-        return ours and one_type and rows_for(hidden.dtype, hidden.shape[-1], shape.key_dim // 2) is not None
+        fits = layout.takes(hidden.dtype) and hidden.is_cpu
+        turns = all(
+            cos.dtype == hidden.dtype and cos.shape[::2] == (1, shape.key_dim) for cos, _ in _distinct(rotary).values()
+        )
+        return ours and fits and turns and rows_for(hidden.dtype, hidden.shape[-1], shape.key_dim // 2) is not None
 
     def _layers(self, arena: KVArena) -> Layers:
         """All layers, over this arena."""
@@ -130,24 +140,37 @@ class Stack(nn.ModuleList):
         return self._ready[1]
 
 
+def _distinct(rotary: Seq[Rotary]) -> dict[int, Rotary]:
+    """By identity: most layers share one."""
+    return {id(each): each for each in rotary}
+
+
 def _parts(layer: nn.Module) -> LayerParts | None:
-    """The parts of a layer, if it is norm, attention, norm, MLP, and all are replacement modules; None if not."""
+    """The parts of a layer, if it is norms, attention and MLP, and all are replacement modules; None if not."""
     inside = {name: module for name, module in layer.named_children() if not isinstance(module, nn.Dropout)}
-    kinds = (inside.pop(name, None) for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"))
-    match (*kinds, *inside):
-        case RMSNorm() as first, RotaryAttention() as attention, RMSNorm() as second, Gated() as mlp:
-            inner, gate = cast("Any", attention.inner), cast("Any", mlp.inner)
-            qkv = inner.q_proj.joined.matmul if hasattr(inner, "q_proj") else inner.qkv_proj
-            matrices = map(packed_of, (qkv, inner.o_proj, gate.gate_proj.joined.matmul, gate.down_proj))
-            norms = (first.scale.data, first.eps), (second.scale.data, second.eps)
-            spec = attention.seen.spec
-            plain = getattr(inner, "q_norm", None) is None and spec.chunk is None and spec.sinks is None
-            match tuple(matrices):
-                case (
-                    PackedMatrix() as qkv, PackedMatrix() as out, PackedMatrix() as up, PackedMatrix() as down
-                ) if plain:  # fmt: skip
-                    return LayerParts(qkv, out, up, down, *norms, spec.scale, spec.softcap, spec.window)
-    return None
+    attention, mlp = inside.pop("self_attn", None), inside.pop("mlp", None)
+    names = next((names for names in NAMES if inside.keys() == set(names) - {None}), None)
+    kinds = (
+        isinstance(attention, RotaryAttention),
+        isinstance(mlp, Gated),
+        *(isinstance(x, RMSNorm) for x in inside.values()),
+    )
+    if names is None or not all(kinds):
+        return None
+    inner, gate, spec = cast("Any", attention).inner, cast("Any", mlp).inner, cast("Any", attention).seen.spec
+    qkv = inner.q_proj.joined.matmul if hasattr(inner, "q_proj") else inner.qkv_proj
+    heads, norms = cast("Any", attention).head_norms(), [inside[name] if name else None for name in names]
+    matrices = [packed_of(matmul) for matmul in (qkv, inner.o_proj, gate.gate_proj.joined.matmul, gate.down_proj)]
+    if None in matrices or heads is None or spec.chunk is not None or spec.sinks is not None:
+        return None
+    parts: dict[str, Any] = dict(zip(("qkv", "out", "gate_up", "down"), matrices, strict=True))
+    parts |= zip(
+        ("norm_attention", "after_attention", "norm_mlp", "after_mlp"),
+        (None if norm is None else (norm.scale.data, norm.eps) for norm in cast("Any", norms)),
+        strict=True,
+    )
+    parts |= {"norm_query": heads[0], "norm_key": heads[1], "activation": cast("Any", mlp).activation}
+    return LayerParts(scale=spec.scale, softcap=spec.softcap, window=spec.window, **parts)
 
 
 def _agrees(together: Stack, model: PreTrainedModel) -> bool:
@@ -158,7 +181,8 @@ def _agrees(together: Stack, model: PreTrainedModel) -> bool:
     arena = KVArena(layout, 1, _PAGE, model.device)
     ragged = Ragged(RaggedBatch.of([Feed([0] * _ROWS, 4, [0])], _PAGE, model.device), arena, native.attend)
     angles = random_rows(model, 1, _ROWS, layout.same.key_dim // 2).float().repeat(1, 1, 2) * 3
-    rotary = angles.cos().to(model.dtype), angles.sin().to(model.dtype)
+    # Not the same in two layers: some families have several.
+    rotary = [((angles + i).cos().to(model.dtype), (angles + i).sin().to(model.dtype)) for i in range(len(together))]
     x = random_rows(model, 1, _ROWS, model.config.get_text_config().hidden_size)
     if not together.serves(x, rotary, ragged):
         return False

@@ -7,6 +7,7 @@ small model.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence as Seq
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
@@ -24,6 +25,7 @@ from engine.verdicts import verdict
 
 log = logging.getLogger(__name__)
 
+Rotary = tuple[Tensor, Tensor]  # cos and sin, [1, T, head_dim]
 _PAGE, _START, _ROWS = 8, 4, 3  # of the equivalence test
 
 
@@ -32,11 +34,11 @@ class LayerStack(Protocol):
 
     taps: tuple[Tap, ...]
 
-    def serves(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], ragged: Ragged) -> bool:
+    def serves(self, hidden: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> bool:
         """Whether the layers can run this pass in one call."""
         ...
 
-    def at_once(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], ragged: Ragged) -> Tensor:
+    def at_once(self, hidden_states: Tensor, rotary: Seq[Rotary], ragged: Ragged) -> Tensor:
         """`[1, T, width]` -> `[1, T, width]`."""
         ...
 
@@ -63,6 +65,10 @@ class DirectPass:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._trunk = model, cast("Any", model.get_decoder())
         self.__wrapped__ = model.forward  # `inspect` reads the parameters of `forward` through this name
+        # Of each layer, where the model has several kinds of rotary positions.
+        turns = cast("Any", self._trunk.rotary_emb)
+        kinds = model.config.get_text_config().layer_types if hasattr(turns, "layer_types") else None
+        self._kinds: Seq[str | None] = kinds or [None] * len(self._trunk.layers)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         """`logits` `[1, R, vocab]` of the rows that `logits_to_keep` names, like the model's own `forward`."""
@@ -82,7 +88,7 @@ class DirectPass:
         if ragged is None or input_ids is None or not isinstance(rows, Tensor) or others != {"use_cache": False}:
             return None
         hidden = self._model.get_input_embeddings()(input_ids)
-        rotary = trunk.rotary_emb(hidden, position_ids=position_ids)
+        rotary = self._rotary(hidden, position_ids)
         if not trunk.layers.serves(hidden, rotary, ragged):
             return None
         made = trunk.layers.at_once(hidden, rotary, ragged)
@@ -95,6 +101,11 @@ class DirectPass:
         else:
             kept = trunk.norm(made[:, rows])
         return cast("Tensor", cast("Any", self._model.get_output_embeddings())(kept))
+
+    def _rotary(self, hidden: Tensor, position_ids: Tensor | None) -> list[Rotary]:
+        turns, kinds = self._trunk.rotary_emb, set(self._kinds)
+        made = {kind: turns(hidden, position_ids, *([] if kind is None else [kind])) for kind in kinds}
+        return [made[kind] for kind in self._kinds]
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -249,6 +249,36 @@ class GroupedLinear(nn.Module):
     def of_rounded(self, rows: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows `[M, in]`, rounded as by `round_rows` -> `[M, out]` in `dtype`, unless this module has its own dtype."""
         return self.pack().multiply(rows, step, self.dtype or dtype)
+
+
+class SideBySide(nn.Module):
+    """Matrices of several forms that read the same rows, which are rounded once; their outputs lie side by side."""
+
+    def __init__(self, parts: Seq[GroupedLinear]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.in_features, self.out_features = parts[0].in_features, sum(part.out_features for part in parts)
+
+    @classmethod
+    def of(cls, parts: Seq[GroupedLinear]) -> GroupedLinear | SideBySide:
+        """Join neighbours of one form, and put what is left side by side; nothing is rounded again."""
+        runs: list[list[GroupedLinear]] = []
+        for part in parts:
+            if runs and GroupedLinear.joins([runs[-1][0], part]):
+                runs[-1].append(part)
+            else:
+                runs.append([part])
+        joined = [GroupedLinear.joined(run) if len(run) > 1 else run[0] for run in runs]
+        return joined[0] if len(joined) == 1 else cls(joined)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        rows = x.reshape(-1, self.in_features)
+        if not len(rows):
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        rounded = round_rows(rows)
+        products = [cast("GroupedLinear", part).of_rounded(*rounded, x.dtype) for part in self.parts]
+        return torch.cat(products, -1).view(*x.shape[:-1], self.out_features)
 
 
 def kernel_name() -> str:

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.machine.mapped import release_mapped
 from engine.model.linear.activations import make_row_wise
-from engine.model.linear.grouped import GroupedLinear
+from engine.model.linear.grouped import GroupedLinear, SideBySide
 from engine.model.linear.routing import RowWiseRouting, make_routing_row_wise
 from engine.model.linear.swap import is_in_router
 from engine.model.linear.unstack import has_whole_vectors, recognised, stacked_weights, unstack
@@ -117,9 +117,12 @@ def _has_experts(model: nn.Module) -> bool:
     return any(True for _ in stacked_weights(model))
 
 
-def packed_of(matmul: nn.Module) -> PackedMatrix | None:
-    """The matrix of `matmul` in our C, if `matmul` returns its product without a change of type; else None."""
+def packed_of(matmul: nn.Module) -> tuple[PackedMatrix, ...] | None:
+    """The matrices of `matmul` in our C, if `matmul` returns their products without a change of type; else None."""
+    if isinstance(matmul, SideBySide):
+        parts = [packed_of(part) for part in matmul.parts]
+        return None if None in parts else tuple(matrix for part in parts if part is not None for matrix in part)
     if not isinstance(matmul, GroupedLinear | PackedLinear) or matmul.dtype is not None:
         return None
     found = matmul.pack() if isinstance(matmul, GroupedLinear) else matmul.packed
-    return found if isinstance(found, PackedMatrix) else None
+    return (found,) if isinstance(found, PackedMatrix) else None

@@ -21,10 +21,10 @@ from engine.model.linear.equivalence import agree
 from engine.model.linear.experts import Mix, OwnGate, RoutedExperts, StackedExperts
 from engine.native import ALIGNED
 from engine.native.experts import ExpertGate
+from engine.native.rows import GELU_TANH
 
 log = logging.getLogger(__name__)
 
-_GELU = 2 * math.sqrt(2 / math.pi)
 _HIDDEN, _INNER, _ROWS = 32, 16, 3  # sizes of a miniature
 
 
@@ -130,7 +130,7 @@ def _with(module: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
 
 def _gates(module: nn.Module, *, alone: bool) -> Iterator[ExpertGate]:
     """What may lie between two matrices, in our C; limits and slopes as the module holds them."""
-    kinds = [ExpertGate(), ExpertGate(linear=_GELU, cubic=_GELU * 0.044715), ExpertGate(squared=True)]
+    kinds = [ExpertGate(), ExpertGate(GELU_TANH.linear, GELU_TANH.cubic), ExpertGate(squared=True)]
     if alone:
         yield from (replace(kind, alone=True) for kind in kinds)
         return

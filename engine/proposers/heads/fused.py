@@ -57,6 +57,7 @@ class FusedLayers:
     def __init__(self, layers: Seq[nn.Module], config: LlamaConfig, rotary: Rotary, arena: KVArena) -> None:
         self._head_dim = _head_dim(config)
         parts = [_parts(layer, self._head_dim**-0.5) for layer in layers]
+        self._depth = len(parts)
         self._layers, self._arena, self._rotary = Layers(parts, arena.k, arena.v), arena, rotary
         self._heads, self._kv_heads = config.num_attention_heads, arena.k[0].shape[1]
 
@@ -78,7 +79,7 @@ class FusedLayers:
         where.key_stride = where.value_stride = keys.stride(0)
         where.rounded = self._arena.layout.is_rounded
         cos, sin = self._rotary.rows(batch.positions, max(batch.kv_lens))
-        return self._layers.run(hidden, cos, sin, batch.kv_rows, where, beside)
+        return self._layers.run(hidden, [(cos, sin)] * self._depth, batch.kv_rows, where, beside)
 
 
 def type_of(config: LlamaConfig, target: PreTrainedModel) -> torch.dtype:
@@ -103,10 +104,10 @@ def _parts(layer: nn.Module, scale: float) -> LayerParts:
     attention, mlp, own = inside.self_attn, inside.mlp, getattr(inside, "hidden_norm", None)
     first = _norm(inside.input_layernorm)
     return LayerParts(
-        packed(attention.q_proj, attention.k_proj, attention.v_proj),
-        packed(attention.o_proj),
-        packed(mlp.gate_proj, mlp.up_proj),
-        packed(mlp.down_proj),
+        qkv=[packed(attention.q_proj, attention.k_proj, attention.v_proj)],
+        out=[packed(attention.o_proj)],
+        gate_up=[packed(mlp.gate_proj, mlp.up_proj)],
+        down=[packed(mlp.down_proj)],
         norm_attention=first if own is None else _norm(own),
         norm_mlp=cast("tuple[Tensor, float]", _norm(inside.post_attention_layernorm)),
         scale=scale,

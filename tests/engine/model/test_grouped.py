@@ -13,7 +13,7 @@ from engine.model.fusion.fuse import Joined, fuse
 from engine.model.fusion.stack import stack
 from engine.model.linear import grouped
 from engine.model.linear.activations import make_row_wise
-from engine.model.linear.grouped import GroupedCodes, GroupedLinear, PortableGrouped, has_codes
+from engine.model.linear.grouped import GroupedCodes, GroupedLinear, PortableGrouped, SideBySide, has_codes
 from engine.model.linear.packed import is_batch_invariant, packs_whole, runs_in_c
 from engine.model.linear.rows import matmul_shape, round_rows
 from engine.native import PackedMatrix, library
@@ -122,6 +122,19 @@ def test_only_one_form_and_one_order_are_joined() -> None:
     assert GroupedLinear.joined(same)(numbers(3, INPUTS)).shape == (3, 40)
 
 
+def test_matrices_of_several_forms_lie_side_by_side() -> None:
+    """Neighbours of one form are joined; rows are rounded once, and nothing else changes a bit."""
+    order = torch.arange(INPUTS).flip(0)
+    drawn = [codes(n, INPUTS, "scale", seed=n) for n in (64, 16)]
+    drawn += [codes(40, INPUTS, "scale", bits=8), replace(codes(24, INPUTS, "zeros", group=16), order=order)]
+    alone, x = [GroupedLinear(each) for each in drawn], numbers(1, 5, INPUTS)
+    together = SideBySide.of([GroupedLinear(each) for each in drawn])
+    assert isinstance(together, SideBySide)
+    assert [part.out_features for part in together.parts] == [80, 40, 24]
+    assert torch.equal(together(x), torch.cat([part(x) for part in alone], -1))
+    assert together(x[:, :0]).shape == (1, 0, 144)
+
+
 def rounded(weight: Tensor, bits: int) -> GroupedCodes:
     """As GGUF's q8_0 and q4_0 are made, in groups of 16."""
     groups = weight.float().unflatten(1, (-1, 16))
@@ -134,24 +147,27 @@ def rounded(weight: Tensor, bits: int) -> GroupedCodes:
     return GroupedCodes(pairs[..., 0] | pairs[..., 1] << 4, 4, scale, None)
 
 
-def coded_model(bits: int, dtype: torch.dtype) -> PreTrainedModel:
-    model = plain_model("llama", dtype)
+def coded_model(bits: int, dtype: torch.dtype, family: str = "llama") -> PreTrainedModel:
+    """`bits` 0: 8 for values and gates, 4 for others, as files of mixed types have it."""
+    model = plain_model(family, dtype)
     make_row_wise(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             wide = torch.float32 if module is model.get_output_embeddings() else None
-            model.set_submodule(name, GroupedLinear(rounded(module.weight, bits), wide))
+            own = bits or (8 if name.endswith(("v_proj", "gate_proj")) else 4)
+            model.set_submodule(name, GroupedLinear(rounded(module.weight, own), wide))
     return model
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler here")
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("bits", [4, 8, 0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_of_codes_run_in_one_call(bits: int, dtype: torch.dtype) -> None:
-    model = coded_model(bits, dtype)
+def test_layers_of_codes_run_in_one_call(bits: int, dtype: torch.dtype, family: str) -> None:
+    model = coded_model(bits, dtype, family)
     assert all((has_codes(model), packs_whole(model), is_batch_invariant(model)))
     want = several_passes(model)
-    fused = coded_model(bits, dtype)
+    fused = coded_model(bits, dtype, family)
     assert fuse(fused)["matmuls joined"] == 2 * len(fused.model.layers)
     layer_by_layer = several_passes(fused)
     # A last bit of a fused norm can be a step of a rounded row. In bfloat16 it is 0.031 of the spread without codes,

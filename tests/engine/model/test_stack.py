@@ -28,8 +28,9 @@ pytestmark = pytest.mark.skipif(
     library() is None or not all(map(multiplies, (torch.int8, torch.float32))), reason="needs a C compiler"
 )
 DTYPES = [torch.float32, torch.bfloat16]
-# Norm, attention, norm, MLP with a gate; the others differ, and run layer by layer.
-STACKED = {"llama", "llama-3", "llama-tied", "mistral", "qwen2", "qwen2-window"}
+# Norms, attention, MLP with a gate; the others differ, and run layer by layer.
+STACKED = {"llama", "llama-3", "llama-tied", "mistral", "qwen2", "qwen2-window", "qwen3", "gemma", "gemma2", "gemma3"}
+STRAIGHT = STACKED - {"gemma2"}  # which bends its logits
 
 
 def plain_model(family: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -12,13 +12,13 @@ from engine.model.fusion.stack import Stack
 from engine.model.fusion.straight import DirectPass
 from engine.model.tap import FINAL, Tap
 from tests import zoo
-from tests.engine.model.test_stack import DTYPES, STACKED, model, plain_model, pytestmark, several_passes, stack
+from tests.engine.model.test_stack import DTYPES, STRAIGHT, model, plain_model, pytestmark, several_passes, stack
 
 __all__ = ["pytestmark"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", sorted(STACKED))
+@pytest.mark.parametrize("family", sorted(STRAIGHT))
 def test_a_pass_goes_straight_through_and_gives_the_same_bits(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 from engine.attention import native, reference, sdpa
 from engine.attention.spec import AttentionSpec
@@ -19,6 +21,7 @@ from engine.machine.threads import exactly
 from engine.model.linear import rows as model_rows
 from engine.native import library, rows
 from engine.native.compiled import _compiled, cache_folders, loaded
+from engine.native.rows import GELU_TANH, SILU
 
 pytestmark = pytest.mark.slow
 
@@ -225,13 +228,14 @@ def test_rounding_is_torchs_bit_for_bit(size, dtype) -> None:
 
 
 @needs_kernel
-@given(SIZES, DTYPES)
-def test_gates_and_norms_are_the_formula(size, dtype) -> None:
+@given(SIZES, DTYPES, st.sampled_from([(SILU, F.silu), (GELU_TANH, partial(F.gelu, approximate="tanh"))]))
+def test_gates_and_norms_are_the_formula(size, dtype, activation) -> None:
     x, n = numbers((size[0], 2 * size[1]), dtype), size[1]
-    want = torch.nn.functional.silu(x[:, :n].float()) * x[:, n:].float()
+    ours, torchs = activation
+    want = (torchs(x[:, :n].double()) * x[:, n:].double()).float()  # in float32 1 + tanh(x) is coarse below 0
     near = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-6}
-    assert torch.allclose(rows().gate(x).float(), want, **near)
-    steps, scale = rows().gate_round(x)
+    assert torch.allclose(rows().gate(x, ours).float(), want, **near)
+    steps, scale = rows().gate_round(x, ours)
     assert (steps.float() * scale - want).abs().le(0.51 * scale + 1e-6).all()
     x, weight = x[:, :n].contiguous(), numbers((n,), torch.float32, 1)
     want = x.float() * (x.float().pow(2).sum(-1, keepdim=True) + 1e-5).rsqrt() * weight
@@ -239,13 +243,19 @@ def test_gates_and_norms_are_the_formula(size, dtype) -> None:
 
 
 @needs_kernel
-@given(st.sampled_from([(4, 2, 32), (3, 1, 64), (8, 8, 96)]), st.integers(1, 5), DTYPES, st.booleans())
-def test_rotation_on_the_way_into_the_arena(shape, tokens, dtype, is_sick) -> None:
+@given(st.sampled_from([(4, 2, 32), (3, 1, 64), (8, 8, 96)]), st.integers(1, 5), DTYPES, st.booleans(), st.booleans())
+def test_rotation_on_the_way_into_the_arena(shape, tokens, dtype, is_normed, is_sick) -> None:
     heads, kv_heads, dim = shape
     qkv = numbers((tokens, (heads + 2 * kv_heads) * dim), dtype)
     angles = torch.rand(tokens, dim // 2).repeat(1, 2) * 6
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     query, key, value = qkv.clone().unflatten(1, (-1, dim)).float().split([heads, kv_heads, kv_heads], 1)
+    norms = [(numbers((dim,), torch.float32, seed), 0.5) for seed in (1, 2)] if is_normed else (None, None)
+    if is_normed:
+        query, key = (
+            (x * (x.pow(2).sum(-1, keepdim=True) + eps).rsqrt() * weight).to(dtype).float()
+            for x, (weight, eps) in zip((query, key), norms, strict=True)
+        )
     k, v = (torch.zeros(tokens + 3, kv_heads, dim, dtype=dtype) for _ in "kv")
     places = torch.randperm(tokens + 3)[:tokens]
 
@@ -256,8 +266,8 @@ def test_rotation_on_the_way_into_the_arena(shape, tokens, dtype, is_sick) -> No
     if is_sick:
         qkv[0, heads * dim], qkv[0, -1] = float("nan"), float("inf")
     again, rounded_k, rounded_v = qkv.clone(), round_heads(k), round_heads(v)
-    got = rows().rotate(qkv, cos, sin, places, k, v)
-    assert torch.equal(rows().rotate(again, cos, sin, places, rounded_k, rounded_v), got)
+    got = rows().rotate(qkv, cos, sin, places, k, v, norms)
+    assert torch.equal(rows().rotate(again, cos, sin, places, rounded_k, rounded_v, norms), got)
     for in_int8, in_floats in ((rounded_k, k), (rounded_v, v)):
         assert torch.equal(in_int8, round_heads(in_floats)), "the same bits as torch gives"
     if is_sick:
