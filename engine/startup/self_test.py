@@ -8,6 +8,7 @@ tiny sequences detect both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -189,9 +190,10 @@ def check_equal(
     """
     spread, off = max(float(want.std()), 1e-3), (got - want).abs()
     # bf16 keeps 8 bits, codes meet rows rounded to integers, and another batch shape or order of sums rounds otherwise
-    # in every layer; a wrong context gives a far larger error. We compare the error of a whole row, because among the
-    # hundred thousand logits of a large vocabulary one is always an outlier.
-    rounded = 0.1 * ((model.dtype != torch.float32) + has_codes(model))
+    # in every layer; a wrong context gives a far larger error. Two such errors do not know of each other: their squares
+    # add up. We compare the error of a whole row, because among the hundred thousand logits of a large vocabulary one
+    # is always an outlier.
+    rounded = 0.1 * math.sqrt((model.dtype != torch.float32) + has_codes(model))
     is_exact = tolerance is None and not rounded
     furthest = off.max() if is_exact else off.square().mean(-1).sqrt().max()
     if not furthest <= (1e-3 if is_exact else tolerance or rounded) * spread:

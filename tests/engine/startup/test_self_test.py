@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from engine.attention import reference
+from engine.attention.spec import AttentionSpec
 from engine.config import EngineConfig
 from engine.errors import ModelError
+from engine.kv.batch import RaggedBatch
+from engine.model.quantize import quantise
 from engine.model.runner import kv_layout, load_model
 from engine.startup.build import assemble
 from engine.startup.self_test import check_ragged_contract
@@ -82,6 +91,27 @@ def test_chunks_that_only_the_mask_knows_are_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(ModelError, match="does not know of"):
         check(model)
     assert model.config.attention_chunk_size == 50
+
+
+@pytest.mark.parametrize("rounds", [(), ("bfloat16",), ("codes",), ("bfloat16", "codes")], ids="+".join)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+def test_rounding_hides_no_wrong_attention(family: str, rounds: tuple[str, ...]) -> None:
+    """What is right differs by at most 0.03 of the spread of logits here; the least of these faults by 0.28."""
+    plain = zoo.ours(zoo.with_large_weights(copy.deepcopy(zoo.families()[family])))
+    model = torch.nn.Module.to(plain, torch.bfloat16 if "bfloat16" in rounds else torch.float32)
+    if "codes" in rounds:
+        quantise(model)
+    check(model)
+
+    def wrong(
+        fault: dict[str, Any], query: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, spec: AttentionSpec
+    ) -> Tensor:
+        return reference.attend(query, k, v, batch, replace(spec, **fault))
+
+    faults: list[dict[str, Any]] = [{"scale": 1.0}, {"window": 3}, {"softcap": 1.0}]
+    for fault in faults:
+        with pytest.raises(ModelError, match="does not know of"):
+            check_ragged_contract(model, kv_layout(model.config, model.dtype), partial(wrong, fault))
 
 
 @pytest.mark.parametrize(
