@@ -52,6 +52,23 @@ def test_logits_are_the_same(family: str, dtype: torch.dtype) -> None:
         assert (done["attentions"], done["norms"] >= 2 * layers + 1) == (layers, True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_large_weights_of_norms_do_not_hide_their_form(family: str, dtype: torch.dtype) -> None:
+    """Gemma's scale is 1 more than the weight. Beside large weights, as published ones are, 1 looks like rounding."""
+    plain = zoo.ours(zoo.with_large_weights(copy.deepcopy(zoo.families()[family])))
+    for name, module in plain.named_modules():
+        if name.endswith("norm"):
+            width = module.weight.numel()
+            module.weight.data.copy_(torch.where(torch.arange(width) % 3 == 0, 0.01, 60.0))
+    plain = torch.nn.Module.to(plain, dtype)
+    fused = copy.deepcopy(plain)
+    done, want = fuse(fused), logits(plain)
+    assert done["norms"] > 2 * plain.config.num_hidden_layers
+    off = float((logits(fused) - want).square().mean().sqrt() / want.std())
+    assert off < (1e-4 if dtype == torch.float32 else 0.05)
+
+
 # Projections, norms or rotations that ours does not have.
 _OF_OTHER_SHAPES = {
     "gpt_neox", "phi", "olmo2", "olmo3", "cohere2", "glm4", "minicpm3", "longcat_flash", "persimmon", "codegen",
