@@ -11,10 +11,11 @@
  * processor: results are the same bits on all. */
 
 /* Inputs whose codes lie together, and how many steps of the panel they take. */
-#define INPUTS(bits) ((bits) == 8 ? 4 : (bits) == 6 ? 16 : (bits) == 5 ? 32 : 8)
-#define STEPS(bits) (INPUTS(bits) * (bits) / 32)
+#define BYTES(bits) ((bits) == 8 || (!WIDE_ROWS && (bits) == UNPACKED)) /* are multiplied four at a time, as they lie */
+#define INPUTS(bits) (BYTES(bits) ? 4 : (bits) == 6 ? 16 : (bits) == 5 ? 32 : 8)
+#define STEPS(bits) (BYTES(bits) ? 1 : (bits) == UNPACKED ? 2 : INPUTS(bits) * (bits) / 32)
 #define SPLIT(bits) (!WIDE_ROWS || (bits) != 8)
-#define KEPT 128 /* inputs of a group at most, for its codes to be kept as bytes while several rows meet them */
+#define UNPACKED 7 /* in place of 4 to 6 bits: codes that `unpack` has made bytes of */
 #define ROWS (BLOCK < 3 ? BLOCK : 3) /* rows that meet a panel together: of each there are sums of a group and sums of all */
 
 typedef struct {
@@ -118,6 +119,10 @@ INLINE chars above(chars x, const int up) { return (chars)((ushorts)x >> up) & (
 
 /* Eight codes in each 32 bits: the p-th two registers of those that lie at `at` together. */
 INLINE void codes_of(const char *at, const int p, const int bits, chars *first, chars *last) {
+  if (bits == UNPACKED) {
+    *first = codes_at(at), *last = codes_at(at + STEP);
+    return;
+  }
   if (bits == 6) {
     chars a = codes_at(at), b = codes_at(at + STEP), c = codes_at(at + 2 * STEP);
     chars spread = above(a, 6) | ((chars)((ushorts)b >> 4) & 12) | ((chars)((ushorts)c >> 2) & 48);
@@ -136,7 +141,7 @@ INLINE void codes_of(const char *at, const int p, const int bits, chars *first, 
 /* The codes of one step of 4 inputs in a group whose codes begin at `at`. */
 INLINE chars codes_of_step(const char *at, const int step, const int v, const int bits) {
   at += v * WIDTH;
-  if (bits == 8) return codes_at(at + step * STEP);
+  if (bits == 8 || bits == UNPACKED) return codes_at(at + step * STEP);
   if (bits == 4) {
     chars both = codes_at(at + step / 2 * STEP);
     return (chars)((ushorts)both >> (4 * (step & 1))) & 15;
@@ -153,7 +158,39 @@ INLINE chars codes_of_step(const char *at, const int step, const int v, const in
   return above(a, 6) | ((chars)((ushorts)b >> 4) & 12) | ((chars)((ushorts)c >> 2) & 48);
 }
 
-/* Adds 256 times what the high bytes of a row's group give. `codes` are 8 bits each, or as they lie in the panel. */
+/* A panel for many rows to meet: for each group its steps and, if there are any, its offsets as floats, then a byte for
+ * each code. */
+INLINE int has_offsets(const Groups *g) { return g->has_offset || g->has_zeros; }
+INLINE int64_t unpacked_head(const Groups *g) { return (1 + has_offsets(g)) * VECTORS * WIDTH; }
+INLINE int64_t unpacked_panel(const Matrix *m) {
+  return m->in / m->groups.size * unpacked_head(&m->groups) + m->in * PANEL;
+}
+
+/* Unpacks a panel, while the next one is fetched. */
+INLINE void unpack(const Matrix *m, const char *panel, char *to, const int bits) {
+  const Groups *g = &m->groups;
+  const int64_t next = panel_of_groups(m), groups = m->in / g->size;
+  const char *block = panel;
+  for (int64_t i = 0; i < groups; i++) {
+    if (i % g->block == 0) block = panel, panel += head_of_block(g);
+    Worth w;
+    worth_of(g, block, panel, &w, bits);
+    memcpy(to, w.step, sizeof w.step);
+    if (has_offsets(g)) memcpy(to + sizeof w.step, w.offset, sizeof w.offset);
+    to += unpacked_head(g), panel += head_of_group(g);
+    for (int64_t k = 0; k < g->size; k += INPUTS(bits), panel += STEPS(bits) * STEP) {
+      for (int64_t l = 0; l < STEPS(bits) * STEP; l += LINE) __builtin_prefetch(panel + next + l, 0, 2);
+      EACH(int p = 0; p < 4; p++) {
+        if (p == INPUTS(bits) / 8) break;
+        EACH(int v = 0; v < VECTORS; v++)
+          codes_of(panel + v * WIDTH, p, bits, (chars *)(to + v * WIDTH), (chars *)(to + STEP + v * WIDTH));
+        to += 2 * STEP;
+      }
+    }
+  }
+}
+
+/* Adds 256 times what the high bytes of a row's group give. */
 INLINE void add_high(const char *codes, const High *high, int32_t count, ints *sum, const int bits) {
   ints found[VECTORS];
   EACH(int v = 0; v < VECTORS; v++) found[v] = (ints){0};
@@ -168,26 +205,24 @@ INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, i
                             const int rows, const int bits) {
   const Groups *g = &m->groups;
   const int64_t stride = fed_groups(m), groups = m->in / g->size;
-  const int has_offset = g->has_offset || g->has_zeros, wide = SPLIT(bits) ? 1 : 2;
-  const int from = bits == 8 ? CODES_FROM(8) : has_offset ? 0 : 1 << (bits - 1);
+  const int has_offset = has_offsets(g), wide = SPLIT(bits) ? 1 : 2;
+  const int from = bits == 8 ? CODES_FROM(8) : has_offset ? 0 : 1 << (m->bits - 1);
   const char *block = panel;
   const GroupOfRow *of_row = (const GroupOfRow *)(x + wide * m->in);
   const High *high[ROWS];
   EACH(int r = 0; r < rows; r++) high[r] = (const High *)((const char *)(of_row + groups) + r * stride);
   floats total[ROWS][VECTORS];
   EACH(int r = 0; r < rows; r++) EACH(int v = 0; v < VECTORS; v++) total[r][v] = (floats){0};
-  /* Codes are kept as bytes, for the high bytes of all rows, where it costs less than to unpack them again. */
-  const int keeps = WIDE_ROWS && rows > 1 && bits != 8 && g->size <= KEPT;
-  chars kept[KEPT / 4][VECTORS];
   for (int64_t i = 0, of_block = 0; i < groups; i++, of_row++) {
-    if (!of_block) {
+    if (bits != UNPACKED && !of_block) {
       for (int64_t l = 0; l < head_of_block(g); l += LINE) __builtin_prefetch(panel + ahead + l, 0, 2);
       block = panel, panel += head_of_block(g), of_block = g->block;
     }
     of_block--;
     const char *head = panel;
-    for (int64_t l = 0; l < head_of_group(g); l += LINE) __builtin_prefetch(head + ahead + l, 0, 2);
-    panel += head_of_group(g);
+    if (bits != UNPACKED)
+      for (int64_t l = 0; l < head_of_group(g); l += LINE) __builtin_prefetch(head + ahead + l, 0, 2);
+    panel += bits == UNPACKED ? unpacked_head(g) : head_of_group(g);
     ints sum[ROWS][VECTORS];
     EACH(int r = 0; r < rows; r++) {
       const GroupOfRow *here = (const GroupOfRow *)((const char *)of_row + r * stride);
@@ -200,7 +235,7 @@ INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, i
         for (int l = 0; l < lines; l++) __builtin_prefetch(panel + ahead + s * STEP + l * LINE, 0, 2);
       EACH(int v = 0; v < VECTORS; v++) {
         const char *at = panel + v * WIDTH;
-        if (bits == 8) {
+        if (BYTES(bits)) {
 #if WIDE_ROWS
           shorts even = even_codes(codes_at(at)), odd = odd_codes(codes_at(at));
           EACH(int r = 0; r < rows; r++) sum[r][v] = dot_wide(sum[r][v], even, odd, x + r * stride);
@@ -212,7 +247,6 @@ INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, i
             if (p == INPUTS(bits) / 8) break;
             chars first, last;
             codes_of(at, p, bits, &first, &last);
-            if (keeps) kept[k / 4 + 2 * p][v] = first, kept[k / 4 + 2 * p + 1][v] = last;
             EACH(int r = 0; r < rows; r++) sum[r][v] = dot_small_codes(sum[r][v], first, last, x + r * stride + 8 * p);
           }
         }
@@ -220,15 +254,16 @@ INLINE void block_of_groups(const Matrix *m, const char *x, const char *panel, i
     }
     if (SPLIT(bits)) EACH(int r = 0; r < rows; r++) {
         const int32_t count = ((const GroupOfRow *)((const char *)of_row + r * stride))->high;
-        if (!count) continue;
-        if (keeps)
-          add_high((const char *)kept, high[r], count, sum[r], 8);
-        else
-          add_high(codes, high[r], count, sum[r], bits);
+        if (count) add_high(codes, high[r], count, sum[r], bits);
         high[r] += count;
       }
     Worth w;
-    worth_of(g, block, head, &w, bits);
+    if (bits == UNPACKED) {
+      memcpy(w.step, head, sizeof w.step);
+      if (has_offset) memcpy(w.offset, head + sizeof w.step, sizeof w.offset);
+    } else {
+      worth_of(g, block, head, &w, bits);
+    }
     EACH(int r = 0; r < rows; r++) {
       EACH(int v = 0; v < VECTORS; v++)
         total[r][v] = total[r][v] + w.step[v] * __builtin_convertvector(sum[r][v], floats);

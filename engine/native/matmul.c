@@ -21,6 +21,7 @@
 #define STEP (VECTORS * WIDTH) /* bytes of a panel for the inputs that lie in 4 bytes */
 #define LINE 64                /* bytes of a cache line */
 #define LINES (STEP / LINE)    /* of a step */
+#define UNPACKS 6              /* blocks of rows from which on codes are unpacked once for all of them */
 #define AHEAD 8192             /* bytes, where there is one block of rows and the processor's own foresight falls short */
 
 /* `rows` rows of `steps` times one panel, each step of a row being `fed` bytes; `next` is what to fetch, `lines` of it in
@@ -90,10 +91,12 @@ FLOATS(OF, 32)
 CODES(OF_GROUPS, 4)
 CODES(OF_GROUPS, 5)
 CODES(OF_GROUPS, 6)
+CODES(OF_GROUPS, 7)
 CODES(OF_GROUPS, 8)
 static Block *const BLOCKS[][BLOCK] = {{FLOATS_NAMES(block, 16)}, {FLOATS_NAMES(block, 32)}};
 static BlockOfGroups *const BLOCKS_OF_GROUPS[][ROWS] = {{CODES_NAMES(groups, 4)}, {CODES_NAMES(groups, 5)},
-                                                        {CODES_NAMES(groups, 6)}, {CODES_NAMES(groups, 8)}};
+                                                        {CODES_NAMES(groups, 6)}, {CODES_NAMES(groups, 7)},
+                                                        {CODES_NAMES(groups, 8)}};
 
 /* Of floats. */
 static int fed_per_step(const Matrix *m) { return m->bits == 16 ? FED16 : 4; }
@@ -131,30 +134,40 @@ INLINE void finish(const Matrix *m, const Product *p, const vec *sums, int64_t r
   }
 }
 
-/* One block of rows against one panel. */
-INLINE void meet(const Matrix *m, const Product *p, int64_t row, int64_t count, const char *weights, const char *next,
-                 int lines, void *sums) {
+/* One block of rows against one panel, whose codes have `bits`. */
+INLINE void meet(const Matrix *m, const Product *p, int64_t row, int64_t count, const char *weights, int64_t bits,
+                 const char *next, int lines, void *sums) {
   const char *rows = (const char *)p->in + row * fed_bytes(m);
   if (m->groups.size)
-    BLOCKS_OF_GROUPS[m->bits == 8 ? 3 : m->bits - 4][count - 1](m, rows, weights, next - weights, lines, sums);
+    BLOCKS_OF_GROUPS[bits - 4][count - 1](m, rows, weights, next - weights, lines, sums);
   else
     BLOCKS[m->bits == 32][count - 1](rows, steps_of(m), weights, next, lines, sums);
 }
 
 int64_t matmul_panels(const Matrix *m) { return (m->out + PANEL - 1) / PANEL; }
 
+static void unpack_panel(const Matrix *m, const char *panel, char *to) {
+  m->bits == 4 ? unpack(m, panel, to, 4) : m->bits == 5 ? unpack(m, panel, to, 5) : unpack(m, panel, to, 6);
+}
+
 void multiply_panels(const Matrix *m, const Product *p, int64_t first, int64_t last) {
   int64_t size = m->groups.size ? panel_of_groups(m) : m->in * m->bits / 8 * PANEL;
   int64_t most = m->groups.size ? ROWS : BLOCK, parts = (p->rows + most - 1) / most;
   int lines = parts == 1 ? LINES : parts <= 3 ? (LINES + 1) / 2 : 1;
+  const int unpacks = m->groups.size && m->bits < 8 && parts >= UNPACKS;
+  char unpacked[unpacks ? unpacked_panel(m) : 64] __attribute__((aligned(64)));
   for (int64_t panel = first; panel < last; panel++) {
     const char *weights = (const char *)m->panels + panel * size;
+    if (unpacks) unpack_panel(m, weights, unpacked);
     for (int64_t part = 0; part < parts; part++) {
       int64_t row = p->rows * part / parts, count = p->rows * (part + 1) / parts - row;
       int64_t apart = m->groups.size ? LINE : size / LINES; /* the lines of a step in turn, or parts of the panel */
       const char *next = parts == 1 ? weights + AHEAD : weights + size + part * lines * apart;
       vec sums[BLOCK * PANEL / LANES];
-      meet(m, p, row, count, weights, next, lines, sums);
+      if (unpacks)
+        meet(m, p, row, count, unpacked, UNPACKED, unpacked, 0, sums);
+      else
+        meet(m, p, row, count, weights, m->bits, next, lines, sums);
       for (int64_t r = 0; r < count; r++) finish(m, p, sums + r * (PANEL / LANES), row + r, panel * PANEL);
     }
   }

@@ -27,7 +27,7 @@ typedef struct {
 
 /* To integers, most of which fit in 8 bits; returns what one step is worth, NaN if there is a NaN. */
 #define ROUNDED_MOST 32512.0f /* 127 * 256: the high byte of 16 bits has room for what the low one, with its sign, hands up */
-#define MEANS 3.25             /* 127 steps are this times the mean magnitude of a row */
+#define MEANS 2.5              /* 127 steps are this times the mean magnitude of a row */
 float round_row(const float *x, int64_t n, int16_t *to);
 float wide_round_row(const void *row, int bits, int64_t n, int16_t *to);
 

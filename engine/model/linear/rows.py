@@ -15,7 +15,7 @@ from engine.native import rows_for
 
 # As in native/rows.h.
 _MOST = 32512.0  # 127 * 256
-_MEANS = 3.25  # 127 steps are this times the mean magnitude
+_MEANS = 2.5  # 127 steps are this times the mean magnitude
 _TINY = 1e-30  # so that a row of zeros has a step too
 
 

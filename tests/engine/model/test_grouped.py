@@ -88,10 +88,11 @@ def test_a_row_is_the_same_alone_and_among_others(
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("bits", [5, 6, 8])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
 def test_c_and_torch_give_the_same_bits(bits: int, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, x = replace(codes(70, INPUTS, form, bits), bias=numbers(70)), numbers(4, INPUTS)
+    drawn, x = replace(codes(70, INPUTS, form, bits), bias=numbers(70)), numbers(40, INPUTS)
     in_c = GroupedLinear(drawn)(x)
+    assert torch.equal(GroupedLinear(drawn)(x[7:11]), in_c[7:11]), "unpacked once for many rows"
     without_c(monkeypatch)
     assert torch.equal(GroupedLinear(drawn)(x), in_c)
 

@@ -127,7 +127,7 @@ def rows_of(count: int, inputs: int, high: str) -> Tensor:
 def test_codes_in_groups(path: str, form: str, bits: int, group: int, dtype: torch.dtype) -> None:
     drawn = codes(100, 192, form, bits, group, dtype)
     packed, portable = PackedMatrix.of_groups(drawn.codes, drawn.bits, drawn.scales, None), PortableGrouped(drawn)
-    for rows, high in itertools.product((1, 2, 5, 13), ("no", "some", "all")):
+    for rows, high in itertools.product((1, 2, 5, 19), ("no", "some", "all")):
         x, step = rows_of(rows, 192, high), numbers(rows, 1).abs()
         assert torch.equal(packed.multiply(x, step, torch.float32), portable.multiply(x, step, torch.float32)), path
 
@@ -190,7 +190,7 @@ def raw(x: Tensor) -> bytes:
 def test_products_on_arm(arm: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "panel", lambda: 16)
     monkeypatch.setattr(matmul, "codes_from", lambda: 0)
-    outputs, inputs, rows = 70, 128, 9
+    outputs, inputs, rows = 70, 128, 19
     for dtype in (torch.float32, torch.bfloat16):
         floats, row = numbers(outputs, inputs).to(dtype), numbers(rows, inputs, seed=3).to(dtype)
         packed = PackedMatrix.of(floats)
