@@ -4,6 +4,7 @@ Its own server would add overhead to what is measured here; the library does all
 
     python -m benchmarks.peers.llama export MODEL OUT      a GGUF file, f16
     python -m benchmarks.peers.llama quantize FILE OUT q8_0|q4_0
+    python -m benchmarks.peers.llama logits FILE OUT 5,17,3    float32 [tokens, vocabulary] of a text
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import llama_cpp as api
 
-from benchmarks.peers.llama_loop import Llama
+from benchmarks.peers.llama_loop import Llama, Model
 from benchmarks.peers.worker import serve
 
 _TYPES = {"q8_0": api.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_0": api.LLAMA_FTYPE_MOSTLY_Q4_0}
@@ -47,6 +48,12 @@ def quantize(source: Path, out: Path, kind: str) -> None:
         raise OSError(f"llama.cpp cannot quantize {source}")
 
 
+def logits(path: str, out: Path, tokens: list[int]) -> None:
+    """Write the logits at every position of a text."""
+    model = Model(LlamaCpp(), path, 1, 1, len(tokens))
+    model.logits(tokens).tofile(out)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "export":
         from benchmarks.peers.gguf_export import export
@@ -54,5 +61,7 @@ if __name__ == "__main__":
         export(Path(sys.argv[2]), Path(sys.argv[3]))
     elif sys.argv[1] == "quantize":
         quantize(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    elif sys.argv[1] == "logits":
+        logits(sys.argv[2], Path(sys.argv[3]), [int(token) for token in sys.argv[4].split(",")])
     else:
         serve(lambda settings: Llama(LlamaCpp(), settings))

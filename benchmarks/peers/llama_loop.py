@@ -82,7 +82,18 @@ class Model:
             first += wanted
         return answers
 
+    def logits(self, tokens: list[int]) -> NDArray[np.float32]:
+        """Read one text of at most a pass -> the logits at all its positions `[tokens, vocabulary]`."""
+        self.clear()
+        self._run([(0, token, position, True) for position, token in enumerate(tokens)])
+        return _rows(self._library.logits(self._context), len(tokens), self._vocab_size)
+
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
+        self._run(rows)
+        count = sum(row[3] for row in rows)
+        return _argmax(self._library.logits(self._context), count, self._vocab_size)
+
+    def _run(self, rows: list[tuple[int, int, int, bool]]) -> None:
         batch = self._batch
         batch.n_tokens = len(rows)
         for i, (sequence, token, position, is_wanted) in enumerate(rows):
@@ -92,17 +103,14 @@ class Model:
         code = self._library.api.llama_decode(self._context, batch)
         if code:
             raise RuntimeError(f"llama_decode says {code}")
-        count = sum(row[3] for row in rows)
-        return _argmax(self._library.logits(self._context), count, self._vocab_size)
 
 
 def _argmax(logits: Any, rows: int, width: int) -> list[int]:
-    if not rows:
-        return []
-    found: NDArray[np.float32] = np.ctypeslib.as_array(
-        ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)), (rows, width)
-    )
-    return [int(token) for token in found.argmax(1)]
+    return [int(token) for token in _rows(logits, rows, width).argmax(1)] if rows else []
+
+
+def _rows(logits: Any, rows: int, width: int) -> NDArray[np.float32]:
+    return np.ctypeslib.as_array(ctypes.cast(logits, ctypes.POINTER(ctypes.c_float)), (rows, width))
 
 
 class Llama:

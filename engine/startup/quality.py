@@ -79,18 +79,18 @@ def measure(
         update={"draft": None, "medusa": None, "eagle": None, "dflash": None, "uno": None, "mtp": False, "adapter": {},
                 "proposer": None, "self_layers": None, "prefix_cache": False, "max_batch_size": 1}
     )  # fmt: skip
-    plain = _reference(config, reference or config.target, progress)
+    plain = reference_model(config, reference or config.target, progress)
     engine = build_engine(served, progress)
-    slots = _Differences()
+    differences = Differences()
     for number, text in enumerate(texts, 1):
         progress(f"comparing text {number} of {len(texts)}")
         with torch.inference_mode():
             wanted = plain_logits(plain, list(text))
-            slots.add(wanted.cpu(), _served_logits(engine, text).cpu(), text)
-    return slots.result()
+            differences.add(wanted.cpu(), _served_logits(engine, text).cpu(), text)
+    return differences.result()
 
 
-def _reference(config: EngineConfig, name: str, progress: Callable[[str], None]) -> PreTrainedModel:
+def reference_model(config: EngineConfig, name: str, progress: Callable[[str], None]) -> PreTrainedModel:
     """The checkpoint in float32, run by transformers' own code."""
     described = read_config(name, config.revision if name == config.target else None)
     saved = quantised_as(described)
@@ -113,7 +113,7 @@ def _served_logits(engine: Engine, text: Seq[int]) -> Tensor:
     return engine.runner.forward([Feed(list(text), 0, pages, len(text), state=state)]).float()
 
 
-class _Differences:
+class Differences:
     """Sums over positions."""
 
     def __init__(self) -> None:

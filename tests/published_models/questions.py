@@ -27,3 +27,14 @@ QUESTIONS = (
     "What is the first letter of the alphabet?",
     "What gas do plants take from the air?",
 )
+# Those of whose answers llama.cpp (llama-cpp-python 0.3.36, from the same file) does not begin with float32's sentence.
+MISSED_BY_LLAMA = frozenset(
+    (
+        "What is the capital of France?",
+        "What is the capital of Italy?",
+        "How many months are in a year?",
+        "What do bees make?",
+        "Who wrote Romeo and Juliet?",
+        "What animal says meow?",
+    )
+)

@@ -2,7 +2,7 @@
 
 `make test-published` runs it. The reference is the GGUF file's weights in float32, decoded greedily. An engine that
 dequantises them to float32 must give the same tokens. One that multiplies the file's 4-bit codes as they are rounds
-activations to 8 bits; it may choose another word where two are nearly as likely, and mostly does not.
+activations to integers; it may choose another word where two are nearly as likely, and hardly ever does.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from engine import LLM, SamplingParams
 from engine.text.codec import Codec
 from models import published
 from server.chat import ChatTemplate, Message
-from tests.published_models.questions import QUESTIONS
+from tests.published_models.questions import MISSED_BY_LLAMA, QUESTIONS
 
 pytestmark = pytest.mark.timeout(300)  # the first test of a file loads models: a minute on a slow machine
 NEW_TOKENS = 32
-# Of twenty first sentences, how many are the reference's: with AVX-512, 17 from the codes and 15 from the checkpoint in
-# bfloat16. Another processor may sum in another order, so one less will do.
-LEAST_OF_CODES, LEAST_OF_BFLOAT16 = 16, 14
+# Of twenty first sentences, how many are the reference's: with AVX-512, 19 from the codes, among them all 14 that
+# llama.cpp has, and 15 from the checkpoint in bfloat16. Another processor may sum in another order: one less will do.
+LEAST_OF_CODES, LEAST_OF_BFLOAT16, LEAST_OF_LLAMAS = 18, 14, 13
 
 Ids = tuple[int, ...]
 
@@ -69,24 +69,27 @@ def test_answers_from_codes_are_mostly_those_of_transformers(
     codec: Codec, prompts: list[Ids], reference: list[list[int]]
 ) -> None:
     llm = LLM(published.model("smollm2"), threads=1)
-    assert same_sentences(codec, answered(llm, prompts), reference) >= LEAST_OF_CODES
+    same = same_sentences(codec, answered(llm, prompts), reference)
+    assert sum(same) >= LEAST_OF_CODES
+    llamas = [is_same for question, is_same in zip(QUESTIONS, same, strict=True) if question not in MISSED_BY_LLAMA]
+    assert sum(llamas) >= LEAST_OF_LLAMAS
 
 
 def test_answers_of_the_checkpoint_in_bfloat16_are_mostly_those_of_transformers(
     codec: Codec, prompts: list[Ids], reference: list[list[int]]
 ) -> None:
     llm = LLM(published.bfloat16("smollm2"), threads=1)
-    assert same_sentences(codec, answered(llm, prompts), reference) >= LEAST_OF_BFLOAT16
+    assert sum(same_sentences(codec, answered(llm, prompts), reference)) >= LEAST_OF_BFLOAT16
 
 
 def answered(llm: LLM, prompts: list[Ids]) -> list[list[int]]:
     return [list(done.token_ids) for done in llm.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS))]
 
 
-def same_sentences(codec: Codec, got: list[list[int]], want: list[list[int]]) -> int:
+def same_sentences(codec: Codec, got: list[list[int]], want: list[list[int]]) -> list[bool]:
     pairs = [(first_sentence(codec.decode(a)), first_sentence(codec.decode(b))) for a, b in zip(got, want, strict=True)]
     print(*(f"{question} {a!r} {b!r}" for question, (a, b) in zip(QUESTIONS, pairs, strict=True)), sep="\n")
-    return sum(a == b for a, b in pairs)
+    return [a == b for a, b in pairs]
 
 
 def first_sentence(text: str) -> str:

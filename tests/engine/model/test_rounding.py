@@ -141,10 +141,10 @@ def test_joined_is_bitwise_the_parts(bits: int) -> None:
     assert torch.equal(joined(x), torch.cat([part(x) for part in parts], -1))
 
 
-def test_a_model_in_four_bits_keeps_its_head_in_eight() -> None:
+def test_a_model_in_four_bits_keeps_its_head_and_shared_keys_and_values_in_eight() -> None:
     model = load_quantised(embedded_target(), None, torch.float32, "int4")
     bits = {name.rpartition(".")[2]: m.codes.bits for name, m in model.named_modules() if isinstance(m, GroupedLinear)}
-    assert bits.pop("lm_head") == 8
+    assert {bits.pop(name) for name in ("lm_head", "k_proj", "v_proj")} == {8}
     assert set(bits.values()) == {4}
     assert has_codes(model)
 

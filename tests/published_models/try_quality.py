@@ -1,0 +1,53 @@
+"""What is served of published models is near float32 of the same checkpoint, however its weights are rounded.
+
+`make test-published` runs it. The limits are a half to twice more than what was measured (docs/benchmarks/quality.md).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.startup.quality import Quality, measure
+from engine.text.codec import Codec
+from models import published
+from server.commands.quality import default_texts
+
+pytestmark = pytest.mark.timeout(300)  # loads two models
+_TEXTS, _LENGTH = 3, 128
+
+# Name, from the file or the checkpoint in bfloat16, weights, type, most KL in nats.
+CASES = [
+    ("smollm2", "file", "native", "auto", 0.0006),
+    ("gemma-3", "file", "native", "auto", 0.0006),
+    ("gemma-3", "file", "native", "bfloat16", 0.003),
+    ("smollm2", "bfloat16", "native", "auto", 0.002),
+    ("gemma-3", "bfloat16", "native", "auto", 0.002),
+    ("smollm2", "bfloat16", "int8", "auto", 0.0025),
+    ("gemma-3", "bfloat16", "int8", "auto", 0.0025),
+    ("smollm2", "bfloat16", "int4", "auto", 0.006),
+    ("gemma-3", "bfloat16", "int4", "auto", 0.2),
+]
+
+
+@cache
+def texts(name: str) -> list[tuple[int, ...]]:
+    codec = Codec.load(published.model(name))
+    assert codec is not None
+    return [codec.encode(text)[:_LENGTH] for text in default_texts()[:_TEXTS]]
+
+
+def quality(name: str, source: str, weights: str, dtype: str) -> Quality:
+    target = published.model(name) if source == "file" else published.bfloat16(name)
+    config = EngineConfig.model_validate({"target": str(target), "weights": weights, "dtype": dtype, "threads": 2})
+    return measure(config, texts(name))
+
+
+@pytest.mark.parametrize(("name", "source", "weights", "dtype", "most"), CASES)
+def test_what_is_served_is_near_float32(name: str, source: str, weights: str, dtype: str, most: float) -> None:
+    found = quality(name, source, weights, dtype)
+    print(found)
+    assert found.kl < most
+    assert abs(found.served_nll - found.reference_nll) < max(0.01, 2 * most)
