@@ -41,7 +41,7 @@ from server.commands.quality import default_texts
 BATCHES = (1, 8)
 OURS, LLAMA = "pilotfish", "llama.cpp"
 _PROMPT, _TOKENS, _LONG = 64, 64, 512  # of a sequence that is decoded; of a prompt that is timed
-_TEXTS, _LENGTH = 8, 256  # that are compared with float32
+_TEXTS, _LENGTH = 4, 256  # that are compared with float32
 _COLUMNS = {
     "model": "{model}",
     "program": "{program}",
@@ -66,14 +66,14 @@ def main(arguments: Seq[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     options = parser.parse_args(arguments)
-    rows = [row for name in options.models or published.MODELS for row in Bench(name, options).rows()]
+    rows = [row for name in options.models or published.MODELS for row in PublishedBench(name, options).rows()]
     told = {**machine(), "threads": options.threads, "rounds": options.rounds}
     print("\n".join([", ".join(f"{name} {value}" for name, value in told.items()), "", *table(_COLUMNS, rows)]))
     if options.out is not None:
         options.out.write_text(json.dumps(told | {"rows": rows}, indent=1) + "\n", "utf-8")
 
 
-class Bench:
+class PublishedBench:
     """One model and the programs that run it."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
@@ -81,6 +81,7 @@ class Bench:
         codec = Codec.load(self._file)
         assert codec is not None, "a GGUF file has its tokenizer"
         self._ids = [token for text in default_texts() for token in codec.encode(text, bare=True)]
+        self._start = codec.encode("")  # some models are lost without the token that begins a text
         self._taken = 0
 
     def rows(self) -> list[dict[str, Any]]:
@@ -101,11 +102,12 @@ class Bench:
         return rows
 
     def _piece(self, length: int) -> tuple[int, ...]:
-        """The next tokens of the texts, which nothing has read yet."""
-        if self._taken + length > len(self._ids):
+        """So many tokens: the beginning of a text, and the next of the texts, which nothing has read yet."""
+        fresh = length - len(self._start)
+        if self._taken + fresh > len(self._ids):
             self._taken = 0
-        self._taken += length
-        return tuple(self._ids[self._taken - length : self._taken])
+        self._taken += fresh
+        return (*self._start, *self._ids[self._taken - fresh : self._taken])
 
     def _speeds(self) -> dict[str, dict[str, list[Turn]]]:
         """By program and by what was timed."""

@@ -20,6 +20,9 @@ _CPU = """# On CPU, on models of chosen acceptance
     make bench ARGS="peers --peers-python PATH"   # other programs: see benchmarks/peers/README.md
     pilotfish bench MODEL --draft DRAFT           # plain, fixed K and AUTO on any pair, in a minute
 
+Published models beside llama.cpp, and the quality of both, are on [a page of their own](quality.md#speed), which
+`python -m benchmarks.published` measures. The weights of this page are planted and say nothing about quality.
+
 The embedded pair has its own pages, which `python -m benchmarks.embedded`, `benchmarks.proposers` and
 `benchmarks.control` write. `python -m benchmarks.steps` times single forward passes.
 

@@ -171,8 +171,7 @@ def test_layers_of_codes_run_in_one_call(bits: int, dtype: torch.dtype, family: 
     fused = coded_model(bits, dtype, family)
     assert fuse(fused)["matmuls joined"] == 2 * len(fused.model.layers)
     layer_by_layer = several_passes(fused)
-    # A last bit of a fused norm can be a step of a rounded row. In bfloat16 it is 0.031 of the spread without codes,
-    # and 0.054 with codes of 8 bits (0.035 before steps became longer).
+    # A last bit of a fused norm can be a step of a rounded row. In bfloat16 it is 0.031 of the spread without codes.
     most = 0.05
     assert float((layer_by_layer - want).square().mean().sqrt()) < most * float(want.std())
     assert all((stack(fused), runs_in_c(fused)))
