@@ -31,13 +31,13 @@ typedef struct {
 
 /* Scratch memory is the caller's; sizes in numbers of the hidden type unless said. */
 typedef struct {
-  void *hidden;                  /* [rows, width]: in, and out */
+  void *hidden;              /* [rows, width]: in, and out */
   const void *const *cos, *const *sin; /* [depth]: for each layer [rows, dim] */
-  const int64_t *places;         /* [rows]: arena rows */
-  void *qkv, *mixed, *gates;     /* [rows, (heads + 2 kv_heads) dim], [rows, heads dim], [rows, 2 inner] */
-  void *made;                    /* [rows, width]: what is normed before it is added */
-  void *fed;                     /* [rows, 4 in] bytes of every matrix that is fed in its own way (`feed`) */
-  float *step;                   /* [rows] */
+  const int64_t *places;     /* [rows]: arena rows */
+  void *qkv, *mixed, *gates; /* [rows, (heads + 2 kv_heads) dim], [rows, heads dim], [rows, 2 inner] */
+  void *made;                /* [rows, width]: what is normed before it is added */
+  void *fed;                 /* [rows, 4 in] bytes of every matrix that is fed in its own way (`feed`) */
+  float *step;               /* [rows] */
   Args attention;            /* all but what differs from layer to layer */
   int64_t rows, width;
   int bits;

@@ -137,9 +137,7 @@ class Layers:
         for size in sizes:
             at.append(-(-(at[-1] + size) // 64) * 64)
         where.query_stride = joined
-        # Most layers share one pair of tensors.
-        addresses = {key: (cos.data_ptr(), sin.data_ptr()) for key, (cos, sin) in {id(x): x for x in rotary}.items()}
-        cos, sin = map(_pointers, zip(*(addresses[id(each)] for each in rotary), strict=True))
+        cos, sin = (_pointers([x.data_ptr() for x in each]) for each in zip(*rotary, strict=True))
         told = _Pass(hidden.data_ptr(), cos, sin, places.data_ptr(), *at, where, rows, width, BITS[dtype],
                      None if beside is None else beside.data_ptr(), self._told(read))  # fmt: skip
         if native.pilotfish_layers(ctypes.byref(told), self._layers, len(self._layers), pool_threads()):

@@ -91,7 +91,7 @@ FLOATS(OF, 32)
 CODES(OF_GROUPS, 4)
 CODES(OF_GROUPS, 5)
 CODES(OF_GROUPS, 6)
-CODES(OF_GROUPS, 7)
+CODES(OF_GROUPS, 7) /* UNPACKED */
 CODES(OF_GROUPS, 8)
 static Block *const BLOCKS[][BLOCK] = {{FLOATS_NAMES(block, 16)}, {FLOATS_NAMES(block, 32)}};
 static BlockOfGroups *const BLOCKS_OF_GROUPS[][ROWS] = {{CODES_NAMES(groups, 4)}, {CODES_NAMES(groups, 5)},

@@ -47,8 +47,8 @@ typedef struct {
 void gate_row(const void *row, int bits, int64_t n, Activation activation, void *to);
 float gate_round_row(const void *row, int bits, int64_t n, Activation activation, int16_t *to);
 
-/* Turn the query in place, and the key on its way into the arena, after their norms; the value goes there as it is. The second half of
- * cos and sin [dim] repeats the first: the halves (a, b) of a head become (a cos - b sin, b cos + a sin). */
+/* Turn the query in place, and the key on its way into the arena, after their norms; the value goes there as it is. The
+ * second half of cos and sin [dim] repeats the first: the halves (a, b) of a head become (a cos - b sin, b cos + a sin). */
 void rotate_row(void *row, const Heads *h, const void *cos, const void *sin, int64_t place, int bits);
 
 #endif
