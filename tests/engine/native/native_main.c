@@ -23,7 +23,7 @@ int main(int count, char **words) {
   Matrix m = {.bits = sizes[0], .in = sizes[1], .out = sizes[2]};
   memcpy(&m.groups, bytes(sizeof(Groups)), sizeof(Groups));
   m.panels = bytes(sizes[4]);
-  Product p = {.rows = sizes[3], .bits = 32};
+  Product p = {.rows = sizes[3], .stride = m.out, .bits = 32};
   p.step = bytes(p.rows * 4);
   p.in = bytes(sizes[5]);
   float *out = aligned_alloc(64, (size_t)(p.rows * m.out * 4 + 63) / 64 * 64);
