@@ -34,11 +34,14 @@ def of_later(model: PreTrainedModel, context: tuple[int, ...], sampling: Samplin
 
 
 def assert_drawn(tokens: Iterable[int], chances: Chances) -> None:
-    """Chi-square over the tokens that are expected five times or more, and all others together."""
+    """Chi-square over bins of tokens, the rarest together, so that each bin is expected five times or more."""
     counts = Counter(tokens)
     assert counts.keys() <= chances.keys()
-    number = counts.total()
-    often = [token for token, chance in chances.items() if chance * number >= 5]
-    seen = [counts[token] for token in often] + [sum(counts[token] for token in chances if token not in often)]
-    expected = [number * chances[token] for token in often]
-    assert stats.chisquare(seen, [*expected, number - sum(expected)]).pvalue > 1e-3
+    bins: list[list[int]] = []
+    for token in sorted(chances, key=chances.__getitem__):
+        if bins and counts.total() * sum(chances[each] for each in bins[-1]) < 5:
+            bins[-1].append(token)
+        else:
+            bins.append([token])
+    seen, expected = ([sum(law[token] for token in each) for each in bins] for law in (counts, chances))
+    assert stats.chisquare(seen, [counts.total() * chance for chance in expected]).pvalue > 1e-3
