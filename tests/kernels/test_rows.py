@@ -53,8 +53,9 @@ def is_rounded(got, x):
     """Whether `got` has the bits of `x` rounded in plain torch: the same scales, the same 8-bit floats.
 
     Triton's interpreter rounds a number halfway between two away from zero, where a card takes the even one; it loses
-    the carry of one that is rounded up to a power of two, which leaves half of it; and it cuts the smallest numbers,
-    of fewer bits, instead of rounding them. Such numbers may differ, there alone.
+    the carry of one that is rounded up to a power of two, which leaves half of it; it cuts the smallest numbers,
+    of fewer bits, instead of rounding them; and it makes up to 2**-6 of float32's own smallest, which are 0 here. Such
+    numbers may differ, there alone.
     """
     want = reference.round_rows(x)
     mine, other = got.rows.float(), want.rows.float()
@@ -62,7 +63,8 @@ def is_rounded(got, x):
     halfway = ((mine + other) / 2 - exact).abs() <= 1e-5 * exact.abs()
     no_carry = (2 * mine == other) & (other.frexp().mantissa.abs() == 0.5)
     cut = (exact.abs() < 2**-6) & ((mine - other).abs() <= 2**-9)
-    excused = (halfway | no_carry | cut) & is_interpreted()
+    lost = (exact.abs() < torch.finfo(torch.float32).tiny) & (mine.abs() <= 2**-6)
+    excused = (halfway | no_carry | cut | lost) & is_interpreted()
     same_kind = (got.shape, got.dtype) == (want.shape, want.dtype)
     return (
         same_kind
