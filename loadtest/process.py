@@ -8,10 +8,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Self
 
 from client import Client
@@ -20,9 +20,6 @@ from loadtest.metrics import ScrapedMetrics
 SERVE = ("-c", "from server.cli import main; raise SystemExit(main())", "serve")
 # Server and driver share this machine: on two cores, each of them gets one thread.
 DEFAULTS = ("--threads", "1")
-# For interactive callers, who want a first token within a second: a request waits in the queue for at most half of it
-# before it is refused.
-SCREEN = ("--max-queue-seconds", "0.5")
 _STOP_SECONDS = 60.0
 
 
@@ -54,7 +51,6 @@ class ServerProcess:
         options: Options of `pilotfish serve`.
         log: The file for the server's log.
         program: Arguments of Python that start the server; default `pilotfish serve` itself.
-        environment: Variables of the server's own, beside those of this process.
     """
 
     def __init__(
@@ -62,12 +58,11 @@ class ServerProcess:
         *options: str,
         log: Path | None = None,
         program: Sequence[str] = SERVE,
-        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.address, self.http_address = (f"127.0.0.1:{free_port()}" for _ in range(2))
         ports = ("--grpc-port", _port(self.address), "--http-port", _port(self.http_address))
         self.command = [sys.executable, *program, *ports, *DEFAULTS, *options]
-        self._log, self._environment = log, {**os.environ, **environment}
+        self._log = log
 
     def __enter__(self) -> Self:
         self.start()
@@ -78,9 +73,7 @@ class ServerProcess:
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
         with Path(self._log or os.devnull).open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command, stderr=log, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=self._environment
-            )
+            self.process = subprocess.Popen(self.command, stderr=log, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
         try:
             self._wait()
         except BaseException:

@@ -33,8 +33,6 @@ class Section:
     columns: Mapping[str, str]  # heading -> format of its cells, such as "{gain:.2f}"
     plot: Callable[[Sequence[Row], Path], Sequence[str]] = lambda _rows, _folder: ()  # writes PNGs, returns their names
     verdict: Callable[[Sequence[Row]], Sequence[str]] = lambda _rows: ()  # sentences about the table
-    page: str = "cpu"  # the page that shows it
-    subject: str | None = None  # what is measured, if it is not the synthetic pair
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ class BenchOptions:
     contexts: tuple[int, ...] | None = None
     drafts: tuple[int, ...] | None = None
     kv_memory: float = 6.0
-    streams: tuple[int, ...] | None = None
     peers: tuple[str, ...] | None = None
     peers_python: tuple[str, ...] = ()
     neighbours: tuple[int, ...] = (0,)

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.harness.lab import Row, Section
 
 # Sections are measured at different times, so the page is rebuilt from the files each time.
-_CPU = """# On CPU, on models of chosen acceptance
+_HEAD = """# On CPU, on models of chosen acceptance
 
 `make bench` writes this page from the files in `{folder}/`. Each section can also be measured alone.
 
@@ -24,7 +24,7 @@ Published models beside llama.cpp, and the quality of both, are on [a page of th
 `python -m benchmarks.published` measures. The weights of this page are planted and say nothing about quality.
 
 The embedded pair has its own pages, which `python -m benchmarks.embedded`, `benchmarks.proposers` and
-`benchmarks.control` write. `python -m benchmarks.steps` times single forward passes.
+`benchmarks.drafters` write. `python -m benchmarks.steps` times single forward passes.
 
 Models have random weights of the named shapes. One rule is planted in the weights: it says which token follows
 which (`benchmarks/harness/synthetic.py`). The models do all of their normal work. Every program must return the
@@ -37,20 +37,6 @@ worst turn of the row. Rows above 0.1 are unreliable.
 """
 
 
-_FRONTEND = """# What a streamed token costs in front of the engine
-
-Made by `python -m benchmarks frontend frontend-parts`, and put together from the files in `{folder}/`.
-
-The engine is one that has its tokens already (`benchmarks/frontend/noop.py`). Everything else is the server as it is
-served: queue, driver, incremental detokenization, metrics, gRPC and HTTP, on one event loop of one process. Clients are
-another process on the same machine, which count messages and check the ends; gRPC's share one connection, SSE has one
-for each stream. Processor time is the server process's own, all threads; it says what a token costs, where tokens per
-second also say how well two processes share two cores.
-"""
-
-PAGES = {"cpu": _CPU, "frontend": _FRONTEND}
-
-
 def write(section: Section, rows: Sequence[Row], folder: Path, told: Mapping[str, Any]) -> None:
     """Store the results, draw the plots, and rebuild the page."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +47,7 @@ def write(section: Section, rows: Sequence[Row], folder: Path, told: Mapping[str
 
 def write_page(sections: Sequence[Section], folder: Path) -> None:
     """Write `folder.md` from the JSON files in `folder`, in the order of `sections`; the page has the folder's name."""
-    parts = [PAGES[folder.name].format(folder=folder.name)]
+    parts = [_HEAD.format(folder=folder.name)]
     for section in sections:
         path = folder / f"{section.name}.json"
         if path.exists():

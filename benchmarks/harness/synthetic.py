@@ -111,11 +111,8 @@ class Rule:
             tokens.append(int(self.successor[tokens[-1]]))
         return tokens[1:]
 
-    def prompts(self, count: int, length: int, *, repetitive: bool = False, seed: int = 0) -> list[tuple[int, ...]]:
-        """Return prompts whose continuations share nothing; repetitive prompts follow a loop from the start."""
-        if repetitive:
-            starts = self.order[self.circle :: LOOP]
-            return [tuple(self.text(int(starts[i % len(starts)]), length)) for i in range(count)]
+    def prompts(self, count: int, length: int, *, seed: int = 0) -> list[tuple[int, ...]]:
+        """Return prompts whose continuations share nothing."""
         chance = np.random.default_rng((self.seed, seed))
         lasts = self.order[(chance.integers(self.circle) + np.arange(count) * (self.circle // count)) % self.circle]
         heads = chance.choice(self.order[: self.circle], (count, length - 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -18,10 +18,10 @@ AUTO = "auto"
 _salts = count()
 
 
-def way(k: int | str, proposer: str | None = None, most: int = 8) -> SpeculationParams:
-    """Return parameters for `k`: 0 is plain decoding, a number is a fixed K, `auto` drafts at most `most`."""
+def way(k: int | str, proposer: str | None = None) -> SpeculationParams:
+    """Return parameters for `k`: 0 is plain decoding, a number is a fixed K, `auto` drafts at most eight."""
     if k == AUTO:
-        return SpeculationParams(mode=SpeculationMode.AUTO, num_draft_tokens=most, proposer=proposer)
+        return SpeculationParams(mode=SpeculationMode.AUTO, num_draft_tokens=8, proposer=proposer)
     if k == 0:
         return SpeculationParams(mode=SpeculationMode.OFF)
     return SpeculationParams(mode=SpeculationMode.FIXED, num_draft_tokens=int(k), proposer=proposer)
@@ -30,8 +30,8 @@ def way(k: int | str, proposer: str | None = None, most: int = 8) -> Speculation
 class Batch:
     """A batch of requests in our engine, run step by step. Its seconds count only its own steps.
 
-    Decoding is greedy unless `sampling` says otherwise, and ignores end tokens. Each batch has its own salt by default,
-    so that nothing is cached between batches.
+    Decoding is greedy and ignores end tokens. Each batch has its own salt by default, so that nothing is cached between
+    batches.
     """
 
     def __init__(
@@ -41,14 +41,11 @@ class Batch:
         tokens: int,
         speculation: SpeculationParams,
         salt: str | None = None,
-        sampling: SamplingParams | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        prediction: tuple[int, ...] = (),
     ) -> None:
-        self.seconds, self.num_tokens, self._now = 0.0, tokens, clock
+        self.seconds, self.num_tokens = 0.0, tokens
         self._clock = Clock.of(len(prompts), lambda: self.seconds)
         self._engine, self._done = engine, list[StepStats]()
-        sampling = replace(sampling or SamplingParams(), max_tokens=tokens, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         salt = f"turn-{next(_salts)}" if salt is None else salt
         with self._counting():
             for i, prompt in enumerate(prompts):
@@ -58,7 +55,6 @@ class Batch:
                     sampling=sampling,
                     speculation=speculation,
                     cache_salt=f"{salt}-{i}",
-                    prediction=prediction,
                 )
                 engine.add(request)
 
@@ -82,9 +78,9 @@ class Batch:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        start = self._now()
+        start = time.perf_counter()
         yield
-        self.seconds += self._now() - start
+        self.seconds += time.perf_counter() - start
 
 
 def abreast(batches: Mapping[str, Batch]) -> dict[str, Turn]:
@@ -108,10 +104,9 @@ def run_turn(
     prompts: Sequence[tuple[int, ...]],
     tokens: int,
     speculation: SpeculationParams,
-    salt: str | None = None,
 ) -> Turn:
     """Run one batch alone."""
-    return abreast({"": Batch(engine, prompts, tokens, speculation, salt)})[""]
+    return abreast({"": Batch(engine, prompts, tokens, speculation)})[""]
 
 
 def _counted(turn: Turn, steps: Sequence[StepStats]) -> Turn:

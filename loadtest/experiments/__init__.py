@@ -1,1 +1,1 @@
-"""Experiments on one server: its curve, overload, and chaos with clients and parts that fail."""
+"""Experiments on a server: overload, chaos, the survival of its streams, and calls of the largest size."""

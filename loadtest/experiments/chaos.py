@@ -166,7 +166,7 @@ async def chaos(
         tell(f"chaos for {seconds:g} s")
         notes = await storm(seconds, Random(1))
         after = await holding(server, client)
-        return Chaos(first, notes, before, after, server.metrics().value("engine_restarts_total"))
+        return Chaos(first, notes, before, after, server.metrics().total("engine_restarts_total"))
 
 
 async def _storm(

@@ -121,7 +121,7 @@ def load(config: EngineConfig, progress: Progress, *, is_successor: bool = False
     engine = cast("Engine", model.engine)  # a model that is loaded here is in this process
     replace(target_pass.TargetPass, "_pass", _in_target)
     replace(target_pass, "verify_rows", _not_a_number)
-    for proposer in engine._proposers._by_name.values():  # noqa: SLF001  # from outside, see above
+    for proposer in engine.proposers.by_name.values():
         replace(proposer, "propose", _in_draft)
     replace(engine, "rest", partial(_after_a_check, engine))
     return model

@@ -191,12 +191,12 @@ async def _ready(http: httpx.AsyncClient) -> None:
 async def replica_deaths(
     servers: Sequence[ServerProcess], alone: Mapping[Job, Any], seconds: float, every: float, random: Random
 ) -> Survival:
-    """Keep 32 streams of the client going while one of two replicas after the other is killed, or rolled."""
+    """Keep 32 streams of the client going while one of two replicas after the other is killed, and rolled."""
     found, ended = Survival(), asyncio.Event()
 
     async def lose() -> None:
         end = asyncio.get_running_loop().time() + seconds
-        while asyncio.get_running_loop().time() < end:
+        while asyncio.get_running_loop().time() < end or found.kills < 2:
             await asyncio.sleep(every * random.uniform(0.8, 1.2))
             server = servers[found.kills // 2 % 2]
             await asyncio.to_thread(server.stop if found.kills % 2 else server.kill)

@@ -44,6 +44,7 @@ def in_a_bare_environment(script: str, **environment: str) -> str:
     return told.stdout
 
 
+@pytest.mark.slow
 def test_what_test_cuda_runs_is_collected_as_if_there_were_a_card():
     """With the arguments of `make test-cuda`; and each test of tests/cuda says that it needs a card.
 
@@ -72,6 +73,7 @@ def test_what_test_cuda_runs_is_collected_as_if_there_were_a_card():
     assert "NO CARD []" in told
 
 
+@pytest.mark.slow
 def test_first_light_starts():
     """Each part of both commands is loaded, as on a card; and one of them decodes with a whole engine."""
     told = in_a_bare_environment(

@@ -36,6 +36,7 @@ def test_acceptance_is_what_was_asked() -> None:
     assert not engine.has_work
 
 
+@pytest.mark.slow
 def test_no_timed_step_is_the_first_of_its_size_and_number_of_drafts(monkeypatch, tmp_path):
     """The first records graphs, which takes as long as many steps: AUTO, which may choose any K, has practised all."""
     known, fresh, timing = set(), [], []
@@ -101,6 +102,7 @@ def test_continuous_batching_runs_with_the_pages_that_were_asked_for(monkeypatch
     assert PAGE in (getattr(made[0], "page_size", None), getattr(made[0], "block_size", None))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
 def test_transformers_agree_as_often_as_was_asked(acceptance, monkeypatch):

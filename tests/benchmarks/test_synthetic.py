@@ -40,17 +40,13 @@ def engine(config):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
-def test_agreement_is_as_asked_in_every_stretch(rate):
-    found = agreement(3200, rate, seed=5)
+def test_agreement_is_as_asked_in_every_stretch_and_by_chance_within_it(rate):
+    found, other = agreement(3200, rate, seed=5), agreement(3200, rate, seed=6)
     per_block = found.reshape(-1, 32).sum(1)
     assert abs(found.mean() - rate) < 0.002
     assert per_block.max() - per_block.min() <= 1
-
-
-def test_agreement_is_by_chance_within_a_stretch():
-    a, b = agreement(3200, 0.5, seed=1), agreement(3200, 0.5, seed=2)
-    assert 0.4 < (a == b).mean() < 0.6
-    assert (a == agreement(3200, 0.5, seed=1)).all(), "the same each time"
+    assert (found == other).mean() == pytest.approx(rate**2 + (1 - rate) ** 2, abs=0.05)
+    assert (found == agreement(3200, rate, seed=5)).all(), "the same each time"
 
 
 @pytest.mark.parametrize("vocab_size", [512, 1000])
@@ -65,37 +61,25 @@ def test_the_rule_is_a_circle_and_loops(vocab_size):
         assert len(set(text)) == LOOP
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
-def test_another_rule_agrees_at_the_rate(rate):
+def test_another_rule_agrees_at_the_rate_and_continuations_of_prompts_do_not_meet():
     rule = Rule(4096)
-    other = rule.agreeing(rate)
-    assert sorted(other) == list(range(4096))
-    assert (other == rule.successor).mean() == pytest.approx(rate, abs=0.001)
+    for rate in (0.0, 0.6, 1.0):
+        other = rule.agreeing(rate)
+        assert sorted(other) == list(range(4096))
+        assert (other == rule.successor).mean() == pytest.approx(rate, abs=0.001)
+    texts = [rule.text(prompt[-1], 64) for prompt in rule.prompts(8, 16)]
+    assert len({token for text in texts for token in text}) == 8 * 64
 
 
-def test_repetitive_prompts_repeat_and_others_do_not():
-    rule = Rule(4096)
-    [loop] = rule.prompts(1, 2 * LOOP, repetitive=True)
-    assert loop[:LOOP] == loop[LOOP:]
-    prompts = rule.prompts(8, 16)
-    texts = [rule.text(prompt[-1], 64) for prompt in prompts]
-    assert len({token for text in texts for token in text}) == 8 * 64, "no two continuations meet"
-
-
-@pytest.mark.parametrize("k", [0, 4, AUTO])
-@pytest.mark.parametrize("repetitive", [False, True])
-def test_the_models_say_what_is_planted(engine, pair, k, repetitive):
-    prompts = pair.rule.prompts(BATCH, 16, repetitive=repetitive)
+@pytest.mark.parametrize("k", [0, 1, 4, AUTO])
+def test_the_models_say_what_is_planted(engine, pair, k):
+    prompts = pair.rule.prompts(BATCH, 16)
     turn = run_turn(engine, prompts, TOKENS, way(k, "model" if k else None))
     assert turn.tokens == [pair.rule.text(prompt[-1], TOKENS) for prompt in prompts]
     assert 0 < turn.decode_seconds < turn.seconds
     assert BATCH <= BATCH * TOKENS - turn.decode_tokens <= 9 * BATCH, "all but what came before everybody had a token"
-
-
-def test_the_draft_is_right_as_often_as_the_pair_was_made_to_be(engine, pair):
-    """One draft a round: what is kept of those is the rate itself."""
-    turn = run_turn(engine, pair.rule.prompts(BATCH, 16), TOKENS, way(1, "model"))
-    assert turn.acceptance_rate == pytest.approx(0.75, abs=0.1)
+    if k == 1:  # one draft a round: what is kept of those is the rate that the pair was made with
+        assert turn.acceptance_rate == pytest.approx(0.75, abs=0.1)
 
 
 def test_a_replayed_draft_is_right_as_often_as_it_is_told_to_be(config, pair):
@@ -105,7 +89,7 @@ def test_a_replayed_draft_is_right_as_often_as_it_is_told_to_be(config, pair):
     for prompt in prompts:
         script.record(prompt, pair.rule.text(prompt[-1], TOKENS))
     kept = {}
-    for script.rate in (0.0, 0.5, 0.9, 1.0):
+    for script.rate in (0.0, 0.6, 1.0):
         turns = [run_turn(engine, prompts, TOKENS, way(3, NAME)) for _ in range(2)]
         assert all(turn.tokens == [pair.rule.text(prompt[-1], TOKENS) for prompt in prompts] for turn in turns)
         assert turns[0].accepted == turns[1].accepted, "the same each time"

@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
+from contextlib import ExitStack
+from random import Random
 
 import pytest
 
-from loadtest.__main__ import main
+from loadtest.experiments import survival
 from loadtest.experiments.hostile import CALLS, SIZE
-from loadtest.experiments.starts import ColdStart, ColdStarts
+from loadtest.experiments.restart import restarts
+from loadtest.process import ServerProcess
 
-pytestmark = pytest.mark.slow
-
-
-def test_every_stream_is_as_undisturbed_when_the_engine_dies(tmp_path, capsys):
-    options = ["--runs", "1", "--deaths", "3", "--out", str(tmp_path)]
-    assert main(["survive", *options]) == 0, capsys.readouterr().err
-    assert json.loads((tmp_path / "results.json").read_text("utf-8"))["runs"]
+pytestmark = pytest.mark.timeout(300)  # servers of their own, on a machine that may be busy
 
 
-def test_every_stream_is_as_undisturbed_when_a_replica_is_rolled_or_killed(tmp_path, capsys):
-    options = ["--seconds", "20", "--every", "5", "--out", str(tmp_path)]
-    assert main(["replicas", *options]) == 0, capsys.readouterr().err
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory):
+    logs = tmp_path_factory.mktemp("logs")
+    with ExitStack() as running:
+        yield [running.enter_context(ServerProcess(*survival.OPTIONS, log=logs / name)) for name in "ab"]
 
 
-def test_a_stream_pauses_and_goes_on_when_its_engine_dies(tmp_path, capsys):
-    assert main(["restart", "--deaths", "2", "--untimed", "--out", str(tmp_path)]) == 0, capsys.readouterr().err
-    assert len(json.loads((tmp_path / "results.json").read_text("utf-8"))["seconds"]) == 2
+@pytest.fixture(scope="module")
+def alone(replicas):
+    """What each stream gives when nothing dies."""
+    return asyncio.run(survival.undisturbed([one.address for one in replicas], replicas[0].http_address, print))
 
 
-def test_cold_starts_with_a_head_accept_the_same_drafts(tmp_path, capsys):
-    assert main(["starts", "--runs", "2", "--out", str(tmp_path)]) == 0, capsys.readouterr().err
-    started = json.loads((tmp_path / "results.json").read_text("utf-8"))["started"]
-    assert len(started) == 2
-    assert all(one["accepted"] for one in started)
+@pytest.mark.slow
+def test_a_stream_pauses_and_goes_on_when_its_engine_dies(replicas):
+    found = asyncio.run(restarts(replicas[0], 1, Random(0), print))
+    assert [pause > 0 for pause in found.seconds] == [True]
 
 
-def test_a_start_that_accepts_nothing_or_something_else_is_a_problem():
-    right, wrong, other = ColdStart(1.0, (1, 2), 4, 2), ColdStart(1.0, (1, 2), 4, 0), ColdStart(1.0, (1, 3), 4, 2)
-    assert not list(ColdStarts([right, right], []).problems())
-    assert len(list(ColdStarts([right, wrong], ["start 2: it ended"]).problems())) == 3
-    assert len(list(ColdStarts([right, other], []).problems())) == 1
+@pytest.mark.slow
+def test_every_stream_is_as_undisturbed_when_the_engine_dies(replicas, alone):
+    found = asyncio.run(survival.engine_deaths(replicas[0], alone, 2, Random(0)))
+    assert not list(found.problems())
+
+
+@pytest.mark.slow
+def test_every_stream_is_as_undisturbed_when_a_replica_is_killed_and_when_it_is_rolled(replicas, alone):
+    found = asyncio.run(survival.replica_deaths(replicas, alone, 0.0, 2.0, Random(0)))
+    assert found.kills == 2
+    assert not list(found.problems())
 
 
 def test_hostile_calls_are_as_large_as_the_limit_lets_through():
