@@ -66,11 +66,11 @@ class Engine:
         self.config, self.limits, self._clock = config, limits, clock
         self.adapters = Adapters(None) if adapters is None else adapters
         self._intake = Intake(config, limits, proposers.names, self.adapters, proposers.any_of)
-        self._proposers, self._scheduler = proposers, scheduler
+        self.proposers, self.scheduler = proposers, scheduler
         self.pages = scheduler.target_pool  # with the prefix cache, whose changes can be watched
-        self._rounds: Rounds = rounds or NoRounds()
+        self.rounds: Rounds = rounds or NoRounds()
         self.runner = target  # for whoever measures its passes
-        self._target_pass = TargetPass(target, proposers, scheduler.target_pool.page_size)
+        self.target_pass = TargetPass(target, proposers, scheduler.target_pool.page_size)
         self.dtype = dtype  # of the target's activations and K/V
         self.control, self.round_control = scheduler.control, scheduler.round_control
         self._keeps_at: float | None = None  # when what was learned is saved again; None: never
@@ -90,20 +90,20 @@ class Engine:
 
     def _plan(self, watch: Stopwatch) -> StepPlan:
         """Admit what fits, and plan which tokens each sequence feeds, with how many drafts."""
-        catch_up_grammars(self._scheduler.running, MASK_SECONDS)
+        catch_up_grammars(self.scheduler.running, MASK_SECONDS)
         with watch.phase("plan"):
-            self._scheduler.admit()
-            plan = self._scheduler.plan()
+            self.scheduler.admit()
+            plan = self.scheduler.plan()
         self._launch_round(plan, watch)
         return plan
 
     def _propose(self, plan: StepPlan, watch: Stopwatch) -> Proposal:
         with watch.phase("propose"):
-            return self._proposers.propose(plan.sequences, plan.num_draft_each)
+            return self.proposers.propose(plan.sequences, plan.num_draft_each)
 
     def _verify(self, plan: StepPlan, proposal: Proposal, watch: Stopwatch) -> Verified:
         """Feed the target what is planned and the drafts, in one pass, and decide which drafts stay."""
-        return self._target_pass.run(plan, proposal, watch) if plan.works else Verified(proposal, [], [])
+        return self.target_pass.run(plan, proposal, watch) if plan.works else Verified(proposal, [], [])
 
     def _commit(self, verified: Verified, watch: Stopwatch) -> tuple[TokenEvent, ...]:
         """Append what each sequence keeps; one event per sequence of `verified.fed`."""
@@ -118,13 +118,13 @@ class Engine:
             self._blame_engine_or_requests(verified.engine_fault)
         if verified.is_whole:
             self._teach(plan, verified, events, watch)
-        stats = measure(plan, verified, events, watch.seconds, self._proposers.take_failures(), self._scheduler)
+        stats = measure(plan, verified, events, watch.seconds, self.proposers.take_failures(), self.scheduler)
         return self._with_round(StepOutput((*events, *ended), stats), watch)
 
     def _teach(self, plan: StepPlan, verified: Verified, events: tuple[TokenEvent, ...], watch: Stopwatch) -> None:
         """Give the step's times and acceptance to the models that choose K and the size of prompt chunks."""
         self.control.learn(feedback_of(plan, verified.proposal, verified.outcomes, watch.seconds))
-        teach(self._scheduler.prefill, plan, verified.proposal, watch.seconds)
+        teach(self.scheduler.prefill, plan, verified.proposal, watch.seconds)
         for fed, event in zip(verified.fed, events, strict=True):
             if event.finished is not None:  # `learn` has just seen this sequence, which is over
                 self.control.forget(fed.sequence)
@@ -165,11 +165,11 @@ class Engine:
         number, and an engine that does not work never blames its requests.
         """
         (one,) = self._intake.open(self_test_request(self.max_model_len))
-        pool = self._scheduler.target_pool
+        pool = self.scheduler.target_pool
         if not pool.reserve(one.target, len(one.tokens)):
             return  # other sequences hold all pages, so a pass of theirs will show it
         try:
-            self._target_pass.self_test(one)
+            self.target_pass.self_test(one)
         except Exception:
             log.exception("the self-test failed as well: it is not the requests' fault")
             raise error from None
@@ -188,18 +188,18 @@ class Engine:
         """
         try:
             with watch.phase("launch"):
-                self._rounds.launch(plan.on_device)
+                self.rounds.launch(plan.on_device)
         except Exception:
             log.exception("a round on the device failed; from now on all sequences decode in plain steps")
-            for sequence in self._scheduler.sequences:
-                self._rounds.leave(sequence)
+            for sequence in self.scheduler.sequences:
+                self.rounds.leave(sequence)
                 sequence.on_device = False
-            self._rounds = NoRounds()
+            self.rounds = NoRounds()
 
     def _with_round(self, plain: StepOutput, watch: Stopwatch) -> StepOutput:
         """Commit the results of the round before the one just launched, and add them to the step's output."""
         with watch.phase("land"):
-            read = self._rounds.read()
+            read = self.rounds.read()
             results = [result for round_ in read for result in round_.results]
             events = tuple(self._commit_one(x.sequence, x.num_draft, x.outcome) for x in results)
         for round_ in read:
@@ -235,10 +235,10 @@ class Engine:
             raise DuplicateRequest(f"request_id {request.request_id!r} is live")
         outputs = self._intake.open(request)
         for sequence in outputs:
-            sequence.on_device = sequence.adapter is None and self._rounds.takes(sequence)
+            sequence.on_device = sequence.adapter is None and self.rounds.takes(sequence)
         self._live[request.request_id] = {sequence.index: sequence for sequence in outputs}
         self._has_learned = True
-        self._scheduler.add(*outputs)
+        self.scheduler.add(*outputs)
         over = ((sequence, self._end_if_over(sequence, None)) for sequence in outputs if sequence.num_emitted)
         return tuple(
             TokenEvent(request_id=request.request_id, index=sequence.index, finished=finished)
@@ -286,9 +286,9 @@ class Engine:
         del outputs[sequence.index]
         if not outputs:
             del self._live[sequence.request_id]
-        gain = self._scheduler.control_of(sequence).gain.of(sequence)
-        self._rounds.leave(sequence)
-        self._scheduler.remove(sequence, trust=reason is not FinishReason.ERROR)
+        gain = self.scheduler.control_of(sequence).gain.of(sequence)
+        self.rounds.leave(sequence)
+        self.scheduler.remove(sequence, trust=reason is not FinishReason.ERROR)
         finished = FinishedOutput(
             reason=reason,
             prompt_tokens=sequence.prompt_len,
@@ -309,7 +309,7 @@ class Engine:
     @property
     def loop(self) -> str:
         """How sequences decode where they can: `rounds` on the device, or `plain` steps."""
-        return self._rounds.name
+        return self.rounds.name
 
     @property
     def has_work(self) -> bool:
@@ -325,26 +325,26 @@ class Engine:
 
     def record(self, progress: Progress = untold, sizes: Seq[int] | None = None, ks: Seq[int] | None = None) -> None:
         """Record rounds of every size and K, or of `sizes` and `ks`, at load, so that no request waits for it."""
-        self._rounds.record(progress, sizes, ks)
+        self.rounds.record(progress, sizes, ks)
 
     def rest(self) -> None:
         """Called now and then while the engine is idle: record missing rounds, and save what was learned."""
         assert not self._live, "rest is for an idle engine"
-        self._rounds.rest()
+        self.rounds.rest()
         if self._has_learned and self._keeps_at is not None and self._clock() >= self._keeps_at:
             self.keep_learned()
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Within it all sequences decode in plain steps with fixed K; times are neither limited nor learned."""
-        kept = self._rounds, self.control, self._scheduler.prefill
-        self._rounds, self.control, self._scheduler.prefill = NoRounds(), FixedK(), PrefillBudget()
-        self._scheduler.control = self.control
+        kept = self.rounds, self.control, self.scheduler.prefill
+        self.rounds, self.control, self.scheduler.prefill = NoRounds(), FixedK(), PrefillBudget()
+        self.scheduler.control = self.control
         try:
             yield
         finally:
-            self._rounds, self.control, self._scheduler.prefill = kept
-            self._scheduler.control = self.control
+            self.rounds, self.control, self.scheduler.prefill = kept
+            self.scheduler.control = self.control
 
     def recover(self) -> None:
         """After a step that raised: end every request, then run a self-test. Raises if the engine still fails."""
@@ -370,12 +370,12 @@ class Engine:
 
     @property
     def _controls(self) -> dict[str, Control]:
-        return {"plain": self._scheduler.control, "rounds": self._scheduler.round_control}
+        return {"plain": self.scheduler.control, "rounds": self.scheduler.round_control}
 
     def check_invariants(self) -> None:
         """I1 and I5 on every sequence and page, and that live and scheduled sequences are the same."""
-        self._scheduler.check_invariants()
-        scheduled = {(s.request_id, s.index) for s in self._scheduler.sequences}
+        self.scheduler.check_invariants()
+        scheduled = {(s.request_id, s.index) for s in self.scheduler.sequences}
         live = {(name, index) for name, outputs in self._live.items() for index in outputs}
         assert scheduled == live, "a live sequence is not scheduled, or a dead one is"
         assert self.has_work or self.free_pages == self.total_pages, "idle, and pages are held"
@@ -405,44 +405,44 @@ class Engine:
     @property
     def proposer_names(self) -> tuple[str, ...]:
         """What a request may ask for as `speculation.proposer`."""
-        return self._proposers.names
+        return self.proposers.names
 
     @property
     def spec_gain(self) -> float:
         """Tokens per second of the last steps over what plain decoding would have made, as far as known."""
-        return self._scheduler.gain
+        return self.scheduler.gain
 
     @property
     def num_running(self) -> int:
         """Sequences that take part in steps."""
-        return len(self._scheduler.running)
+        return len(self.scheduler.running)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no pages: new, or preempted."""
-        return self._scheduler.num_waiting
+        return self.scheduler.num_waiting
 
     @property
     def has_room(self) -> bool:
         """Whether a request that is added now would start with the next step, as far as is known."""
-        return self._scheduler.has_room
+        return self.scheduler.has_room
 
     @property
     def spare_pages(self) -> int:
         """Free pages of the target's arena that no waiting sequence will take; below 0 where there are too few."""
-        return self._scheduler.num_spare
+        return self.scheduler.num_spare
 
     @property
     def page_size(self) -> int:
         """Tokens per page of the target's arena."""
-        return self._scheduler.target_pool.page_size
+        return self.scheduler.target_pool.page_size
 
     @property
     def total_pages(self) -> int:
         """Pages of the target's arena."""
-        return self._scheduler.target_pool.num_pages
+        return self.scheduler.target_pool.num_pages
 
     @property
     def free_pages(self) -> int:
         """Pages of the target's arena that no sequence holds."""
-        return self._scheduler.target_pool.num_free
+        return self.scheduler.target_pool.num_free

@@ -43,13 +43,13 @@ Runs = dict[str, list[Completion]]  # completions of one function, by way of dec
 START_SECONDS, STOP_SECONDS = 120, 30
 
 
-def main() -> int:
-    """Run the whole demonstration and return the exit code."""
+def main(num_prompts: int = NUM_PROMPTS, rounds: int = ROUNDS) -> int:
+    """Run the whole demonstration, or a shorter one, and return the exit code."""
     out = Console(highlight=False)
-    prompts = [prompt for prompt in held_out_prompts(50) if len(prompt) <= 1500][:NUM_PROMPTS]
+    prompts = [prompt for prompt in held_out_prompts(50) if len(prompt) <= 1500][:num_prompts]
     with running_server(out) as address, Client(address) as client:
         watch(client, prompts[0], out)
-        runs = [compare(client, prompt) for prompt in prompts]
+        runs = [compare(client, prompt, rounds) for prompt in prompts]
     out.print(report(runs))
     return conclude(runs, out)
 
@@ -115,10 +115,10 @@ def watch(client: Client, prompt: str, out: Console) -> None:
     out.print(Rule(f"[dim]prompt[/]  [{DRAFT_STYLE}]accepted draft[/]  [{TARGET_STYLE}]target's own token[/]"))
 
 
-def compare(client: Client, prompt: str) -> Runs:
+def compare(client: Client, prompt: str, rounds: int) -> Runs:
     """Run the same greedy completion in every way; the order is reversed in every other round."""
     runs: Runs = {way: [] for way in WAYS}
-    for number in range(ROUNDS):
+    for number in range(rounds):
         for way in list(WAYS)[:: -1 if number % 2 else 1]:
             options: GenerateOptions = {**WAYS[way], "max_tokens": MAX_TOKENS, "cache_salt": token_hex(8)}
             runs[way].append(client.generate(prompt, **options))

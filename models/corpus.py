@@ -11,6 +11,8 @@ import hashlib
 import random
 import sysconfig
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 HELD_OUT = (
@@ -58,9 +60,10 @@ def stdlib() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def find(root: Path | None = None) -> Corpus:
+@cache
+def find() -> Corpus:
     """Assign every readable source file of the standard library to its split."""
-    root = root or stdlib()
+    root = stdlib()
     library, tests, held_out = [], [], []
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
@@ -114,12 +117,14 @@ def _starts_of(path: Path) -> list[str]:
 
 def _function_starts(source: str) -> list[str]:
     lines = source.splitlines(keepends=True)
+    begins = list(accumulate(map(len, lines), initial=0))  # of each line, in the source
     starts = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef) or len(node.body) < 3:
             continue
         body = node.body[1] if ast.get_docstring(node) else node.body[0]
-        before = _whole_lines("".join(lines[: node.lineno - 1])[-600:])
+        begin = begins[node.lineno - 1]
+        before = _whole_lines(source[max(0, begin - 600) : begin])
         starts.append(before + "".join(lines[node.lineno - 1 : body.lineno - 1]))
     return starts
 

@@ -79,7 +79,7 @@ class App:
         self.grpc_port = self.http_port = 0
         self._on_ready = on_ready
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
-        self._kv_events = ZmqKvEvents.configured(config, model_name(config.target))
+        self.kv_events = ZmqKvEvents.configured(config, model_name(config.target))
         self.host = self._make_host(load, program or EngineProgram(), forks)
         self._grammars, self._slow = GrammarPool(), SlowWork()
         self._callers = Callers.load(config.token_file)
@@ -94,9 +94,9 @@ class App:
         if load is None and config.engine_process:
             return RemoteEngine(
                 config.engine(), program, config.hang_seconds, config.log_format, forks, standby=config.standby,
-                watches_cache=self._kv_events is not None,
+                watches_cache=self.kv_events is not None,
             )  # fmt: skip
-        load, watches = load or ServedModel.load, self._kv_events is not None
+        load, watches = load or ServedModel.load, self.kv_events is not None
         return LocalHost(load, config.engine(), self._compute, config.hang_seconds, watches_cache=watches)
 
     async def run(self) -> int:
@@ -123,8 +123,8 @@ class App:
         self.http_port = self._http.port
         tasks.create_task(self._http.run_until_stopped())
         self._beside = [tasks.create_task(watch_lag(self.metrics.loop_lag.observe, time.monotonic))]
-        if self._kv_events is not None:
-            self._beside.append(tasks.create_task(self._kv_events.answer_replays()))
+        if self.kv_events is not None:
+            self._beside.append(tasks.create_task(self.kv_events.answer_replays()))
         model = await self._load_model()
         if model is not None:
             self.driver = self._make_driver(model)
@@ -148,7 +148,7 @@ class App:
             self.lifecycle,
             supervisor,
             ageing_seconds=config.ageing_seconds,
-            kv_events=self._kv_events,
+            kv_events=self.kv_events,
         )
 
     def _http_server(self) -> HttpServer:
@@ -252,8 +252,8 @@ class App:
         self._grammars.close()
         self._slow.close()
         await self.host.close()
-        if self._kv_events is not None:
-            self._kv_events.close()
+        if self.kv_events is not None:
+            self.kv_events.close()
         self._compute.shutdown(wait=False, cancel_futures=True)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().remove_signal_handler(number)

@@ -24,9 +24,7 @@ from engine.engine import Engine
 from engine.errors import ModelError
 from engine.model.one_by_one import OneByOneRunner
 from engine.model.text_part import text_part
-from engine.params import SamplingParams
 from engine.startup.build import build_engine
-from engine.types import Request
 from tests import fakes, zoo
 from tests.classes import KINDS, tiny
 from tests.families import generate
@@ -86,9 +84,8 @@ def _run(kind: str, folder: str) -> str:
         engine = build_engine(EngineConfig(target=folder, proposer="ngram", **sizes))
     except ModelError as error:
         return REFUSED + _in_short(str(error), folder)
-    params, prompts = SamplingParams(max_tokens=NEW_TOKENS), zoo.prompts(3)
-    requests = [Request(request_id=str(i), token_ids=tuple(p), sampling=params) for i, p in enumerate(prompts)]
-    outputs = fakes.run(engine, requests)
+    prompts = zoo.prompts(3)
+    outputs = fakes.run(engine, fakes.requests(prompts, max_tokens=NEW_TOKENS))
     model = AutoModelForCausalLM.from_pretrained(folder)
     # Without forced tokens, which no server has.
     model.generation_config = GenerationConfig(eos_token_id=zoo.END, use_cache=kind not in _WITHOUT_CACHE)
@@ -99,7 +96,7 @@ def _run(kind: str, folder: str) -> str:
 
 def way_of(engine: Engine) -> str:
     """How the engine runs its target."""
-    target = engine._target_pass._target
+    target = engine.runner
     if isinstance(target, OneByOneRunner):
         return WHOLE if target._keeps_tokens else ALONE
     return RAGGED

@@ -16,10 +16,11 @@ from engine.control.adaptive import AdaptiveK
 from engine.control.controller import Control, StepFeedback
 from engine.control.traits import Found, Traits
 from engine.kv.pages import PagePool
-from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
+from engine.params import SpeculationMode
 from engine.scheduler import Scheduler, Work
 from engine.startup.calibrate import SHAPES
-from engine.types import Request, Sequence
+from engine.types import Sequence
+from tests import fakes
 
 MOST = 8
 READS = Traits(num_unseen=lambda sequence: max(0, len(sequence.tokens) - 2 - sequence.draft.kv_len))  # a draft model
@@ -139,8 +140,8 @@ class Machine:
             drafted=drafted,
             accepted=accepted,
             draft_passes=passes,
-            draft_seconds=self._measured(draft_seconds),
-            other_seconds=self._measured(target_seconds),
+            draft_seconds=self.measured(draft_seconds),
+            other_seconds=self.measured(target_seconds),
             has_prompts=bool(others),
         )
         none = [0] * len(others)
@@ -162,7 +163,7 @@ class Machine:
                 target = self._target(shape.batch, rows, context, shape.prompt * rows)
                 passes = [(shape.batch, n) for n in tokens]
                 kept = [min(self._coin(0.6), shape.num_draft) for _ in sequences]
-                done = [self._measured(seconds) for seconds in (drafting, target)]
+                done = [self.measured(seconds) for seconds in (drafting, target)]
                 self.control.learn(StepFeedback(sequences, lengths, ks, ks, kept, passes, *done, has_prompts=False))
             for sequence in sequences:
                 self.control.forget(sequence)
@@ -170,13 +171,11 @@ class Machine:
 
     def _sequence(self) -> Sequence:
         self._count += 1
-        speculation = SpeculationSettings(
-            mode=self.mode, num_draft_tokens=MOST, proposer="model", verification=Verification.COUPLED
-        )
-        request = Request(request_id=str(self._count), token_ids=(1,) * self.prompt, sampling=SamplingParams())
         # The first ones end one after another, not all at once.
         output = self.output if self._count > self.batch else 1 + self.output * self._count // self.batch
-        return Sequence(request, 0, speculation, self.prompt + output + 1, frozenset(), [1] * self.prompt)
+        most = 0 if self.mode is SpeculationMode.OFF else MOST
+        max_len = self.prompt + output + 1
+        return fakes.sequence([1] * self.prompt, name=str(self._count), k=most, mode=self.mode, max_len=max_len)
 
     def _coin(self, chance: float) -> int:
         """Hits in a row."""
@@ -220,7 +219,7 @@ class Machine:
     def _target(self, n: int, rows: float, context: float, attended: float) -> float:
         return self.costs.overhead + self.costs.target(n, rows, context, attended)
 
-    def _measured(self, seconds: float) -> float:
+    def measured(self, seconds: float) -> float:
         noisy = seconds * self.random.lognormal(0, self.noise)
         return noisy * (5 if self.random.random() < self.outliers else 1)
 

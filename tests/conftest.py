@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: `make quick` leaves it out")
+    config.addinivalue_line("markers", "slow: what `make test` leaves out and `make test-all` runs")
     config.addinivalue_line("markers", "cuda: needs a GPU; `make test-cuda` runs them")
     config.addinivalue_line("markers", "feature: a cell of docs/features.md, with parameters (row, column)")
     if config.getoption("--features"):

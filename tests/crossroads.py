@@ -14,9 +14,10 @@ import numpy as np
 from engine.control.adaptive import AdaptiveK
 from engine.control.controller import StepFeedback
 from engine.control.traits import Found, Traits
-from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
+from engine.params import SpeculationMode
 from engine.startup.calibrate import SHAPES
-from engine.types import AUTO, Request, Sequence
+from engine.types import AUTO, Sequence
+from tests import fakes
 from tests.clockwork import BUDGET, MOST, Costs, expected
 
 
@@ -64,9 +65,7 @@ class Crossroads:
         seed: int = 0,
     ) -> None:
         self.costs, self.text, self.names, self.batch, self.output, self.most = costs, text, names, batch, output, most
-        self.speculation = SpeculationSettings(
-            mode=mode, num_draft_tokens=most, proposer=AUTO, verification=Verification.COUPLED
-        )
+        self.mode = mode
         self.random, self._count = np.random.default_rng(seed), 0
         self.control = AdaptiveK({name: self._traits(name) for name in names})
         self.sequences: list[Sequence] = []
@@ -170,16 +169,16 @@ class Crossroads:
     def _sequence(self) -> Sequence:
         self._count += 1
         prompt = [1] * 64
-        request = Request(request_id=str(self._count), token_ids=tuple(prompt), sampling=SamplingParams())
-        one = Sequence(request, 0, self.speculation, len(prompt) + self.output + 1, frozenset(), prompt)
+        settings = {"k": self.most, "mode": self.mode, "proposer": AUTO, "max_len": len(prompt) + self.output + 1}
+        one = fakes.sequence(prompt, name=str(self._count), **settings)
         one.candidates, one.choice = self.names, self.names[0]
         return one
 
     def _warm_up(self) -> None:
         """As the server does before it takes requests: each shape plainly, or with the drafts of each proposer."""
-        text, speculation, batch = self.text, self.speculation, self.batch
+        text, mode, batch = self.text, self.mode, self.batch
         self.text = {name: replace(right, chance=0.6) for name, right in text.items()}
-        self.speculation = replace(speculation, mode=SpeculationMode.FIXED)
+        self.mode = SpeculationMode.FIXED
         for shape in SHAPES:
             for name in self.names if shape.num_draft else self.names[:1]:
                 self.sequences = [self._sequence() for _ in range(shape.batch)]
@@ -190,7 +189,7 @@ class Crossroads:
                 for sequence in self.sequences:
                     self.control.forget(sequence)
         self.control.begin()
-        self.text, self.speculation, self.batch, self.sequences = text, speculation, batch, []
+        self.text, self.mode, self.batch, self.sequences = text, mode, batch, []
 
     def _target(self, n: int, rows: float, context: float, attended: float) -> float:
         return self.costs.overhead + self.costs.target(n, rows, context, attended)

@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,13 @@ from engine.control.prefill_budget import PrefillBudget
 from engine.engine import Engine
 from engine.kv.batch import Feed
 from engine.kv.pages import PagePool
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
 from engine.proposers import ModelProposer, NGramProposer, NoProposer, Proposer, Proposers
 from engine.request.intake import Limits
 from engine.scheduler import Scheduler
 from engine.stats import Clock, StepStats
 from engine.types import FinishedOutput, Logprob, Request
+from engine.types import Sequence as Output
 
 Law = Callable[[tuple[int, ...]], Tensor]  # context -> logits [vocab]
 STALE = -1
@@ -108,6 +111,40 @@ def fake_engine(
     limits = Limits(vocab_size, min(max_model_len, num_pages * page_size), eos)
     target = TableModel(law, vocab_size, num_pages, page_size)
     return Engine(settings, limits, target, chosen, scheduler, clock)
+
+
+def request(
+    token_ids: Sequence[int], *, name: str = "r", wish: SpeculationParams | None = None, **sampling: Any
+) -> Request:
+    """A request; `sampling` are fields of its `SamplingParams`."""
+    wish = SpeculationParams() if wish is None else wish
+    return Request(request_id=name, token_ids=tuple(token_ids), sampling=SamplingParams(**sampling), speculation=wish)
+
+
+def requests(prompts: Sequence[Sequence[int]], ks: Sequence[int | None] = (), **sampling: Any) -> list[Request]:
+    """One for each prompt, named by its place; `ks`: how many drafts they ask for, where they do."""
+    wishes = [SpeculationParams(num_draft_tokens=k) for k in ks] or [None] * len(prompts)
+    both = enumerate(zip(prompts, wishes, strict=True))
+    return [request(prompt, name=str(i), wish=wish, **sampling) for i, (prompt, wish) in both]
+
+
+def sequence(
+    tokens: Sequence[int],
+    *,
+    name: str = "r",
+    prompt_len: int | None = None,
+    k: int = 4,
+    mode: SpeculationMode = SpeculationMode.AUTO,
+    proposer: str = "model",
+    max_len: int = 999,
+    seed: int = 0,
+    sampling: SamplingParams | None = None,
+    **fields: Any,
+) -> Output:
+    """What an engine makes of a request, without one; `fields` are those of the request."""
+    rule = SpeculationSettings(mode=mode, num_draft_tokens=k, proposer=proposer, verification=Verification.COUPLED)
+    fields |= {"request_id": name, "token_ids": tuple(tokens[:prompt_len]), "sampling": sampling or SamplingParams()}
+    return Output(Request(**fields), seed, rule, max_len, frozenset(), list(tokens))
 
 
 def output_name(request_id: str, index: int) -> str:

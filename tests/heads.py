@@ -1,16 +1,25 @@
-"""Checkpoints of random heads in their published layouts, written to disk: what is tested is the loading code."""
+"""Checkpoints of random heads in their published layouts, written to disk, and engines whose every draft is checked."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from tests import zoo
+from engine.config import EngineConfig
+from engine.kv.batch import Feed
+from engine.proposers.base import Passed, Proposal
+from engine.startup.build import assemble
+from engine.stats import Forward
+from engine.types import Sequence
+from tests import fakes, zoo
 
 HIDDEN = 32
 EAGLE_CONFIG = {
@@ -133,3 +142,92 @@ def eagle3(folder: Path, changes: dict[str, object] | None = None, **kind: Any) 
     """A folder with such a head; `changes` to the config, `kind` as in `eagle3_tensors`."""
     config = EAGLE3_CONFIG | (changes or {})
     return save(folder / "eagle3", config, eagle3_tensors(config, **kind))
+
+
+# ---------------------------------------------------------------------------- formulas of papers, without any cache
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+def turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotary embedding of `[rows, heads, dim]`."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] * theta ** (-torch.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+
+
+# ------------------------------------------------------------------------------------------- drafts that are checked
+
+KS = (8, 1, 2, 3, 8, 5)
+Expected = Callable[[list[int], int], list[int]]  # (tokens, k) -> drafts
+
+
+class Checked:
+    """A proposer whose every draft is compared with a recomputation, after all that must not matter was poisoned."""
+
+    def __init__(self, inner: Any, expected: Expected) -> None:
+        self.inner, self.expected = inner, expected
+        self.counts, self.passes = list[int](), list[tuple[Forward, ...]]()  # drafts of each sequence; by step
+        self.uses_draft_kv, self.shares_draft_kv = inner.uses_draft_kv, inner.shares_draft_kv
+        self.is_parallel = getattr(inner, "is_parallel", False)
+
+    def observe(self, passed: Seq[Passed]) -> None:
+        self.inner.observe(passed)
+
+    def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
+        for sequence in sequences:
+            self.poison(sequence)
+        proposal: Proposal = self.inner.propose(sequences, k_each)
+        for sequence, k, drafts in zip(sequences, k_each, proposal.tokens, strict=True):
+            assert not drafts or list(drafts) == self.expected(sequence.tokens, k)
+            self.counts.append(len(drafts))
+        self.passes.append(proposal.forwards)
+        return proposal
+
+    @torch.inference_mode()
+    def poison(self, sequence: Sequence) -> None:
+        """Features of drafts that were not kept, and all K/V beyond the cursor."""
+        features = (self.inner.unfed if self.uses_draft_kv else self.inner.features).get(sequence)
+        if features is not None:  # none before the first pass over a prompt of one token
+            for i in range(max(0, len(sequence.tokens) - 1 - features.first), len(features.rows)):
+                features.rows[i] = torch.full_like(features.rows[i], torch.nan)
+        if self.uses_draft_kv:
+            arena, cursor = self.inner.head.arena, sequence.draft
+            rows = [p * arena.page_size + i for p in cursor.page_table for i in range(arena.page_size)][cursor.kv_len :]
+            for k, v in zip(arena.k, arena.v, strict=True):
+                k[rows], v[rows] = torch.nan, torch.nan
+
+
+def decode(
+    option: str, folder: str, model: PreTrainedModel, expected: Expected, ks: Seq[int] = KS, **config: Any
+) -> Checked:
+    """Let an engine decode sequences of unequal lengths and K, and hold every draft of this head against `expected`."""
+    watched = list[Checked]()
+
+    def watch(inner: Any) -> Checked:
+        watched.append(Checked(inner, expected))
+        return watched[0]
+
+    settings = {"target": "t", option: folder, "proposer": option, "speculation": "fixed", "max_batch_size": 5} | config
+    engine = assemble(EngineConfig(**settings), model, wrappers={option: watch})
+    prompts = [prompt[: 1 + i * 9] for i, prompt in enumerate(zoo.prompts(len(ks)))]
+    fakes.run(engine, fakes.requests(prompts, ks, max_tokens=12))
+    assert sum(watched[0].counts) > 30
+    return watched[0]
+
+
+def opened(tokens: Seq[int]) -> Sequence:
+    """A sequence that a head drafts for, with a page of its arena."""
+    one = fakes.sequence(tokens)
+    one.draft.page_table.append(0)
+    return one
+
+
+def show(head: Any, sequence: Sequence, states: Mapping[int, Tensor], start: int, stop: int) -> None:
+    """What a pass over positions start .. stop - 1 shows a head of `states`, by the place of the target."""
+    for place, rows in states.items():
+        head.tap.keep(place, rows[start:stop])
+    head.observe([Passed(sequence, Feed(sequence.tokens[start:stop], start, [0]), 0)])

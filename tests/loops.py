@@ -51,6 +51,7 @@ def engine_of(family: str = "llama", pages: int = 40, pair=None, **options) -> E
         "target": family, "draft": "near", "loop": "rounds", "attention": "reference", "speculation": "fixed",
         "max_model_len": LONGEST, "page_size": page_size, "kv_memory": gib(pages, pair, page_size),
         "max_batch_size": 6, "max_batch_tokens": 32, "num_draft_tokens": 4, "warm_up_seconds": 0,
+        "max_step_ms": 1e9,  # how fast this machine is decides in no test how much a step reads
     }  # fmt: skip
     return assemble(bare_options(**usual | options), *pair)
 
@@ -58,7 +59,7 @@ def engine_of(family: str = "llama", pages: int = 40, pair=None, **options) -> E
 def steered(control, **options) -> Engine:
     """The same with somebody else to choose K, of the rounds and of the plain steps beside them."""
     engine = engine_of(**options)
-    engine._scheduler.round_control = engine._scheduler.control = engine.control = control
+    engine.scheduler.round_control = engine.scheduler.control = engine.control = control
     return engine
 
 
@@ -96,9 +97,13 @@ def asking(asked: Request, **wishes) -> Request:
 @cache
 def plainly(asked: Request, family: str = "llama"):
     """What one-token decoding gives a request that is alone: its tokens, and why it ended."""
-    engine = engine_of(family, loop="plain", draft=None, proposer="none", prefix_cache=False)
-    said = fakes.run(engine, [asking(asked, mode=SpeculationMode.OFF)])
+    said = fakes.run(_plain_engine(family), [asking(asked, mode=SpeculationMode.OFF)])
     return said.tokens[asked.request_id], said.finished[asked.request_id].reason
+
+
+@cache
+def _plain_engine(family: str) -> Engine:
+    return engine_of(family, loop="plain", draft=None, proposer="none", prefix_cache=False)
 
 
 class AnyK(FixedK):

@@ -77,7 +77,7 @@ class RoundLoop:
         self.state = DeviceSlots(num_slots, longest, width, spare, vocab, target.model.device)
         self._free = list(range(num_slots, IDLE, -1))
         self._drafter = None if draft is None else ModelRunner(draft.model, draft.arena, ops.attend)
-        self.repertoire = Repertoire(self._round, recorder, covering(num_slots, self._most_drafts), clock=clock)
+        self.repertoire = Repertoire(self.round_of, recorder, covering(num_slots, self._most_drafts), clock=clock)
         self.on_device: dict[Sequence, DeviceSequence] = {}  # in the order in which they came
         self._slots = dict[int, Tensor]()  # by batch size: the slot at each place; empty after a change
         self._pending: deque[PendingRound] = deque()  # launched and not read: one between steps, two within a step
@@ -207,7 +207,8 @@ class RoundLoop:
         truncated = any(Kind.of(s.request.sampling) is Kind.TRUNCATED for s in self.on_device)
         return truncated, any(s.speculation.verification is Verification.REJECTION for s in self.on_device)
 
-    def _round(self, shape: RoundShape, rejects: bool) -> Round:
+    def round_of(self, shape: RoundShape, rejects: bool = False) -> Round:
+        """A round of this shape over the state of this loop."""
         draft = self._draft if shape.k else None
         size, k, truncated = shape
         return Round(self.state, self._target, draft, self._ops, size, k, truncated=truncated, rejects=rejects)

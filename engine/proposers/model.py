@@ -20,7 +20,7 @@ class ModelProposer:
     shares_draft_kv = True
 
     def __init__(self, runner: Runner, prefill: PrefillBudget) -> None:
-        self._runner, self._prefill = runner, prefill
+        self.runner, self._prefill = runner, prefill
 
     def propose(self, sequences: Seq[Sequence], k_each: Seq[int]) -> Proposal:
         """Draft; a sequence whose catch-up exceeds the token budget is fed a part of it and gets no drafts yet."""
@@ -38,7 +38,7 @@ class ModelProposer:
         for chain in chains:
             feeds.append(_feed(chain, budget))
             budget -= len(feeds[-1].tokens)
-        logits = self._runner.forward([feed for feed in feeds if feed.tokens])
+        logits = self.runner.forward([feed for feed in feeds if feed.tokens])
         forwards.append(Forward("draft", sum(bool(f.tokens) for f in feeds), sum(len(f.tokens) for f in feeds)))
         self._prefill.spend_of_draft(forwards[-1].sequences, forwards[-1].tokens)
         for chain, feed in zip(chains, feeds, strict=True):

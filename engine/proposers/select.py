@@ -30,10 +30,10 @@ class Proposers:
     """
 
     def __init__(self, by_name: Mapping[str, Proposer], vocab_size: int, any_of: Seq[str] = ()) -> None:
-        self._by_name, self._vocab_size = {**by_name, PREDICTION: PredictionProposer()}, vocab_size
+        self.by_name, self._vocab_size = {**by_name, PREDICTION: PredictionProposer()}, vocab_size
         self.any_of = tuple(any_of)
         self._observers = [(name, own) for name, own in by_name.items() if isinstance(own, Observer)]
-        self._failures_in_a_row = dict.fromkeys(self._by_name, 0)
+        self._failures_in_a_row = dict.fromkeys(self.by_name, 0)
         self._blind: set[str] = set()  # observers that failed to see the last pass
         self._num_failures = 0  # since `take_failures` was called last
 
@@ -45,18 +45,18 @@ class Proposers:
     @property
     def names(self) -> tuple[str, ...]:
         """What a request may ask for."""
-        own = tuple(name for name in self._by_name if name != PREDICTION)
+        own = tuple(name for name in self.by_name if name != PREDICTION)
         return (*own, AUTO) if self.any_of else own
 
     @property
     def draft_kv_users(self) -> tuple[str, ...]:
         """Those that need pages in an arena of their own."""
-        return tuple(name for name, proposer in self._by_name.items() if proposer.uses_draft_kv)
+        return tuple(name for name, proposer in self.by_name.items() if proposer.uses_draft_kv)
 
     @property
     def draft_kv_sharers(self) -> frozenset[str]:
         """Those whose pages there may serve other sequences that begin alike."""
-        return frozenset(name for name, proposer in self._by_name.items() if proposer.shares_draft_kv)
+        return frozenset(name for name, proposer in self.by_name.items() if proposer.shares_draft_kv)
 
     @property
     def traits(self) -> dict[str, Traits]:
@@ -68,7 +68,7 @@ class Proposers:
                 is_parallel=getattr(proposer, "is_parallel", False),
                 most=getattr(proposer, "most_drafts", None),
             )
-            for name, proposer in self._by_name.items()
+            for name, proposer in self.by_name.items()
         }
 
     def _find(self, name: str, finder: Finder, sequence: Sequence, k: int) -> Found:
@@ -86,7 +86,7 @@ class Proposers:
         tokens: list[tuple[int, ...]] = [()] * len(sequences)
         draft_probs: list[Tensor | None] = [None] * len(sequences)
         forwards: list[Forward] = []
-        for name, proposer in self._by_name.items():
+        for name, proposer in self.by_name.items():
             mine = [i for i, s in enumerate(sequences) if k_each[i] and s.drafter == name]
             if mine:
                 part = self._ask(name, proposer, [sequences[i] for i in mine], [k_each[i] for i in mine])
@@ -105,7 +105,7 @@ class Proposers:
         for name, observer in self._observers:
             mine = [p for p in passed if name in p.sequence.drafters]
             if mine and self._failures_in_a_row[name] < GIVE_UP_AFTER:
-                if self._by_name[name].uses_draft_kv:
+                if self.by_name[name].uses_draft_kv:
                     for p in mine:
                         p.sequence.turn_to(name)
                 self._show(name, observer, mine)

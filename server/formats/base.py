@@ -258,6 +258,11 @@ class Parser(ABC):
     def __init__(self) -> None:
         self._scanner = Scanner()
 
+    @property
+    def held(self) -> str:
+        """The text that has come and was not read yet, because what it is depends on what comes next."""
+        return self._scanner.held
+
     def push(self, text: str) -> list[Piece]:
         """Read more text."""
         self._scanner.push(text)

@@ -83,6 +83,11 @@ class ForkServer:
         self.close()
 
     @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._child.process.pid
+
+    @property
     def is_alive(self) -> bool:
         """Whether the process has not ended."""
         return self._child.process.poll() is None

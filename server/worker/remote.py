@@ -262,6 +262,16 @@ class RemoteEngine:
     # ------------------------------------------------------------------------------------------ state of the engine
 
     @property
+    def pid(self) -> int | None:
+        """Number of the engine's process; None between two engines, and after the end."""
+        return None if self._worker is None else self._worker.process.pid
+
+    @property
+    def standby_pid(self) -> int | None:
+        """Number of the process that can take over at once; None if there is none."""
+        return None if self._standby is None or self._standby.worker is None else self._standby.worker.process.pid
+
+    @property
     def engine(self) -> EngineView:
         """This object, which has the last known state of the engine."""
         return self

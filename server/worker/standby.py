@@ -25,6 +25,15 @@ class Standby:
         self._loading: asyncio.Future[Loaded] | None = None  # loads, or has loaded, the engine that can be taken
         self._keeper = asyncio.ensure_future(self._keep())
 
+    @property
+    def worker(self) -> Worker | None:
+        """The engine that can be taken at once, if there is one."""
+        loading = self._loading
+        if loading is None or not loading.done() or loading.cancelled() or loading.exception() is not None:
+            return None
+        worker, _ = loading.result()
+        return worker if worker.loss is None else None
+
     async def take(self) -> Loaded | None:
         """Return the engine as soon as it is loaded, and keep none from now on; None if there is none."""
         await self._end_keeper()

@@ -2,35 +2,64 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import pairwise
 
 import httpx
 import pytest
+import pytest_asyncio
 from playwright.async_api import expect
 
 from server.model import ServedModel
 from tests.browser.chromium import NARROW, browsing, executable, visiting
+from tests.conftest import ENDING
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_life import metric
 from tests.server.test_security import ALICE
 from tests.serving import serving, until
 
-pytestmark = pytest.mark.skipif(
-    executable() is None, reason="the page is not tested: there is no Chromium here (Debian: apt-get install chromium)"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        executable() is None,
+        reason="the page is not tested: there is no Chromium here (Debian: apt-get install chromium)",
+    ),
+    pytest.mark.asyncio(loop_scope="module"),  # that of the browser, of which there is one
+]
 
+expect.set_options(timeout=60_000)  # milliseconds, for a busy machine
 EMBEDDED = {"load": ServedModel.load, "target": "", "threads": 1, "max_model_len": 512, "warm_up_seconds": 0.0}
 PROMPT = 'def mean(values):\n    """Mean of <b>values</b>."""\n'
 SAME = re.compile(r"^The same text, token by token, with seed \d+\.$")
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser():
+    async with browsing() as found:
+        yield found
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def no_leaked_tasks(browser):
+    """What `tests/conftest.py` asks of all tests, on this loop."""
+    before = asyncio.all_tasks()
+    yield
+    left = asyncio.all_tasks() - before - {asyncio.current_task()}
+    assert not left or not (await asyncio.wait(left, timeout=ENDING))[1]
+
+
+@pytest.fixture
+def open_page(browser):
+    return partial(_open_page, browser)
+
+
 @asynccontextmanager
-async def open_page(engine=None, window=None, **options):
+async def _open_page(browser, engine=None, window=None, **options):
     """The page of a server, and what its console complains of."""
-    async with serving(engine, **options) as server, browsing() as browser:
+    async with serving(engine, **options) as server:
         url = f"http://127.0.0.1:{server.app.http_port}/"
         async with visiting(browser, url, **(window or {})) as (page, said), httpx.AsyncClient(base_url=url) as http:
             await expect(page.locator("#server")).to_contain_text("cpu")
@@ -43,7 +72,7 @@ async def text_of(page, side):
     return "".join(await page.locator(f"#{side} pre span:not(.asked)").all_text_contents())
 
 
-async def test_two_streams_of_one_prompt_in_two_colours_with_one_text():
+async def test_two_streams_of_one_prompt_in_two_colours_with_one_text(open_page):
     async with open_page(**EMBEDDED) as (page, said, server):
         await page.get_by_label("Prompt").fill(PROMPT)
         await page.get_by_label("Most tokens").fill("48")
@@ -74,7 +103,7 @@ async def test_two_streams_of_one_prompt_in_two_colours_with_one_text():
 
 
 @pytest.mark.parametrize("how", ["button", "key", "closing the window"])
-async def test_tokens_come_as_they_are_made_and_stopping_frees_the_server(how):
+async def test_tokens_come_as_they_are_made_and_stopping_frees_the_server(open_page, how):
     engine = FakeEngine(step_seconds=0.02)
     async with open_page(engine) as (page, said, server):
         await page.get_by_role("combobox", name="Plain decoding").select_option("race")
@@ -103,7 +132,7 @@ async def test_tokens_come_as_they_are_made_and_stopping_frees_the_server(how):
         assert said == []
 
 
-async def test_errors_are_shown_as_the_server_says_them():
+async def test_errors_are_shown_as_the_server_says_them(open_page):
     engine = FakeEngine(step_seconds=0.02)
     async with open_page(engine) as (page, _, server):
         await page.get_by_label("Temperature").fill("-1")
@@ -127,7 +156,7 @@ async def test_errors_are_shown_as_the_server_says_them():
         assert "secret" not in await page.content()
 
 
-async def test_where_a_token_is_asked_for_there_is_a_field(tmp_path):
+async def test_where_a_token_is_asked_for_there_is_a_field(open_page, tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"alice {ALICE}\n")
     async with open_page(token_file=tokens) as (page, _, _):
@@ -141,7 +170,7 @@ async def test_where_a_token_is_asked_for_there_is_a_field(tmp_path):
         assert stored == [0, 0, ""]
 
 
-async def test_what_a_model_writes_is_text_and_nothing_else():
+async def test_what_a_model_writes_is_text_and_nothing_else(open_page):
     evil = "<img src=x onerror=alert(1)><script>alert(2)</script></pre>"
     async with open_page(FakeEngine(text=evil)) as (page, said, _):
         await page.get_by_label("Most tokens").fill(str(len(CODEC.encode(evil))))
@@ -179,7 +208,7 @@ CONTRASTS = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_each_theme_is_legible_and_its_own(scheme):
+async def test_each_theme_is_legible_and_its_own(open_page, scheme):
     async with open_page(window={"color_scheme": scheme}) as (page, said, _):
         await page.get_by_label("Most tokens").fill("40")
         await page.get_by_role("button", name="Run").click()
@@ -194,7 +223,7 @@ async def test_each_theme_is_legible_and_its_own(scheme):
         assert said == []
 
 
-async def test_a_narrow_window_scrolls_one_way_only():
+async def test_a_narrow_window_scrolls_one_way_only(open_page):
     long = "averyveryverylongwordwithoutaspace" * 30
     async with open_page(FakeEngine(text=long), window={"viewport": NARROW}) as (page, said, _):
         await page.get_by_label("Prompt").fill(long)
@@ -209,7 +238,8 @@ async def test_a_narrow_window_scrolls_one_way_only():
         assert said == []
 
 
-async def test_it_can_be_used_without_a_mouse():
+@pytest.mark.slow
+async def test_it_can_be_used_without_a_mouse(open_page):
     async with open_page() as (page, said, _):
         await page.locator("body").focus()
         reached = []

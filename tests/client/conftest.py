@@ -9,3 +9,8 @@ from tests.client import fake_server
 def fake():
     with fake_server.running() as server:
         yield server
+
+
+@pytest.fixture(params=["sync", "async"])
+def kind(request):
+    return request.param

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import grpc
-from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import status_pb2
 
 from pilotfish.v1 import generation_pb2 as pb
 from pilotfish.v1 import generation_pb2_grpc
@@ -45,18 +44,8 @@ SCRIPT = (
 )
 
 
-def unavailable(reason: str = "") -> status_pb2.Status:
-    """UNAVAILABLE: from a server of ours with this reason, or as a broken connection has it."""
-    status = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="gone")
-    if reason:
-        detail = any_pb2.Any()
-        detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain="pilotfish"))
-        status.details.append(detail)
-    return status
-
-
-def refusal(code: grpc.StatusCode) -> status_pb2.Status:
-    return status_pb2.Status(code=code.value[0], message=code.name)
+def info(fingerprint: str = FINGERPRINT) -> pb.ResumeInfo:
+    return pb.ResumeInfo(fingerprint=fingerprint, seed=SEED, max_tokens=MAX_TOKENS, speculation=SPECULATION)
 
 
 @dataclass(frozen=True)
@@ -67,7 +56,7 @@ class Fate:
     """
 
     messages: int
-    status: status_pb2.Status | None = field(default_factory=unavailable)
+    status: status_pb2.Status | None = field(default_factory=fake_server.unavailable)
     is_old: bool = False
 
 
@@ -97,12 +86,8 @@ class FakeReplica(generation_pb2_grpc.InferenceServiceServicer):
             if fate is not None and number == fate.messages:
                 self._end(fate, context)
             if number == 0 and not is_old:
-                message = pb.GenerateStreamResponse.FromString(message.SerializeToString())
-                message.resume_info.CopyFrom(
-                    pb.ResumeInfo(
-                        fingerprint=self.fingerprint, seed=SEED, max_tokens=MAX_TOKENS, speculation=SPECULATION
-                    )
-                )
+                message = copy.deepcopy(message)
+                message.resume_info.CopyFrom(info(self.fingerprint))
             yield message
         if fate is not None:
             self._end(fate, context)
@@ -148,20 +133,14 @@ class FakeReplica(generation_pb2_grpc.InferenceServiceServicer):
 
 def continued(message: pb.GenerateStreamResponse, interruptions: int) -> pb.GenerateStreamResponse:
     """The same end, of an output that was interrupted so often."""
-    copy = pb.GenerateStreamResponse.FromString(message.SerializeToString())
-    copy.finished.interruptions = interruptions
-    return copy
+    message = copy.deepcopy(message)
+    message.finished.interruptions = interruptions
+    return message
 
 
 @contextmanager
 def replica(port: int = 0, **settings) -> Iterator[FakeReplica]:
-    """Serve for the length of the block; port 0 is a free one."""
     fake = FakeReplica(**settings)
-    server = grpc.server(ThreadPoolExecutor(4))
-    generation_pb2_grpc.add_InferenceServiceServicer_to_server(fake, server)
-    fake.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
-    server.start()
-    try:
+    service = generation_pb2_grpc.add_InferenceServiceServicer_to_server, fake
+    with fake_server.listening(fake, port, service):
         yield fake
-    finally:
-        server.stop(None).wait()

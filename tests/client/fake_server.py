@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import grpc
-from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
@@ -46,30 +46,52 @@ OUTPUT = generation_pb2.Output(
 ANSWER = generation_pb2.GenerateResponse(request_id="r1", model="tiny", outputs=[OUTPUT])
 
 
+def refusal(code: grpc.StatusCode, message: str = "", *details) -> status_pb2.Status:
+    status = status_pb2.Status(code=code.value[0], message=message or code.name)
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status
+
+
 def invalid(**problems: str) -> status_pb2.Status:
     """INVALID_ARGUMENT with one violation per problem."""
-    bad = error_details_pb2.BadRequest(
-        field_violations=[
-            error_details_pb2.BadRequest.FieldViolation(field=name, description=text) for name, text in problems.items()
-        ]
-    )
-    detail = any_pb2.Any()
-    detail.Pack(bad)
-    return status_pb2.Status(code=grpc.StatusCode.INVALID_ARGUMENT.value[0], message="2 problems", details=[detail])
+    violation = error_details_pb2.BadRequest.FieldViolation
+    violations = [violation(field=name, description=text) for name, text in problems.items()]
+    details = error_details_pb2.BadRequest(field_violations=violations)
+    return refusal(grpc.StatusCode.INVALID_ARGUMENT, "2 problems", details)
 
 
 def full(seconds: float) -> status_pb2.Status:
     """RESOURCE_EXHAUSTED, to come again after this long."""
     retry = error_details_pb2.RetryInfo()
     retry.retry_delay.FromMilliseconds(round(1000 * seconds))
-    detail = any_pb2.Any()
-    detail.Pack(retry)
-    return status_pb2.Status(code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], message="full", details=[detail])
+    return refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry)
 
 
-def closing() -> status_pb2.Status:
-    """What gRPC itself says of a call that reaches a server while it stops."""
-    return status_pb2.Status(code=grpc.StatusCode.CANCELLED.value[0], message="CANCELLED")
+def unavailable(reason: str = "") -> status_pb2.Status:
+    """UNAVAILABLE: from a server of ours with this reason, or as a broken connection has it."""
+    details = [error_details_pb2.ErrorInfo(reason=reason, domain="pilotfish")] if reason else []
+    return refusal(grpc.StatusCode.UNAVAILABLE, "gone", *details)
+
+
+CLOSING = refusal(grpc.StatusCode.CANCELLED)  # what gRPC itself says of a call that reaches a server while it stops
+
+
+class Health(health.HealthServicer):
+    """Serves, unless told otherwise; remembers how long its callers would have waited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deadlines: list[float] = []
+        self.serves(True)
+
+    def serves(self, is_ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        self.set("", status)
+
+    def Check(self, request, context):
+        self.deadlines.append(context.time_remaining())
+        return super().Check(request, context)
 
 
 @dataclass
@@ -86,7 +108,7 @@ class FakeServer(generation_pb2_grpc.InferenceServiceServicer, control_pb2_grpc.
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
     refusals: list[status_pb2.Status] = field(default_factory=list)  # answer with these first, one each
     call_ended: threading.Event = field(default_factory=threading.Event)
-    health: health.HealthServicer = field(default_factory=health.HealthServicer)
+    health: Health = field(default_factory=Health)
     address: str = ""
 
     def Generate(self, request, context):
@@ -150,19 +172,34 @@ def hinted(status: status_pb2.Status) -> grpc.Status:
     return plain._replace(trailing_metadata=(*plain.trailing_metadata, *pauses))
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 @contextmanager
-def running(port: int = 0) -> Iterator[FakeServer]:
-    """Serve for the length of the block; port 0 is a free one."""
-    fake = FakeServer()
-    fake.health.set("", health_pb2.HealthCheckResponse.SERVING)
+def listening(fake, port: int, *services) -> Iterator:
+    """A server with these services for the length of the block; port 0 is a free one."""
     server = grpc.server(ThreadPoolExecutor(4))
-    generation_pb2_grpc.add_InferenceServiceServicer_to_server(fake, server)
-    control_pb2_grpc.add_ControlServiceServicer_to_server(fake, server)
-    health_pb2_grpc.add_HealthServicer_to_server(fake.health, server)
+    for add, servicer in services:
+        add(servicer, server)
     fake.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
     server.start()
     try:
         yield fake
     finally:
-        fake.call_ended.set()
         server.stop(None).wait()
+
+
+@contextmanager
+def running(port: int = 0) -> Iterator[FakeServer]:
+    fake = FakeServer()
+    generation = generation_pb2_grpc.add_InferenceServiceServicer_to_server
+    control = control_pb2_grpc.add_ControlServiceServicer_to_server
+    services = (generation, fake), (control, fake), (health_pb2_grpc.add_HealthServicer_to_server, fake.health)
+    with listening(fake, port, *services):
+        try:
+            yield fake
+        finally:
+            fake.call_ended.set()

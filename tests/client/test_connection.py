@@ -9,23 +9,17 @@ import pytest
 import client
 from client.connection import Connection, Retry, Tls
 from tests.client import fake_server
+from tests.client.blocking import blocking
+from tests.client.fake_server import CLOSING, full
 
 
-def test_the_token_goes_with_every_call(fake):
-    with client.Client(fake.address, token="a-token") as connection:
+def test_the_token_goes_with_every_call(kind, fake):
+    with blocking(kind, fake.address, token="a-token") as connection:
         connection.generate("x")
         list(connection.stream("x"))
         connection.load()
         connection.tokenize("x")
     assert [metadata["authorization"] for metadata in fake.metadata] == ["Bearer a-token"] * 4
-
-
-async def test_the_async_client_has_one_too(fake):
-    async with client.AsyncClient(fake.address, token="a-token") as connection:
-        await connection.generate("x")
-        assert [event async for event in connection.stream("x")]
-        await connection.load()
-    assert [metadata["authorization"] for metadata in fake.metadata] == ["Bearer a-token"] * 3
 
 
 def test_no_token_is_no_metadata(fake):
@@ -35,62 +29,33 @@ def test_no_token_is_no_metadata(fake):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_full_queue_is_tried_again(fake, stream):
-    fake.refusals = [fake_server.full(0.01)] * 2
+@pytest.mark.parametrize("refusals", [[full(0.01)] * 2, [CLOSING]], ids=["a full queue", "a closing door"])
+def test_a_call_that_finds_no_room_is_made_again(fake, refusals, stream):
+    fake.refusals = list(refusals)
     with client.Client(fake.address, retry=Retry(first_pause=0.01)) as connection:
         assert list(connection.stream("x")) if stream else connection.generate("x")
-    assert len(fake.requests) == 3
+    assert len(fake.requests) == len(refusals) + 1
 
 
 # Pauses of one's own that no test would survive, or that are over at once: it is the server's word that counts.
-@pytest.mark.parametrize(("own", "told"), [(1000.0, 0.01), (0.001, 0.5)])
-def test_a_server_that_says_when_to_come_again_is_obeyed(fake, own, told):
-    fake.refusals = [fake_server.full(told)] * 2
-    with client.Client(fake.address, retry=Retry(first_pause=own, longest_pause=own)) as connection:
+@pytest.mark.parametrize(("own", "told"), [(1000.0, 0.01), (0.001, 0.2)])
+def test_a_server_that_says_when_to_come_again_is_obeyed(kind, fake, own, told):
+    fake.refusals = [full(told)] * 2
+    with blocking(kind, fake.address, retry=Retry(first_pause=own, longest_pause=own)) as connection:
         began = time.monotonic()
-        assert connection.generate("x", deadline=60)
+        assert list(connection.stream("x", deadline=60))
     assert time.monotonic() - began >= 2 * told
 
 
-@pytest.mark.parametrize(("own", "told"), [(1000.0, 0.01), (0.001, 0.5)])
-async def test_the_async_client_obeys_it_too(fake, own, told):
-    fake.refusals = [fake_server.full(told)] * 2
-    async with client.AsyncClient(fake.address, retry=Retry(first_pause=own, longest_pause=own)) as connection:
-        began = time.monotonic()
-        assert [event async for event in connection.stream("x", deadline=60)]
-    assert time.monotonic() - began >= 2 * told
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_meets_a_closing_door_is_tried_again(fake, stream):
-    fake.refusals = [fake_server.closing()]
-    with client.Client(fake.address, retry=Retry(first_pause=0.01)) as connection:
-        assert list(connection.stream("x")) if stream else connection.generate("x")
-    assert len(fake.requests) == 2
-
-
-def test_retries_have_an_end_and_the_error_says_when_to_come_again(fake):
-    fake.refusals = [fake_server.full(2.5)] * 9
-    with client.Client(fake.address, retry=Retry(attempts=3, first_pause=0.01)) as connection:
-        with pytest.raises(client.QueueFullError) as error:
-            connection.generate("x")
-        assert error.value.retry_seconds == 2.5
-    assert len(fake.requests) == 3
-
-
-def test_a_single_attempt_is_one(fake):
-    fake.refusals = [fake_server.full(0.01)] * 9
-    with client.Client(fake.address, retry=Retry(attempts=1)) as connection, pytest.raises(client.QueueFullError):
+@pytest.mark.parametrize(
+    ("retry", "calls"), [(Retry(attempts=3, first_pause=0.01), 3), (Retry(attempts=1), 1), (None, 1)]
+)
+def test_retries_have_an_end_and_the_error_says_when_to_come_again(fake, retry, calls):
+    fake.refusals = [full(0.25)] * 9
+    with client.Client(fake.address, retry=retry) as connection, pytest.raises(client.QueueFullError) as error:
         connection.generate("x")
-    assert len(fake.requests) == 1
-
-
-def test_retry_none_tries_once(fake):
-    fake.refusals = [fake_server.full(0.01)]
-    with client.Client(fake.address, retry=None) as connection:
-        with pytest.raises(client.QueueFullError):
-            connection.generate("x")
-        assert connection.generate("x")
+    assert error.value.retry_seconds == 0.25
+    assert len(fake.requests) == calls
 
 
 def test_what_is_wrong_is_not_tried_again(fake):

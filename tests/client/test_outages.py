@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-import pytest
-
 import client
 from tests.server.fake_engine import FakeEngine
 from tests.serving import serving, until
-
-pytestmark = pytest.mark.slow
 
 TOKENS = 80
 KINDS = {
@@ -38,7 +34,7 @@ def joined(events):
     return found
 
 
-async def test_streams_outlive_two_restarts_of_every_server():
+async def test_streams_outlive_a_restart_of_every_server():
     async with AsyncExitStack() as stack:
 
         async def server(port=0):
@@ -65,7 +61,7 @@ async def test_streams_outlive_two_restarts_of_every_server():
         async with asyncio.TaskGroup() as workers:
             for kind in KINDS:
                 workers.create_task(work(kind))
-            for place in (0, 1, 0, 1):
+            for place in (0, 1):
                 await until(lambda place=place: servers[place].engine.num_running, 30)
                 before = len(done)
                 servers[place].app.stop()

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "clients"
@@ -48,7 +49,14 @@ def run(*command: str, home: Path, timeout: float = 240, **variables: str) -> st
     return done.stdout
 
 
-def answers(environment: str, program: str, *, home: Path, **arguments) -> dict:
-    """What a program of `programs/` prints as JSON in its last line, run by the client's Python with `arguments`."""
-    printed = run(python(environment), str(PROGRAMS / f"{program}.py"), json.dumps(arguments), home=home)
+def run_each(environment: str, name: str, runs: list[list[str]], *, home: Path, **variables: str) -> None:
+    """Run a command of an environment with each of these lists of arguments."""
+    program = str(PROGRAMS / "commands.py")
+    run(python(environment), program, name, json.dumps(runs), home=home, **variables)
+
+
+def answers(program: str, **arguments) -> dict:
+    """What a program of `programs/` prints as JSON in its last line, run by the Python of the SDKs with `arguments`."""
+    with TemporaryDirectory(prefix="client-") as home:
+        printed = run(python("sdk"), str(PROGRAMS / f"{program}.py"), json.dumps(arguments), home=Path(home))
     return json.loads(printed.splitlines()[-1])

@@ -9,36 +9,39 @@ import json
 
 import pytest
 
-from tests.clients.environments import MODEL, PROGRAMS, TOKENIZER, python, run, tool
+from tests.clients.environments import MODEL, PROGRAMS, TOKENIZER, python, run, run_each, tool
 
 pytestmark = pytest.mark.timeout(300)
 
 REQUESTS, CONCURRENT, PROMPT, TOKENS = 8, 2, 32, 16
 
 
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_guidellm(server, home, route):
-    report = home / "report.json"
-    run(
-        tool("benchmarks", "guidellm"),
+def test_guidellm(server, home):
+    routes = {"text.json": "/v1/completions", "chat.json": "/v1/chat/completions"}
+    common = [
         "run",
-        *("--backend", f"kind=openai_http,target={server.url},model={MODEL},request_format={route}"),
         *("--profile", f"kind=concurrent,streams={CONCURRENT}"),
         *("--constraint", f"kind=max_requests,count={REQUESTS}"),
         *("--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}"),
         *("--data", f"kind=synthetic_text,prompt_tokens={PROMPT},output_tokens={TOKENS}"),
-        *("--output", f"kind=json,path={report}"),
         "--disable-console-interactive",
-        home=home,
-        HF_HUB_OFFLINE="1",
-    )
-    [benchmark] = json.loads(report.read_text())["benchmarks"]
-    totals = benchmark["metrics"]["request_totals"]
-    errors = [request["info"]["error"] for request in benchmark["requests"]["errored"]]
-    assert errors == []
-    assert (totals["successful"], totals["errored"], totals["incomplete"]) == (REQUESTS, 0, 0)
-    answered = benchmark["requests"]["successful"]
-    assert [request["output_metrics"]["text_tokens"] for request in answered] == [TOKENS] * REQUESTS
+    ]
+    runs = [
+        [
+            *common,
+            *("--backend", f"kind=openai_http,target={server.url},model={MODEL},request_format={route}"),
+            *("--output", f"kind=json,path={home / report}"),
+        ]
+        for report, route in routes.items()
+    ]
+    run_each("benchmarks", "guidellm", runs, home=home, HF_HUB_OFFLINE="1")
+    for report in routes:
+        [benchmark] = json.loads((home / report).read_text())["benchmarks"]
+        totals = benchmark["metrics"]["request_totals"]
+        assert [request["info"]["error"] for request in benchmark["requests"]["errored"]] == []
+        assert (totals["successful"], totals["errored"], totals["incomplete"]) == (REQUESTS, 0, 0)
+        answered = benchmark["requests"]["successful"]
+        assert [request["output_metrics"]["text_tokens"] for request in answered] == [TOKENS] * REQUESTS
 
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])
@@ -78,25 +81,29 @@ def acceptance(server):
     return [server.metric(f"vllm:spec_decode_num_{name}_total") for name in names]
 
 
-@pytest.mark.parametrize(("backend", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")])
-def test_vllm_bench_serve(server, home, backend, path):
+def test_vllm_bench_serve(server, home):
     """Its table of speculation is made of the metrics that `--vllm-metrics` exports."""
     before = acceptance(server)
-    run(
-        python("benchmarks"),
-        str(PROGRAMS / "vllm_bench.py"),
-        *("--backend", backend, "--base-url", server.url, "--endpoint", path),
-        *("--model", MODEL, "--tokenizer", str(TOKENIZER)),
+    common = [
+        *("--base-url", server.url, "--model", MODEL, "--tokenizer", str(TOKENIZER)),
         *("--dataset-name", "random", "--random-input-len", str(PROMPT), "--random-output-len", str(TOKENS)),
         *("--num-prompts", str(REQUESTS), "--max-concurrency", str(CONCURRENT), "--ignore-eos"),
-        *("--save-result", "--result-dir", str(home), "--result-filename", "result.json"),
-        home=home,
-        HF_HUB_OFFLINE="1",
-    )
-    result = json.loads((home / "result.json").read_text())
-    assert (result["completed"], result["failed"]) == (REQUESTS, 0)
-    assert result["total_output_tokens"] == REQUESTS * TOKENS
-    after = acceptance(server)
-    told = [result[f"spec_decode_{name}"] for name in ("num_drafts", "draft_tokens", "accepted_tokens")]
-    assert 0 < told[0] <= after[0] - before[0]  # a first request, which warms up, is not among them
-    assert told[2] == pytest.approx(told[0] * (result["spec_decode_acceptance_length"] - 1))
+        *("--save-result", "--result-dir", str(home)),
+    ]
+    runs = [
+        [*common, "--backend", backend, "--endpoint", path, "--result-filename", f"{backend}.json"]
+        for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions"))
+    ]
+    run(python("benchmarks"), str(PROGRAMS / "vllm_bench.py"), json.dumps(runs), home=home, HF_HUB_OFFLINE="1")
+    drafts = 0
+    for path in home.glob("openai*.json"):
+        result = json.loads(path.read_text())
+        assert (result["completed"], result["failed"]) == (REQUESTS, 0)
+        assert result["total_output_tokens"] == REQUESTS * TOKENS
+        found = result["spec_decode_num_drafts"]
+        assert found > 0
+        assert result["spec_decode_accepted_tokens"] == pytest.approx(
+            found * (result["spec_decode_acceptance_length"] - 1)
+        )
+        drafts += found
+    assert 0 < drafts <= acceptance(server)[0] - before[0]  # a first request, which warms up, is not among them

@@ -10,7 +10,7 @@ import yaml
 from tokenizers import Tokenizer
 
 from models.corpus import held_out_prompts
-from tests.clients.environments import MODEL, TOKENIZER, run, tool
+from tests.clients.environments import MODEL, TOKENIZER, run_each
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -56,16 +56,24 @@ def tasks(home):
     return folder
 
 
-def evaluate(tasks, home, names, *options):
-    """The results, and the samples of each task in the order of the documents."""
-    out = home / "out"
-    wanted = ("--tasks", names, "--include_path", str(tasks), "--output_path", str(out), "--log_samples")
-    run(tool("benchmarks", "lm_eval"), "run", *options, *wanted, home=home)
-    [results] = out.rglob("results_*.json")
+@pytest.fixture
+def evaluated(server, tasks, home):
+    """The results over both routes, and the samples of each task in the order of the documents."""
+    model = f"model={MODEL},base_url={server.url}/v1"
+    text = f"{model}/completions,tokenizer={TOKENIZER},max_length=1024,num_concurrent=4"
+    runs = {
+        "text": ["local-completions", "--model_args", text, "--tasks", "choosing,writing", "--batch_size", "4"],
+        "chat": ["local-chat-completions", "--model_args", f"{model}/chat/completions,num_concurrent=2",
+                 "--tasks", "writing", "--apply_chat_template"],
+    }  # fmt: skip
+    common = ["--include_path", str(tasks), "--log_samples"]
+    each = [["run", *common, "--output_path", str(home / out), "--model", *how] for out, how in runs.items()]
+    run_each("benchmarks", "lm_eval", each, home=home)
+    [results] = (home / "text").rglob("results_*.json")
     samples = {}
-    for name in names.split(","):
-        [path] = out.rglob(f"samples_{name}_*.jsonl")
+    for path in home.rglob("samples_*.jsonl"):
         found = [json.loads(line) for line in path.read_text().splitlines()]
+        name = path.relative_to(home).parts[0], path.name.split("_")[1]
         samples[name] = sorted(found, key=lambda sample: sample["doc_id"])
     return json.loads(results.read_text())["results"], samples
 
@@ -82,35 +90,17 @@ def log_likelihoods(client):
     return found
 
 
-def test_multiple_choice_and_generation(server, tasks, home):
-    model = f"model={MODEL},base_url={server.url}/v1/completions,tokenizer={TOKENIZER},max_length=1024,num_concurrent=4"
-    results, samples = evaluate(
-        tasks, home, "choosing,writing", "--model", "local-completions", "--model_args", model, "--batch_size", "4"
-    )
+def test_multiple_choice_generation_and_chats(server, evaluated):
+    results, samples = evaluated
     with server.grpc() as client:
         wanted = log_likelihoods(client)
         written = [client.generate(q, max_tokens=TOKENS, temperature=0.0, stop=["\n\n\n"]).text for q in QUESTIONS]
-    told = [[float(answer[0][0]) for answer in sample["resps"]] for sample in samples["choosing"]]
+    told = [[float(answer[0][0]) for answer in sample["resps"]] for sample in samples["text", "choosing"]]
     assert told == [pytest.approx(row, abs=1e-3) for row in wanted]
     right = [row.index(max(row)) == document["answer"] for row, document in zip(wanted, DOCUMENTS, strict=True)]
     assert results["choosing"]["acc,none"] == sum(right) / len(right)
-    assert [sample["resps"][0][0] for sample in samples["writing"]] == written
-
-
-def test_chats(server, tasks, home):
-    model = f"model={MODEL},base_url={server.url}/v1/chat/completions,num_concurrent=2"
-    _, samples = evaluate(
-        tasks, home, "writing", "--model", "local-chat-completions", "--model_args", model, "--apply_chat_template"
-    )
-    told = [sample["resps"][0][0] for sample in samples["writing"]]
-    wanted = [
-        server.post(
-            "/v1/chat/completions",
-            messages=[{"role": "user", "content": question}],
-            max_tokens=TOKENS,
-            temperature=0.0,
-            stop=["\n\n\n"],
-        )["choices"][0]["message"]["content"]
-        for question in QUESTIONS
-    ]
-    assert told == wanted
+    assert [sample["resps"][0][0] for sample in samples["text", "writing"]] == written
+    limits = {"max_tokens": TOKENS, "temperature": 0.0, "stop": ["\n\n\n"]}
+    for question, sample in zip(QUESTIONS, samples["chat", "writing"], strict=True):
+        answer = server.post("/v1/chat/completions", messages=[{"role": "user", "content": question}], **limits)
+        assert sample["resps"][0][0] == answer["choices"][0]["message"]["content"]

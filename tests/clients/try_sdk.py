@@ -5,8 +5,6 @@ What they return is what our own gRPC client gets for the same prompt, streamed 
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from models.corpus import held_out_prompts
@@ -38,9 +36,19 @@ def chatted(server):
     return {"whole": text, "streamed": text, "usage": [usage["prompt_tokens"], usage["completion_tokens"]]}
 
 
-@pytest.fixture
-def by_openai(server, home):
-    return partial(answers, "sdk", "openai_calls", home=home, url=server.url, model=MODEL, prompts=PROMPTS, most=ENOUGH)
+@pytest.fixture(scope="module")
+def by_openai(server):
+    return answers("openai_calls", url=server.url, model=MODEL, prompts=PROMPTS, most=ENOUGH)
+
+
+@pytest.fixture(scope="module")
+def by_framework(server):
+    return answers("framework_calls", url=server.url, model=MODEL, prompts=PROMPTS, most=ENOUGH)
+
+
+@pytest.fixture(scope="module")
+def calls(scripted):
+    return answers("tool_calls", url=scripted.url, model=MODEL, result=f"this and that\n{PRINTED}")
 
 
 def is_verdict(parsed):
@@ -48,11 +56,11 @@ def is_verdict(parsed):
 
 
 def test_openai_lists_the_model(by_openai):
-    assert by_openai(part="models") == {"listed": [MODEL], "retrieved": MODEL}
+    assert by_openai["models"] == {"listed": [MODEL], "retrieved": MODEL}
 
 
 def test_openai_completes_prompts(by_openai, server, completed):
-    found = by_openai(part="completions")
+    found = by_openai["completions"]
     assert found["whole"] == found["streamed"] == completed[0].text
     assert found["many"] == [completion.text for completion in completed]
     for usage in (found["usage"], found["streamed_usage"]):
@@ -68,16 +76,16 @@ def test_openai_completes_prompts(by_openai, server, completed):
 
 @pytest.mark.parametrize("part", ["chat", "responses"])
 def test_openai_converses(by_openai, chatted, part):
-    assert by_openai(part=part) == chatted
+    assert by_openai[part] == chatted
 
 
 @pytest.mark.parametrize("part", ["chat_parsed", "responses_parsed"])
 def test_openai_parses_an_answer_into_a_class(by_openai, part):
-    assert is_verdict(by_openai(part=part))
+    assert is_verdict(by_openai[part])
 
 
-def test_anthropic_gets_messages(server, chatted, home):
-    found = answers("sdk", "anthropic_calls", home=home, url=server.url, model=MODEL, prompt=PROMPT)
+def test_anthropic_gets_messages(server, chatted):
+    found = answers("anthropic_calls", url=server.url, model=MODEL, prompt=PROMPT)
     assert found["counted"] == chatted["usage"][0]
     assert found["stop_reason"] == "max_tokens"
     assert {name: found[name] for name in chatted} == chatted
@@ -85,9 +93,8 @@ def test_anthropic_gets_messages(server, chatted, home):
 
 
 @pytest.mark.parametrize("library", ["litellm", "langchain"])
-def test_frameworks_complete_and_converse(server, completed, chatted, home, library):
-    given = {"url": server.url, "model": MODEL, "prompts": PROMPTS, "most": ENOUGH}
-    found = answers("sdk", "framework_calls", home=home, part=library, **given)
+def test_frameworks_complete_and_converse(by_framework, completed, chatted, library):
+    found = by_framework[library]
     assert {"whole": found["chat"], "streamed": found["chat_streamed"], "usage": found["usage"]} == chatted
     assert found["many"] == [completion.text for completion in completed]
     assert library != "langchain" or list(map(is_verdict, found["structured"])) == [True, True]
@@ -106,7 +113,5 @@ def test_frameworks_complete_and_converse(server, completed, chatted, home, libr
         ("langchain", "tool_calls"),
     ],
 )
-def test_a_tool_call_and_the_answer_to_its_result(scripted, home, library, reason):
-    given = {"url": scripted.url, "model": MODEL, "result": f"this and that\n{PRINTED}"}
-    found = answers("sdk", "tool_calls", home=home, part=library, **given)
-    assert found == ["run", {"command": COMMAND}, reason, f"The command printed {PRINTED}"]
+def test_a_tool_call_and_the_answer_to_its_result(calls, library, reason):
+    assert calls[library] == ["run", {"command": COMMAND}, reason, f"The command printed {PRINTED}"]

@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.harness.bare import options as bare_options
 from engine.attention.registry import choose
-from engine.control.controller import FixedK
 from engine.startup.memory import kv_gib
 from engine.types import FinishReason
 from tests import fakes, zoo
+from tests.engine.device_loop.test_round import Scripted
 from tests.interpreting import DEVICE
 from tests.loops import LONGEST, AnyK, asking, engine_of, models, plainly, request
 
@@ -106,7 +106,7 @@ def test_rounds_are_what_cuda_gets_by_itself():
 def test_the_tokens_of_the_plain_loop(seed):
     """Any K in any step, requests that cannot ride among those that do, few pages; graphs against operations."""
     engine = on_cuda(page_size=4)
-    engine._scheduler.round_control = engine.round_control = AnyK(seed)
+    engine.scheduler.round_control = engine.round_control = AnyK(seed)
     asked = [request(10 * seed + i, **({"logprobs": 1} if i % 4 == 3 else {})) for i in range(12)]
     said = fakes.run(engine, asked)
     for one in asked:
@@ -133,18 +133,6 @@ def no_wait() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-class Scripted(FixedK):
-    """These Ks, over and over."""
-
-    def __init__(self, ks):
-        super().__init__()
-        self._ks = cycle(ks)
-
-    def choose(self, sequences, limits, budget, prompt_rows):
-        k = next(self._ks)
-        return [min(k, limit) for limit in limits]
-
-
 @pytest.mark.parametrize("ks", [[0], [1], [4], [4, 2, 3]])
 def test_the_steady_loop_does_not_wait(ks):
     """Whole steps of the engine: plan, launch, and reading what the round before brought.
@@ -157,7 +145,7 @@ def test_the_steady_loop_does_not_wait(ks):
 
 def steps_without_waiting(engine, ks, guard=no_wait):
     """An admission is a prompt's pass, which the host waits for: the steps around it are not."""
-    engine._scheduler.round_control = engine.round_control = Scripted(ks)
+    engine.scheduler.round_control = engine.round_control = Scripted(cycle(ks))
     for i in (2, 5, 9):
         engine.add(request(i, max_tokens=30))
     settle(engine)
@@ -170,13 +158,13 @@ def steps_without_waiting(engine, ks, guard=no_wait):
     while engine.has_work:  # one after the other, until nobody is left
         ended += steady(engine, 1, guard)
     assert "11" in ended
-    assert not engine._rounds.repertoire._missed
+    assert not engine.rounds.repertoire._missed
 
 
 def settle(engine):
     """Until all ride, and the newest one's first round is on its way."""
     engine.step()
-    while len(engine._rounds.on_device) < engine.num_running or engine.num_waiting:
+    while len(engine.rounds.on_device) < engine.num_running or engine.num_waiting:
         engine.step()
     engine.step()
 

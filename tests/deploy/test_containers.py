@@ -26,6 +26,13 @@ def services():
     return PyOptions(apply_merge=True).from_yaml(COMPOSE.read_text()).to_dict()["services"]
 
 
+def options_of(variables):
+    """Of a server in this environment; an unknown name or a bad value raises."""
+    ours = {name: value for name, value in variables.items() if name.startswith("PILOTFISH_") and value}
+    ours.pop("PILOTFISH_CACHE", None)  # of engine/native
+    return ServerConfig(**{name.removeprefix("PILOTFISH_").lower(): value for name, value in ours.items()})
+
+
 def hadolint(path):
     program = Path(sys.executable).with_name("hadolint")
     return subprocess.run([program, str(path)], capture_output=True, text=True)
@@ -64,10 +71,7 @@ def test_what_is_copied_is_there_and_is_what_the_wheel_needs():
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_its_variables_are_options(target):
-    ours = {k: v for k, v in stages()[target].environment().items() if k.startswith("PILOTFISH_")}
-    del ours["PILOTFISH_CACHE"]  # of engine/native
-    assert ours
-    _options(ours)
+    assert options_of(stages()[target].environment()).host == "0.0.0.0"
 
 
 def test_constraints_name_every_dependency_once():
@@ -111,8 +115,11 @@ def test_servers_are_built_from_a_stage_with_options_that_there_are(name, target
     service = services()[name]
     assert service["build"] == {"context": "..", "dockerfile": "deploy/docker/Dockerfile", "target": target}
     assert (COMPOSE.parent / ".." / service["build"]["dockerfile"]).resolve() == DOCKERFILE
-    given = {key: value for key, value in service["environment"].items() if key.startswith("PILOTFISH_")}
-    options = _options({key: value.replace("${PILOTFISH_KV_MEMORY:-8}", "8") for key, value in given.items() if value})
+    given = {
+        name: value and value.replace("${PILOTFISH_KV_MEMORY:-8}", "8")
+        for name, value in service["environment"].items()
+    }
+    options = options_of(given)
     after = max(LAST_MESSAGES_SECONDS, LAST_RESPONSES_SECONDS)
     assert parse_duration(service["stop_grace_period"]) > options.drain_seconds + 2 * after
 
@@ -133,8 +140,3 @@ def test_grafana_finds_what_it_is_told_to_load():
     home = Path(services()["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
     assert str(home.parent) == provider["options"]["path"]
     assert (folders[str(home.parent)] / home.name).exists()
-
-
-def _options(variables):
-    """As `pilotfish serve` reads them; an unknown name or a bad value raises."""
-    return ServerConfig(**{name.removeprefix("PILOTFISH_").lower(): value for name, value in variables.items()})

@@ -22,6 +22,7 @@ from models import embedded_target
 from server.config import ServerConfig
 from server.model import model_name
 from tests.deploy.prometheus import DEPLOY
+from tests.deploy.test_containers import options_of
 from tests.deploy.test_kubernetes import ALWAYS, OWN, one, rendered, validate
 from tests.serving import serving
 
@@ -156,9 +157,7 @@ def pods(objects):
 @pytest.fixture(scope="module")
 def options(pods, objects):
     [source] = pods["spec"]["containers"][0]["envFrom"]
-    given = one(objects, "ConfigMap", source["configMapRef"]["name"])["data"]
-    names = {key.removeprefix("PILOTFISH_").lower(): value for key, value in given.items() if key != "HF_HUB_OFFLINE"}
-    return ServerConfig(**names)
+    return options_of(one(objects, "ConfigMap", source["configMapRef"]["name"])["data"])
 
 
 def check(manifest):

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import kubernetes_validate
@@ -26,6 +27,7 @@ from server.grpc.health import LIVENESS
 from server.http.gateway import LAST_RESPONSES_SECONDS
 from tests.deploy.dockerfile import stages
 from tests.deploy.prometheus import DEPLOY, PROMTOOL, needs_prometheus
+from tests.deploy.test_containers import options_of
 from tests.deploy.test_containers import services as compose_services
 
 FOLDER = DEPLOY / "kubernetes" / "overlays"
@@ -39,12 +41,17 @@ ALWAYS = {
 OWN = {"cpu": {"HorizontalPodAutoscaler"}, "gpu": {"PersistentVolumeClaim"}, "keda": {"ScaledObject"}}
 
 
-def rendered(overlay):
+@cache
+def kustomized(overlay):
     program = Path(sys.executable).with_name("kubectl")
     command = str(program) if program.exists() else shutil.which("kubectl")
     done = subprocess.run([command, "kustomize", str(FOLDER / overlay)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
+
+
+def rendered(overlay):
+    return deepcopy(kustomized(overlay))
 
 
 @pytest.fixture(scope="module", params=OVERLAYS)
@@ -70,10 +77,7 @@ def container(pod):
 
 @pytest.fixture(scope="module")
 def options(objects):
-    """The server's options, as its environment has them."""
-    given = one(objects, "ConfigMap")["data"]
-    names = {key.removeprefix("PILOTFISH_").lower(): value for key, value in given.items() if key != "HF_HUB_OFFLINE"}
-    return ServerConfig(**names)  # an unknown name or a bad value raises
+    return options_of(one(objects, "ConfigMap")["data"])
 
 
 def one(objects, kind, name=None):
@@ -111,7 +115,7 @@ def test_every_object_is_valid(objects, overlay):
     ],
 )
 def test_a_field_that_there_is_not_is_found(kind, path):
-    manifest = deepcopy(next(o for o in rendered("keda" if kind == "ScaledObject" else "cpu") if o["kind"] == kind))
+    manifest = next(o for o in rendered("keda" if kind == "ScaledObject" else "cpu") if o["kind"] == kind)
     inner = manifest
     for step in path:
         inner = inner[step]

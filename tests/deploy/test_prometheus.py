@@ -20,7 +20,7 @@ from tests.serving import serving_embedded
 
 pytestmark = needs_prometheus
 
-BATCH, LOAD_SECONDS, MAX_TOKENS = 8, 6.0, 48
+BATCH, LOAD_SECONDS, MAX_TOKENS = 8, 4.0, 48
 PANELS = [
     (path.stem, panel["title"], target["expr"])
     for path in sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
@@ -97,6 +97,7 @@ async def _ask(prometheus: Prometheus, seen: Seen, start: float, end: float) -> 
     seen.rules = [rule for group in groups for rule in group["rules"]]
 
 
+@pytest.mark.slow
 def test_batch_sizes_are_those_of_the_steps(seen):
     sizes = [f.sequences for step in seen.steps for f in step.forwards if f.kind == "verify"]
     assert seen.answers["passes"] == len(sizes)
@@ -120,9 +121,9 @@ def test_requests_and_tokens_are_what_callers_got(seen):
     assert seen.answers["generated"] == sum(c.finished.usage.completion_tokens for c in seen.completions)
 
 
-@pytest.mark.parametrize(("board", "title", "expr"), PANELS, ids=[f"{b}-{t}-{n}" for n, (b, t, _) in enumerate(PANELS)])
-def test_every_panel_is_answered_with_data(seen, board, title, expr):
-    assert seen.points[board, title, expr]
+def test_every_panel_is_answered_with_data(seen):
+    assert len(seen.points) == len(set(PANELS)) > 20
+    assert [panel for panel, points in seen.points.items() if not points] == []
 
 
 def test_every_rule_is_evaluated_and_none_fires_on_a_healthy_server(seen):
@@ -132,17 +133,17 @@ def test_every_rule_is_evaluated_and_none_fires_on_a_healthy_server(seen):
 
 
 def test_names_are_as_prometheus_likes_them(seen):
-    _promtool("check", "metrics", text=seen.page)
+    assert_promtool_likes("check", "metrics", text=seen.page)
 
 
 def test_rules_fire_when_they_must():
-    _promtool("test", "rules", str(DEPLOY.parent / "tests" / "deploy" / "rules_test.yml"))
+    assert_promtool_likes("test", "rules", str(DEPLOY.parent / "tests" / "deploy" / "rules_test.yml"))
 
 
 def test_the_configuration_is_one():
-    _promtool("check", "config", str(FOLDER / "prometheus.yml"))
+    assert_promtool_likes("check", "config", str(FOLDER / "prometheus.yml"))
 
 
-def _promtool(*arguments: str, text: str | None = None) -> None:
+def assert_promtool_likes(*arguments: str, text: str | None = None) -> None:
     done = subprocess.run([PROMTOOL, *arguments], input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

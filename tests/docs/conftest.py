@@ -1,13 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from rich.console import Console
 
-from examples.demo import running_server
+ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="package")
-def address():
-    """A real server on the embedded pair, as `pilotfish serve` starts it."""
-    with running_server(Console(stderr=True)) as where:
-        yield where
+@pytest.fixture
+def tests_of(request):
+    """The tests of a file, as pytest finds them, with their marks."""
+    return lambda name: list(pytest.Module.from_parent(request.session, path=ROOT / name).collect())

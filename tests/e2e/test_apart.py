@@ -82,7 +82,7 @@ async def killed_under_load(server, connection, http):
     over_http = asyncio.ensure_future(last_line_over_http(http))
     engine = server.app.driver.model.engine
     await until(lambda: engine.num_running == 13, 30)
-    os.kill(server.app.host._worker.process.pid, signal.SIGKILL)
+    os.kill(server.app.host.pid, signal.SIGKILL)
     answers = await asyncio.gather(*running)
     assert "[DONE]" in await over_http
     await until(lambda: server.app.lifecycle.state is State.READY, 90)

@@ -1,4 +1,4 @@
-"""Every family through a real gRPC server: concurrent streams of unequal prompts, greedy and sampled, with every way
+"""Families through a real gRPC server: concurrent streams of unequal prompts, greedy and sampled, with every way
 to draft and 0 to 8 drafts, chunked, preempted and cached; the tokens are those of transformers.
 """
 
@@ -12,7 +12,7 @@ import pytest
 from client import AsyncClient
 from engine.types import KVCursor, Request
 from server.model import ServedModel
-from tests import zoo
+from tests.covering import some
 from tests.families import NEW_TOKENS, assert_expected, requests, save
 from tests.serving import grpc_client, serving
 
@@ -20,7 +20,8 @@ LONGEST, PAGE, SEQUENCES = 80, 4, 8
 FREE_PAGES = LONGEST // PAGE + 6  # of the pages for SEQUENCES that long
 
 
-@pytest.mark.parametrize("family", zoo.every_family())
+# What a server adds is the same for all: attention alone, latent keys and values, states, and one sequence at a time.
+@pytest.mark.parametrize("family", some(["llama", "deepseek-v3", "qwen-3.5", "falcon"], ["llama"]))
 async def test_concurrent_streams_equal_transformers(family: str, tmp_path: Path) -> None:
     saved = save(family, tmp_path)
     models = {"target": saved.target, "draft": saved.draft, "self_layers": saved.self_layers, "threads": 1}

@@ -123,14 +123,14 @@ def in_serializer(engine, patch):
 
 
 def in_draft(engine, patch):
-    propose = engine._proposers._by_name["model"].propose
+    propose = engine.proposers.by_name["model"].propose
 
     def faulty(sequences, k_each):
         if any(is_poison(s, in_draft) for s in sequences):
             raise RuntimeError(SECRET)
         return propose(sequences, k_each)
 
-    patch.setattr(engine._proposers._by_name["model"], "propose", faulty)
+    patch.setattr(engine.proposers.by_name["model"], "propose", faulty)
 
 
 async def tokens_of(connection, prompt, **options):
@@ -163,7 +163,7 @@ def faulty_engine() -> None:
     engine_process.main(load)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["thread", "process"])
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["thread", "process"])
 async def test_a_poison_request_fails_alone_wherever_it_fails(apart, monkeypatch):
     where = {"program": EngineProgram(APART), "engine_process": True} if apart else {}
     async with serving_embedded(**where, **SETTINGS) as server:
@@ -188,6 +188,7 @@ async def test_a_poison_request_fails_alone_wherever_it_fails(apart, monkeypatch
                 engine.check_invariants()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True], ids=["thread", "process"])
 async def test_no_number_of_poison_requests_stops_an_idle_server(apart, monkeypatch):
     where = {"program": EngineProgram(APART), "engine_process": True} if apart else {}
@@ -272,6 +273,7 @@ class Process:
         return self.process.wait(60)
 
 
+@pytest.mark.slow
 def test_sigterm_before_the_model_is_loaded_ends_cleanly():
     with Process() as server:
         server.wait_for("starting", "ready")
@@ -279,6 +281,7 @@ def test_sigterm_before_the_model_is_loaded_ends_cleanly():
         assert server.code() == 0
 
 
+@pytest.mark.slow
 async def test_sigterm_under_load_cuts_no_stream_and_a_second_one_does():
     with Process("--drain-seconds", "60", "--max-model-len", "1000") as server:
         await asyncio.to_thread(server.wait_for, "ready")

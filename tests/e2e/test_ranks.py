@@ -89,6 +89,7 @@ def test_its_tokens_are_those_of_one_process_and_its_end_is_that_of_all(tmp_path
         assert "rank 0 has ended" in group.log()
 
 
+@pytest.mark.slow
 def test_a_share_that_dies_ends_streams_and_server(tmp_path):
     with Group(tmp_path) as group, group.connect() as connection:
         stream = connection.stream(PROMPT, max_tokens=900, ignore_eos=True)

@@ -40,8 +40,8 @@ class Held:
 
     def __init__(self, engine: Engine) -> None:
         self.preempted, self._engine, self._until = set(), engine, 0
-        self._step, self._preempt = engine.step, engine._scheduler._preempt
-        engine.step, engine._scheduler._preempt = self.step, self.preempt
+        self._step, self._preempt = engine.step, engine.scheduler._preempt
+        engine.step, engine.scheduler._preempt = self.step, self.preempt
 
     @property
     def num_requests(self) -> int:
@@ -84,7 +84,7 @@ async def ask(server: SimpleNamespace, *, others: int = 0) -> Completion:
     return watched.result()
 
 
-@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("reproducible", [pytest.param(False, marks=pytest.mark.slow), True])
 async def test_alone_in_company_after_preemption_and_after_a_restart(reproducible: bool) -> None:
     found = {}
     async with running(reproducible=reproducible) as server:

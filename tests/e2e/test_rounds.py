@@ -11,6 +11,7 @@ from client import AsyncClient
 from tests.e2e.test_streams import Case, cases, sample
 from tests.serving import serving_embedded, until
 
+pytestmark = pytest.mark.slow
 SETTINGS = {
     "dtype": "float32",  # as rounds take on a CPU; plain steps would take bfloat16 where our C multiplies it
     "max_model_len": 192,
@@ -78,6 +79,6 @@ async def test_ends_from_all_sides() -> None:
                 await asyncio.gather(*running, return_exceptions=True)
             await until(lambda: not app.driver.live(), 30)
         assert [case.tokens for case in beside] == [case.tokens for case in alone]
-        assert not engine._rounds.on_device
+        assert not engine.rounds.on_device
         assert engine.free_pages == engine.total_pages
         engine.check_invariants()

@@ -77,7 +77,7 @@ async def test_64_streams_each_equal_to_its_own_single_run() -> None:
     async with serving_embedded(**SETTINGS) as server:
         app, engine = server.app, server.app.driver.model.engine
         async with AsyncClient(f"127.0.0.1:{app.grpc_port}") as client:
-            together = cases(64, app)
+            together = cases(64, app, longest_output=40)
             await asyncio.gather(*(case.run(client) for case in together))
             assert all(case.finished is not None for case in together)
             await until(lambda: engine.free_pages == engine.total_pages)
@@ -98,6 +98,7 @@ async def test_64_streams_each_equal_to_its_own_single_run() -> None:
             assert sum(case.finished.speculation_stats.accepted for case in together) > 0
 
 
+@pytest.mark.slow  # test_phases cancels in every phase
 @pytest.mark.timeout(600)
 async def test_cancelling_half_of_100_streams_frees_their_pages_and_leaves_the_rest_alone() -> None:
     async with serving_embedded(**SETTINGS | {"max_batch_size": 100, "max_model_len": 1024}) as server:

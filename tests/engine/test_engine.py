@@ -106,7 +106,7 @@ def test_one_forward_serves_prefill_and_verification() -> None:
     kinds = {forward.kind: (forward.sequences, forward.tokens) for forward in step.stats.forwards}
     assert kinds == {"verify": (1, 1), "prefill": (1, 11)}, "prompts come before drafts"
     assert step.stats.sequences_per_num_draft == (1,), "who reads its prompt has no number of drafts"
-    assert len(engine._target_pass._target.batches[-1]) == 2
+    assert len(engine.runner.batches[-1]) == 2
     while engine.has_work:
         engine.step()
 
@@ -151,6 +151,21 @@ def test_a_row_that_is_no_number_ends_its_own_request_alone(rule: Verification, 
     assert outputs.finished["well"].reason is FinishReason.LENGTH
 
 
+def test_nobody_finds_the_pages_of_a_request_that_failed() -> None:
+    """What made its rows no numbers may be in their keys and values."""
+    healthy_until = 20
+
+    def law(context: tuple[int, ...]) -> torch.Tensor:
+        return LAW(context) * (math.nan if len(context) > healthy_until else 1)
+
+    engine = fakes.fake_engine(law, vocab_size=VOCAB, page_size=4)
+    asked = [request(name, token_ids=PROMPT * 4) for name in ("sick", "first", "second")]
+    assert fakes.run(engine, asked[:1]).finished["sick"].reason is FinishReason.ERROR
+    healthy_until = 100
+    assert fakes.run(engine, asked[1:2]).finished["first"].cached_prompt_tokens == 0
+    assert fakes.run(engine, asked[2:]).finished["second"].cached_prompt_tokens == 8
+
+
 @pytest.mark.parametrize("rule", list(Verification))
 def test_a_draft_that_is_the_target_is_always_right(rule: Verification) -> None:
     """Only if it draws from the same law: temperature, filters and, under the coupled rule, noise."""
@@ -174,7 +189,7 @@ def test_a_plain_request_leaves_the_draft_budget_to_others() -> None:
 def test_a_draft_model_that_fails_once_recovers() -> None:
     """Its K/V of the failed pass is unknown, so it is fed again from the start, and is right again."""
     engine = fakes.fake_engine(LAW, vocab_size=VOCAB, draft_law=LAW, num_draft_tokens=3)
-    draft = engine._proposers._by_name["model"]._runner
+    draft = engine.proposers.by_name["model"].runner
     forward, calls = draft.forward, []
 
     def fail_third(feeds: object) -> torch.Tensor:
@@ -189,10 +204,21 @@ def test_a_draft_model_that_fails_once_recovers() -> None:
     assert outputs.finished["r"].stats.acceptance_rate == 1.0
 
 
+def test_keys_and_values_are_of_one_salt() -> None:
+    """The target's and the draft model's: both begin behind what they find in the prefix cache."""
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, draft_law=LAW, page_size=4)
+    draft, found = engine.proposers.by_name["model"].runner, []
+    for salt in ("one", "two", "one"):
+        draft.batches.clear()
+        done = fakes.run(engine, [request(token_ids=PROMPT * 4, cache_salt=salt)]).finished["r"]
+        found.append((done.cached_prompt_tokens, draft.batches[0][0].start))
+    assert found == [(0, 0), (0, 0), (8, 8)]
+
+
 def test_draft_catches_up_within_the_token_budget() -> None:
     engine = fakes.fake_engine(LAW, vocab_size=VOCAB, draft_law=LAW, max_batch_tokens=6, max_batch_size=2)
     outputs = fakes.run(engine, [request(token_ids=tuple(range(10)) * 3), request("b")])
-    draft = engine._proposers._by_name["model"]._runner
+    draft = engine.proposers.by_name["model"].runner
     assert max(sum(len(feed.tokens) for feed in feeds) for feeds in draft.batches) <= 6
     assert outputs.finished["r"].stats.accepted > 0
 
@@ -204,6 +230,23 @@ def test_own_seed_is_reported_and_replays() -> None:
     assert first.tokens["a"] != first.tokens["b"]
     again = SamplingParams(temperature=1.5, max_tokens=20, seed=first.finished["a"].seed)
     assert fakes.run(engine, [request("c", sampling=again)]).tokens["c"] == first.tokens["a"]
+
+
+def test_every_output_has_a_seed_of_its_own() -> None:
+    sampling = SamplingParams(n=4, seed=7, temperature=1.5, max_tokens=20)
+    found = fakes.run(fakes.fake_engine(LAW, vocab_size=VOCAB), [request(sampling=sampling)])
+    assert len({end.seed for end in found.finished.values()}) == len(set(map(tuple, found.tokens.values()))) == 4
+
+
+def test_log_probabilities_are_the_models_own_whatever_shapes_the_law() -> None:
+    shaped = {"temperature": 0.5, "repetition_penalty": 1.5, "logit_bias": {3: 4.0}, "banned_token_ids": (5,)}
+    engine = fakes.fake_engine(LAW, vocab_size=VOCAB, draft_law=LAW)
+    found = fakes.run(engine, [request(sampling=SamplingParams(max_tokens=20, seed=1, logprobs=2, **shaped))])
+    tokens = found.tokens["r"]
+    for i, told in enumerate(found.logprobs["r"]):
+        law = LAW((*PROMPT, *tokens[:i])).double().log_softmax(-1)
+        assert told.logprob == pytest.approx(law[tokens[i]].item())
+        assert [top.token_id for top in told.top] == law.topk(2).indices.tolist()
 
 
 def test_effective_speculation_is_clamped_and_echoed() -> None:
@@ -305,8 +348,7 @@ def test_an_engine_that_served_nobody_saves_nothing(monkeypatch: pytest.MonkeyPa
     saved: list[object] = []
     monkeypatch.setattr("engine.engine.learned.keep", lambda *_: saved.append(1))
     monkeypatch.setattr("engine.engine.learned.recall", lambda *_: True)
-    engine = engine_with()
-    engine._clock = itertools.count(step=1000).__next__
+    engine = engine_with(clock=itertools.count(step=1000).__next__)
     engine.recall()
     engine.rest()
     assert not saved
@@ -321,7 +363,10 @@ def live_sequences() -> int:
     return sum(type(thing) is Sequence for thing in gc.get_objects())
 
 
-@pytest.mark.parametrize("mode", SpeculationMode)
+SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in (SpeculationMode.OFF, SpeculationMode.FIXED)]
+
+
+@pytest.mark.parametrize("mode", [SpeculationMode.AUTO, *SLOW_MODES])
 def test_a_sequence_that_is_over_is_not_kept_by_anybody(mode: SpeculationMode) -> None:
     before = live_sequences()
     engine = engine_with(control=AdaptiveK(), speculation=mode)

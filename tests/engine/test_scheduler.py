@@ -8,24 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kv.pages import PagePool
-from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
+from engine.params import SpeculationMode
 from engine.scheduler import MASK_SECONDS, Scheduler
-from engine.types import Request, Sequence
+from engine.types import Sequence
+from tests import fakes
 
 
 def sequence(name: str, prompt: int, *, max_len: int | None = None, num_draft: int = 0) -> Sequence:
-    speculation = SpeculationSettings(
-        mode=SpeculationMode.FIXED, num_draft_tokens=num_draft, proposer="model", verification=Verification.COUPLED
-    )
-    request = Request(request_id=name, token_ids=(1,) * prompt, sampling=SamplingParams())
-    return Sequence(
-        request=request,
-        seed=0,
-        speculation=speculation,
-        max_len=max_len or prompt + 8,
-        end_token_ids=frozenset(),
-        tokens=[1] * prompt,
-    )
+    fixed = {"mode": SpeculationMode.FIXED, "k": num_draft}
+    return fakes.sequence([1] * prompt, name=name, max_len=max_len or prompt + 8, **fixed)
 
 
 def scheduler(pages: int = 100, page_size: int = 4, size: int = 8, tokens: int = 32) -> Scheduler:

@@ -9,7 +9,7 @@ from engine import engine as engine_module
 from engine import target_pass
 from engine.engine import Engine
 from engine.errors import RankLost
-from engine.params import SamplingParams, Verification
+from engine.params import Verification
 from engine.types import FinishReason, KVCursor, Request
 from tests import fakes
 
@@ -20,10 +20,8 @@ WELL = [(1, 2, 3), (4, 5), (6, 7, 8, 1, 2)]
 
 
 def requests(**sampling: object) -> list[Request]:
-    params = SamplingParams(**{"max_tokens": 15, **sampling})
-    healthy = [Request(request_id=f"well{i}", token_ids=ids, sampling=params) for i, ids in enumerate(WELL)]
-    sick = Request(request_id="sick", token_ids=(SICK, 1), sampling=params)
-    return [healthy[0], sick, *healthy[1:]]
+    prompts = {"well0": WELL[0], "sick": (SICK, 1), "well1": WELL[1], "well2": WELL[2]}
+    return [fakes.request(ids, name=name, **{"max_tokens": 15, **sampling}) for name, ids in prompts.items()]
 
 
 def poisoned(context: tuple[int, ...]) -> torch.Tensor:
@@ -99,14 +97,14 @@ def test_a_poison_in_the_commit_ends_its_own_request(monkeypatch: pytest.MonkeyP
 def test_a_batch_that_is_too_large_is_fed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where memory runs out for many at once: nobody is at fault, and nobody ends."""
     engine = engine_with(LAW)
-    forward = engine._target_pass._target.forward
+    forward = engine.runner.forward
 
     def faulty(feeds):
         if len(feeds) > 1:
             raise MemoryError
         return forward(feeds)
 
-    monkeypatch.setattr(engine._target_pass._target, "forward", faulty)
+    monkeypatch.setattr(engine.runner, "forward", faulty)
     assert fakes.run(engine, requests()).tokens == wanted().tokens
 
 
@@ -137,7 +135,7 @@ def test_no_number_of_poison_requests_stops_an_engine_that_works(together: int) 
 
     engine = engine_with(law)
     for _ in range(12):
-        sick = [Request(request_id=f"sick{i}", token_ids=(SICK,)) for i in range(together)]
+        sick = [fakes.request((SICK,), name=f"sick{i}") for i in range(together)]
         found = fakes.run(engine, sick)
         assert {end.reason for end in found.finished.values()} == {FinishReason.ERROR}
         engine.check_invariants()
@@ -147,7 +145,7 @@ def test_no_number_of_poison_requests_stops_an_engine_that_works(together: int) 
 def test_a_full_engine_is_not_tried_while_others_hold_its_pages() -> None:
     """No page is left for a trial: the others' own passes tell whether it works."""
     engine = engine_with(poisoned, max_batch_size=2, max_batch_tokens=2)
-    pool = engine._scheduler.target_pool
+    pool = engine.scheduler.target_pool
     cursor = KVCursor()
     assert pool.reserve(cursor, pool.num_pages * pool.page_size)
     engine._blame_engine_or_requests(RuntimeError("poison"))
@@ -161,7 +159,7 @@ def test_an_engine_recovers_from_a_step_that_raised(monkeypatch: pytest.MonkeyPa
     for _ in range(3):
         engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._scheduler, "plan", lambda: 1 / 0)
+        patch.setattr(engine.scheduler, "plan", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
         with pytest.raises(ZeroDivisionError):

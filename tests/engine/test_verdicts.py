@@ -7,10 +7,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.model.fusion import stack, straight
-from engine.params import SamplingParams
 from engine.startup import self_test
 from engine.startup.build import assemble, build_engine
-from engine.types import Request
 from engine.verdicts import Verdicts, collected, verdict
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests import fakes, zoo
@@ -71,14 +69,21 @@ def test_a_pair_that_was_tested_is_loaded_without_a_test(monkeypatch: pytest.Mon
     with collected(again):
         untested = build_engine(config)
     assert again.found == first.found
-    sampling = SamplingParams(max_tokens=40, temperature=0.8, seed=3)
-    requests = [Request(request_id=str(i), token_ids=(5 + i, 6, 7), sampling=sampling) for i in range(4)]
+    requests = fakes.requests([(5 + i, 6, 7) for i in range(4)], max_tokens=40, temperature=0.8, seed=3)
     assert fakes.run(untested, requests).tokens == fakes.run(tested, requests).tokens
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", sorted(zoo.families()))
+HELD = [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "int8"),
+    [
+        pytest.param(family, dtype, int8, marks=[pytest.mark.slow] * (i % 2 or i // 2 % len(HELD) != j))
+        for i, family in enumerate(sorted(zoo.families()))
+        for j, (dtype, int8) in enumerate(HELD)
+    ],
+)
 def test_a_model_that_was_tested_gives_the_same_bits_without_a_test(
     family: str, dtype: torch.dtype, int8: bool
 ) -> None:

@@ -43,7 +43,7 @@ def said(completions: list[CompletionOutput]) -> list[dict[str, Any]]:
 def watch(llm: LLM) -> Counter[str]:
     """What steps will have done, so that a test can see that it was what it is about."""
     counts: Counter[str] = Counter()
-    ranks, step = llm.engine._target_pass._target._ranks, llm.engine.step
+    ranks, step = llm.engine.runner._ranks, llm.engine.step
     broadcast = ranks.broadcast
 
     def counting() -> Any:
@@ -61,7 +61,7 @@ def watch(llm: LLM) -> Counter[str]:
 
 def share(llm: LLM) -> dict[str, int]:
     """What rank 0 holds of it."""
-    runner = llm.engine._target_pass._target._inner
+    runner = llm.engine.runner._inner
     held = (p.to_local() if hasattr(p, "to_local") else p for p in runner.model.parameters())
     return {"kv_heads": runner.arena.layout.same.heads, "weights": sum(p.numel() for p in held)}
 
@@ -77,7 +77,7 @@ def run(folder: Path, **options: Any) -> dict[str, Any]:
         asked = SpeculationParams(mode=mode, num_draft_tokens=k, proposer=proposer)
         came[f"{proposer}, K={k}"] = said(llm.generate(prompts, laws, speculation=asked))
         llm.engine.check_invariants()
-    llm.engine._target_pass._target._ranks.broadcast([])  # so that the others come back, for the next family
+    llm.engine.runner._ranks.broadcast([])  # so that the others come back, for the next family
     return {"came": came, "counts": counts, "share": share(llm)}
 
 

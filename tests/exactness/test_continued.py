@@ -16,6 +16,7 @@ from engine.params import SamplingParams, SpeculationParams
 from engine.types import FinishReason, TokenEvent
 from server.streams.output import Chunk, ReceivedOutput
 from server.streams.stream import OutputStream, SendOptions
+from tests.covering import covering, some
 from tests.exactness.test_options import ALONE, MAX_TOKENS, REQUESTS
 from tests.sameness import PROMPTS, PROPOSERS, Pair, asking, assert_same, codec, random_of, random_pair
 
@@ -81,6 +82,7 @@ class Reader:
 
     def _completion(self, chunk: Chunk) -> CompletionOutput:
         params, ended = self.request.sampling, chunk.end.finished
+        assert ended.completion_tokens == self.stream.outputs[chunk.index].num_tokens
         return CompletionOutput(
             index=chunk.index,
             text=chunk.text,
@@ -125,19 +127,18 @@ def same(reader: Reader, pair: Pair, prompt: str) -> None:
         assert_same(ours, law)
 
 
-@pytest.mark.parametrize("moves", [False, True], ids=["another engine", "another server"])
-@pytest.mark.parametrize("option", ALONE)
-def test_each_option_goes_on(option: str, moves: bool) -> None:
-    """With each way to propose; the engine dies before every third step, the first one too."""
+@pytest.mark.parametrize(("option", "proposer"), covering(ALONE, FORMS))
+def test_each_option_goes_on(option: str, proposer: str) -> None:
+    """With another engine, and on another server; the engine dies before every third step, the first one too."""
     sampling = replace(ALONE[option], max_tokens=ALONE[option].max_tokens or MAX_TOKENS)
-    for i, proposer in enumerate(FORMS):
-        llm = random_of(proposer).llm(proposer)
+    i, llm = FORMS.index(proposer), random_of(proposer).llm(proposer)
+    for moves in (False, True):
         reader = Reader(llm, PROMPTS[i % 4], sampling, asking(proposer, 4))
         run(llm, [reader], range(1 + i % 3, 100, 3), moves=moves)
         same(reader, random_of(proposer), PROMPTS[i % 4])
 
 
-@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("proposer", some(PROPOSERS, ["auto"]))
 def test_a_batch_goes_on_wherever_the_engine_dies(proposer: str) -> None:
     """At every step, of prompts in chunks and of sequences that were preempted, too."""
     llm = random_of(proposer).llm(proposer, pages=40, max_batch_tokens=24, prefix_cache=False)

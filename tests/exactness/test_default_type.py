@@ -68,7 +68,7 @@ def test_after_preemption(alone: list[list[tuple[int, ...]]]) -> None:
     per_token = sum(kv_layout(read_config(str(path), None), OWN).bytes_per_token for path in pair)
     llm = LLM(*pair, **SMALL, prefix_cache=False, kv_memory=(PAGES * PAGE * per_token + 1) / 2**30)
     assert llm.engine.total_pages == PAGES
-    scheduler, lost = llm.engine._scheduler, list[Sequence]()
+    scheduler, lost = llm.engine.scheduler, list[Sequence]()
     preempt = scheduler._preempt
     scheduler._preempt = lambda sequence: (lost.append(sequence), preempt(sequence))
     assert together(llm, LAWS[1], "model")[0] == alone[1]
@@ -79,7 +79,7 @@ def test_in_chunks_as_an_erratic_clock_would_have_them(alone: list[list[tuple[in
     """Time decides how much of a prompt a step reads (`max_step_ms`), and never what comes of it."""
     llm = LLM(embedded_target(), embedded_draft(), **SMALL, prefix_cache=False, max_step_ms=20.0)
     chance, now, sizes = Random(5), 0.0, set[int]()
-    plan = llm.engine._scheduler.plan
+    plan = llm.engine.scheduler.plan
 
     def clock() -> float:
         nonlocal now
@@ -91,7 +91,7 @@ def test_in_chunks_as_an_erratic_clock_would_have_them(alone: list[list[tuple[in
         sizes.update(len(work.span) for work in planned.works)
         return planned
 
-    llm.engine._clock, llm.engine._scheduler.plan = clock, watched
+    llm.engine._clock, llm.engine.scheduler.plan = clock, watched
     for law, want in zip(LAWS, alone, strict=True):
         for proposer in ("none", "model"):
             assert together(llm, law, proposer)[0] == want

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from transformers import AutoConfig
 
@@ -11,12 +13,11 @@ from engine.params import SamplingParams
 from engine.startup.build import assemble, build_engine
 from engine.types import KVCursor, Request
 from tests import fakes, zoo
+from tests.covering import some
 from tests.families import NEW_TOKENS, Saved, assert_expected, generate, requests, save
 
-
-@pytest.fixture(scope="module", params=zoo.every_family())
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return save(request.param, tmp_path_factory.mktemp(request.param))
+# One of each way to attend, to place tokens, to keep states and to choose experts; the others are slow.
+KINDS = ("opt-350m", "gemma3", "gpt-oss", "qwen-3-next")
 
 
 def engine_of(saved: Saved, **config: object) -> Engine:
@@ -24,41 +25,32 @@ def engine_of(saved: Saved, **config: object) -> Engine:
     return build_engine(EngineConfig(**models, threads=1, max_batch_size=8, **config))
 
 
-def test_equals_transformers(saved: Saved) -> None:
-    """Greedy and sampled, with every proposer and every number of drafts in the same batches."""
-    asked = requests(saved, saved.proposers)
-    outputs = fakes.run(engine_of(saved), asked)
-    assert_expected(saved, outputs.tokens)
-    for proposer in {"model", "self"}.intersection(saved.proposers):
-        done = [outputs.finished[r.request_id].stats for r in asked if r.speculation.proposer == proposer]
-        assert sum(stats.accepted for stats in done) > 0
-
-
-def test_equals_transformers_in_chunks(saved: Saved) -> None:
-    asked = requests(saved, ["ngram", "model", saved.proposers[-1]])
-    assert_expected(saved, fakes.run(engine_of(saved, max_batch_tokens=21), asked).tokens)
-
-
-def test_equals_transformers_after_preemption_and_from_the_cache(saved: Saved) -> None:
-    """Pages for little more than one sequence; then for all, and the same prompts again, from cached pages."""
-    half, last = len(saved.cases) // 2, saved.proposers[-1]
+@pytest.mark.parametrize("family", some(zoo.every_family(), KINDS))
+def test_equals_transformers(family: str, tmp_path: Path) -> None:
+    """Greedy and sampled, with every proposer and every number of drafts in the same batches; prompts in chunks; pages
+    for little more than one sequence, then for all, and the same prompts again, from cached pages.
+    """
+    saved = save(family, tmp_path)
     engine = engine_of(saved, max_model_len=80, page_size=4, max_batch_tokens=29)
-    pool, hog, cached, preempted = engine.pages, KVCursor(), 0, []
+    pool, hog, preempted, accepted = engine.pages, KVCursor(), 0, dict.fromkeys(saved.proposers, 0)
     assert pool.reserve(hog, 4 * (pool.num_pages - 22))
-    for asked in (requests(saved, ["model"]), requests(saved, [last])[:half], requests(saved, [last])[half:]):
+    again = requests(saved, saved.proposers[-1:])
+    for asked in (requests(saved, saved.proposers), again[: len(again) // 2], again[len(again) // 2 :]):
         outputs = fakes.Outputs()
         for request in asked:
             engine.add(request)
         while engine.has_work:
             step = engine.step()
             outputs.take(step.events)
-            preempted.append(step.stats.preempted)
-            pool.check_invariants([hog, *(s.target for s in engine._scheduler.sequences)])
+            preempted += step.stats.preempted
+            pool.check_invariants([hog, *(s.target for s in engine.scheduler.sequences)])
         assert_expected(saved, outputs.tokens)
+        for request in asked:
+            accepted[request.speculation.proposer] += outputs.finished[request.request_id].stats.accepted
         pool.release(hog)
-        cached = sum(ended.cached_prompt_tokens for ended in outputs.finished.values())
-    assert sum(preempted)
-    assert cached > 0
+    assert preempted
+    assert sum(ended.cached_prompt_tokens for ended in outputs.finished.values()) > 0
+    assert all(accepted[proposer] for proposer in {"model", "self"}.intersection(saved.proposers))
 
 
 SIZES = {
@@ -96,7 +88,7 @@ SERVED_UNASKED = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", SERVED_UNASKED)
+@pytest.mark.parametrize("kind", some(SERVED_UNASKED, ["olmo2"]))
 def test_what_the_probe_lets_through_is_right(kind: str) -> None:
     """Families without a word of code or test of their own: the probe alone decides."""
     model = zoo.with_large_weights(AutoConfig.for_model(kind, **SIZES, **SERVED_UNASKED[kind]))
@@ -107,7 +99,7 @@ def test_what_the_probe_lets_through_is_right(kind: str) -> None:
     assert [outputs.tokens[r.request_id] for r in asked] == [generate(model, prompt) for prompt in prompts]
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
-def test_sharded_and_tied_or_not(family: str, tmp_path: object) -> None:
+@pytest.mark.parametrize("family", some(["llama", "llama-tied", "gpt2"], ["llama-tied"]))
+def test_sharded_and_tied_or_not(family: str, tmp_path: Path) -> None:
     saved = save(family, tmp_path, max_shard_size="10KB")
     assert_expected(saved, fakes.run(engine_of(saved), requests(saved, ["model"])).tokens)

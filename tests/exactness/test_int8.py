@@ -20,13 +20,14 @@ from engine.model.runner import ModelRunner, kv_layout
 from engine.params import SpeculationMode, SpeculationParams
 from models import corpus, embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from tests import zoo
+from tests.covering import covering
 
 
 @pytest.mark.parametrize(
-    ("family", "threads"), [*((name, 1) for name in sorted(zoo.families())), ("llama", 2), ("gpt2", 2), ("gemma2", 2)]
+    ("family", "dtype"), covering(sorted(zoo.families()), [torch.float32, torch.bfloat16], every=8)
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_bitwise_the_same_in_any_batch(family: str, dtype: torch.dtype, threads: int) -> None:
+def test_logits_are_bitwise_the_same_in_any_batch(family: str, dtype: torch.dtype) -> None:
+    threads = 1 + (family in ("llama", "gpt2", "gemma2"))
     model = zoo.ours(zoo.reference(family)).to(dtype)
     quantise(model)
     fuse(model)
@@ -74,8 +75,10 @@ def params(temperature: float) -> SamplingParams:
     return SamplingParams(max_tokens=32, temperature=temperature, seed=5, ignore_eos=True)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("proposer", ["model", "ngram", "suffix", "self", "medusa", "eagle", "auto", "none"])
+@pytest.mark.parametrize(
+    ("proposer", "temperature"),
+    covering(["model", "ngram", "suffix", "self", "medusa", "eagle", "auto", "none"], [0.0, 0.8], every=8),
+)
 def test_speculation_changes_no_token(proposer: str, temperature: float) -> None:
     grid = ((4, {"max_batch_tokens": 48}), (1, {}), (7, {"page_size": 8}))
     for num_draft, config in grid[:1] if temperature else grid:
@@ -86,6 +89,7 @@ def test_speculation_changes_no_token(proposer: str, temperature: float) -> None
             assert sum(c.stats.accepted for c in done) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "draft_weights": "native"}, {"fuse": False}]
 )
@@ -96,8 +100,8 @@ def test_in_other_settings(config: dict[str, object]) -> None:
     assert [c.token_ids for c in engine.generate(prompts(), params(0), speculation=fixed)] == want
 
 
-@pytest.mark.parametrize("attention", ["auto", "rows"])
-@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "reproducible"), covering(["auto", "rows"], [False, True], every=4, first=2))
 def test_log_probabilities_are_the_same_bits(attention: str, reproducible: bool) -> None:
     """With drafts and company, chunked and over cached pages, as alone: integers need no option for it."""
     engine = llm(attention=attention, reproducible=reproducible, max_batch_tokens=48, page_size=8)

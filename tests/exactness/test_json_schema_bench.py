@@ -26,6 +26,7 @@ from engine.llm import LLM, CompletionOutput
 from engine.params import Guided, SamplingParams
 from engine.text.guided import GrammarCompiler
 from engine.types import FinishReason, Grammar
+from tests.covering import some
 from tests.sameness import VOCAB, asking, assert_same, codec, embedded_pair
 
 BENCH, PAGE = Path("tests/data/json_schema_bench.jsonl.gz"), Path("docs/structures.md")
@@ -58,15 +59,15 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(codec(), VOCAB, [END])
 
 
-@cache
 def verdicts() -> list[Grammar | str]:
     """What the compiler makes of each, or its reason against it."""
-    return [_verdict(guided(entry)) for entry in bench()]
+    return [verdict(i) for i in range(len(bench()))]
 
 
-def _verdict(structure: Guided) -> Grammar | str:
+@cache
+def verdict(i: int) -> Grammar | str:
     try:
-        return compiler().compile(structure)
+        return compiler().compile(guided(bench()[i]))
     except InvalidRequest as refusal:
         [violation] = refusal.violations
         assert violation.field == "guided.json_schema"
@@ -80,12 +81,13 @@ def guided(entry: Mapping[str, Any]) -> Guided:
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_told() -> None:
     assert PAGE.read_text("utf-8") == page(), "run `python -m tests.exactness.test_json_schema_bench`"
 
 
 def page() -> str:
-    refused = [verdict for verdict in verdicts() if isinstance(verdict, str)]
+    refused = [found for found in verdicts() if isinstance(found, str)]
     assert all(refused), "a refusal without a reason"
     return HEAD.format(accepted=len(bench()) - len(refused)) + "".join([*_sets(), *_reasons(refused)])
 
@@ -93,7 +95,7 @@ def page() -> str:
 def _sets() -> Iterator[str]:
     yield "\n| data set | schemas | accepted |\n|---|---|---|\n"
     names = [entry["set"] for entry in bench()]
-    accepted = Counter(name for name, verdict in zip(names, verdicts(), strict=True) if not isinstance(verdict, str))
+    accepted = Counter(name for name, found in zip(names, verdicts(), strict=True) if not isinstance(found, str))
     for name, count in Counter(names).items():
         yield f"| {name} | {count} | {accepted[name]} |\n"
 
@@ -126,8 +128,10 @@ def _bias(text: str) -> float:
 
 
 @cache
-def accepted() -> dict[int, Grammar]:
-    return {i: verdict for i, verdict in enumerate(verdicts()) if not isinstance(verdict, str)}
+def accepted(part: int) -> dict[int, Grammar]:
+    """Of one part of the schemas, which lie in it by turns."""
+    found = {i: verdict(i) for i in range(part, len(bench()), len(PARTS))}
+    return {i: grammar for i, grammar in found.items() if not isinstance(grammar, str)}
 
 
 def asked(i: int) -> tuple[str, SamplingParams]:
@@ -144,23 +148,28 @@ def generate(llm: LLM, proposer: str, which: Iterable[int]) -> list[CompletionOu
 
 
 @cache
-def plain() -> dict[int, CompletionOutput]:
-    done = generate(embedded_pair().llm("none", **OPTIONS, prefix_cache=False), "none", accepted())
-    return dict(zip(accepted(), done, strict=True))
+def plain(part: int) -> dict[int, CompletionOutput]:
+    done = generate(embedded_pair().llm("none", **OPTIONS, prefix_cache=False), "none", accepted(part))
+    return dict(zip(accepted(part), done, strict=True))
 
 
-def test_what_is_accepted_gives_valid_documents() -> None:
+PARTS = range(16)
+EACH_PART = pytest.mark.parametrize("part", some(PARTS, PARTS[:1]))
+
+
+@EACH_PART
+def test_what_is_accepted_gives_valid_documents(part: int) -> None:
     unfinished, endless = 0, 0
-    for i, done in plain().items():
+    for i, done in plain(part).items():
         name, text = "{set}/{name}".format_map(bench()[i]), done.text or ""
         assert done.error is None, name
         if done.finish_reason is FinishReason.LENGTH:
-            unfinished, text = unfinished + 1, closed(accepted()[i], done.token_ids)
+            unfinished, text = unfinished + 1, closed(accepted(part)[i], done.token_ids)
         endless += not text
         problem = problem_of(text, bench()[i]["schema"]) if text else None
         assert problem is None, f"{name}: {problem}"
-    assert unfinished <= MOST_UNFINISHED * len(accepted())
-    assert endless <= MOST_ENDLESS * len(accepted())
+    assert unfinished <= max(1, MOST_UNFINISHED * len(accepted(part)))
+    assert endless <= max(1, MOST_ENDLESS * len(accepted(part)))
 
 
 def problem_of(text: str, schema: Any) -> str | None:
@@ -192,13 +201,14 @@ def closed(grammar: Grammar, tokens: Seq[int]) -> str:
 DRAFTING = ["ngram", "suffix", "model"]
 
 
+@EACH_PART
 @pytest.mark.parametrize("proposer", DRAFTING)
-def test_what_is_accepted_is_the_same_with_drafts(proposer: str) -> None:
+def test_what_is_accepted_is_the_same_with_drafts(proposer: str, part: int) -> None:
     """Each with two of the three, among those of the others."""
-    which = [i for i in accepted() if i % 3 != DRAFTING.index(proposer)]
+    which = [i for i in accepted(part) if i % 3 != DRAFTING.index(proposer)]
     got = generate(embedded_pair().llm(proposer, **OPTIONS), proposer, which)
     for ours, i in zip(got, which, strict=True):
-        assert_same(ours, plain()[i])
+        assert_same(ours, plain(part)[i])
     assert sum(done.stats.accepted for done in got) > 0, "no draft was kept, so nothing was shown"
 
 

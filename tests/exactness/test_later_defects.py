@@ -15,6 +15,7 @@ from engine.params import SamplingParams, Verification
 from engine.proposers.scripted import ScriptedProposer
 from engine.types import FinishReason, Sequence
 from tests import fakes
+from tests.covering import covering
 from tests.exactness.test_defects import (
     GREEDY,
     LAW,
@@ -109,8 +110,7 @@ def test_vllm_53912_50188_repeats_with_a_warm_cache_are_the_same(proposer: str, 
         assert (found > 0) == (repeat > 0)
 
 
-@pytest.mark.parametrize("proposer", ["none", *DRAFTING])
-@pytest.mark.parametrize("chunk", [1, 2, 5, 7, 64])
+@pytest.mark.parametrize(("chunk", "proposer"), covering([1, 2, 5, 7, 64], ["none", *DRAFTING], every=4))
 def test_vllm_53488_log_probabilities_of_a_prompt_in_chunks(chunk: int, proposer: str) -> None:
     """They were wrong when the prompt was read in several steps."""
     wanted = SamplingParams(max_tokens=6, prompt_logprobs=0, seed=3)

@@ -17,6 +17,7 @@ from engine.params import SamplingParams
 from engine.startup.build import assemble
 from engine.types import KVCursor, Request
 from tests import fakes, zoo
+from tests.covering import covering, some
 
 NEW_TOKENS = 30
 BORDER = zoo.BORDER
@@ -75,8 +76,8 @@ def tokens_of(outputs: fakes.Outputs) -> list[list[int]]:
     return [outputs.tokens[str(i)] for i in range(len(LENGTHS))]
 
 
-@pytest.mark.parametrize("max_batch_tokens", [512, 13], ids=["whole", "chunked"])
-@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("proposer", "max_batch_tokens"), covering(PROPOSERS, [512, 13], every=4, first=3))
 def test_a_batch_around_the_border_equals_generate_one_by_one(proposer: str, max_batch_tokens: int) -> None:
     for num_draft in range(9):
         engine = engine_of(proposer=proposer, num_draft_tokens=num_draft, max_batch_tokens=max_batch_tokens)
@@ -84,7 +85,7 @@ def test_a_batch_around_the_border_equals_generate_one_by_one(proposer: str, max
         assert tokens_of(greedy(engine)) == expected(), f"K={num_draft}"
 
 
-@pytest.mark.parametrize("border", [None, 20, 40], ids=["one table", "earlier", "later"])
+@pytest.mark.parametrize("border", some([None, 20, 40], [20]))
 def test_target_and_draft_cross_each_at_its_own_border(border: int | None) -> None:
     outputs = greedy(engine_of(border))
     assert tokens_of(outputs) == expected()
@@ -102,14 +103,14 @@ def test_preempted_on_both_sides_of_the_border() -> None:
     layout = kv_layout(zoo.longrope(), torch.float32)
     engine = engine_of(page_size=8, attention="reference", kv_memory=17 * 8 * 2 * layout.bytes_per_token / 2**30)
     preempted = 0
-    original = engine._scheduler._preempt
+    original = engine.scheduler._preempt
 
     def counting(sequence: object) -> None:
         nonlocal preempted
         preempted += 1
         original(sequence)
 
-    engine._scheduler._preempt = counting
+    engine.scheduler._preempt = counting
     assert tokens_of(greedy(engine)) == expected()
     assert preempted > 0
 

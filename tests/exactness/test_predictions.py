@@ -14,6 +14,7 @@ import torch
 from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Verification
 from engine.text.codec import Codec
 from engine.types import EmittedOutput, Request
+from tests.covering import covering
 from tests.fakes import Outputs, fake_engine, hashed_law, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,8 +47,7 @@ def redocumented(source, rng):
     return re.sub(r'"""[^"]{5,}"""', '"""This text says something else."""', source, count=3)
 
 
-EDITS = (renamed, inserted, deleted, redocumented)
-CASES = [(file, edit) for file in FILES for edit in EDITS]
+EDITS = {edit.__name__: edit for edit in (renamed, inserted, deleted, redocumented)}
 
 
 @lru_cache
@@ -91,12 +91,12 @@ def engine_that_writes(output, **options):
 
 
 def passes(engine):
-    return sum(any(feed.num_logits for feed in batch) for batch in engine._target_pass._target.batches)
+    return sum(any(feed.num_logits for feed in batch) for batch in engine.runner.batches)
 
 
-@pytest.mark.parametrize(("file", "edit"), CASES, ids=[f"{file}-{edit.__name__}" for file, edit in CASES])
+@pytest.mark.parametrize(("file", "edit"), covering(FILES, EDITS))
 def test_an_edit_of_a_file_has_the_same_tokens_in_a_quarter_of_the_passes(file, edit):
-    source, output = edited(file, edit)
+    source, output = edited(file, EDITS[edit])
     engine = engine_that_writes(output)
     outputs = run(engine, [asked(output, source)])
     assert outputs.tokens["r"] == list(output)
@@ -117,8 +117,7 @@ def test_nine_tokens_of_ten():
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("k", [None, 0, 1, 4, 8])
-@pytest.mark.parametrize("proposer", ["none", "ngram", "model"])
+@pytest.mark.parametrize(("k", "proposer"), covering([None, 0, 1, 4, 8], ["none", "ngram", "model"], every=8, first=5))
 def test_tokens_do_not_depend_on_prediction_proposer_or_k(proposer, k, sampling):
     """Where the model is not certain, too, in one ragged batch of predictions that are right, edited and wrong."""
     source, output = edited("engine/stats.py", renamed)
@@ -191,6 +190,6 @@ def test_a_fault_of_the_prediction_costs_speed_alone(monkeypatch):
     def fault(*_):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(engine._proposers._by_name["prediction"], "propose", fault)
+    monkeypatch.setattr(engine.proposers.by_name["prediction"], "propose", fault)
     outputs = run(engine, [asked(output, source)], failures=3)
     assert outputs.tokens["r"] == list(output)

@@ -37,6 +37,7 @@ from engine.text.codec import Codec
 from engine.types import Logprob, Request, Sequence
 from models import corpus, embedded_draft, embedded_target
 from tests import fakes, heads, zoo
+from tests.covering import covering
 
 FAMILIES = ["llama", "gpt2", "opt", "qwen3", "gemma2", "phi3-longrope"]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -115,8 +116,7 @@ def assert_as_alone(bits: dict[str, Bits], family: str, dtype: torch.dtype, labe
         assert bits[name] == alone(family, dtype)[i], f"request {name}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=1))
 def test_same_bits_among_31_others(family: str, dtype: torch.dtype) -> None:
     assert_as_alone(bits_of(engine_of(family, dtype), map(request, range(BATCH))), family, dtype)
 
@@ -126,8 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=2))
 def test_same_bits_whoever_drafts(folder: Path, family: str, dtype: torch.dtype) -> None:
     """All proposers in one batch, and speculation off."""
     engine = engine_of(family, dtype, self_layers=1, medusa=heads.medusa(folder), eagle=heads.eagle(folder))
@@ -138,8 +137,10 @@ def test_same_bits_whoever_drafts(folder: Path, family: str, dtype: torch.dtype)
     assert_as_alone(bits, family, dtype, asked)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("proposer", ["ngram", "model", "right", "wrong"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("proposer", "dtype"), covering(["ngram", "model", "right", "wrong"], DTYPES, every=4, first=2)
+)
 def test_same_bits_for_any_k(proposer: str, dtype: torch.dtype) -> None:
     asked = {f"/{k}": {"proposer": proposer, "num_draft_tokens": k} for k in range(9)}
     for together in (BATCH, 1):
@@ -149,8 +150,8 @@ def test_same_bits_for_any_k(proposer: str, dtype: torch.dtype) -> None:
         assert_as_alone(bits, "llama", dtype, labels)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=3))
 def test_same_bits_in_chunks_and_pages(family: str, dtype: torch.dtype) -> None:
     pairs = [(4, 7), (16, 37)] if family != "llama" else [(page, size) for page in (4, 16, 128) for size in (4, 7, 37)]
     for page_size, size in pairs:
@@ -166,9 +167,8 @@ def test_same_bits_in_chunks_and_pages(family: str, dtype: torch.dtype) -> None:
         assert_as_alone(bits_of(engine, map(request, WATCHED)), family, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=4))
+@pytest.mark.parametrize("prefix_cache", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_same_bits_after_preemption(prefix_cache: bool, family: str, dtype: torch.dtype) -> None:
     """Pages for a few of 32: K/V is dropped, and computed again in other pages or found in the prefix cache."""
     layout = kv_layout(zoo.families()[family], dtype)
@@ -189,8 +189,7 @@ def test_same_bits_after_preemption(prefix_cache: bool, family: str, dtype: torc
 # --------------------------------------------------------------------------------------------------- the prefix cache
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=5))
 def test_same_bits_over_a_cached_prefix(family: str, dtype: torch.dtype) -> None:
     """A prompt that strangers sent before, in one batch, with drafts in between and outputs of their own."""
     engine = engine_of(family, dtype, page_size=4, proposer="model", num_draft_tokens=4)
@@ -202,8 +201,7 @@ def test_same_bits_over_a_cached_prefix(family: str, dtype: torch.dtype) -> None
     assert_as_alone(bits, family, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=0))
 def test_same_bits_over_a_cached_answer(family: str, dtype: torch.dtype) -> None:
     """A conversation goes on: part of its K/V was written by verification, over drafts that fell."""
     engine = engine_of(family, dtype, page_size=4, proposer="model", num_draft_tokens=4)
@@ -216,11 +214,10 @@ def test_same_bits_over_a_cached_answer(family: str, dtype: torch.dtype) -> None
     assert want == {"31": (outputs.tokens["31"], outputs.logprobs["31"])}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=1))
 def test_same_keys_and_values_whoever_computed_them(family: str, dtype: torch.dtype) -> None:
     """What a prefix cache hands on: the K/V that a stranger's pass left is the K/V of one's own."""
-    runner = engine_of(family, dtype, page_size=4)._target_pass._target
+    runner = engine_of(family, dtype, page_size=4).runner
     arena, prompt = runner._inner.arena, [(5 * i + 3) % zoo.VOCAB for i in range(20)]
     others = [Feed(PROMPTS[i], 0, range(20 * i + 20, 20 * i + 40)) for i in range(3)]
     runner.forward([Feed(prompt, 0, [0, 1, 2, 3, 4])])
@@ -233,8 +230,8 @@ def test_same_keys_and_values_whoever_computed_them(family: str, dtype: torch.dt
 # ------------------------------------------------------------------------------------------------- what else is asked
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=2))
 def test_prompt_logprobs_have_the_same_bits(family: str, dtype: torch.dtype) -> None:
     """In one piece and alone, or in chunks among the others."""
     asking = [replace(r, sampling=replace(r.sampling, prompt_logprobs=3)) for r in map(request, WATCHED)]
@@ -247,6 +244,7 @@ def test_prompt_logprobs_have_the_same_bits(family: str, dtype: torch.dtype) -> 
         assert together.prompt_logprobs[mine.request_id] == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_of_several_outputs_has_the_same_bits_alone(dtype: torch.dtype) -> None:
     """Output i of n, or a request with its seed: they share the prompt's K/V, or have their own."""
@@ -321,7 +319,8 @@ def completion(i: int, label: str = "", **speculation: object) -> Request:
     return Request(request_id=f"{i}{label}", token_ids=texts()[i], sampling=law, speculation=asked)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_embedded_pair(dtype: str) -> None:
     """Among others and whoever drafts, as one token at a time and alone."""
     config = EngineConfig(**EMBEDDED, dtype=dtype, threads=1, prefix_cache=False)
@@ -372,6 +371,7 @@ def elsewhere() -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", THREADED)
 @pytest.mark.parametrize("threads", [2, 3])
@@ -381,5 +381,6 @@ def test_same_bits_on_any_number_of_threads(
     assert elsewhere[f"{family} {dtype} {threads}"] == digest([alone(family, dtype)[i] for i in WATCHED])
 
 
+@pytest.mark.slow
 def test_same_bits_after_a_restart_with_more_threads(elsewhere: dict[str, str]) -> None:
     assert elsewhere["embedded"] == embedded_digest(threads=1)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from engine.llm import LLM
 from engine.params import SpeculationMode
+from tests.covering import covering
 from tests.exactness.test_options import ALONE, BOLD, MAX_TOKENS, SITUATIONS, AnyK
 from tests.loops import gib
 from tests.sameness import (
@@ -36,14 +37,11 @@ def llm(pair: Pair, proposer: str, **options) -> LLM:
     return pair.llm(proposer, loop="rounds", **options)
 
 
-@pytest.fixture(params=CONDITIONS)
-def engine(request: pytest.FixtureRequest) -> LLM:
-    return llm(torch_pair(), "model", **CONDITIONS[request.param])
-
-
-@pytest.mark.parametrize("mode", [SpeculationMode.FIXED, SpeculationMode.AUTO])
-def test_every_option_in_one_batch(engine: LLM, mode: SpeculationMode) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("condition", "mode"), covering(CONDITIONS, SpeculationMode, every=4))
+def test_every_option_in_one_batch(condition: str, mode: SpeculationMode) -> None:
     """Most of these ride; penalties, bias, bans, structures and logprobs decode in plain steps beside them."""
+    engine = llm(torch_pair(), "model", **CONDITIONS[condition])
     params = [replace(p, max_tokens=p.max_tokens or MAX_TOKENS, seed=p.seed or 9) for p in ALONE.values()]
     wanted = [(prompt, p) for prompt in PROMPTS for p in params]
     asked = replace(asking("model", 8 if mode is SpeculationMode.AUTO else 4), mode=mode)
@@ -55,7 +53,7 @@ def test_every_option_in_one_batch(engine: LLM, mode: SpeculationMode) -> None:
     engine.engine.check_invariants()
 
 
-@settings(BOLD, max_examples=60)
+@settings(BOLD, max_examples=20)
 @given(**SITUATIONS)
 def test_random_combinations(sampling, proposer, num_draft, plenty, prefix_cache, prompts) -> None:
     few = {} if plenty else {"pages": 30, "max_batch_tokens": 24}
@@ -64,9 +62,10 @@ def test_random_combinations(sampling, proposer, num_draft, plenty, prefix_cache
     assert_speculation_changes_nothing(pair, engine, sampling, proposer, num_draft, prompts)
 
 
+@pytest.mark.slow
 def test_any_number_of_drafts_in_any_round(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = llm(torch_pair(), "model", pages=60)
-    monkeypatch.setattr(engine.engine._scheduler, "round_control", AnyK())
+    monkeypatch.setattr(engine.engine.scheduler, "round_control", AnyK())
     params = [replace(ALONE[name], max_tokens=40) for name in ("temperature", "top_p", "stop_token_ids", "greedy")]
     for _ in range(3):
         got = engine.generate(list(PROMPTS), params, speculation=asking("model", 8))

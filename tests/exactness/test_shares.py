@@ -19,6 +19,7 @@ from engine.model.runner import kv_layout
 from tests import families, zoo
 from tests.exactness import shared_target
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 # Page size and pages: too few for all; and enough, but so small that one message does not hold their numbers.
 PAGES = {"llama": (4, 60), "qwen3": (1, 1400)}

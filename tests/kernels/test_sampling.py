@@ -70,7 +70,7 @@ def choose(logits, samplers, **options):
     return kernels.choose(logits.to(DEVICE), samplers, **options).token.cpu()
 
 
-@settings(max_examples=12, phases=LOOKING)
+@settings(max_examples=8, phases=LOOKING)
 @given(
     st.integers(0, 1000),
     st.lists(st.tuples(PARAMS, st.integers(0, 2**64 - 1), st.integers(0, 2**20)), min_size=1, max_size=4),
@@ -109,7 +109,8 @@ def kept_by_the_kernels(logits, samplers, block):
     return (rank < last) | (ties & (ties.int().cumsum(1) <= allowed))
 
 
-@settings(max_examples=16, phases=LOOKING)
+@pytest.mark.slow
+@settings(max_examples=8, phases=LOOKING)
 @given(
     st.integers(0, 1000),
     st.lists(TRUNCATED, min_size=1, max_size=4),

@@ -24,6 +24,7 @@ def test_size() -> None:
     assert sum(path.stat().st_size for path in files) <= 4 * MEGABYTE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "least"), [("eagle", 0.62), ("medusa", 0.08)])
 def test_acceptance_on_held_out_functions(name: str, least: float) -> None:
     """At K=4, greedy; over 32 functions the card has 0.70 and 0.11. Medusa's heads are poor, and this says so too."""
@@ -77,6 +78,7 @@ def test_what_is_exported_is_in_the_published_layout(tmp_path: Path) -> None:
     assert {t.dtype for t in medusa.values()} == {torch.bfloat16}
 
 
+@pytest.mark.slow  # it parses the whole standard library
 def test_prompts_of_held_out_modules_are_in_no_training(tmp_path: Path) -> None:
     heads.write_prompts(tmp_path)
     trained, apart = (

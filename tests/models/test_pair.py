@@ -72,7 +72,8 @@ def test_prompts_are_starts_of_held_out_functions() -> None:
     assert prompts == corpus.held_out_prompts(50), "the same each time"
 
 
-@pytest.mark.parametrize("name", ["target", "draft"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param("target", marks=pytest.mark.slow), "draft"])
 def test_held_out_loss_is_what_the_card_says(name: str) -> None:
     """Another version of the standard library has other text, hence the tolerance."""
     card = (embedded_target().parent / "README.md").read_text()
@@ -83,6 +84,7 @@ def test_held_out_loss_is_what_the_card_says(name: str) -> None:
     assert measured == pytest.approx(float(stated[1]), rel=0.1)
 
 
+@pytest.mark.slow
 def test_acceptance_on_held_out_modules() -> None:
     """The quality gate: at K=4, greedy, at least 0.60 of all drafts are kept on code that neither model saw.
 

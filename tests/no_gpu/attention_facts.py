@@ -1,9 +1,7 @@
-"""What the compiler makes of the attention kernel for a card that is not there: one line of JSON per kernel.
+"""What the compiler makes of the attention kernel for a card that is not there; as a program one line per kernel.
 
-A program of its own, for kernels must be defined without the interpreter. With `shapes bfloat16/4/128 ...` it compiles
-both tiles for models of these shapes (type, query heads to a K/V head, size of a key, and of a value where that is
-another one: with `within` behind it, the beginning of the key); with `batches` it launches what random batches of one
-model would, and prints how many variants of each kernel that took.
+With `bfloat16/4/128 ...` it compiles both tiles for models of these shapes: type, query heads to a K/V head, size of a
+key, and of a value where that is another one: with `within` behind it, the beginning of the key.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import os
 import random
 import re
 import sys
-from time import process_time
+from collections.abc import Iterator, Sequence
 
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -64,24 +62,23 @@ def attend(
     attention.attend(query, arena, values if within else values.contiguous(), paging, 0.1)
 
 
-def shapes(stand_in: StandIn, names: list[str]) -> None:
+def shapes(stand_in: StandIn, names: Sequence[str]) -> Iterator[dict[str, object]]:
+    """Of each kernel of these shapes."""
     for name in names:
         dtype, group, dim, *of_value = name.split("/")
         value_dim, within = int(of_value[0]) if of_value else 0, of_value[1:] == ["within"]
         for kind, num_rows in (("decode", 5), ("prompt", 40)):
-            before, start = set(stand_in.seen), process_time()
+            before = set(stand_in.seen)
             if kind == "prompt" and (dtype == "float32" or max(int(dim), value_dim) > paged.WIDEST_IN_PROMPTS):
                 continue
             attend(getattr(torch, dtype), int(group), int(dim), [num_rows], [9000], value_dim, within)
-            seconds = process_time() - start
             for key in set(stand_in.seen) - before:
                 if "_attend_kernel" in key:
-                    print(json.dumps({"shape": name, "kind": kind, "seconds": seconds} | facts(stand_in.seen[key])))
-            sys.stdout.flush()
+                    yield {"shape": name, "kind": kind} | facts(stand_in.seen[key])
 
 
-def batches(stand_in: StandIn) -> None:
-    """Steps of one model as they come: decoding, verification, prompts, few and many, short and long."""
+def batches(stand_in: StandIn) -> dict[str, int]:
+    """How many variants of each kernel random steps of one model take: of decoding, verification and prompts."""
     draw = random.Random(0)
     for _ in range(60):
         size = draw.choice([1, 2, 3, 8, 15, 16, 17, 40])
@@ -89,12 +86,9 @@ def batches(stand_in: StandIn) -> None:
         starts = [draw.choice([0, draw.randint(0, 300), draw.randint(0, 40000)]) for _ in range(size)]
         attend(torch.bfloat16, 4, 64, num_rows, starts)
     names = [compiled.name for compiled in stand_in.seen.values()]
-    print(json.dumps({name: names.count(name) for name in names}))
+    return {name: names.count(name) for name in names}
 
 
 if __name__ == "__main__":
-    installed = StandIn(90).install()
-    if sys.argv[1] == "shapes":
-        shapes(installed, sys.argv[2:])
-    else:
-        batches(installed)
+    for fact in shapes(StandIn(90).install(), sys.argv[1:]):
+        print(json.dumps(fact), flush=True)

@@ -1,41 +1,20 @@
-"""What a draw is on a GPU, found through a driver that runs nothing: launches, variants, spills, widths of loads.
-
-A program of its own, as its kernels must be defined without the interpreter. Prints one object in JSON.
-"""
+"""What a draw is on a GPU, found through a driver that runs nothing: launches, variants, spills, widths of loads."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import re
 from collections import defaultdict
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)
-
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels import commit, sampling
 from engine.kernels.args import SamplerRows, Tracks
+from tests.hostless import Counting
 from tests.no_gpu.stand_in import StandIn
 
 VOCAB = 128256
-FREE = ("aten.new_empty", "aten.empty", "aten.detach", "aten.view")  # operations that launch nothing
-
-
-class Watching(TorchDispatchMode):
-    """Names torch's own operations that would be launched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not str(func).startswith(FREE):
-            self.seen.append(str(func))
-        return func(*args, **kwargs or {})
 
 
 def samplers_of(num_rows: int, skipped: int) -> SamplerRows:
@@ -51,9 +30,9 @@ def draw(num_rows: int, dtype: torch.dtype, *, truncated: bool, skipped: int = 0
 
 def launches_of(driver: StandIn, truncated: bool) -> tuple[int, list[str]]:
     logits, samplers, before = torch.empty(3, VOCAB), samplers_of(3, 0), len(driver.launches)
-    with Watching() as watching:
+    with Counting() as counting:
         sampling.choose(logits, samplers, truncated=truncated)
-    return len(driver.launches) - before, watching.seen
+    return len(driver.launches) - before, counting.names
 
 
 def commit_all() -> None:
@@ -67,8 +46,7 @@ def commit_all() -> None:
             commit.commit(drawn, drawn[:, 1:], whole[1:], whole[:-1], tracks)
 
 
-def main() -> None:
-    driver = StandIn(90).install()
+def facts(driver: StandIn) -> dict[str, Any]:
     at_first = {}
     for dtype in (torch.float32, torch.bfloat16):
         before = len(driver.seen)
@@ -88,7 +66,7 @@ def main() -> None:
         # The only vectors that these kernels load are of logits.
         for count, bits in re.findall(r"ld\.global\.v(\d)\.b(\d+)", compiled.kernel.asm["ptx"]):
             loads[compiled.name.removesuffix("_kernel")].add(int(count) * int(bits) // 8)
-    told = {
+    return {
         "launches": {name: number for name, (number, _) in counted.items()},
         "torch": {name: seen for name, (_, seen) in counted.items()},
         "compiled at first": at_first,
@@ -97,8 +75,3 @@ def main() -> None:
         "stack": [compiled.resources().stack for compiled in driver.seen.values()],
         "loads": {name: sorted(widths) for name, widths in loads.items()},
     }
-    print(json.dumps(told))
-
-
-if __name__ == "__main__":
-    main()

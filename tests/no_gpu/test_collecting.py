@@ -18,7 +18,11 @@ HERE = ("tests/kernels", "tests/cuda")
 NEEDS_NO_CARD = "there is a GPU here, and it is asked instead"
 LACKING = ("accelerate is not installed", "llguidance is not installed", "pydantic is not installed")
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(torch.cuda.is_available(), reason=NEEDS_NO_CARD)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.cuda.is_available(), reason=NEEDS_NO_CARD),
+]
 
 
 def test_everything_is_collected_as_where_there_is_a_gpu() -> None:

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from engine.config import EngineConfig
-from engine.startup.quality import Quality, measure
+from engine.startup.quality import measure
 from engine.text.codec import Codec
 from models import published
 from server.commands.quality import default_texts
@@ -39,15 +39,11 @@ def texts(name: str) -> list[tuple[int, ...]]:
     return [codec.encode(text)[:_LENGTH] for text in default_texts()[:_TEXTS]]
 
 
-def quality(name: str, source: str, weights: str, dtype: str) -> Quality:
-    target = published.model(name) if source == "file" else published.bfloat16(name)
-    config = EngineConfig.model_validate({"target": str(target), "weights": weights, "dtype": dtype, "threads": 2})
-    return measure(config, texts(name))
-
-
 @pytest.mark.parametrize(("name", "source", "weights", "dtype", "most"), CASES)
 def test_what_is_served_is_near_float32(name: str, source: str, weights: str, dtype: str, most: float) -> None:
-    found = quality(name, source, weights, dtype)
+    target = published.model(name) if source == "file" else published.bfloat16(name)
+    config = EngineConfig.model_validate({"target": str(target), "weights": weights, "dtype": dtype, "threads": 1})
+    found = measure(config, texts(name))
     print(found)
     assert found.kl < most
     assert abs(found.served_nll - found.reference_nll) < max(0.01, 2 * most)

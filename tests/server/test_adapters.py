@@ -16,12 +16,11 @@ from engine.errors import ModelError
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from server.lifecycle import State
-from server.worker.remote import EngineProgram
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, detail, request
 from tests.server.worker import fake_child
-from tests.server.worker.test_engine_process import around
+from tests.server.worker.test_engine_process import apart
 from tests.serving import grpc_client, http_client, serving, until
 
 
@@ -106,28 +105,28 @@ async def test_an_adapter_in_use_goes_with_its_last_request(root):
         assert await names(server) == ["one"]
 
 
-@pytest.mark.parametrize(
-    ("name", "path", "field", "problem"),
-    [
-        ("", "one", "name", "is ''; expected 1 to 128"),
-        ("a b", "one", "name", "is 'a b'; expected 1 to 128"),
-        ("a\n", "one", "name", "expected 1 to 128"),
-        ("fake", "one", "name", "is 'fake', which is the model's own"),
-        ("a", "", "path", "no such file"),
-        ("a", "three", "path", "is 'three'; expected a folder below adapter_root"),
-        ("a", "../beside", "path", "expected a folder below adapter_root"),
-        ("a", "link", "path", "expected a folder below adapter_root"),
-        ("a", "/etc", "path", "expected a folder below adapter_root"),
-        ("a", "one\0", "path", "null"),
-        ("a", "empty", "path", "is 'empty': adapter 'a': "),
-    ],
-)
-async def test_what_cannot_be_loaded_is_refused_by_its_field(root, name, path, field, problem):
+WRONG = [
+    ("", "one", "name", "is ''; expected 1 to 128"),
+    ("a b", "one", "name", "is 'a b'; expected 1 to 128"),
+    ("a\n", "one", "name", "expected 1 to 128"),
+    ("fake", "one", "name", "is 'fake', which is the model's own"),
+    ("a", "", "path", "no such file"),
+    ("a", "three", "path", "is 'three'; expected a folder below adapter_root"),
+    ("a", "../beside", "path", "expected a folder below adapter_root"),
+    ("a", "link", "path", "expected a folder below adapter_root"),
+    ("a", "/etc", "path", "expected a folder below adapter_root"),
+    ("a", "one\0", "path", "null"),
+    ("a", "empty", "path", "is 'empty': adapter 'a': "),
+]
+
+
+async def test_what_cannot_be_loaded_is_refused_by_its_field(root):
     async with serving(adapter_root=root) as server:
-        error = await refused(load(server, name, path))
-        (violation,) = detail(error, error_details_pb2.BadRequest).field_violations
-        assert (error.code(), violation.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
-        assert problem in violation.description.lower() or problem in violation.description
+        for name, path, field, problem in WRONG:
+            error = await refused(load(server, name, path))
+            (violation,) = detail(error, error_details_pb2.BadRequest).field_violations
+            assert (error.code(), violation.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+            assert problem in violation.description.lower() or problem in violation.description
         assert await names(server) == []
 
 
@@ -203,17 +202,11 @@ async def test_a_stream_continues_with_its_own_adapter_alone(root):
         await collect(server.inference.GenerateStream(asked))
 
 
-def apart(root: Path, **config):
-    """A server whose fake engine is in a process of its own."""
-    program = EngineProgram(fake_child.PROGRAM, around, ())
-    return serving(program=program, engine_process=True, adapter_root=root, **config)
-
-
 async def killed(server) -> None:
     """Kill the engine's process and wait for its successor."""
-    worker = server.app.host._worker
-    os.kill(worker.process.pid, signal.SIGKILL)
-    await until(lambda: server.app.host._worker not in (worker, None) and server.app.lifecycle.state is State.READY)
+    pid = server.app.host.pid
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: server.app.host.pid not in (pid, None) and server.app.lifecycle.state is State.READY)
 
 
 async def model_of(server, adapter: str) -> str:
@@ -222,7 +215,9 @@ async def model_of(server, adapter: str) -> str:
 
 @pytest.mark.parametrize("standby", [False, True])
 async def test_a_successor_has_the_adapters_that_were_loaded_and_not_those_that_were_unloaded(root, standby):
-    async with apart(root, adapter={"first": str(root / "two"), "gone": str(root / "two")}, standby=standby) as server:
+    async with apart(
+        adapter_root=root, adapter={"first": str(root / "two"), "gone": str(root / "two")}, standby=standby
+    ) as server:
         assert await names(server) == ["first", "gone"]
         await load(server)
         await unload(server, "gone")
@@ -235,7 +230,7 @@ async def test_a_successor_has_the_adapters_that_were_loaded_and_not_those_that_
 
 
 async def test_a_running_request_goes_on_with_its_adapter_after_a_crash(root):
-    async with apart(root) as server:
+    async with apart(adapter_root=root) as server:
         await load(server)
         long = pb.StoppingParams(max_tokens=600)
         asked = request(adapter="one", token_ids=pb.TokenIds(ids=[fake_child.SLOW]), stopping=long)
@@ -251,7 +246,7 @@ async def test_a_running_request_goes_on_with_its_adapter_after_a_crash(root):
 @pytest.mark.parametrize("how", ["changed", "missing"])
 async def test_an_adapter_whose_files_changed_is_lost_with_its_engine(root, how):
     """Its streams would go on with other weights. The server and its other requests go on."""
-    async with apart(root, adapter={"kept": str(root / "two")}) as server:
+    async with apart(adapter_root=root, adapter={"kept": str(root / "two")}) as server:
         await load(server)
         file = root / "one" / "fingerprint"
         file.write_text("another") if how == "changed" else file.unlink()
@@ -263,21 +258,18 @@ async def test_an_adapter_whose_files_changed_is_lost_with_its_engine(root, how)
 
 
 async def test_a_loss_of_the_engine_ends_a_load_that_can_be_repeated(root):
-    async with apart(root) as server:
-        worker = server.app.host._worker
-        os.kill(worker.process.pid, signal.SIGSTOP)
-        loading = asyncio.ensure_future(refused(load(server)))
-        await until(lambda: worker._loading)
-        os.kill(worker.process.pid, signal.SIGKILL)
-        error = await loading
-        assert error.code() == grpc.StatusCode.UNAVAILABLE
-        await until(lambda: server.app.host._worker not in (worker, None))
-        await until(lambda: server.app.lifecycle.state is State.READY)
+    async with apart(adapter_root=root) as server:
+        os.kill(server.app.host.pid, signal.SIGSTOP)
+        loads = [asyncio.ensure_future(refused(load(server))) for _ in range(2)]
+        (second,), (first,) = await asyncio.wait(loads, return_when=asyncio.FIRST_COMPLETED)
+        assert second.result().code() == grpc.StatusCode.ALREADY_EXISTS  # so the other one is on its way
+        await killed(server)
+        assert (await first).code() == grpc.StatusCode.UNAVAILABLE
         await load(server)
 
 
 async def test_an_engine_refuses_an_adapter_for_its_reason(root):
-    async with apart(root) as server:
+    async with apart(adapter_root=root) as server:
         with pytest.raises(ModelError, match="adapter 'a'"):
             await server.app.host.load_adapter("a", str(root / "empty"))
         assert "a" not in server.app.host.adapters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import grpc
 import pytest
@@ -15,6 +14,7 @@ from engine.text.codec import Codec
 from pilotfish.v1 import generation_pb2 as pb
 from server.chat import MAX_MESSAGES, ChatTemplate, Message
 from tests.engine.text.test_codec import byte_level
+from tests.pauses import own_time
 from tests.server.test_generate import refused, request
 from tests.serving import serving
 
@@ -111,22 +111,25 @@ def rendered(template, *turns):
     return ChatTemplate(template, {"bos_token": "<s>"}).render(messages(turns or [("user", "hi")]))
 
 
-@pytest.mark.parametrize("turns", CONVERSATIONS, ids=str)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_text_and_tokens_are_those_of_transformers(tmp_path, name, turns):
+def test_text_and_tokens_are_those_of_transformers(tmp_path, name):
     source = checkpoint(tmp_path, TEMPLATES[name])
-    reference = PreTrainedTokenizerFast.from_pretrained(source)
-    conversation = [{"role": role, "content": content} for role, content in turns]
-    try:
-        want = reference.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # noqa: BLE001  # the template's own refusal
-        with pytest.raises(InvalidRequest, match=str(error)):
-            ChatTemplate.load(source).render(messages(turns))
-        return
-    text = ChatTemplate.load(source).render(messages(turns))
-    assert text == want
-    ids = reference.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-    assert list(Codec.load(source).encode(text, bare=True)) == ids
+    reference, template = PreTrainedTokenizerFast.from_pretrained(source), ChatTemplate.load(source)
+    refused = 0
+    for turns in CONVERSATIONS:
+        conversation = [{"role": role, "content": content} for role, content in turns]
+        try:
+            want = reference.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # noqa: BLE001  # the template's own refusal
+            with pytest.raises(InvalidRequest, match=str(error)):
+                template.render(messages(turns))
+            refused += 1
+            continue
+        text = template.render(messages(turns))
+        assert text == want
+        ids = reference.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+        assert list(Codec.load(source).encode(text, bare=True)) == ids
+    assert refused == (2 if name == "gemma" else 0)
 
 
 @pytest.mark.parametrize("where", ["config", "named", "file"])
@@ -168,10 +171,10 @@ def test_a_broken_template_is_told_at_load():
     ],
 )
 def test_a_hostile_or_faulty_template_is_refused_in_time(hostile):
-    start = time.monotonic()
+    start = own_time()
     with pytest.raises(InvalidRequest) as error:
         rendered(hostile)
-    assert time.monotonic() - start < 10
+    assert own_time() - start < 10
     [violation] = error.value.violations
     assert violation.field == "messages"
 

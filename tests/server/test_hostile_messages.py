@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import struct
 import time
 import tracemalloc
 from types import SimpleNamespace
 
 import grpc
 import pytest
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from engine.errors import InvalidRequest
 from engine.text.codec import Codec
 from loadtest.experiments.hostile import CALLS
+from models import embedded_target
 from pilotfish.v1 import control_pb2 as control
 from pilotfish.v1 import generation_pb2 as pb
 from server.admission import convert
 from server.admission.status import refusal, trailers
 from server.errors import Unavailable
+from server.grpc.fields import MAX_ENTRIES, MAX_NUMBERS, require_few
+from server.grpc.health import Health
 from tests.engine.text.test_codec import CODEC, VOCAB_SIZE
 from tests.pauses import own_time, pauses
 from tests.server.fake_engine import FakeEngine, served
-from tests.serving import serving, serving_embedded
+from tests.server.test_generate import collect, request
+from tests.serving import serving, serving_embedded, until
 
 GENERATE = "/pilotfish.v1.InferenceService/Generate"
 LIMIT = 4096 - 1  # tokens of a prompt of the fake engine
@@ -73,7 +80,7 @@ class NeverEncodes(Codec):
         raise AssertionError("decoded")
 
 
-async def test_a_text_that_cannot_fit_is_refused_by_its_bytes_before_it_is_encoded():
+async def test_what_cannot_fit_is_refused_by_its_size_before_it_is_converted():
     text, most = "€" * 20_000, LIMIT * len("<|end|>")
     said = f"has 60000 bytes, which are more than {LIMIT} tokens; the limit is {most} bytes"
     async with serving(codec=NeverEncodes(CODEC.tokenizer)) as server:
@@ -83,10 +90,6 @@ async def test_a_text_that_cannot_fit_is_refused_by_its_bytes_before_it_is_encod
         code, told = await ended_with(server, asked, "/pilotfish.v1.ControlService/Tokenize")
         assert code == "INVALID_ARGUMENT"
         assert told[0].startswith("text has 60000 bytes")
-
-
-async def test_detokenize_takes_as_many_ids_as_the_context_has():
-    async with serving(codec=NeverEncodes(CODEC.tokenizer)) as server:
         asked = control.DetokenizeRequest(token_ids=[1] * 5000).SerializeToString()
         ended = await ended_with(server, asked, "/pilotfish.v1.ControlService/Detokenize")
         assert ended == ("INVALID_ARGUMENT", ["token_ids has 5000 ids; the limit is 4096"])
@@ -101,6 +104,7 @@ async def test_detokenize_names_the_first_id_that_the_model_does_not_know(server
     )
 
 
+@pytest.mark.slow
 async def test_others_go_on_while_a_long_text_is_encoded():
     """Encoding takes about a second, and before it ran without the lock the loop paused for all of it."""
     engine = FakeEngine()
@@ -116,64 +120,53 @@ async def test_others_go_on_while_a_long_text_is_encoded():
     assert seen.longest < took / 2
 
 
+def test_a_batch_of_one_has_the_same_tokens():
+    codec = Codec.load(embedded_target())
+    text = "def f(x):\n    return x  # €\n" * 200
+    assert codec.encode(text) == tuple(codec.tokenizer.encode(text).ids)
+    assert codec.decode(codec.encode(text)) == text
+    assert CODEC.encode("ab", bare=True) == tuple(CODEC.tokenizer.encode("ab", add_special_tokens=False).ids)
+
+
 # ----------------------------------------------------------------------------------------------------------- lists
 
-MILLION = 1_000_000
-EXCESSIVE = {  # field: a request with too many entries, and what is said of them
-    "prompt": (
-        {"token_ids": pb.TokenIds(ids=[1] * MILLION)},
-        f"prompt has {MILLION} tokens; the limit is {LIMIT}",
-    ),
-    "stop": (
-        {"stopping": pb.StoppingParams(stop=["x"] * MILLION)},
-        f"stopping.stop has {MILLION} strings; the limit is 16",
-    ),
-    "stop_token_ids": (
-        {"stopping": pb.StoppingParams(stop_token_ids=[1] * MILLION)},
-        f"stopping.stop_token_ids has {MILLION} ids; the limit is 16",
-    ),
-    "stop_token_ids of a resumed stream": (
+MANY = 200_000
+EXCESSIVE = [  # requests with too many entries, and what is said of them
+    ({"token_ids": {"ids": [1] * MANY}}, f"prompt has {MANY} tokens; the limit is {LIMIT}"),
+    ({"stopping": {"stop": ["x"] * MANY}}, f"stopping.stop has {MANY} strings; the limit is 16"),
+    ({"stopping": {"stop_token_ids": [1] * MANY}}, f"stopping.stop_token_ids has {MANY} ids; the limit is 16"),
+    (
         {
-            "stopping": pb.StoppingParams(stop_token_ids=range(MILLION)),
-            "resume": pb.Resume(fingerprint="fa4e", outputs=[pb.ReceivedOutput(token_ids=[1])]),
+            "stopping": {"stop_token_ids": range(MANY)},
+            "resume": {"fingerprint": "fa4e", "outputs": [{"token_ids": [1]}]},
         },
-        f"stopping.stop_token_ids has {MILLION} ids; the limit is 16",
+        f"stopping.stop_token_ids has {MANY} ids; the limit is 16",
     ),
-    "logit_bias": (
-        {"sampling": pb.SamplingParams(logit_bias=dict.fromkeys(range(MILLION), 1.0))},
-        f"sampling.logit_bias has {MILLION} tokens; the limit is 1024",
+    ({"sampling": {"logit_bias": dict.fromkeys(range(MANY), 1.0)}}, f"logit_bias has {MANY} tokens; the limit is 1024"),
+    (
+        {"sampling": {"allowed_token_ids": {"ids": [1] * MANY}}},
+        f"sampling.allowed_token_ids has {MANY} ids; the limit is {VOCAB_SIZE}",
     ),
-    "allowed_token_ids": (
-        {"sampling": pb.SamplingParams(allowed_token_ids=pb.TokenIds(ids=[1] * MILLION))},
-        f"sampling.allowed_token_ids has {MILLION} ids; the limit is {VOCAB_SIZE}",
+    (
+        {"sampling": {"banned_token_ids": [1] * MANY}},
+        f"sampling.banned_token_ids has {MANY} ids; the limit is {VOCAB_SIZE}",
     ),
-    "banned_token_ids": (
-        {"sampling": pb.SamplingParams(banned_token_ids=[1] * MILLION)},
-        f"sampling.banned_token_ids has {MILLION} ids; the limit is {VOCAB_SIZE}",
+    ({"guided": {"choice": {"choices": ["x"] * MANY}}}, f"guided.choice has {MANY} texts; expected 1 to 4096"),
+    ({"messages": {"messages": [{"role": "user"}] * MANY}}, f"messages has {MANY} messages; expected 1 to 4096"),
+    (
+        {"resume": {"fingerprint": "fa4e", "outputs": [{}] * MANY}},
+        f"resume.outputs has {MANY} outputs; sampling.n is 1",
     ),
-    "choice": (
-        {"guided": pb.GuidedDecoding(choice=pb.Choice(choices=["x"] * MILLION))},
-        f"guided.choice has {MILLION} texts; expected 1 to 4096",
+    (
+        {"resume": {"fingerprint": "fa4e", "outputs": [{"token_ids": [1] * MANY}]}},
+        f"resume.outputs[0].token_ids has {MANY} tokens; the limit is 4096",
     ),
-    "messages": (
-        {"messages": pb.ChatMessages(messages=[pb.ChatMessage(role="user")] * MILLION)},
-        f"messages has {MILLION} messages; expected 1 to 4096",
-    ),
-    "resume.outputs": (
-        {"resume": pb.Resume(fingerprint="fa4e", outputs=[pb.ReceivedOutput()] * MILLION)},
-        f"resume.outputs has {MILLION} outputs; sampling.n is 1",
-    ),
-    "resume.outputs.token_ids": (
-        {"resume": pb.Resume(fingerprint="fa4e", outputs=[pb.ReceivedOutput(token_ids=[1] * MILLION)])},
-        f"resume.outputs[0].token_ids has {MILLION} tokens; the limit is 4096",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("name", EXCESSIVE)
-def test_entries_beyond_a_limit_are_counted_and_not_copied(name):
-    fields, said = EXCESSIVE[name]
-    message = pb.GenerateRequest(**{"sampling": pb.SamplingParams(seed=1)} | fields)
+@pytest.mark.parametrize(("fields", "said"), EXCESSIVE, ids=[f"{i}" for i in range(len(EXCESSIVE))])
+def test_entries_beyond_a_limit_are_counted_and_not_copied(fields, said):
+    message = pb.GenerateRequest(**{"sampling": {"seed": 1}} | fields)
     if message.WhichOneof("input") is None:
         message.prompt = "ab"
     model = served(FakeEngine(), compile_grammar=lambda _: None, chat=SimpleNamespace(render=lambda _: "ab"))
@@ -186,8 +179,50 @@ def test_entries_beyond_a_limit_are_counted_and_not_copied(name):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert said in map(str, refused.value.violations)
-    assert peak < MILLION  # a list of them takes eight bytes for each
+    assert said in str(refused.value)
+    assert peak < MANY  # a list of them takes eight bytes for each
+
+
+def nested(number: int, inside: bytes) -> bytes:
+    size, head = len(inside), bytearray([number << 3 | 2])
+    while size > 127:
+        head.append(size & 127 | 128)
+        size >>= 7
+    return bytes(head) + bytes([size]) + inside
+
+
+ENTRIES = MAX_ENTRIES + 1
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        (nested(5, b"\x0a\0" * ENTRIES), "messages.messages"),
+        (nested(7, b"\x1a\0" * ENTRIES), "stopping.stop"),
+        (nested(10, nested(4, b"\x0a\0" * ENTRIES)), "guided.choice.choices"),
+        (nested(13, b"\x12\0" * ENTRIES), "resume.outputs"),
+        (b"\x7a\0" * ENTRIES, "unknown"),
+        (nested(4, nested(1, b"\1" * (MAX_NUMBERS + 1))), "token_ids.ids"),
+        (nested(7, nested(4, b"\xff\1" * (MAX_NUMBERS + 1))), "stopping.stop_token_ids"),
+    ],
+)
+def test_fields_are_counted_before_a_message_is_parsed(data, field):
+    with pytest.raises(InvalidRequest) as error:
+        require_few(data, pb.GenerateRequest.DESCRIPTOR)
+    assert error.value.violations[0].field == field
+
+
+def test_what_is_allowed_and_what_is_no_message_pass():
+    largest = pb.GenerateRequest(
+        prompt="a" * 4_000_000,
+        sampling=pb.SamplingParams(logit_bias=dict.fromkeys(range(1024), 1.0), banned_token_ids=range(100_000)),
+        stopping=pb.StoppingParams(stop=["a"] * 16, max_tokens=5),
+    ).SerializeToString()
+    require_few(largest, pb.GenerateRequest.DESCRIPTOR)
+    for broken in (b"\xff" * 1000, largest[:-3], nested(7, b"\x1a\x7f"), b"\x0f", b"\x0a"):
+        require_few(broken, pb.GenerateRequest.DESCRIPTOR)
+    with pytest.raises(DecodeError):
+        pb.GenerateRequest.FromString(b"\xff" * 1000)
 
 
 async def test_a_huge_n_with_resume_is_refused_and_not_counted_up_to(server):
@@ -218,19 +253,20 @@ REALS = {  # field: values that are served, and values that are not
     "frequency_penalty": ([-2.0, 2.0, LEAST], [-2.1, 2.1]),
 }
 EVER = [LARGEST, -LARGEST, INFINITE, -INFINITE, float("nan")]  # served nowhere
+MOST = 2**32 - 1
 WHOLE = [  # the largest numbers of their types
-    ({"sampling": pb.SamplingParams(top_k=2**32 - 1, temperature=1.0, seed=2**64 - 1)}, True),
-    ({"sampling": pb.SamplingParams(seed=2**63, temperature=1.0, n=3)}, True),
-    ({"sampling": pb.SamplingParams(n=2**32 - 1)}, False),
-    ({"stopping": pb.StoppingParams(max_tokens=2**32 - 1)}, False),
-    ({"stopping": pb.StoppingParams(min_tokens=2**32 - 1)}, False),
-    ({"output": pb.OutputOptions(stream_interval=2**32 - 1)}, True),
-    ({"output": pb.OutputOptions(logprobs=True, top_logprobs=2**32 - 1)}, False),
-    ({"speculation": pb.SpeculationOptions(num_draft_tokens=2**32 - 1)}, False),
+    ({"sampling": {"top_k": MOST, "temperature": 1.0, "seed": 2**64 - 1}}, True),
+    ({"sampling": {"seed": 2**63, "temperature": 1.0, "n": 3}}, True),
+    ({"sampling": {"n": MOST}}, False),
+    ({"sampling": {"logit_bias": {MOST: 1.0}}}, False),
+    ({"stopping": {"max_tokens": MOST}}, False),
+    ({"stopping": {"min_tokens": MOST}}, False),
+    ({"output": {"stream_interval": MOST}}, True),
+    ({"output": {"logprobs": True, "top_logprobs": MOST}}, False),
+    ({"speculation": {"num_draft_tokens": MOST}}, False),
     ({"priority": 2**31 - 1}, False),
     ({"priority": -(2**31)}, False),
-    ({"token_ids": pb.TokenIds(ids=[2**32 - 1])}, False),
-    ({"sampling": pb.SamplingParams(logit_bias={2**32 - 1: 1.0})}, False),
+    ({"token_ids": {"ids": [MOST]}}, False),
 ]
 SPECULATIONS = [
     pb.SpeculationOptions(mode=pb.SPECULATION_MODE_OFF),
@@ -271,6 +307,11 @@ async def answer(server, fields, speculation):
     return [tuple(output.token_ids) for output in found.outputs]
 
 
+async def test_every_number_out_of_its_range_is_refused_as_invalid(server):
+    for fields, is_served in cases():
+        assert (await answer(server, fields, pb.SpeculationOptions()) is not None) == is_served, fields
+
+
 @pytest.mark.slow
 async def test_every_extreme_number_gets_its_answer_or_is_refused_as_invalid():
     async with serving_embedded() as server:
@@ -303,15 +344,7 @@ def test_only_a_server_that_comes_back_names_a_time_to_try_again():
     assert {told(reason) for reason in ("DRAINING", "ENGINE_DEAD", "ENGINE_HUNG")} == {(None, None)}
 
 
-async def test_a_call_of_a_server_that_loads_is_told_when_to_try_again():
-    async with serving(ready=False, load=lambda _config, _progress: time.sleep(2)) as server:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await server.inference.Generate(pb.GenerateRequest(prompt="ab"))
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert dict(refused.value.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
-
-
-def nested(depth):
+def groups(depth):
     """An unknown field of messages in messages, or groups in groups, and the prompt after it."""
     return b"\x7b" * depth + b"\x7c" * depth + b"\x1a\x01a"
 
@@ -322,8 +355,8 @@ ODD = {  # bytes, and how they end
     "a key of a map that is no number": (b"\x1a\x01a\x32\x04\x52\x02\x0a\x00", "OK"),  # to protobuf an unknown field
     "half a message": (b"\x1a\x7f", "INVALID_ARGUMENT"),
     "a number without an end": (b"\xff" * 20, "INVALID_ARGUMENT"),
-    "groups in groups": (nested(50), "OK"),
-    "too many groups in groups": (nested(100_000), "INVALID_ARGUMENT"),
+    "groups in groups": (groups(50), "OK"),
+    "too many groups in groups": (groups(100_000), "INVALID_ARGUMENT"),
     "a group without an end": (b"\x7b" * 100_000, "INVALID_ARGUMENT"),
     "an end without a group": (b"\x7c", "INVALID_ARGUMENT"),
     "an unknown field": (b"\x1a\x01a" + b"\x7a\x80\x80\x40" + bytes(1 << 20), "OK"),
@@ -331,11 +364,10 @@ ODD = {  # bytes, and how they end
 }
 
 
-@pytest.mark.parametrize("name", ODD)
-async def test_odd_bytes_are_no_fault_of_the_server(server, name):
-    data, expected = ODD[name]
-    code, _ = await ended_with(server, data)
-    assert code == expected
+async def test_odd_bytes_are_no_fault_of_the_server(server):
+    found = {name: await ended_with(server, data) for name, (data, _) in ODD.items()}
+    assert {name: code for name, (code, _) in found.items()} == {name: code for name, (_, code) in ODD.items()}
+    assert "DecodeError" not in str(found)
 
 
 async def test_groups_before_a_list_do_not_hide_its_length(server):
@@ -350,8 +382,87 @@ async def test_groups_before_a_list_do_not_hide_its_length(server):
 async def test_metadata_of_the_greatest_size_is_taken_and_more_is_refused():
     async with serving(max_header_bytes=16 << 10) as server:
         asked = pb.GenerateRequest(prompt="ab").SerializeToString()
-        many = tuple((f"key-{i}", "x") for i in range(300))
-        assert (await ended_with(server, asked, metadata=many))[0] == "OK"
+        pairs = tuple((f"key-{i}", "x") for i in range(300))
+        assert (await ended_with(server, asked, metadata=pairs))[0] == "OK"
         code, _ = await ended_with(server, asked, metadata=(("long", "x" * (20 << 10)),))
         assert code == "RESOURCE_EXHAUSTED"
         assert (await ended_with(server, asked))[0] == "OK"
+
+
+# ----------------------------------------------------------------------------------------------------- many and slow
+
+
+async def test_large_messages_have_their_turns_and_their_memory_one_by_one():
+    async with serving() as server:
+        alive, most = 0, 0
+        check = server.engine.check
+
+        def watched(asked):
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+            time.sleep(0.01)
+            alive -= 1
+            return check(asked)
+
+        server.engine.check = watched
+        large = request(prompt=None, token_ids=pb.TokenIds(ids=[30] * 4000), cache_salt="s" * 255)
+        padded = large.SerializeToString() + nested(15, bytes(400_000))
+        call = server.channel.unary_unary(GENERATE)
+        await asyncio.gather(*(call(padded) for _ in range(6)))
+        assert most == 1
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A frame of HTTP/2 (RFC 9113, section 4.1)."""
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+@contextlib.asynccontextmanager
+async def watching_without_reading(port: int):
+    """A call of `grpc.health.v1.Health/Watch` on a connection whose window has no room for an answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    fields = {":method": "POST", ":scheme": "http", ":path": "/grpc.health.v1.Health/Watch", ":authority": "x",
+              "te": "trailers", "content-type": "application/grpc"}  # fmt: skip
+    head = b"".join(b"\0" + bytes([len(k)]) + k.encode() + bytes([len(v)]) + v.encode() for k, v in fields.items())
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, struct.pack(">HI", 4, 0)))
+    writer.write(frame(1, 4, 1, head) + frame(0, 1, 1, bytes(5)))
+
+    async def acknowledge() -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                start = await reader.readexactly(9)
+                payload, kind, is_answer = await reader.readexactly(int.from_bytes(start[:3])), start[3], start[4] & 1
+                if kind in (4, 6) and not is_answer:  # settings and pings
+                    writer.write(frame(kind, 1, 0, payload if kind == 6 else b""))
+
+    acknowledging = asyncio.create_task(acknowledge())
+    try:
+        yield
+    finally:
+        writer.close()
+        await acknowledging
+
+
+async def test_a_watcher_of_health_that_reads_nothing_delays_neither_recovery_nor_shutdown():
+    begun = []
+    watch = Health.Watch
+
+    async def watched(self, asked, context):
+        begun.append(asked)
+        await watch(self, asked, context)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Health, "Watch", watched)
+        async with serving() as server, watching_without_reading(server.app.grpc_port):
+            await until(lambda: begun)
+            server.engine.gate.clear()
+            call = server.inference.GenerateStream(request(stopping=pb.StoppingParams(max_tokens=300)))
+            await until(lambda: server.engine.num_running)
+            server.engine.fault = RuntimeError("boom")
+            server.engine.gate.set()
+            _, tokens, _, _ = await collect(call)
+            assert tuple(tokens) == server.engine.expected(300)
+            server.app.stop()
+            async with asyncio.timeout(20):
+                await server.running

@@ -8,9 +8,11 @@ from collections import defaultdict
 import grpc
 import pytest
 
+from engine.params import Guided
 from engine.types import FinishReason
 from pilotfish.v1 import generation_pb2 as pb
-from server.admission.grammars import MAX_PENDING
+from server.admission.grammars import MAX_PENDING, GrammarPool
+from server.errors import QueueFull
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import EOS, SHIFT, TEXT, FakeEngine, logprob_of
 from tests.server.fake_grammar import FakeCompiler
@@ -101,17 +103,18 @@ async def test_cancel_and_abort_end_every_output():
         assert engine.free_pages == engine.total_pages
 
 
-@pytest.mark.parametrize("poisoned", [0, 1, 2])
-async def test_a_fault_of_one_output_ends_the_call_once_and_frees_the_others(server, poisoned):
-    server.engine.poison, server.engine.poisoned = {9}, {poisoned}
+async def test_a_fault_of_one_output_ends_the_call_once_and_frees_the_others(server):
     asked = {"token_ids": pb.TokenIds(ids=[9]), "sampling": pb.SamplingParams(n=3)}
-    error = await refused(server, **asked)
-    assert error.code() == grpc.StatusCode.INTERNAL
-    assert "poisoned" in error.details()
-    with pytest.raises(grpc.aio.AioRpcError):
-        await collect(server.inference.GenerateStream(request(**asked)))
-    assert server.engine.free_pages == server.engine.total_pages
-    assert metric(server, "requests_total", finish_reason="error") == 2
+    server.engine.poison = {9}
+    for poisoned in range(3):
+        server.engine.poisoned = {poisoned}
+        error = await refused(server, **asked)
+        assert error.code() == grpc.StatusCode.INTERNAL
+        assert "poisoned" in error.details()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await collect(server.inference.GenerateStream(request(**asked)))
+        assert server.engine.free_pages == server.engine.total_pages
+        assert metric(server, "requests_total", finish_reason="error") == 2 * (poisoned + 1)
     await server.inference.Generate(request())
 
 
@@ -132,21 +135,22 @@ async def test_the_queue_counts_the_tokens_of_every_output():
 # ------------------------------------------------------------------------------------------------ log-probabilities
 
 
-@pytest.mark.parametrize("stop", [[], ["brown"]])
-@pytest.mark.parametrize("top", [0, 2])
-async def test_every_kept_token_has_its_log_probability(server, stop, top):
-    asked = {
-        "sampling": pb.SamplingParams(n=2),
-        "stopping": pb.StoppingParams(max_tokens=20, stop=stop),
-        "output": pb.OutputOptions(logprobs=True, top_logprobs=top),
-    }
-    whole = await server.inference.Generate(request(**asked))
-    found, _ = await by_index(server.inference.GenerateStream(request(**asked)))
-    for output in whole.outputs:
-        _, ids, logprobs, _ = found[output.index]
-        assert ids == list(output.token_ids)
-        assert list(map(plain, logprobs)) == [expected_logprob(token, top) for token in ids]
-        assert list(output.logprobs) == logprobs
+async def test_every_kept_token_has_its_log_probability(server):
+    for stop, top, token_ids in (([], 2, True), (["brown"], 0, True), ([], 0, False)):
+        asked = {
+            "sampling": pb.SamplingParams(n=2),
+            "stopping": pb.StoppingParams(max_tokens=20, stop=stop),
+            "output": pb.OutputOptions(logprobs=True, top_logprobs=top, token_ids=token_ids),
+        }
+        whole = await server.inference.Generate(request(**asked))
+        found, _ = await by_index(server.inference.GenerateStream(request(**asked)))
+        for output in whole.outputs:
+            _, ids, logprobs, (end,) = found[output.index]
+            assert ids == list(output.token_ids)
+            kept = server.engine.expected(end.usage.completion_tokens, output.index)
+            assert tuple(ids) == (kept if token_ids else ())
+            assert list(map(plain, logprobs)) == [expected_logprob(token, top) for token in kept]
+            assert list(output.logprobs) == logprobs
 
 
 async def test_a_slow_reader_gets_the_same_log_probabilities():
@@ -172,28 +176,21 @@ async def test_a_slow_reader_gets_the_same_log_probabilities():
         assert max(len(message.delta.token_ids) for message in messages) > 40, "nothing was merged"
 
 
-async def test_log_probabilities_come_without_token_ids_too(server):
-    output = pb.OutputOptions(token_ids=False, logprobs=True)
-    found, _ = await by_index(server.inference.GenerateStream(request(output=output)))
-    assert not found[0][1]
-    assert len(found[0][2]) == 20
-
-
-@pytest.mark.parametrize("ids", [[7], [7, 8, 9]])
-async def test_prompt_log_probabilities_come_once_on_the_first_message(server, ids):
-    asked = {
-        "token_ids": pb.TokenIds(ids=ids),
-        "sampling": pb.SamplingParams(n=2),
-        "output": pb.OutputOptions(prompt_logprobs=True, top_logprobs=1),
-    }
-    whole = await server.inference.Generate(request(**asked))
-    _, messages = await by_index(server.inference.GenerateStream(request(**asked)))
-    wanted = [expected_logprob(token, 1) for token in ids[1:]]
-    assert whole.HasField("prompt_logprobs")
-    assert list(map(plain, whole.prompt_logprobs.logprobs)) == wanted
-    assert [m.HasField("prompt_logprobs") for m in messages] == [True] + [False] * (len(messages) - 1)
-    assert list(map(plain, messages[0].prompt_logprobs.logprobs)) == wanted
-    assert not messages[0].delta.logprobs
+async def test_prompt_log_probabilities_come_once_on_the_first_message(server):
+    for ids in ([7], [7, 8, 9]):
+        asked = {
+            "token_ids": pb.TokenIds(ids=ids),
+            "sampling": pb.SamplingParams(n=2),
+            "output": pb.OutputOptions(prompt_logprobs=True, top_logprobs=1),
+        }
+        whole = await server.inference.Generate(request(**asked))
+        _, messages = await by_index(server.inference.GenerateStream(request(**asked)))
+        wanted = [expected_logprob(token, 1) for token in ids[1:]]
+        assert whole.HasField("prompt_logprobs")
+        assert list(map(plain, whole.prompt_logprobs.logprobs)) == wanted
+        assert [m.HasField("prompt_logprobs") for m in messages] == [True] + [False] * (len(messages) - 1)
+        assert list(map(plain, messages[0].prompt_logprobs.logprobs)) == wanted
+        assert not messages[0].delta.logprobs
 
 
 # --------------------------------------------------------------------------------- what the engine gets, and gives
@@ -258,11 +255,20 @@ async def test_a_structure_is_compiled_elsewhere_and_every_output_has_it():
         assert metric(server, "admission_rejected_total", reason="invalid") == 1
 
 
-async def test_a_slow_structure_stalls_nobody_and_minds_deadline_and_cancellation():
-    compiler = FakeCompiler()
+async def test_a_slow_structure_stalls_nobody_and_minds_deadline_and_cancellation(monkeypatch):
+    compiler, pending = FakeCompiler(), []
     compiler.gate.clear()
+    compile_one = GrammarPool.compile
+
+    async def counted(pool, *asked):
+        pending.append(asked)
+        try:
+            return await compile_one(pool, *asked)
+        finally:
+            pending.remove(asked)
+
+    monkeypatch.setattr(GrammarPool, "compile", counted)
     async with serving(compile_grammar=compiler) as server:
-        room = server.app._grammars._room
         asked = request(guided=guided("a"))
         slow = [asyncio.ensure_future(by_index(server.inference.GenerateStream(asked))) for _ in range(2)]
         await until(lambda: len(compiler.asked) == 2)  # both threads are busy: others wait
@@ -273,10 +279,10 @@ async def test_a_slow_structure_stalls_nobody_and_minds_deadline_and_cancellatio
         assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         gone = server.inference.GenerateStream(asked)
         waiting = asyncio.ensure_future(gone.read())
-        await until(lambda: room._value == MAX_PENDING - 3)
+        await until(lambda: len(pending) == 3)
         gone.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        await until(lambda: room._value == MAX_PENDING - 2)  # neither of the two waits any more
+        await until(lambda: len(pending) == 2)  # neither of the two waits any more
         compiler.gate.set()
         for found, _ in await asyncio.gather(*slow):
             assert found[0][0] == "a"
@@ -298,7 +304,15 @@ async def test_too_many_structures_at_once_are_refused_with_a_time_to_come_again
         assert (await server.inference.Generate(request(guided=guided("a")))).outputs[0].text == "a"
 
 
-async def test_a_model_without_a_compiler_says_so(server):
-    error = await refused(server, guided=guided("a"))
-    assert error.code() == grpc.StatusCode.UNIMPLEMENTED
-    assert "guided" in error.details()
+async def test_the_place_of_a_structure_that_nobody_waits_for_is_free_again():
+    pool, compiler = GrammarPool(threads=1, max_pending=2), FakeCompiler()
+    compiler.gate.clear()
+    first, left = (asyncio.create_task(pool.compile(compiler, Guided(choice=("a",)))) for _ in range(2))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await pool.compile(compiler, Guided(choice=("a",)))
+    left.cancel()
+    await asyncio.wait([left])
+    compiler.gate.set()
+    await asyncio.gather(first, pool.compile(compiler, Guided(choice=("a",))))
+    pool.close()

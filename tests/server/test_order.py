@@ -183,29 +183,22 @@ async def order_of(server, requests, timeouts=None):
     return [r.request_id for r in engine.requests[1:]]
 
 
-async def test_higher_priority_goes_first_and_equals_in_order():
+FAR = 10 * PATIENCE_SECONDS
+ORDERS = {
+    "higher priorities, and equals as they came": ({}, [0, 5, -5, 5, 0], None, "13042"),
+    "who came first, if waiting is worth that much": ({"ageing_seconds": 1e-6}, [-100, 0, 100], None, "012"),
+    "near deadlines": ({}, [0] * 4, [None, 9.0, FAR, 5.0], "3102"),
+}
+
+
+@pytest.mark.parametrize("first", ORDERS)
+async def test_who_goes_first(first):
+    config, priorities, timeouts, order = ORDERS[first]
     engine = FakeEngine(batch=1)
     engine.gate.clear()
-    async with serving(engine) as server:
-        requests = [request(request_id=f"{i}", priority=p) for i, p in enumerate([0, 5, -5, 5, 0])]
-        assert await order_of(server, requests) == ["1", "3", "0", "4", "2"]
-
-
-async def test_waiting_is_worth_priority():
-    engine = FakeEngine(batch=1)
-    engine.gate.clear()
-    async with serving(engine, ageing_seconds=1e-6) as server:  # so little that coming first is always worth more
-        requests = [request(request_id=f"{i}", priority=p) for i, p in enumerate([-100, 0, 100])]
-        assert await order_of(server, requests) == ["0", "1", "2"]
-
-
-async def test_a_near_deadline_goes_first():
-    engine = FakeEngine(batch=1)
-    engine.gate.clear()
-    async with serving(engine) as server:
-        requests = [request(request_id=f"{i}") for i in range(4)]
-        far = 10 * PATIENCE_SECONDS
-        assert await order_of(server, requests, [None, 9.0, far, 5.0]) == ["3", "1", "0", "2"]
+    async with serving(engine, **config) as server:
+        requests = [request(request_id=f"{i}", priority=p) for i, p in enumerate(priorities)]
+        assert await order_of(server, requests, timeouts) == list(order)
 
 
 # -------------------------------------------------------------------------------------------------------- deadlines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.types import Request
@@ -23,6 +23,7 @@ actions = st.lists(
 
 
 @given(actions)
+@example([("push", (1, 0))] * (MAX_REQUESTS + 1))
 def test_it_is_a_bounded_list(steps) -> None:
     queue, model = AdmissionQueue(MAX_REQUESTS, MAX_TOKENS), []
     for i, (action, value) in enumerate(steps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from itertools import product
 
 import grpc
 import pytest
@@ -15,7 +16,7 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.http.calls import EventStream
 from server.model import ServedModel
 from tests.engine.text.test_codec import CODEC
-from tests.server.fake_engine import TEXT, FakeEngine, served
+from tests.server.fake_engine import TEXT, FakeEngine
 from tests.server.fake_grammar import FakeCompiler
 from tests.server.test_generate import collect, request
 from tests.server.test_life import code_of, metric
@@ -75,18 +76,19 @@ def joined(messages) -> dict[int, tuple]:
 
 
 @pytest.mark.parametrize("tokens", [True, False], ids=["by tokens", "by number"])
-@pytest.mark.parametrize("kind", KINDS)
-async def test_cut_anywhere_it_goes_on_on_another_server(kind, tokens):
-    asked = request(**{"sampling": pb.SamplingParams(seed=3), **KINDS[kind]})
-    grammars = FakeCompiler()
+async def test_cut_anywhere_it_goes_on_on_another_server(tokens):
+    grammars, cuts = FakeCompiler(), 0
     async with serving(compile_grammar=grammars) as first, serving(compile_grammar=grammars) as second:
-        messages = [message async for message in first.inference.GenerateStream(asked)]
-        for cut in range(1, len(messages)):
-            again = resumed(asked, messages[:cut], tokens=tokens)
-            rest = [message async for message in second.inference.GenerateStream(again)]
-            assert joined(messages[:cut] + rest) == joined(messages), cut
-            assert all(m.finished.interruptions == 1 for m in rest if m.HasField("finished"))
-        assert metric(second, "resumed_requests_total") == len(messages) - 1
+        for kind, fields in KINDS.items():
+            asked = request(**{"sampling": pb.SamplingParams(seed=3), **fields})
+            messages = [message async for message in first.inference.GenerateStream(asked)]
+            for cut in range(1, len(messages)):
+                again = resumed(asked, messages[:cut], tokens=tokens)
+                rest = [message async for message in second.inference.GenerateStream(again)]
+                assert joined(messages[:cut] + rest) == joined(messages), (kind, cut)
+                assert all(m.finished.interruptions == 1 for m in rest if m.HasField("finished"))
+            cuts += len(messages) - 1
+        assert metric(second, "resumed_requests_total") == cuts
 
 
 async def test_the_first_message_tells_what_is_needed_and_no_other_does(server):
@@ -133,30 +135,25 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("field", WRONG)
-async def test_what_is_wrong_is_named(server, field):
-    wrong = WRONG[field]
-    sampling = wrong.get("sampling", pb.SamplingParams(seed=3, n=wrong.get("n", 1)))
-    fingerprint = server.app.driver.model.fingerprint
-    asked = request(sampling=sampling, resume=pb.Resume(fingerprint=fingerprint, outputs=wrong["outputs"]))
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await collect(server.inference.GenerateStream(asked))
-    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert error.value.details().startswith(f"{field} ")
+def continued(*outputs, **fields):
+    """A request that continues a stream of the fake after these outputs."""
+    resume = pb.Resume(fingerprint="fa4e", outputs=outputs)
+    return request(**{"sampling": pb.SamplingParams(seed=3), "resume": resume} | fields)
 
 
-async def test_tokens_without_the_structure_are_refused():
+async def test_what_is_wrong_is_named():
     async with serving(compile_grammar=FakeCompiler()) as server:
-        guided = pb.GuidedDecoding(choice=pb.Choice(choices=["ab"]))
-        resume = pb.Resume(fingerprint=server.app.driver.model.fingerprint, outputs=[Received(token_ids=[5, 6])])
-        asked = request(guided=guided, sampling=pb.SamplingParams(seed=3), resume=resume)
+        for field, wrong in WRONG.items():
+            sampling = wrong.get("sampling", pb.SamplingParams(seed=3, n=wrong.get("n", 1)))
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await collect(server.inference.GenerateStream(continued(*wrong["outputs"], sampling=sampling)))
+            assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert error.value.details().startswith(f"{field} ")
+        asked = continued(Received(token_ids=[5, 6]), guided=pb.GuidedDecoding(choice=pb.Choice(choices=["ab"])))
         with pytest.raises(grpc.aio.AioRpcError, match=r"resume.outputs\[0\].token_ids\[0\] is 5, which does not fit"):
             await collect(server.inference.GenerateStream(asked))
-
-
-async def test_only_streams_go_on(server):
-    with pytest.raises(grpc.aio.AioRpcError, match="resume continues a stream"):
-        await server.inference.Generate(request(resume=pb.Resume()))
+        with pytest.raises(grpc.aio.AioRpcError, match="resume continues a stream"):
+            await server.inference.Generate(request(resume=pb.Resume()))
 
 
 async def test_what_was_received_is_replayed_in_parts_beside_the_loop(monkeypatch):
@@ -169,47 +166,34 @@ async def test_what_was_received_is_replayed_in_parts_beside_the_loop(monkeypatc
         return push(text, tokens)
 
     async with serving() as server:
-        fingerprint = server.app.driver.model.fingerprint
         received = [Received(index=i, token_ids=server.engine.expected(1000, i)) for i in range(2)]
         sampling, stopping = pb.SamplingParams(seed=3, n=2), pb.StoppingParams(max_tokens=1001, stop=["never said"])
-        resume = pb.Resume(fingerprint=fingerprint, outputs=received)
+        asked = continued(*received, sampling=sampling, stopping=stopping)
         monkeypatch.setattr(OutputText, "push", watched)
-        _, tokens, ends, _ = await collect(
-            server.inference.GenerateStream(request(sampling=sampling, stopping=stopping, resume=resume))
-        )
+        _, tokens, ends, _ = await collect(server.inference.GenerateStream(asked))
     assert sorted(tokens) == sorted(server.engine.expected(1001, i)[-1] for i in range(2))
     assert [end.usage.completion_tokens for end in ends] == [1001, 1001]
-    assert [part for part in seen if not part[1]] == [(256, False)] * 3 + [(232, False)] + [(256, False)] * 3 + [
-        (232, False)
-    ]
-    assert all(length <= 256 for length, _ in seen)
+    beside = [length for length, is_on_loop in seen if not is_on_loop]
+    assert beside == [256, 256, 256, 232] * 2
+    assert max(length for length, _ in seen) <= 256
 
 
-@pytest.mark.parametrize(
-    ("verification", "code"), [(pb.VERIFICATION_COUPLED, "OK"), (pb.VERIFICATION_REJECTION, "UNIMPLEMENTED")]
-)
-async def test_a_proposer_that_another_server_had_is_needed_only_where_tokens_depend_on_it(verification, code, server):
-    speculation = pb.SpeculationOptions(proposer="eagle", verification=verification)
-    outputs = [Received(token_ids=server.engine.expected(3))]
-    resume = pb.Resume(fingerprint=server.app.driver.model.fingerprint, outputs=outputs)
-    again = request(sampling=pb.SamplingParams(seed=3), speculation=speculation, resume=resume)
-    if code == "OK":
-        _, tokens, _, _ = await collect(server.inference.GenerateStream(again))
-        assert tuple(tokens) == server.engine.expected(20)[3:]
-        again.ClearField("resume")
-    assert (await code_of(collect(server.inference.GenerateStream(again)))).name == "UNIMPLEMENTED"
+async def test_a_proposer_that_another_server_had_is_needed_only_where_tokens_depend_on_it(server):
+    speculation = pb.SpeculationOptions(proposer="eagle", verification=pb.VERIFICATION_COUPLED)
+    again = continued(Received(token_ids=server.engine.expected(3)), speculation=speculation)
+    _, tokens, _, _ = await collect(server.inference.GenerateStream(again))
+    assert tuple(tokens) == server.engine.expected(20)[3:]
+    speculation.verification = pb.VERIFICATION_REJECTION
+    depends = continued(Received(token_ids=server.engine.expected(3)), speculation=speculation)
+    again.ClearField("resume")
+    for asked in (again, depends):
+        assert (await code_of(collect(server.inference.GenerateStream(asked)))).name == "UNIMPLEMENTED"
 
 
 async def test_an_abort_ends_it_while_its_tokens_are_computed_again():
     engine = FakeEngine(step_seconds=0.002)
     async with serving(engine) as server:
-        resume = pb.Resume(fingerprint=server.app.driver.model.fingerprint, outputs=[Received(num_tokens=2000)])
-        asked = request(
-            request_id="me",
-            sampling=pb.SamplingParams(seed=3),
-            stopping=pb.StoppingParams(max_tokens=3000),
-            resume=resume,
-        )
+        asked = continued(Received(num_tokens=2000), request_id="me", stopping=pb.StoppingParams(max_tokens=3000))
         reading = asyncio.ensure_future(collect(server.inference.GenerateStream(asked)))
         await until(lambda: engine.steps > 2)
         await server.control.Abort(control.AbortRequest(request_id="me"))
@@ -217,8 +201,7 @@ async def test_an_abort_ends_it_while_its_tokens_are_computed_again():
         assert (list(tokens), end.finish_reason) == ([], pb.FINISH_REASON_ABORTED)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
-async def test_what_ends_before_its_reader_begins_is_read_to_its_end(path, monkeypatch):
+async def test_what_ends_before_its_reader_begins_is_read_to_its_end(monkeypatch):
     call = EventStream.__call__
 
     async with serving(chat=Chat()) as server, http_client(server) as client:
@@ -227,11 +210,11 @@ async def test_what_ends_before_its_reader_begins_is_read_to_its_end(path, monke
             await until(lambda: not server.app.driver.live())
             await call(events, *about)
 
-        expected = said(await events_of(client, path, BODIES[path]))
+        expected = [await events_of(client, path, body) for path, body in BODIES.items()]
         monkeypatch.setattr(EventStream, "__call__", late)
-        events = await events_of(client, path, BODIES[path])
-        assert said(events) == expected
-        assert usage_of(events) == usage_of(await events_of(client, path, BODIES[path]))
+        for (path, body), events in zip(BODIES.items(), expected, strict=True):
+            found = await events_of(client, path, body)
+            assert (said(found), usage_of(found)) == (said(events), usage_of(events))
 
 
 BODIES = {
@@ -284,22 +267,23 @@ def usage_of(events):
     return event.get("usage"), event.get("prompt_tokens"), event.get("completion_tokens")
 
 
-@pytest.mark.parametrize("path", BODIES)
-async def test_over_http_an_event_has_an_id_after_which_another_server_goes_on(path):
+async def test_over_http_an_event_has_an_id_after_which_another_server_goes_on():
     async with (
         serving(chat=Chat()) as first,
         serving(chat=Chat()) as second,
         http_client(first) as here,
         http_client(second) as there,
     ):
-        whole = await events_of(here, path, BODIES[path])
-        numbered = [i for i, (event_id, _) in enumerate(whole) if event_id]
-        assert len(numbered) > 5
-        for cut in numbered[:-1]:
-            rest = await events_of(there, path, BODIES[path], whole[cut][0])
-            assert said(whole[: cut + 1] + rest) == said(whole), cut
-            assert [data for _, data in rest][-1] == "[DONE]"
-            assert usage_of(rest) == usage_of(whole)
+        assert "id:" not in (await here.post("/generate", json={"prompt": "ab", "stream": True})).text, "unasked"
+        for path, body in BODIES.items():
+            whole = await events_of(here, path, body)
+            numbered = [i for i, (event_id, _) in enumerate(whole) if event_id]
+            assert len(numbered) > 5
+            for cut in numbered[:-1]:
+                rest = await events_of(there, path, body, whole[cut][0])
+                assert said(whole[: cut + 1] + rest) == said(whole), cut
+                assert [data for _, data in rest][-1] == "[DONE]"
+                assert usage_of(rest) == usage_of(whole)
 
 
 @pytest.mark.parametrize("max_tokens", [6, 900])
@@ -321,27 +305,23 @@ async def test_an_aborted_stream_ends_where_it_ended(max_tokens):
         assert usage_of(rest) == usage_of(whole)
 
 
-@pytest.mark.parametrize("tokens", [True, False], ids=["by tokens", "by number"])
-@pytest.mark.parametrize("kind", ["to the length", "to a stop string", "to a stop token", "plain"])
-async def test_who_asks_for_a_recount_gets_the_end_again_as_it_was(kind, tokens, server):
-    stopping = {"plain": pb.StoppingParams(max_tokens=700)}
-    asked = request(**{"sampling": pb.SamplingParams(seed=3), "stopping": stopping.get(kind), **KINDS[kind]})
-    messages = [message async for message in server.inference.GenerateStream(asked)]
-    again = resumed(asked, messages, tokens=tokens)
-    for output in again.resume.outputs:
-        output.recount, output.tail = True, True
-    rest = [message async for message in server.inference.GenerateStream(again)]
-    assert [message.WhichOneof("event") for message in rest] == ["finished"]
-    end, before = rest[0].finished, messages[-1].finished
-    assert end.usage.completion_tokens == before.usage.completion_tokens
-    assert (end.finish_reason, end.seed) == (before.finish_reason, before.seed)
+async def test_who_asks_for_a_recount_gets_the_end_again_as_it_was(server):
+    kinds = [KINDS[kind] for kind in ("to the length", "to a stop string", "to a stop token")]
+    for fields, tokens in product((*kinds, {"stopping": pb.StoppingParams(max_tokens=700)}), (True, False)):
+        asked = request(sampling=pb.SamplingParams(seed=3), **fields)
+        messages = [message async for message in server.inference.GenerateStream(asked)]
+        again = resumed(asked, messages, tokens=tokens)
+        for output in again.resume.outputs:
+            output.recount, output.tail = True, True
+        (message,) = [message async for message in server.inference.GenerateStream(again)]
+        end, before = message.finished, messages[-1].finished
+        assert end.usage.completion_tokens == before.usage.completion_tokens
+        assert (end.finish_reason, end.seed) == (before.finish_reason, before.seed)
 
 
 async def test_after_a_pause_the_first_message_comes_at_once_whatever_the_interval(server):
     """It renews the client's budget of attempts, and has what another continuation needs."""
-    received = Received(token_ids=server.engine.expected(3))
-    resume = pb.Resume(fingerprint=server.app.driver.model.fingerprint, outputs=[received])
-    asked = request(sampling=pb.SamplingParams(seed=3), output=pb.OutputOptions(stream_interval=200), resume=resume)
+    asked = continued(Received(token_ids=server.engine.expected(3)), output=pb.OutputOptions(stream_interval=200))
     first = await anext(aiter(server.inference.GenerateStream(asked)))
     assert first.HasField("resume_info")
     assert len(first.delta.token_ids) < 17
@@ -351,8 +331,7 @@ async def test_replays_count_as_requests_that_arrive(monkeypatch):
     gate = threading.Event()
     monkeypatch.setattr(OutputText, "push", lambda *_: gate.wait(30) and None)
     async with serving(max_queue_requests=1) as server:
-        resume = pb.Resume(fingerprint=server.app.driver.model.fingerprint, outputs=[Received(token_ids=[5, 6, 7])])
-        asked = request(sampling=pb.SamplingParams(seed=3), resume=resume)
+        asked = continued(Received(token_ids=[5, 6, 7]))
         calls = [asyncio.create_task(collect(server.inference.GenerateStream(asked))) for _ in range(2)]
         done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         gate.set()
@@ -361,29 +340,20 @@ async def test_replays_count_as_requests_that_arrive(monkeypatch):
         await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def test_without_asking_events_have_no_id(server):
-    async with http_client(server) as client:
-        answer = await client.post("/generate", json={"prompt": "ab", "stream": True})
-        assert "id:" not in answer.text
-
-
-@pytest.mark.parametrize(
-    ("after", "problem"),
-    [
-        ("nonsense", "Last-Event-ID is 'nonsense'; expected the id of an event of this server"),
-        ("ab-1-0-zz", "Last-Event-ID is 'ab-1-0-zz'"),
-        ("ab-1-0-1", "Last-Event-ID is 'ab-1-0-1'"),  # a number of tokens without their digest
-        ("ab-1-0-0:0123456789abcdef", "Last-Event-ID"),
-        ("ab-99999999999999999999-0-1", "Last-Event-ID"),
-        ("ab-1-0-" + ",".join(["0"] * 65), "Last-Event-ID"),  # more outputs than a request may have
-    ],
-)
-async def test_an_id_that_is_none_is_refused(server, after, problem):
+async def test_an_id_that_is_none_is_refused(server):
     async with http_client(server) as client:
         body = {"prompt": "ab", "stream": True}
-        answer = await client.post("/generate", json=body, headers={"Last-Event-ID": after})
-        assert answer.status_code == 400
-        assert problem in answer.json()["error"]["message"]
+        for after in (
+            "nonsense",
+            "ab-1-0-zz",
+            "ab-1-0-1",  # a number of tokens without their digest
+            "ab-1-0-0:0123456789abcdef",
+            "ab-99999999999999999999-0-1",
+            "ab-1-0-" + ",".join(["0"] * 65),  # more outputs than a request may have
+        ):
+            answer = await client.post("/generate", json=body, headers={"Last-Event-ID": after})
+            assert answer.status_code == 400
+            assert f"Last-Event-ID is '{after[:20]}" in answer.json()["error"]["message"]
         headers = {"Last-Event-ID": "ab-1-0-1:0123456789abcdef"}
         answer = await client.post("/generate", json={"prompt": "ab"}, headers=headers)
         assert "needs stream: true" in answer.json()["error"]["message"]
@@ -410,7 +380,3 @@ def test_a_fingerprint_follows_the_weights_and_the_tokenizer(tmp_path):
     assert len(seen) == 6
     drafted = config.model_copy(update={"draft": str(tmp_path)})
     assert fingerprint(drafted, "float32") in seen
-
-
-def test_the_fake_is_served_with_one(server):
-    assert served(server.engine).fingerprint == server.app.driver.model.fingerprint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 
 import grpc
@@ -19,7 +20,6 @@ from server import cli
 from server.admission.security import ANYBODY, Caller, Callers, Quotas
 from server.config import ServerConfig
 from server.errors import QuotaExceeded, Unauthenticated
-from tests.server import certificates
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, detail, request
 from tests.server.test_life import LONG, metric
@@ -67,12 +67,11 @@ def test_each_token_has_its_caller(tokens):
         (f"alice {ALICE}\nalice {BOB}", ":2: 'alice' or its token is there twice"),
     ],
 )
-def test_a_file_that_cannot_be_meant_is_refused(tmp_path, text, said, capsys):
+def test_a_file_that_cannot_be_meant_is_refused_and_no_token_is_told(tmp_path, text, said):
     path = tmp_path / "tokens"
     path.write_text(text)
-    with pytest.raises(ValueError, match="tokens") as error:
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
         Callers.load(path)
-    assert said in str(error.value)
     assert ALICE not in str(error.value)
 
 
@@ -229,25 +228,22 @@ def test_leaving_counts_once():
         quotas.enter(ANYBODY)
 
 
-@pytest.mark.parametrize("over_http", [False, True])
-async def test_a_caller_has_so_many_live_requests_and_no_more(tokens, over_http):
+async def test_a_caller_has_so_many_live_requests_and_no_more(tokens):
     engine = FakeEngine()
     engine.gate.clear()
     async with serving(engine, token_file=tokens, max_requests_per_token=2) as server:
         running = [server.inference.GenerateStream(request(), metadata=bearer(ALICE)) for _ in range(2)]
         await until(lambda: len(server.app.driver.live()) == 2)
-        if over_http:
-            async with http_client(server) as http:
-                mine = {"Authorization": f"Bearer {ALICE}"}
-                answer = await http.post("/generate", headers=mine, json={"prompt": "a"})
-                assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-                assert answer.json()["error"]["code"] == "quota"
-        else:
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await server.inference.Generate(request(), metadata=bearer(ALICE))
-            assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert detail(error.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1000
-        assert metric(server, "admission_rejected_total", reason="quota") == 1
+        async with http_client(server) as http:
+            mine = {"Authorization": f"Bearer {ALICE}"}
+            answer = await http.post("/generate", headers=mine, json={"prompt": "a"})
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+            assert answer.json()["error"]["code"] == "quota"
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await server.inference.Generate(request(), metadata=bearer(ALICE))
+        assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert detail(error.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1000
+        assert metric(server, "admission_rejected_total", reason="quota") == 2
         other = asyncio.ensure_future(collect(server.inference.GenerateStream(request(), metadata=bearer(BOB))))
         await until(lambda: len(server.app.driver.live()) == 3)
         running.pop().cancel()
@@ -261,11 +257,6 @@ async def test_a_caller_has_so_many_live_requests_and_no_more(tokens, over_http)
 
 
 # ------------------------------------------------------------------------------------------------------------- TLS
-
-
-@pytest.fixture(scope="module")
-def papers(tmp_path_factory):
-    return certificates.make(tmp_path_factory.mktemp("papers"))
 
 
 async def generate_over(server, credentials):
@@ -326,16 +317,11 @@ def test_a_missing_file_of_tokens_is_said_plainly(capsys, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("options", "warned"),
-    [({}, "without authentication"), ({"token_file": "tokens"}, "without TLS")],
-    ids=["no tokens", "no TLS"],
+    ("host", "has_tokens", "warned"),
+    [("0.0.0.0", False, "without authentication"), ("0.0.0.0", True, "without TLS"), ("127.0.0.1", False, None)],
 )
-async def test_being_reachable_and_open_is_warned_of(options, warned, caplog, tokens):
-    options = dict.fromkeys(options, tokens)
-    async with serving(host="0.0.0.0", **options):
-        assert [r.message for r in caplog.records if r.levelname == "WARNING" and warned in r.message]
-
-
-async def test_loopback_needs_no_warning(caplog):
-    async with serving():
-        assert not [r for r in caplog.records if r.levelname == "WARNING"]
+async def test_being_reachable_and_open_is_warned_of(host, has_tokens, warned, caplog, tokens):
+    async with serving(host=host, token_file=tokens if has_tokens else None):
+        found = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert len(found) == (warned is not None)
+    assert all(warned in message for message in found)

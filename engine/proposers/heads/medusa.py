@@ -85,20 +85,20 @@ class MedusaProposer:
     shares_draft_kv = False
 
     def __init__(self, heads: MedusaHeads, output: nn.Module, tap: Tap) -> None:
-        self._heads, self._output, self._tap = heads, output, tap
+        self._heads, self._output, self.tap = heads, output, tap
         self.most_drafts = len(heads)
-        self._features: WeakKeyDictionary[Sequence, Features] = WeakKeyDictionary()
+        self.features: WeakKeyDictionary[Sequence, Features] = WeakKeyDictionary()
 
     def observe(self, passed: Seq[Passed]) -> None:
         """Keep the rows that a next token may come from: after verification one of them is the right one."""
         for p in passed:
-            self._features.pop(p.sequence, None)  # what cannot be replaced must not be met again
-        hidden = self._tap.read((FINAL,))
+            self.features.pop(p.sequence, None)  # what cannot be replaced must not be met again
+        hidden = self.tap.read((FINAL,))
         assert hidden is not None, "the target has not run"
         for p in passed:
             if p.feed.num_logits:
                 start = p.feed.kv_len - p.feed.num_logits
-                features = self._features[p.sequence] = Features()
+                features = self.features[p.sequence] = Features()
                 features.take(start, hidden[p.rows_from(start)])
 
     @torch.inference_mode()
@@ -120,7 +120,7 @@ class MedusaProposer:
 
     def _newest(self, chain: Chain) -> Tensor | None:
         """The hidden state of the position before the newest token's: the newest token itself has never been fed."""
-        features, position = self._features.get(chain.sequence), len(chain.sequence.tokens) - 2
+        features, position = self.features.get(chain.sequence), len(chain.sequence.tokens) - 2
         if features is None or not features.first <= position < features.stop:
             return None
         return features.rows[position - features.first]

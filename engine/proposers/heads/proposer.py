@@ -38,14 +38,14 @@ class HeadProposer:
     shares_draft_kv = False  # row r is no position r where features were never seen
 
     def __init__(self, head: FeatureChain, tap: Tap, places: tuple[int, ...], prefill: PrefillBudget) -> None:
-        self._head, self._tap, self._places, self._prefill = head, tap, places, prefill
-        self._unfed: WeakKeyDictionary[Sequence, Features] = WeakKeyDictionary()
+        self.head, self.tap, self._places, self._prefill = head, tap, places, prefill
+        self.unfed: WeakKeyDictionary[Sequence, Features] = WeakKeyDictionary()
 
     @torch.inference_mode()
     def observe(self, passed: Seq[Passed]) -> None:
         """Keep the hidden states that the head has not been fed yet. What it is not asked for is never projected."""
-        before = [self._unfed.pop(p.sequence, None) for p in passed]  # if this fails, nothing stale is left
-        hidden = self._tap.read(self._places)
+        before = [self.unfed.pop(p.sequence, None) for p in passed]  # if this fails, nothing stale is left
+        hidden = self.tap.read(self._places)
         assert hidden is not None, "the target has not run"
         for p, features in zip(passed, before, strict=True):
             kept = features or Features()
@@ -55,11 +55,11 @@ class HeadProposer:
             if kept.stop - kept.first > 2 * MOST_UNFED:
                 kept.drop(kept.stop - kept.first - MOST_UNFED)
                 p.sequence.draft.kv_len = 0
-            self._unfed[p.sequence] = kept
+            self.unfed[p.sequence] = kept
 
     def num_unseen(self, sequence: Sequence) -> int:
         """How many features it must be fed before it drafts, apart from the two that each round feeds."""
-        features = self._unfed.get(sequence)
+        features = self.unfed.get(sequence)
         return 0 if features is None else max(0, min(features.stop, len(sequence.tokens) - 1) - features.first - 2)
 
     @torch.inference_mode()
@@ -83,17 +83,17 @@ class HeadProposer:
                 budget -= len(feed.tokens)
         if not fed:
             return [], torch.empty(0)
-        features = self._head.project(torch.cat([rows for _, _, rows in fed]))
+        features = self.head.project(torch.cat([rows for _, _, rows in fed]))
         hidden = self._forward([feed for _, feed, _ in fed], features, forwards)
         self._prefill.spend_of_draft(len(fed), len(features))
         for chain, feed, rows in fed:
             chain.sequence.draft.advance(feed.kv_len)
-            self._unfed[chain.sequence].drop(len(rows))
+            self.unfed[chain.sequence].drop(len(rows))
         return self._grow([chain for chain, feed, _ in fed if feed.num_logits], hidden)
 
     def _ready(self, sequence: Sequence) -> Tensor:
         """Hidden states `[n, places * width]`, true and not fed, if they reach the newest there can be; else none."""
-        features, stop = self._unfed.get(sequence) or Features(), len(sequence.tokens) - 1
+        features, stop = self.unfed.get(sequence) or Features(), len(sequence.tokens) - 1
         features.cut(stop)  # rows of drafts that were not kept
         return features.rows if features.stop == stop else torch.empty(0)
 
@@ -113,12 +113,12 @@ class HeadProposer:
 
     def _forward(self, feeds: list[Feed], features: Tensor, forwards: list[Forward]) -> Tensor:
         forwards.append(Forward("draft", len(feeds), len(features)))
-        return self._head.forward(feeds, features)
+        return self.head.forward(feeds, features)
 
     def _grow(self, chains: list[Chain], hidden: Tensor) -> tuple[list[Chain], Tensor]:
         """Draw a draft from each new feature `[len(chains), hidden]`; those that want more, and their features."""
         if chains:
-            draw(chains, self._head.logits(hidden))
+            draw(chains, self.head.logits(hidden))
         unfinished = [i for i, chain in enumerate(chains) if chain.is_unfinished]
         if len(unfinished) == len(chains):
             return chains, hidden

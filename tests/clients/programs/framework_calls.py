@@ -1,4 +1,4 @@
-"""Calls of LiteLLM or LangChain, run by the Python that has them; prints what they returned as JSON."""
+"""Calls of LiteLLM and LangChain, run by the Python that has them; prints what each returned as JSON."""
 
 import json
 import sys
@@ -52,4 +52,4 @@ def by_langchain() -> dict:
     }
 
 
-print(json.dumps({"litellm": by_litellm, "langchain": by_langchain}[given["part"]]()))
+print(json.dumps({"litellm": by_litellm(), "langchain": by_langchain()}))

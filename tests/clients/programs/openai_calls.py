@@ -1,4 +1,4 @@
-"""Calls of one part of OpenAI's own library, run by the Python that has it; prints what they returned as JSON."""
+"""Calls of OpenAI's own library, run by the Python that has it; prints what each part returned as JSON."""
 
 import json
 import sys
@@ -73,5 +73,5 @@ def responses_parsed() -> dict:
     return client.responses.parse(input=given["prompts"][0], text_format=Verdict, **fields).output_parsed.model_dump()
 
 
-PARTS = {part.__name__: part for part in (models, completions, chat, responses, chat_parsed, responses_parsed)}
-print(json.dumps(PARTS[given["part"]]()))
+PARTS = (models, completions, chat, responses, chat_parsed, responses_parsed)
+print(json.dumps({part.__name__: part() for part in PARTS}))

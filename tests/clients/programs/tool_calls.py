@@ -1,4 +1,4 @@
-"""A tool call and the answer to its result, through one of the libraries; prints both as JSON."""
+"""A tool call and the answer to its result, through each of the libraries; prints both as JSON."""
 
 import json
 import sys
@@ -112,4 +112,4 @@ PARTS = {
     "litellm": partial(by_chat, by_litellm),
     "langchain": by_langchain,
 }
-print(json.dumps(PARTS[given["part"]]()))
+print(json.dumps({name: part() for name, part in PARTS.items()}))

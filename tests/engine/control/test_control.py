@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -26,64 +27,70 @@ from engine.types import Sequence
 from tests.clockwork import BUDGET, COSTS, MOST, READS, Books, Costs, Machine, expected
 from tests.engine.test_scheduler import sequence
 
-pytestmark = pytest.mark.slow
-
 INT8, SMALL, GPU = COSTS
 
 # ------------------------------------------------------------------------------------------------- never slower
 
-
-SEEDS = range(2)
+Cell = tuple[str, int, float, int]  # costs, batch, acceptance, context
+BATCHES, ACCEPTANCES, CONTEXTS = (1, 4, 32), (0, 0.3, 0.6, 0.9), (64, 1024)
+PAIRS: list[Cell] = [  # any two values of different columns stand together in one of them; batches of 4 are short
+    (list(COSTS)[(a + b) % 3], batch, acceptance, CONTEXTS[(a + b // 2) % 2 if batch != 4 else 0])
+    for b, batch in enumerate(BATCHES)
+    for a, acceptance in enumerate(ACCEPTANCES)
+]
+ALL = {
+    f"{costs}, {batch}": [(costs, batch, a, context) for a in ACCEPTANCES for context in CONTEXTS[: 1 + (batch != 4)]]
+    for costs, batch in product(COSTS, BATCHES)
+}
+GRID = pytest.mark.parametrize(
+    ("cells", "runs"),  # seeds, first steps, and those that follow
+    [
+        pytest.param(PAIRS, (1, 250, 150), id="pairs"),
+        *(pytest.param(cells, (2, 700, 400), id=name, marks=pytest.mark.slow) for name, cells in ALL.items()),
+    ],
+)
 
 
 @cache
-def settled(costs: str, batch: int, acceptance: float, context: int) -> tuple[Books, Books]:
+def settled(cell: Cell, runs: tuple[int, int, int]) -> tuple[Books, Books]:
     """Servers just started: their first steps, and those after, each added up over the seeds."""
+    (costs, batch, acceptance, context), (seeds, before, after) = cell, runs
     first, then = Books(), Books()
-    for seed in SEEDS:
+    for seed in range(seeds):
         machine = Machine(COSTS[costs], batch=batch, acceptance=acceptance, prompt=context, seed=seed)
         machine.warm_up()
-        first, then = first.plus(machine.run(700)), then.plus(machine.run(400))
+        first, then = first.plus(machine.run(before)), then.plus(machine.run(after))
     return first, then
 
 
-def cells(batch: int) -> list[tuple[int, float, int]]:
-    """Long contexts for the least batch and the largest."""
-    contexts = (64,) if batch == 4 else (64, 1024)
-    return [(batch, acceptance, context) for acceptance in (0, 0.3, 0.6, 0.9) for context in contexts]
-
-
-GRID = [(costs, batch) for costs in COSTS for batch in (1, 4, 32)]
-
-
-@pytest.mark.parametrize(("costs", "batch"), GRID)
-def test_never_slower_than_plain(costs: str, batch: int) -> None:
+@GRID
+def test_never_slower_than_plain(cells: list[Cell], runs: tuple[int, int, int]) -> None:
     """With noise of 20 %, and one measurement in fifty five times too long. The first steps also have to find out."""
-    for cell in cells(batch):
-        first, then = settled(costs, *cell)
+    for cell in cells:
+        first, then = settled(cell, runs)
         assert first.against_plain >= 0.95, cell
         assert then.against_plain >= 0.97, cell
 
 
-@pytest.mark.parametrize(("costs", "batch"), GRID)
-def test_hardly_slower_than_the_best_fixed_number(costs: str, batch: int) -> None:
+@GRID
+def test_hardly_slower_than_the_best_fixed_number(cells: list[Cell], runs: tuple[int, int, int]) -> None:
     """Where the best gains less than 12 %, finding out may take longer than this.
 
     And where half of an output is over before the draft model has read everybody's prompt, K is not what matters.
     """
-    readable = [cell for cell in cells(batch) if cell[0] * cell[2] / BUDGET < 128 / 2]
-    found = {cell: settled(costs, *cell)[1] for cell in readable}
+    found = {c: settled(c, runs)[1] for c in cells if c[1] * c[3] / BUDGET < 128 / 2}
     telling = {cell: books for cell, books in found.items() if books.fixed[0] / books.fixed.min() > 1.12}
+    assert len(telling) >= 3 or cells is not PAIRS
     assert {cell: b.against_best for cell, b in telling.items() if b.against_best < 0.9} == {}
 
 
-@pytest.mark.parametrize(("costs", "batch"), GRID)
-def test_trials_lose_their_share_at_most(costs: str, batch: int) -> None:
-    """Over a thousand steps; beside it what was saved up, and what a trial that had begun was allowed to owe."""
-    for cell in cells(batch):
-        first, then = settled(costs, *cell)
+@GRID
+def test_trials_lose_their_share_at_most(cells: list[Cell], runs: tuple[int, int, int]) -> None:
+    """Beside it what was saved up, and what a trial that had begun was allowed to owe."""
+    for cell in cells:
+        first, then = settled(cell, runs)
         lost, seconds = first.trial_seconds + then.trial_seconds, first.seconds + then.seconds
-        assert lost <= SHARE * seconds * 1.2 + 12 * seconds / 1100, cell
+        assert lost <= SHARE * seconds * 1.2 + 12 * seconds / (runs[1] + runs[2]), cell
 
 
 def test_a_load_that_comes_and_goes_is_followed() -> None:
@@ -92,24 +99,24 @@ def test_a_load_that_comes_and_goes_is_followed() -> None:
     machine.warm_up()
     for batch in (1, 32, 1):
         machine.batch = batch
-        machine.run(300)
-        books = machine.run(300)
+        machine.run(200)
+        books = machine.run(150)
         assert books.against_plain >= 0.97
         assert books.against_best >= 0.9
 
 
-@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("costs", [INT8, *(pytest.param(costs, marks=pytest.mark.slow) for costs in (SMALL, GPU))])
 def test_text_that_changes_is_followed(costs: str) -> None:
     """From predictable to hopeless within a hundred steps; back again as fast as 1 % of the time finds out."""
     machine = Machine(COSTS[costs], batch=1, acceptance=0.9, prompt=64)
     machine.warm_up()
-    machine.run(400)
+    machine.run(200)
     machine.acceptance = 0.0
     assert machine.run(100).against_plain > 0.7
-    assert machine.run(800).against_plain >= 0.97
+    assert machine.run(500).against_plain >= 0.97
     machine.acceptance = 0.9
     machine.run(600)
-    assert machine.run(300).against_best >= 0.9
+    assert machine.run(200).against_best >= 0.9
 
 
 # On a machine without AVX-512 a draft model reads a prompt of 1,024 tokens in the time of twenty plain steps.
@@ -119,6 +126,7 @@ SLOW_READER = Costs(
 )
 
 
+@pytest.mark.slow
 def test_a_trial_that_costs_many_steps_is_saved_up_for() -> None:
     """Drafts begin to be right while nobody is drafted for: that is found out, and until then little is lost."""
     never, learning, then = Books(), Books(), Books()
@@ -135,22 +143,22 @@ def test_a_trial_that_costs_many_steps_is_saved_up_for() -> None:
 
 def test_looking_up_pays_where_it_finds_and_costs_nothing_where_not() -> None:
     """A proposer that returns nothing three times of four, and costs microseconds."""
-    for acceptance, hits in ((0.8, 0.25), (0.8, 0.8), (0.0, 0.5)):
+    for acceptance, hits in ((0.8, 0.25), (0.0, 0.5)):
         machine = Machine(COSTS[INT8], batch=8, acceptance=acceptance, hits=hits, prompt=64, looks_up=True)
         machine.warm_up()
-        machine.run(500)
-        books = machine.run(300)
+        machine.run(300)
+        books = machine.run(200)
         assert books.against_plain >= 0.97, (acceptance, hits)
         assert books.against_best >= 0.9, (acceptance, hits)
 
 
-def test_its_own_estimate_of_the_gain_is_about_right() -> None:
-    for acceptance in (0.3, 0.9):
-        machine = Machine(COSTS[GPU], batch=4, acceptance=acceptance, prompt=64, noise=0.1, outliers=0)
-        machine.warm_up()
-        machine.run(700)
-        books = machine.run(200)
-        assert machine.control.gain.ratio == pytest.approx(books.against_plain, rel=0.15)
+@pytest.mark.parametrize("acceptance", [0.9, pytest.param(0.3, marks=pytest.mark.slow)])
+def test_its_own_estimate_of_the_gain_is_about_right(acceptance: float) -> None:
+    machine = Machine(COSTS[GPU], batch=4, acceptance=acceptance, prompt=64, noise=0.1, outliers=0)
+    machine.warm_up()
+    machine.run(400)
+    books = machine.run(200)
+    assert machine.control.gain.ratio == pytest.approx(books.against_plain, rel=0.15)
 
 
 def test_fixed_stays_fixed_and_off_stays_off() -> None:
@@ -158,7 +166,6 @@ def test_fixed_stays_fixed_and_off_stays_off() -> None:
     fixed = Machine(COSTS[SMALL], batch=4, acceptance=0.0, prompt=64, output=500, mode=SpeculationMode.FIXED)
     off = Machine(COSTS[GPU], batch=4, acceptance=0.9, prompt=64, output=500, mode=SpeculationMode.OFF)
     fixed.run(100)
-    off.schedule._most_drafts = lambda _: 0
     off.run(100)
     assert {k for step in fixed.chosen[5:] for k in step} == {MOST}
     assert {k for step in off.chosen for k in step} == {0}
@@ -167,7 +174,7 @@ def test_fixed_stays_fixed_and_off_stays_off() -> None:
 # ------------------------------------------------------------------------------------------------ broken clocks
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     times=st.lists(st.sampled_from([0.0, -1.0, 1e-12, 0.004, 0.02, 1e3, 1e9, 1e300, math.inf, math.nan]), min_size=1),
     batch=st.integers(1, 9),
@@ -177,7 +184,7 @@ def test_fixed_stays_fixed_and_off_stays_off() -> None:
 def test_a_broken_clock_costs_speed_at_most(times: list[float], batch: int, looks_up: bool, acceptance: float) -> None:
     machine = Machine(COSTS[SMALL], batch=batch, acceptance=acceptance, prompt=9, output=30, looks_up=looks_up)
     count = iter(range(10**9))
-    machine._measured = lambda _: times[next(count) % len(times)]
+    machine.measured = lambda _: times[next(count) % len(times)]
     for _ in range(40):
         machine.step()
         assert all(0 <= k <= MOST for k in machine.chosen[-1])
@@ -187,7 +194,7 @@ def test_a_broken_clock_costs_speed_at_most(times: list[float], batch: int, look
 # ---------------------------------------------------------------------------------------------------- the parts
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     wishes=st.lists(st.tuples(st.sampled_from(SpeculationMode), st.integers(0, MAX_NUM_DRAFT)), min_size=1, max_size=9),
     budget=st.integers(0, 40),
@@ -199,7 +206,7 @@ def test_limits_and_budget_are_kept(wishes: list[tuple[SpeculationMode, int]], b
         one.speculation = replace(one.speculation, mode=mode, num_draft_tokens=limit)
     limits = [limit if mode is not SpeculationMode.OFF else 0 for mode, limit in wishes]
     for control in (FixedK(), AdaptiveK(), AdaptiveK({"model": READS})):
-        for _ in range(6):
+        for _ in range(4):
             chosen = control.choose(sequences, limits, budget, prompt_rows)
             assert sum(chosen) <= budget
             assert all(k <= limit for k, limit in zip(chosen, limits, strict=True))
@@ -213,7 +220,7 @@ def round_of(sequences: Seq[object], chosen: list[int], seconds: float = 0.01) -
     return StepFeedback(sequences, lengths, chosen, chosen, accepted, passes, seconds / 4, seconds, has_prompts=False)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     chances=st.lists(st.lists(st.floats(0.05, 0.99), min_size=3, max_size=3), min_size=1, max_size=3),
     a_row=st.floats(0, 2),
@@ -326,7 +333,7 @@ def test_a_few_drafts_tell_what_a_sequence_is_like() -> None:
         assert least <= acceptance.kept([(fresh, MODEL)], 1)[0, 0] <= most
 
 
-@pytest.mark.parametrize("mode", [SpeculationMode.AUTO, SpeculationMode.FIXED])
+@pytest.mark.parametrize("mode", [SpeculationMode.AUTO, pytest.param(SpeculationMode.FIXED, marks=pytest.mark.slow)])
 def test_short_matches_and_long_ones_and_a_model_are_known_apart(mode: SpeculationMode) -> None:
     """Of two that draft for a sequence: where a long match was found it is kept, else the model's drafts are."""
     one = auto("one", 4, max_len=4000)
@@ -368,6 +375,7 @@ def test_a_control_begins_with_what_another_knew() -> None:
         AdaptiveK().restore(state | {"target": state["target"] | {"values": [-1.0] * len(state["target"]["values"])}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4])
 def test_short_outputs_are_enough_to_find_out_that_drafts_pay_again(batch: int) -> None:
     """Ten outputs of 64 tokens without one right draft, then a few at 0.9; the draft model reads each prompt too."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from functools import cache
 from itertools import count
 from types import SimpleNamespace
 
@@ -25,7 +27,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "pilotfish"
 
 
+@cache
 def controls() -> dict[str, object]:
+    """Which nothing here changes."""
     machine = Machine(next(iter(COSTS.values())), batch=2, acceptance=0.9, prompt=64)
     machine.warm_up()
     return {"plain": machine.control, "rounds": FixedK()}
@@ -112,10 +116,12 @@ def test_the_folder_does_not_grow_without_end(folder, monkeypatch):
     assert recalled() is not None
 
 
-def test_nowhere_to_write_costs_nothing(monkeypatch):
+def test_nowhere_to_write_costs_nothing(monkeypatch, caplog):
     def nowhere(*, writable: bool = False):
         raise FileNotFoundError("nowhere")
         yield
 
     monkeypatch.setattr(learned, "cache_folders", nowhere)
-    learned.keep(CONFIG, controls())
+    with caplog.at_level(logging.INFO, learned.__name__):
+        learned.keep(CONFIG, controls())
+    assert "what was learned is not kept: nowhere" in caplog.text

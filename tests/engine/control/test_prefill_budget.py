@@ -10,10 +10,8 @@ import pytest
 from engine.config import EngineConfig
 from engine.control.prefill_budget import _AIM, _ALONE, _MOST, PrefillBudget
 from engine.engine import Engine
-from engine.params import SamplingParams
 from engine.startup.build import assemble
 from engine.stats import StepStats
-from engine.types import Request
 from tests import fakes, heads, zoo
 
 BOUND = 0.25
@@ -170,8 +168,8 @@ def with_head(folder: Path) -> Engine:
 @pytest.mark.parametrize("engine_of", [with_draft_model, with_head])
 def test_whatever_catches_up_says_what_it_has_read(tmp_path, engine_of):
     engine, said = engine_of(tmp_path), []
-    engine._scheduler.prefill.spend_of_draft = lambda *read: said.append(read)
-    fakes.run(engine, [Request(request_id="r", token_ids=(5,) * 20, sampling=SamplingParams(max_tokens=8))])
+    engine.scheduler.prefill.spend_of_draft = lambda *read: said.append(read)
+    fakes.run(engine, [fakes.request((5,) * 20, max_tokens=8)])
     assert said[0] in ((1, 20), (1, 21))
     assert all(tokens <= 4 for _, tokens in said[1:])
 
@@ -217,13 +215,13 @@ def serve(
 
         model.forward = timed
 
-    take_time(engine._target_pass._target, machine)
+    take_time(engine.runner, machine)
     if draft:
-        take_time(engine._proposers._by_name["model"]._runner, draft)
+        take_time(engine.proposers.by_name["model"].runner, draft)
     outputs, steps = fakes.Outputs(), []
     for name, length in prompts.items():
         tokens, most = tuple((7 * i + length) % 20 for i in range(length)), 300 if draft and length < 300 else 60
-        engine.add(Request(request_id=name, token_ids=tokens, sampling=SamplingParams(max_tokens=most)))
+        engine.add(fakes.request(tokens, name=name, max_tokens=most))
         for _ in range(8):
             step = engine.step()
             outputs.take(step.events)
@@ -263,9 +261,9 @@ def test_a_draft_model_that_catches_up_keeps_the_bound_and_takes_nobodys_drafts(
 
 def test_a_rehearsal_is_neither_bounded_nor_learned_from():
     engine = fakes.fake_engine(fakes.hashed_law(20), vocab_size=20, max_step_ms=1.0)
-    engine._scheduler.prefill.learn(0, 4, 1.0)
-    few = engine._scheduler.prefill.tokens(0, alone=True)
+    engine.scheduler.prefill.learn(0, 4, 1.0)
+    few = engine.scheduler.prefill.tokens(0, alone=True)
     with engine.rehearsing():
-        assert engine._scheduler.prefill.tokens(0, alone=True) == math.inf
+        assert engine.scheduler.prefill.tokens(0, alone=True) == math.inf
         engine.warm_up()
-    assert engine._scheduler.prefill.tokens(0, alone=True) == few < 4
+    assert engine.scheduler.prefill.tokens(0, alone=True) == few < 4

@@ -11,7 +11,8 @@ import torch
 
 from engine.device_loop.graphs import Graphs, MemoryBudget
 from engine.device_loop.round import Round
-from tests.loops import PLAIN, loop_of, models
+from engine.device_loop.shapes import RoundShape
+from tests.loops import loop_of, models
 
 
 class Card:
@@ -71,7 +72,7 @@ def test_a_round_is_warmed_up_on_its_stream_captured_and_played_once(k: int, mon
     loop = loop_of(models())
     graphs = Graphs(MemoryBudget(30, lambda: next(free)))
     assert graphs.has_room
-    play = graphs(Round(loop.state, loop._target, loop._draft, PLAIN, 2, k))
+    play = graphs(loop.round_of(RoundShape(2, k, True)))
     warm = ["wait", "on its stream", "verify", "verify", "wait"]
     drafting = ["capture", "captured"] if k else []
     played = ["play", "play"] if k else ["play"]
@@ -86,7 +87,7 @@ def test_a_round_is_warmed_up_on_its_stream_captured_and_played_once(k: int, mon
 def test_a_capture_that_fails_leaves_collection_on(monkeypatch: pytest.MonkeyPatch) -> None:
     Card(monkeypatch)
     loop = loop_of(models())
-    round_ = Round(loop.state, loop._target, loop._draft, PLAIN, 2, 1)
+    round_ = loop.round_of(RoundShape(2, 1, True))
     monkeypatch.setattr(Graphs, "_warm_up", lambda *_: None)
     monkeypatch.setattr(Round, "propose", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from engine.attention import paged, registry, sdpa
 from engine.config import EngineConfig
 from engine.device_loop.graphs import MemoryBudget
 from engine.device_loop.repertoire import Repertoire, as_it_is
-from engine.device_loop.round import Round
+from engine.device_loop.round import Round, RoundOps
 from engine.device_loop.shapes import RoundShape, covering, in_order_of_worth, sizes_for
 from engine.engine import Engine
 from engine.errors import ModelError
@@ -22,7 +23,7 @@ from engine.startup.calibrate import calibrate
 from engine.startup.memory import GIB, graph_bytes
 from engine.startup.warm import make_ready
 from tests import fakes
-from tests.engine.device_loop.test_round import check
+from tests.engine.device_loop.test_round import run_and_check
 from tests.engine.startup.test_memory import LLAMA_8B
 from tests.loops import PLAIN, AnyK, engine_of, request, steered
 
@@ -46,8 +47,8 @@ class Recorder:
 
 
 def recorded_by(recorder: Recorder, engine: Engine, **options) -> Engine:
-    rounds = engine._rounds
-    rounds.repertoire = Repertoire(rounds._round, recorder, covering(6, 4), **options)
+    rounds = engine.rounds
+    rounds.repertoire = Repertoire(rounds.round_of, recorder, covering(6, 4), **options)
     return engine
 
 
@@ -73,10 +74,7 @@ def test_nothing_is_recorded_in_a_request(room: int, caplog: pytest.LogCaptureFi
     assert told == [f"recording rounds: {i + 1} of 40" for i in range(len(recorder.made))]
     assert f"recorded {len(recorder.made)} of 40 rounds" in caplog.text
     recorder.is_open = False
-    asked = [request(i, max_tokens=12) for i in range(9)]
-    said = fakes.run(engine, asked)
-    for one in asked:
-        check(said, one)
+    run_and_check(engine, [request(i, max_tokens=12) for i in range(9)])
     if room:
         ran = {round_.size for round_ in recorder.ran}
         assert 8 in ran
@@ -94,10 +92,7 @@ def test_a_kernel_that_does_not_fit_leaves_its_shapes_to_others(caplog: pytest.L
     assert len(recorder.made) == 32
     assert "rounds of 8 places and 3 drafts are not recorded: out of resource" in caplog.text
     recorder.is_open = False
-    asked = [request(i, max_tokens=12) for i in range(6)]
-    said = fakes.run(engine, asked)
-    for one in asked:
-        check(said, one)
+    run_and_check(engine, [request(i, max_tokens=12) for i in range(6)])
 
 
 def test_a_capture_that_breaks_off_ends_recording(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,7 +118,7 @@ def test_an_idle_engine_records_what_was_missed_often() -> None:
     recorder = Recorder(room=7)
     engine = recorded_by(recorder, engine_of(num_draft_tokens=4))
     engine.record()
-    repertoire = engine._rounds.repertoire
+    repertoire = engine.rounds.repertoire
     used, unused = RoundShape(1, 4, False), RoundShape(1, 0, False)
     assert set(repertoire._recorded) == {*covering(6, 4), used, unused}
     for _ in range(64):
@@ -143,7 +138,7 @@ def test_no_timing_holds_a_capture() -> None:
     recorder = Recorder()
     recorder.fault = lambda _: now.__setitem__(0, now[0] + 1.4)
     engine = recorded_by(recorder, engine_of(speculation="auto"), clock=lambda: now[0])
-    engine._rounds._clock = lambda: now[0]
+    engine.rounds._clock = lambda: now[0]
     learn = engine.round_control.learn
     engine.round_control.learn = lambda done: (learned.append(done.seconds), learn(done))
     recorder.fault, fault = lambda r: fault(r), recorder.fault
@@ -190,19 +185,26 @@ def test_rehearsals_run_every_kind_of_plain_pass(monkeypatch: pytest.MonkeyPatch
     assert (32,) in passes
     assert any(1 <= min(rows) <= 5 and max(rows) > 16 for rows in passes if len(rows) == 2)
     assert any(rows.count(5) > 2 for rows in passes), "drafts are verified in plain steps, too"
-    assert not engine._rounds.on_device
+    assert not engine.rounds.on_device
     assert engine.control.target.count == engine.round_control._inner.target.count == 0
     assert "compiling for plain passes: 1 of" in told[0]
     assert told[-1] == "warming up"
 
 
-def refusing(*args, **kwargs):
-    raise faults()[0]("out of resource: shared memory, Required: 300000")
+OUT_OF_RESOURCE = faults()[0]("out of resource: shared memory, Required: 300000")
 
 
-def test_attention_that_does_not_fit_means_plain_steps(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def refusing(*args, fault: Exception = OUT_OF_RESOURCE, **kwargs):
+    raise fault
+
+
+@pytest.mark.parametrize("fault", [OUT_OF_RESOURCE, RuntimeError("out of resource: capture")])
+def test_attention_that_does_not_fit_means_plain_steps(
+    fault: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Triton's error is none of Python's own kinds: it would end the load."""
-    monkeypatch.setattr("engine.startup.loop.ops_on", lambda _: type(PLAIN)(refusing, PLAIN.choose, PLAIN.commit))
+    ops = RoundOps(partial(refusing, fault=fault), PLAIN.choose, PLAIN.commit)
+    monkeypatch.setattr("engine.startup.loop.ops_on", lambda _: ops)
     with pytest.raises(ModelError, match="a round of this model fails: out of resource"):
         engine_of()
     for module in ("build", "loop"):
@@ -219,8 +221,7 @@ def test_attention_that_does_not_fit_gives_way_to_torchs(monkeypatch: pytest.Mon
     )
     engine = engine_of(attention="auto", loop="plain")
     assert "attention on cpu: our kernel cannot run here: out of resource" in caplog.text
-    one = request(1)
-    check(fakes.run(engine, [one]), one)
+    run_and_check(engine, [request(1)])
     with pytest.raises(ModelError, match=r"attention is triton; its kernel cannot run on this device: out of resource"):
         engine_of(attention="triton", loop="plain")
 
@@ -240,6 +241,6 @@ def test_as_it_is_where_nobody_records() -> None:
     engine = engine_of()
     engine.record()
     engine.rest()
-    assert len(engine._rounds.repertoire) == 0
-    assert engine._rounds.repertoire.of(3, 2, truncated=False, rejects=False)[0] == 4
+    assert len(engine.rounds.repertoire) == 0
+    assert engine.rounds.repertoire.of(3, 2, truncated=False, rejects=False)[0] == 4
     assert fakes.run(engine, [request(1, max_tokens=3)]).finished

@@ -6,19 +6,20 @@ import copy
 import logging
 import random
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.attention import paged
 from engine.control.controller import FixedK
 from engine.device_loop import draws
 from engine.device_loop.loop import serves
 from engine.device_loop.round import Round, RoundOps
-from engine.device_loop.shapes import places_for
+from engine.device_loop.shapes import RoundShape, places_for
 from engine.device_loop.slots import REJECTS, SlotState
+from engine.engine import Engine
 from engine.errors import ModelError
 from engine.kernels import reference as plain_kernels
 from engine.kv.batch import Feed
@@ -32,12 +33,13 @@ from engine.scheduler import Work
 from engine.stats import Stopwatch
 from engine.types import FinishReason, KVCursor, Request, Sequence
 from tests import fakes, zoo
+from tests.covering import some
 from tests.engine.sampling.test_distribution import row
 from tests.hostless import Counting, hostless, looking_away, sent_in_pieces
 from tests.interpreting import WHY_NOT
 from tests.loops import LAWS, LONGEST, PLAIN, AnyK, asking, engine_of, loop_of, models, plainly, request, steered
 
-pytestmark = pytest.mark.slow
+SLOW = pytest.mark.slow
 
 
 def interpreted(test):
@@ -68,6 +70,15 @@ def check(said: fakes.Outputs, asked: Request, family: str = "llama", *, is_cut:
         assert (got, said.finished[asked.request_id].reason) == (tokens, reason)
 
 
+def run_and_check(engine: Engine, asked: list[Request], family: str = "llama") -> None:
+    check_all(fakes.run(engine, asked), asked, family)
+
+
+def check_all(said: fakes.Outputs, asked: list[Request], family: str = "llama") -> None:
+    for one in asked:
+        check(said, one, family)
+
+
 def mixed(i: int) -> Request:
     """Some can ride, some cannot, and some ask for other drafts or none."""
     kind = i % 7
@@ -80,10 +91,12 @@ def mixed(i: int) -> Request:
     return asking(request(i), **wishes, **auto)
 
 
-@pytest.mark.parametrize(("pages", "page_size"), [(5, 16), (17, 4), (40, 16)])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("seed", "pages", "page_size"),
+    [(0, 5, 16), (1, 17, 4), pytest.param(0, 40, 16, marks=SLOW), pytest.param(1, 5, 16, marks=SLOW)],
+)
 def test_the_tokens_of_the_plain_loop(seed: int, pages: int, page_size: int) -> None:
-    """Random admissions, ends, Ks and companies, chunks of prompts, and preemptions where pages are few."""
+    """Random admissions, ends, Ks and companies, chunks of prompts, few pages and many."""
     rng = random.Random(seed)
     engine, said, cut = steered(AnyK(seed), pages=pages, page_size=page_size), fakes.Outputs(), set()
     waiting = [mixed(100 * seed + i) for i in range(21)]
@@ -100,35 +113,38 @@ def test_the_tokens_of_the_plain_loop(seed: int, pages: int, page_size: int) -> 
     for one in asked:
         check(said, one, is_cut=one.request_id in cut)
     assert engine.loop == "rounds"
-    assert not engine._rounds.on_device
+    assert not engine.rounds.on_device
 
 
 def test_some_ride_and_some_do_not() -> None:
     engine = engine_of()
     for i in range(7):
         engine.add(mixed(i))
-    on_device = {s.request_id: s.on_device for s in engine._scheduler.sequences}
+    on_device = {s.request_id: s.on_device for s in engine.scheduler.sequences}
     assert on_device == {str(i): i not in (4, 5) for i in range(7)}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma2", "mistral", "gpt-oss", "deepseek-v3"])
+FAMILIES = ("gpt2", "qwen3", "gemma2", "mistral", "gpt-oss", "deepseek-v3")
+
+
+@pytest.mark.parametrize("family", some(FAMILIES, ("gemma2", "gpt-oss")))
 def test_other_families(family: str) -> None:
     """Learned positions, windows, softcaps, norms on heads, sinks, experts, latents."""
-    asked = [request(i) for i in (1, 2, 3)]
-    said = fakes.run(engine_of(family), asked)
-    for one in asked:
-        check(said, one, family)
+    run_and_check(engine_of(family), [request(i) for i in (1, 2, 3)], family)
 
 
 class Scripted(FixedK):
     """These Ks, one after another."""
 
-    def __init__(self, ks: list[int]) -> None:
+    def __init__(self, ks: Iterable[int]) -> None:
         super().__init__()
-        self.ks = ks
+        self._ks = iter(ks)
 
     def choose(self, sequences, limits, budget, prompt_rows):
-        return [self.ks.pop(0)] * len(sequences) if sequences else []
+        if not sequences:
+            return []
+        k = next(self._ks)
+        return [min(k, limit) for limit in limits]
 
 
 @pytest.mark.parametrize("ks", [[4, 4, 4, 4], [0, 0, 4, 4, 0, 4], [2, 0, 1, 0, 0, 3]])
@@ -147,10 +163,10 @@ def test_drafts_are_kept(ks: list[int]) -> None:
 def test_a_prompt_is_fed_between_rounds() -> None:
     """One decodes while another's long prompt comes in chunks: each step brings the first one a round."""
     first = request(2, max_tokens=30)
-    long = Request(request_id="long", token_ids=tuple(range(3, 53)), sampling=SamplingParams(max_tokens=5))
+    long = fakes.request(range(3, 53), name="long", max_tokens=5)
     engine = engine_of(max_batch_tokens=8)
     engine.add(first)
-    while not engine._rounds.on_device:
+    while not engine.rounds.on_device:
         engine.step()
     engine.step()
     engine.add(long)
@@ -163,12 +179,12 @@ def test_a_prompt_is_fed_between_rounds() -> None:
 def test_a_prefix_is_found_and_shared_by_riders() -> None:
     """A second request with the prompt and output of a first finds its pages, the draft's too."""
     engine = engine_of(page_size=4, proposer="model")
-    first = Request(request_id="a", token_ids=tuple(range(5, 25)), sampling=SamplingParams(max_tokens=20, seed=1))
+    first = fakes.request(range(5, 25), name="a", max_tokens=20, seed=1)
     tokens = fakes.run(engine, [first]).tokens["a"]
-    again = Request(request_id="b", token_ids=(*first.token_ids, *tokens[:-3]), sampling=first.sampling)
+    again = fakes.request((*first.token_ids, *tokens[:-3]), name="b", max_tokens=20, seed=1)
     engine.add(again)
     engine.step()
-    (sequence,) = engine._scheduler.sequences
+    (sequence,) = engine.scheduler.sequences
     assert sequence.num_cached == (len(again.token_ids) - 1) // 4 * 4
     engine.step()
     assert sequence.draft.shared, "the draft was fed what another sequence had fed it"
@@ -189,8 +205,7 @@ def test_rounds_that_fail_are_given_up(monkeypatch: pytest.MonkeyPatch, caplog: 
         engine.check_invariants()
     assert engine.loop == "plain"
     assert "a round on the device failed" in caplog.text
-    for one in asked:
-        check(said, one)
+    check_all(said, asked)
 
 
 def test_no_number_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +214,9 @@ def test_no_number_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     said = fakes.Outputs()
     for one in asked:
         engine.add(one)
-    while len(engine._rounds.on_device) < 3:
+    while len(engine.rounds.on_device) < 3:
         said.take(engine.step().events)
-    (victim, *_) = engine._rounds.on_device.values()
+    (victim, *_) = engine.rounds.on_device.values()
 
     def broken(self, slots, drafts):
         state = self._state
@@ -219,9 +234,7 @@ def test_no_number_ends_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
         said.take(engine.step().events)
     ended = said.finished.pop(victim.sequence.request_id)
     assert (ended.reason, ended.error) == (FinishReason.ERROR, "the model's output was not a number")
-    for one in asked:
-        if one.request_id in said.finished:
-            check(said, one)
+    check_all(said, [one for one in asked if one.request_id in said.finished])
 
 
 @pytest.mark.parametrize(
@@ -236,17 +249,6 @@ def test_asked_for_in_vain(options, why) -> None:
         engine_of(**options)
 
 
-def test_a_model_that_a_round_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_):
-        raise RuntimeError("capture")
-
-    monkeypatch.setattr(Round, "verify", refuse)
-    with pytest.raises(ModelError, match="a round of this model fails: capture"):
-        engine_of()
-    monkeypatch.setattr("engine.startup.loop.wants_rounds", lambda *_: True)
-    assert engine_of(loop="auto").loop == "plain"
-
-
 def test_the_loop_of_a_cpu_is_plain(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert engine_of(loop="auto").loop == "plain"
@@ -257,7 +259,9 @@ def test_places() -> None:
     assert [places_for(count) for count in (1, 3, 33, 128, 129, 193)] == [1, 4, 48, 128, 192, 256]
 
 
-def round_of(pair, ops: RoundOps, k: int, **kinds: bool) -> tuple[Round, torch.Tensor]:
+def round_of(
+    pair, ops: RoundOps, k: int, *, truncated: bool = True, rejects: bool = False
+) -> tuple[Round, torch.Tensor]:
     """A round of three sequences that were fed but for their newest tokens, and an idle place."""
     loop = loop_of(pair, ops)
     works = []
@@ -270,7 +274,7 @@ def round_of(pair, ops: RoundOps, k: int, **kinds: bool) -> tuple[Round, torch.T
     loop.launch(works)
     loop.read()
     slots = loop._laid_out(4)
-    return Round(loop.state, loop._target, loop._draft, ops, 4, k, **kinds), slots
+    return loop.round_of(RoundShape(4, k, truncated), rejects), slots
 
 
 def sequence_of(asked: Request, pages: list[int]) -> Sequence:
@@ -283,24 +287,22 @@ def sequence_of(asked: Request, pages: list[int]) -> Sequence:
     return Sequence(asked, seed, speculation, LONGEST, frozenset(), tokens, target=target, draft=draft)
 
 
-@pytest.mark.parametrize("k", [0, 1, 3])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_round_without_the_host(family: str, k: int) -> None:
-    run, slots = round_of(models(family), PLAIN, k)
+@pytest.mark.parametrize(
+    ("family", "k", "rejects"),
+    [("llama", 0, False), ("llama", 3, False), ("llama", 3, True), ("gpt2", 1, False), ("gpt-oss", 2, False)],
+)
+def test_a_round_without_the_host(family: str, k: int, rejects: bool) -> None:
+    """Sorting places by expert reads nothing either: transformers' own code would."""
+    pair = [copy.deepcopy(model) for model in models(family)]
+    if family == "gpt-oss":
+        assert all(fuse_for_cuda(model, plain_kernels)["mixtures"] for model in pair)
+    run, slots = round_of(pair, PLAIN, k, rejects=rejects)
+    if rejects:
+        run._state.whole[REJECTS, slots[:2]] = 1
     with hostless():
         brought = run.verify(slots, run.propose(slots))
     assert (brought.committed.num_fresh[:3] > 0).all()
     assert brought.committed.num_fresh[3] == 0
-
-
-def test_a_round_of_a_mixture_without_the_host() -> None:
-    """Sorting places by expert reads nothing: transformers' own code would."""
-    pair = [copy.deepcopy(model) for model in models("gpt-oss")]
-    assert all(fuse_for_cuda(model, plain_kernels)["mixtures"] for model in pair)
-    run, slots = round_of(pair, PLAIN, 2)
-    with hostless():
-        brought = run.verify(slots, run.propose(slots))
-    assert (brought.committed.num_fresh[:3] > 0).all()
 
 
 def test_a_steady_launch_without_the_host() -> None:
@@ -308,13 +310,13 @@ def test_a_steady_launch_without_the_host() -> None:
     engine = engine_of()
     for i in (2, 5):
         engine.add(request(i, max_tokens=30))
-    while len(engine._rounds.on_device) < 2 or not engine._rounds._pending:
+    while len(engine.rounds.on_device) < 2 or not engine.rounds._pending:
         engine.step()
     for _ in range(3):
-        plan = engine._scheduler.plan()
+        plan = engine.scheduler.plan()
         assert len(plan.on_device) == 2
         with hostless():
-            engine._rounds.launch(plan.on_device)
+            engine.rounds.launch(plan.on_device)
         watch = Stopwatch(time.perf_counter)
         verified = engine._verify(plan, engine._propose(plan, watch), watch)
         engine._emit(plan, verified, engine._commit(verified, watch), watch)
@@ -333,19 +335,16 @@ def test_no_number_is_written_to_the_device_by_itself() -> None:
                 said.take(engine.finish("0", FinishReason.ABORTED))
             said.take(engine.step().events)
     assert not engine.has_work
-    for one in asked[1:]:
-        check(said, one)
+    check_all(said, asked[1:])
 
 
 def test_what_has_changed_is_one_copy_and_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, per_step = [], []
-    monkeypatch.setattr(
-        "engine.device_loop.slate.send", lambda numbers, device: sent.append(numbers) or numbers.to(device)
-    )
+    sent, per_step, send = [], [], "engine.device_loop.slate.send"
+    monkeypatch.setattr(send, lambda numbers, device: sent.append(numbers) or numbers.to(device))
     engine = steered(Scripted([0, 0, 0, 4, 2, 0, 0, 0, 0, 0]), page_size=4, pages=160)
     for i in (2, 5, 9):
         engine.add(request(i, max_tokens=30))
-    while len(engine._rounds.on_device) < 3:
+    while len(engine.rounds.on_device) < 3:
         engine.step()
     for _ in range(6):
         before = len(sent)
@@ -405,7 +404,7 @@ def test_a_round_is_few_launches(truncated: bool, most: tuple[int, int], monkeyp
 def test_what_kernels_are_given_is_aligned(size: int, k: int) -> None:
     """At 16 bytes for every shape: a kernel that finds another alignment is compiled once more."""
     loop = loop_of(models())
-    run, slots = Round(loop.state, loop._target, loop._draft, PLAIN, size, k), torch.zeros(size, dtype=torch.int64)
+    run, slots = loop.round_of(RoundShape(size, k, True)), torch.zeros(size, dtype=torch.int64)
     for model, passes in ((run._draft, k), (run._target, 1)):
         laid = model.layout.of(slots)
         for i in range(passes):
@@ -425,6 +424,7 @@ def test_what_kernels_are_given_is_aligned(size: int, k: int) -> None:
 
 
 @interpreted
+@SLOW
 def test_kernels_are_launched_without_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """What launches them is watched, what interprets them is not. The model runs on our stand-ins."""
     from triton.runtime.interpreter import GridExecutor
@@ -468,43 +468,20 @@ def test_the_modes_see_what_they_should() -> None:
         torch.where(x > 1, x, 0).cumprod(0)[x]
 
 
-def test_a_round_has_no_shape_of_data() -> None:
-    """Tensors without values: whatever reads one raises."""
-    with FakeTensorMode():
-        config = zoo.configs()["llama"]
-        config._attn_implementation = "pilotfish_ragged"
-        from transformers import AutoModelForCausalLM
-
-        loop = loop_of([AutoModelForCausalLM.from_config(config).eval() for _ in range(2)])
-        run, slots = Round(loop.state, loop._target, loop._draft, PLAIN, 4, 3), torch.arange(4)
-        brought = run.verify(slots, run.propose(slots))
-        assert brought.drawn.shape == (4, 4)
-
-
 @interpreted
+@pytest.mark.slow(lowest=True)
 def test_rounds_on_interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.startup.loop.ops_on", lambda _: kernels())
-    asked = [request(i, max_tokens=4) for i in (1, 2)]
-    said = fakes.run(engine_of(num_draft_tokens=2), asked)
-    for one in asked:
-        check(said, one)
+    run_and_check(engine_of(num_draft_tokens=2), [request(i, max_tokens=4) for i in (1, 2)])
 
 
 def test_few_pages_preempt() -> None:
     """Two that fit at first and not at their longest: the newer one makes room, comes back, and says the same."""
-    two = [Request(request_id=str(i), token_ids=tuple(range(i, i + 17)), sampling=SamplingParams(max_tokens=30))
-           for i in (3, 9)]  # fmt: skip
-    engine, said, preempted = engine_of(pages=5), fakes.Outputs(), 0
-    for one in two:
-        engine.add(one)
-    while engine.has_work:
-        step = engine.step()
-        said.take(step.events)
-        preempted += step.stats.preempted
-        engine.check_invariants()
-    assert preempted
-    for one in two:
-        check(said, one)
+    two = [fakes.request(range(i, i + 17), name=str(i), max_tokens=30) for i in (3, 9)]
+    engine = engine_of(pages=5)
+    said = fakes.run(engine, two)
+    assert said.preempted
+    check_all(said, two)
 
 
 def rows_and_laws() -> tuple[torch.Tensor, RowParams, draws.SamplerRows]:
@@ -528,8 +505,10 @@ def test_draws_are_the_plain_loops() -> None:
     )
 
 
-@pytest.mark.parametrize("num_draft", [0, 1, 3])
-@pytest.mark.parametrize("company", [False, True])
+@pytest.mark.parametrize(
+    ("num_draft", "company"),
+    [(1, False), (3, True), pytest.param(0, True, marks=SLOW), pytest.param(3, False, marks=SLOW)],
+)
 def test_rejection_in_rounds(num_draft: int, company: bool) -> None:
     """For the same drafts the same tokens as in plain steps; coupled sequences beside it stay what they are."""
     wishes = {"verification": Verification.REJECTION, "proposer": "model", "num_draft_tokens": num_draft}
@@ -543,14 +522,6 @@ def test_rejection_in_rounds(num_draft: int, company: bool) -> None:
     if not company:
         assert stats[0] == stats[1]
     assert any(found.accepted for found in stats[1].values()) is (num_draft > 0 or company)
-
-
-def test_a_round_of_rejection_without_the_host() -> None:
-    both, slots = round_of(models(), PLAIN, 3, rejects=True)
-    both._state.whole[REJECTS, slots[:2]] = 1
-    with hostless():
-        brought = both.verify(slots, both.propose(slots))
-    assert (brought.committed.num_fresh[:3] > 0).all()
 
 
 def test_serves() -> None:

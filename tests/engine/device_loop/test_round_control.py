@@ -12,49 +12,40 @@ from engine.control.controller import StepFeedback as Done
 from engine.control.cost_model import KNOTS
 from engine.device_loop.repertoire import Repertoire
 from engine.device_loop.round import Round, RoundOutput
-from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
-from engine.types import KVCursor, Request, Sequence
-from tests import zoo
+from engine.params import SpeculationMode
+from engine.types import KVCursor, Sequence
+from tests import fakes, zoo
 from tests.loops import engine_of, models
-
-pytestmark = pytest.mark.slow
 
 AUTO, FIXED = SpeculationMode.AUTO, SpeculationMode.FIXED
 
 
 def sequence(mode: SpeculationMode = AUTO, unseen: int = 0) -> Sequence:
     """Of ten tokens, of which the draft model has missed some."""
-    request = Request(request_id="r", token_ids=tuple(range(10)))
-    settings = SpeculationSettings(mode=mode, num_draft_tokens=8, proposer="model", verification=Verification.COUPLED)
-    cursors = {"target": KVCursor([0], 9), "draft": KVCursor([0], 8 - unseen)}
-    return Sequence(request, 0, settings, 60, frozenset(), list(range(10)), **cursors)
+    made = fakes.sequence(range(10), mode=mode, k=8, max_len=60)
+    made.target, made.draft = KVCursor([0], 9), KVCursor([0], 8 - unseen)
+    return made
 
 
 @pytest.mark.parametrize(
-    ("chosen", "given"),
+    ("who", "limits", "chosen", "given"),
     [
-        ([4, 4, 0, 0], [2, 2, 2, 2]),
-        ([1, 0, 0, 0], [1, 1, 1, 1]),  # a probe
-        ([0, 0, 0, 0], [0, 0, 0, 0]),
-        ([3, 2, 3, 3], [3, 3, 3, 3]),
+        ("aaaa", [4, 4, 4, 4], [4, 4, 0, 0], [2, 2, 2, 2]),
+        ("aaaa", [4, 4, 4, 4], [1, 0, 0, 0], [1, 1, 1, 1]),  # a probe
+        ("aaaa", [4, 4, 4, 4], [0, 0, 0, 0], [0, 0, 0, 0]),
+        ("aaaa", [4, 4, 4, 4], [3, 2, 3, 3], [3, 3, 3, 3]),
+        ("aa", [4, 1], [4, 1], [2, 1]),
+        ("ff", [3, 1], [3, 1], [3, 1]),
+        ("fa", [4, 4], [4, 0], [4, 4]),  # rows that are there anyway are used
+        ("", [], [], []),
+        ("ar", [4, 4], [4, 0], [2, 0]),  # who would have much to read gets drafts only if chosen
+        ("ar", [4, 4], [2, 2], [2, 2]),
     ],
 )
-def test_a_round_has_one_k(chosen: list[int], given: list[int]) -> None:
-    assert levelled([sequence() for _ in chosen], [4] * 4, chosen) == given
-
-
-def test_limits_and_fixed_ones_stay() -> None:
-    assert levelled([sequence(), sequence()], [4, 1], [4, 1]) == [2, 1]
-    assert levelled([sequence(FIXED), sequence(FIXED)], [3, 1], [3, 1]) == [3, 1]
-    # Rows that are there anyway are used.
-    assert levelled([sequence(FIXED), sequence()], [4, 4], [4, 0]) == [4, 4]
-    assert levelled([], [], []) == []
-
-
-def test_who_would_have_much_to_read_gets_drafts_only_if_chosen() -> None:
-    far = sequence(unseen=8)
-    assert levelled([sequence(), far], [4, 4], [4, 0]) == [2, 0]
-    assert levelled([sequence(), far], [4, 4], [2, 2]) == [2, 2]
+def test_a_round_has_one_k(who: str, limits: list[int], chosen: list[int], given: list[int]) -> None:
+    """Limits and fixed ones stay. `a` is for AUTO, `f` for FIXED, `r` for one whose draft has much to read."""
+    kinds = {"a": (AUTO, 0), "f": (FIXED, 0), "r": (AUTO, 8)}
+    assert levelled([sequence(*kinds[kind]) for kind in who], limits, chosen) == given
 
 
 def test_rows_that_count_for_nobody_are_paid_for() -> None:
@@ -103,6 +94,10 @@ class Costs:
     def __call__(self) -> float:
         return self.now
 
+    def plainly(self) -> float:
+        """Tokens per second without drafts, of four sequences at a time."""
+        return 4 / (self.a_verification + 4 * self.a_row)
+
 
 @dataclass
 class Costly:
@@ -124,18 +119,18 @@ class Costly:
         return run
 
 
-def rate(costs: Costs, pair, mode: SpeculationMode, rounds: int = 300, seed: int = 0) -> tuple[float, float]:
+def rate(costs: Costs, pair, rounds: int = 300, seed: int = 0) -> tuple[float, float]:
     """Tokens per second with four sequences at a time, and drafts per round and sequence; the last third counts."""
-    engine = engine_of(pair=pair, speculation=mode, max_model_len=128, max_batch_size=4, num_draft_tokens=4, pages=40)
-    engine._rounds._clock = costs
-    engine._rounds.repertoire = Repertoire(engine._rounds._round, Costly(costs), clock=costs)
+    engine = engine_of(pair=pair, speculation=AUTO, max_model_len=128, max_batch_size=4, num_draft_tokens=4, pages=40)
+    engine.rounds._clock = costs
+    engine.rounds.repertoire = Repertoire(engine.rounds.round_of, Costly(costs), clock=costs)
     engine.record()
     made = drafted = 0
     for i in range(rounds):
         while engine.num_running + engine.num_waiting < 4:
             seed += 1
-            sampling = SamplingParams(temperature=1.0, max_tokens=100, ignore_eos=True, seed=seed)
-            engine.add(Request(request_id=f"{i}-{engine.num_waiting}", token_ids=(5, 6, 7), sampling=sampling))
+            asked = {"temperature": 1.0, "max_tokens": 100, "ignore_eos": True, "seed": seed}
+            engine.add(fakes.request((5, 6, 7), name=f"{i}-{engine.num_waiting}", **asked))
         stats = engine.step().stats
         if i == 2 * rounds // 3:
             began, made, drafted = costs.now, 0, 0
@@ -143,32 +138,26 @@ def rate(costs: Costs, pair, mode: SpeculationMode, rounds: int = 300, seed: int
     return made / (costs.now - began), drafted / (4 * rounds / 3)
 
 
-def wrong():
-    """A draft that knows nothing."""
-    return models()[0], zoo.ours(zoo.reference("llama", seed=7))
-
-
 def test_right_and_cheap_drafts_are_made() -> None:
-    target = models()[0]
-    auto, drafts = rate(Costs(0.1, 1.0, 0.0), (target, target), AUTO)
-    plain, _ = rate(Costs(0.1, 1.0, 0.0), (target, target), SpeculationMode.OFF)
+    target, costs = models()[0], Costs(0.1, 1.0, 0.0)
+    auto, drafts = rate(costs, (target, target), rounds=90)
     assert drafts > 3
-    assert auto > 2.5 * plain
+    assert auto > 2.5 * costs.plainly()
 
 
+@pytest.mark.slow
 def test_wrong_drafts_are_left() -> None:
     """Not slower than plain decoding, but for probes; a hundred rounds may hold a series that others pay for."""
-    costs = 0.5, 1.0, 0.02
-    plain, _ = rate(Costs(*costs), wrong(), SpeculationMode.OFF)
-    runs = [rate(Costs(*costs), wrong(), AUTO, seed=1000 * i) for i in range(4)]
+    knows_nothing = zoo.ours(zoo.reference("llama", seed=7))
+    costs = [Costs(0.5, 1.0, 0.02) for _ in range(4)]
+    runs = [rate(each, (models()[0], knows_nothing), seed=1000 * i) for i, each in enumerate(costs)]
     auto, drafts = (sum(values) / len(runs) for values in zip(*runs, strict=True))
     assert drafts < 0.1
-    assert auto > 0.93 * plain
+    assert auto > 0.93 * costs[0].plainly()
 
 
+@pytest.mark.slow
 def test_right_drafts_that_cost_more_than_they_bring_are_left() -> None:
     """Where rows are what costs, as in large batches, a round of K drafts costs K + 1 times as much."""
-    target = models()[0]
-    auto, _ = rate(Costs(0.3, 0.05, 0.25), (target, target), AUTO)
-    plain, _ = rate(Costs(0.3, 0.05, 0.25), (target, target), SpeculationMode.OFF)
-    assert auto > 0.92 * plain
+    target, costs = models()[0], Costs(0.3, 0.05, 0.25)
+    assert rate(costs, (target, target))[0] > 0.92 * costs.plainly()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -82,6 +83,7 @@ class Arena(RuleBasedStateMachine):
 
 
 TestArena = Arena.TestCase
+TestArena.settings = settings(max_examples=60)
 
 
 def _pool(num_pages: int = 8, **options: object) -> PagePool:

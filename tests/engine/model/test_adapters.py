@@ -56,6 +56,7 @@ def _tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
         ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens is .*; the adapter begins in the middle"),
         ({"some_later_field": 1}, "some_later_field is 1; what that means for a pass is not known here"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'; such an adapter is for a base model that was"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is true, and the matrices of a llama model"),
         ({"r": 0}, "r is 0; expected an integer of 1 or more"),
         ({"r": "4"}, "r is '4'; expected an integer"),
         ({"lora_alpha": None}, "lora_alpha is None; expected a number"),
@@ -117,23 +118,20 @@ def test_matrices_in_8_bit_floats_are_refused(folder: Path) -> None:
         Adapters(model).load("a", folder)
 
 
-def test_only_gpt2_is_transposed(folder: Path) -> None:
-    _config(folder, fan_in_fan_out=True)
-    with pytest.raises(ModelError, match="fan_in_fan_out is true, and the matrices of a llama model"):
-        Adapters(zoo.ours(zoo.reference("llama"))).load("a", folder)
-
-
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_folder_without_an_adapter_says_which_file_is_missing(folder: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "data", "problem"),
+    [
+        ("adapter_config.json", None, "no readable adapter_config.json: No such file"),
+        ("adapter_model.safetensors", None, "no readable adapter_model.safetensors: No such file"),
+        ("adapter_config.json", b"{", "cannot be read"),
+        ("adapter_model.safetensors", b"\0" * 9, "cannot be read"),
+    ],
+)
+def test_a_missing_or_broken_file_is_told(folder: Path, name: str, data: bytes | None, problem: str) -> None:
     (folder / name).unlink()
-    with pytest.raises(ModelError, match=f"no readable {name}: No such file"):
-        read_adapter(folder)
-
-
-@pytest.mark.parametrize(("name", "data"), [("adapter_config.json", b"{"), ("adapter_model.safetensors", b"\0" * 9)])
-def test_a_broken_file_is_told(folder: Path, name: str, data: bytes) -> None:
-    (folder / name).write_bytes(data)
-    with pytest.raises(ModelError, match="cannot be read"):
+    if data is not None:
+        (folder / name).write_bytes(data)
+    with pytest.raises(ModelError, match=problem):
         read_adapter(folder)
 
 

@@ -58,11 +58,6 @@ def _misshapen(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _truncated(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-
-
 def _replaced(model: torch.nn.Module, folder: Path) -> None:
     for path in folder.iterdir():
         path.unlink()
@@ -91,7 +86,6 @@ def _headless(folder: Path) -> None:
         (_pickled, r"only pytorch_model\.bin, which may run code"),
         (_incomplete, r"lacks 1 of its weights, model\.norm\.weight"),
         (_misshapen, r"model\.norm\.weight is of shape \[3\]; its config says \[32\]"),
-        (_truncated, r"model\.safetensors is cut short: its header ends at byte \d+, the file at \d+"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
         (lambda folder: (folder / "config.json").write_text("{"), "not a valid JSON"),
         (lambda folder: (folder / "config.json").write_text("{}"), "model_type"),

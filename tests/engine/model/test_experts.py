@@ -22,10 +22,9 @@ from engine.model.linear.unstack import recognised, unstack
 from engine.model.quantize import load_quantised, quantise, save_quantised, weight_bytes
 from engine.native import multiplies
 from engine.native.experts import ExpertGate, ExpertMatrices
-from engine.params import SamplingParams
 from engine.startup.build import assemble
-from engine.types import Request
 from tests import fakes, zoo
+from tests.covering import some
 from tests.families import generate
 
 NEW_TOKENS = 12
@@ -58,7 +57,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"n_routed_experts": 6, "swiglu_limit": 0.5, **SIX},
 }
 SERVED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
-PARTS = pytest.mark.parametrize("kind", KINDS)
 needs_c = pytest.mark.skipif(not multiplies(torch.float32), reason="needs a C compiler")
 pytestmark = pytest.mark.filterwarnings("ignore:The explicitly set RoPE scaling factor")
 
@@ -104,27 +102,20 @@ def rounded(holder: nn.Module, bits: int) -> RoutedExperts:
     return holder.experts
 
 
-@PARTS
-def test_single_matrices_give_what_the_original_gives(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_single_matrices_and_our_c_give_what_the_original_gives(kind: str) -> None:
     holder = experts_of(kind)
     want = holder.experts(*batch())
     assert unstack(holder) == 1
     assert torch.allclose(holder.experts(*batch()), want, atol=1e-5, rtol=1e-5)
+    if multiplies(torch.float32):
+        ours = packed(experts_of(kind))
+        assert isinstance(ours._native(want), ExpertMatrices)
+        assert torch.allclose(ours(*batch()), want, atol=1e-5, rtol=1e-5)
 
 
 @needs_c
-@PARTS
-def test_our_c_gives_what_the_original_gives(kind: str) -> None:
-    holder = experts_of(kind)
-    want = holder.experts(*batch())
-    ours = packed(holder)
-    assert isinstance(ours._native(want), ExpertMatrices)
-    assert torch.allclose(ours(*batch()), want, atol=1e-5, rtol=1e-5)
-
-
-@needs_c
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("how", [torch.float32, torch.bfloat16, 8, 4], ids=str)
+@pytest.mark.parametrize(("how", "threads"), [(torch.float32, 2), (torch.bfloat16, 1), (8, 1), (4, 2)], ids=str)
 def test_a_row_has_the_same_bits_alone_and_in_company(how: Any, threads: int) -> None:
     holder = experts_of("gpt_oss", how if isinstance(how, torch.dtype) else torch.float32)
     ours = packed(holder) if isinstance(how, torch.dtype) else rounded(holder, how)
@@ -223,12 +214,10 @@ def plain_model(kind: str) -> PreTrainedModel:
 def run(model: PreTrainedModel, **config: Any) -> dict[str, list[int]]:
     """Greedy tokens of unequal prompts in one batch."""
     engine = assemble(EngineConfig(target="x", max_batch_size=8, max_batch_tokens=29, **config), model)
-    asked = SamplingParams(max_tokens=NEW_TOKENS)
-    requests = [Request(request_id=str(i), token_ids=tuple(p), sampling=asked) for i, p in enumerate(zoo.prompts())]
-    return fakes.run(engine, requests).tokens
+    return fakes.run(engine, fakes.requests(zoo.prompts(), max_tokens=NEW_TOKENS)).tokens
 
 
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("kind", some(SERVED, ("glm4_moe",)))
 def test_greedy_tokens_equal_generate(kind: str) -> None:
     model = plain_model(kind)
     want = {str(i): generate(model, prompt, NEW_TOKENS) for i, prompt in enumerate(zoo.prompts())}
@@ -266,22 +255,21 @@ def test_without_our_c_a_router_gives_a_row_the_same_bits(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("served", [True, False], ids=["in C", "row by row"])
+@pytest.mark.parametrize("served", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["in C", "row by row"])
 def test_reproducible_logits_are_the_same_bits_alone_and_drafted_for_in_company(
     served: bool, dtype: torch.dtype
 ) -> None:
     """Row by row is what runs where our C does not multiply."""
 
-    def logprobs(prompts: list[int], proposer: str) -> Any:
+    def logprobs(prompts: list[list[int]], proposer: str) -> Any:
+        """Of the last of them."""
         model = zoo.ours(plain_model("glm4_moe")).to(dtype)
         config = EngineConfig(target="x", max_batch_size=8, reproducible=True, proposer=proposer)
         engine = assemble(config, zoo.as_served(model) if served else model)
-        asked = SamplingParams(max_tokens=NEW_TOKENS, logprobs=3, ignore_eos=True)
-        texts = {str(i): tuple(zoo.prompts()[i]) for i in prompts}
-        requests = [Request(request_id=name, token_ids=text, sampling=asked) for name, text in texts.items()]
-        return fakes.run(engine, requests).logprobs["3"]
+        asked = fakes.requests(prompts, max_tokens=NEW_TOKENS, logprobs=3, ignore_eos=True)
+        return fakes.run(engine, asked).logprobs[str(len(prompts) - 1)]
 
-    assert logprobs([3], "none") == logprobs([0, 1, 2, 3], "ngram")
+    assert logprobs(zoo.prompts()[3:4], "none") == logprobs(zoo.prompts()[:4], "ngram")
 
 
 @pytest.fixture(params=["int8", "int4"])
@@ -289,7 +277,7 @@ def weights(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("kind", some(("qwen3_moe", "glm4_moe"), ("qwen3_moe",)))
 def test_rounded_models_write_the_same_with_and_without_drafts(kind: str, weights: Any) -> None:
     def made() -> PreTrainedModel:
         model = zoo.ours(plain_model(kind))

@@ -22,12 +22,11 @@ from engine.model.runner import load_model
 from engine.startup.build import load, pick_device
 from models import embedded_target
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 MB = 2**20
 
 _MEASURE = """
+import os
 import sys
 from pathlib import Path
 from engine.startup.build import load, pick_device
@@ -37,12 +36,20 @@ def status(field):
     return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines()
                 if line.startswith(field))
 
-config = EngineConfig(target=sys.argv[1], weights=sys.argv[2], device="cpu")
-load(config, sys.argv[3], None, "int8", pick_device("cpu"))  # what only the first load takes: compiled code, threads
-before = status("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-model = load(config, sys.argv[1], None, sys.argv[2], pick_device("cpu"))
-print(status("VmHWM") - before, status("VmRSS") - before)
+def measure(small, checkpoint, weights):
+    config = EngineConfig(target=checkpoint, weights=weights, device="cpu", threads=1)
+    load(config, small, None, "int8", pick_device("cpu"))  # what only the first load takes: compiled code, threads
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    model = load(config, checkpoint, None, weights, pick_device("cpu"))
+    print(status("VmHWM") - before, status("VmRSS") - before, flush=True)
+
+small, *asked = sys.argv[1:]
+for checkpoint, weights in zip(asked[::2], asked[1::2]):
+    if not (child := os.fork()):
+        measure(small, checkpoint, weights)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
 
 
@@ -67,19 +74,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is told by Linux")
-@pytest.mark.parametrize(("form", "weights"), [("float", "int8"), ("float", "int4"), ("int8", "int8")])
-def test_a_load_takes_the_result_and_little_more(form: str, weights: str, checkpoint: Path, tmp_path: Path) -> None:
-    if form != "float":
-        save_quantised(str(checkpoint), None, tmp_path / "out", "int8")
-        checkpoint = tmp_path / "out"
+def test_a_load_takes_the_result_and_little_more(checkpoint: Path, tmp_path: Path) -> None:
+    save_quantised(str(checkpoint), None, tmp_path / "out", "int8")
+    asked = [(checkpoint, "int8"), (checkpoint, "int4"), (tmp_path / "out", "int8")]
     ran = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(checkpoint), weights, str(embedded_target())],
+        [sys.executable, "-c", _MEASURE, str(embedded_target()), *(str(each) for pair in asked for each in pair)],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    peak, result = map(int, ran.stdout.split())
-    whole = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-    assert peak <= result + whole // 4, "no more than a file beside it"
+    for (folder, weights), line in zip(asked, ran.stdout.splitlines(), strict=True):
+        peak, result = map(int, line.split())
+        whole = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        assert peak <= result + whole // 4, f"more than a file beside it: {folder.name} as {weights}"
 
 
 def cut_short(folder: Path, tmp_path: Path, size: int) -> Path:
@@ -107,11 +114,12 @@ def test_a_header_that_is_cut_short_is_told(size: int, tmp_path: Path) -> None:
         load_model(str(file.parent), None, torch.float32, CPU)
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded target in int8."""
-    save_quantised(embedded_target(), None, tmp_path / "int8")
-    return tmp_path / "int8"
+    folder = tmp_path_factory.mktemp("saved") / "int8"
+    save_quantised(embedded_target(), None, folder)
+    return folder
 
 
 def test_a_saved_file_that_is_cut_short_is_named(saved: Path, tmp_path: Path) -> None:
@@ -123,13 +131,14 @@ def test_a_saved_file_that_is_cut_short_is_named(saved: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("kind", "shown"), [("weight_codes", r"codes \[3, 256\]"), ("weight_scale", r"scale: \[3, 8\] does not fit")]
 )
-def test_a_saved_matrix_of_another_shape_is_named(kind: str, shown: str, saved: Path) -> None:
-    tensors = load_file(saved / "model.safetensors")
+def test_a_saved_matrix_of_another_shape_is_named(kind: str, shown: str, saved: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(saved, tmp_path / "copy")
+    tensors = load_file(copy / "model.safetensors")
     key = f"model.layers.1.mlp.up_proj.{kind}"
     tensors[key] = tensors[key][:3].clone()
-    save_file(tensors, saved / "model.safetensors")
+    save_file(tensors, copy / "model.safetensors")
     with pytest.raises(ModelError, match=rf"model.layers.1.mlp.up_proj.*{shown}|{shown}.*layers.1.mlp.up_proj"):
-        load_quantised(str(saved), None, torch.float32)
+        load_quantised(str(copy), None, torch.float32)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -142,8 +151,9 @@ def test_a_weight_that_is_no_number_is_named(weights: str, tmp_path: Path) -> No
         load_quantised(str(copy), None, torch.float32, weights)
 
 
-@pytest.mark.parametrize("weights", ["native", "int8", "int4"])
-@pytest.mark.parametrize("form", ["float", "saved"])
+@pytest.mark.parametrize(
+    ("form", "weights"), [("float", "native"), ("float", "int8"), ("float", "int4"), ("saved", "native")]
+)
 def test_progress_is_told_in_bytes(form: str, weights: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped, "_SECONDS", 0.0)
     monkeypatch.setattr(mapped, "_GB", 1)

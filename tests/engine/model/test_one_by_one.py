@@ -19,7 +19,6 @@ MINE, OTHERS = (6, 0, 3, 1), (2, 7, 5, 4)  # pages of 8
 
 
 def runner_of(model: PreTrainedModel, layout: KVLayout | None) -> OneByOneRunner:
-    assert layout is not None
     return OneByOneRunner(model, KVArena(layout, num_pages=8, page_size=8, device=model.device))
 
 
@@ -51,7 +50,6 @@ def test_chunks_drafts_and_batch_mates_change_nothing(kind: str, keeps: str) -> 
 
 def test_the_layout_is_that_of_each_layer() -> None:
     layout = cache_layout(model_of("bloom"))
-    assert layout is not None
     assert [(kv.heads, kv.key_dim, kv.value_dim) for kv in layout.layers if kv is not None] == [(4, 8, 8)] * 2
 
 

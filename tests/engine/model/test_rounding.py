@@ -37,12 +37,13 @@ def rounded(outputs: int, inputs: int, bits: int, bias: bool = False) -> Grouped
 def test_rows_of_c_have_the_bits_of_torch(count: int, sixteens: int, outlier: float, seed: int) -> None:
     x = numbers(count, 16 * sixteens, seed=seed) * torch.logspace(-20, 20, count)[:, None]
     x[:, 3] *= outlier
-    x[0] = 0
+    x[0], x[-1, 4:7] = 0, torch.tensor([0.5, 1.5, 127.0])  # ties, in a row whose step may be 1
     for dtype in (torch.float32, torch.bfloat16):
-        got = round_rows(x.to(dtype))
+        part = torch.cat([x, x], -1).to(dtype)[:, : 16 * sixteens]  # rows that lie apart
+        got = round_rows(part)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rows, "rows_for", lambda *_: None)
-            want = round_rows(x.to(dtype))
+            want = round_rows(part)
         assert all(map(torch.equal, got, want))
         assert got[0].dtype == torch.int16
         assert int(got[0].int().abs().max()) <= 32512
@@ -119,26 +120,12 @@ def test_a_row_is_the_same_alone_and_among_others(
         assert torch.equal(linear(x[:, first:last]), together[:, first:last])
 
 
-def test_near_the_float_matmul() -> None:
-    plain, x = nn.Linear(256, 96), numbers(5, 256)
-    got, want = GroupedLinear(round_weight(plain.weight, 8, plain.bias))(x), plain(x).detach()
-    assert float((got - want).abs().max()) < 0.03 * float(want.std())
-
-
 @pytest.mark.parametrize("inputs", [16, 40])
 def test_no_rows_and_more_dimensions(inputs: int) -> None:
     linear = rounded(7, inputs, 8)
     assert linear(numbers(1, 0, inputs)).shape == (1, 0, 7)
     assert linear(numbers(2, 3, inputs)).shape == (2, 3, 7)
     assert linear(numbers(inputs)).shape == (7,)
-
-
-@BITS
-def test_joined_is_bitwise_the_parts(bits: int) -> None:
-    parts = [GroupedLinear(round_weight(numbers(n, 64, seed=n), bits, numbers(n))) for n in (64, 16, 40)]
-    x = numbers(1, 5, 64)
-    joined = GroupedLinear.joined(parts)
-    assert torch.equal(joined(x), torch.cat([part(x) for part in parts], -1))
 
 
 def test_a_model_in_four_bits_keeps_its_head_and_shared_keys_and_values_in_eight() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from transformers import PreTrainedModel
 
-from engine.attention import choose, native
+from engine.attention import choose
 from engine.choices import KVType
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
@@ -66,9 +68,16 @@ def several_passes(made: PreTrainedModel, attention: str = "auto", kind: KVType 
     return torch.cat([runner.forward(batch) for batch in feeds])
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", sorted(zoo.families()))
+def _cells() -> Iterator[ParameterSet]:
+    """Families that run in one call in both types, of floats and of codes; others once. One of each is not slow."""
+    kinds = list(itertools.product(DTYPES, (False, True)))
+    for i, family in enumerate(sorted(zoo.families())):
+        for j, kind in enumerate(kinds if family in STACKED else kinds[:1]):
+            marks = [] if family in STACKED and i % len(kinds) == j else [pytest.mark.slow]
+            yield pytest.param(family, *kind, marks=marks)
+
+
+@pytest.mark.parametrize(("family", "dtype", "int8"), list(_cells()))
 def test_one_call_gives_the_bits_of_layer_after_layer(family: str, dtype: torch.dtype, int8: bool) -> None:
     made = model(family, dtype, int8=int8)
     want = several_passes(made)
@@ -146,14 +155,3 @@ def test_packed_models_keep_their_rows_apart(dtype: torch.dtype) -> None:
     assert is_batch_invariant(made)
     assert isinstance(made.get_output_embeddings(), PackedLinear)
     assert made.get_output_embeddings()(torch.zeros(1, 2, made.config.hidden_size, dtype=dtype)).dtype == torch.float32
-
-
-def test_experts_are_packed_one_by_one() -> None:
-    made = zoo.ours(zoo.reference("mixtral"))
-    assert not is_batch_invariant(made), "how many rows meet an expert hangs on the batch"
-    pack(made)
-    assert is_batch_invariant(made)
-
-
-def test_our_attention_alone_is_served() -> None:
-    assert choose("auto", CPU).func is native.attend  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -17,8 +18,7 @@ from tests.engine.model.test_stack import DTYPES, STRAIGHT, model, plain_model, 
 __all__ = ["pytestmark"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", sorted(STRAIGHT))
+@pytest.mark.parametrize(("family", "dtype"), list(zip(sorted(STRAIGHT), itertools.cycle(DTYPES), strict=False)))
 def test_a_pass_goes_straight_through_and_gives_the_same_bits(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,14 +51,10 @@ def test_a_tap_reads_every_place(family: str, served: bool) -> None:
     tap = Tap(model, [*want, depth_of(plain)])
     run(model)
     for place, rows in want.items():
-        found = tap.read((place,))
-        assert found is not None
-        assert torch.allclose(found, rows, atol=1e-4), place
+        assert torch.allclose(tap.read((place,)), rows, atol=1e-4), place
     last = tap.read((depth_of(plain),))
-    assert last is not None
     assert not torch.allclose(last, want[FINAL], atol=1e-4), "the last place is before the final norm"
     both = tap.read((1, FINAL))
-    assert both is not None
     assert both.shape == (len(TOKENS), 2 * last.shape[1])
     assert torch.allclose(both, torch.cat([want[1], want[FINAL]], -1), atol=1e-4)
 
@@ -72,9 +68,7 @@ def test_several_taps_read_one_model() -> None:
     second = Tap(model, [1, 2])
     run(model)
     for tap, place in ((first, FINAL), (second, 1), (second, 2)):
-        found = tap.read((place,))
-        assert found is not None
-        assert torch.allclose(found, want[place], atol=1e-4), place
+        assert torch.allclose(tap.read((place,)), want[place], atol=1e-4), place
     assert second.read((FINAL,)) is None
     if library() is not None:
         assert isinstance(model.get_decoder().layers, Stack), "C runs these layers"

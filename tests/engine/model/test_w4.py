@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
 
 from engine import kernels
 from engine.errors import ModelError
 from engine.kernels import faults, has_triton, reference
 from engine.kernels.args import GROUP
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
+from engine.model.linear.fp8 import to_fp8
 from engine.model.linear.w4 import W4Linear, round_weight, to_w4
 from engine.model.quantize import weight_bytes
 from engine.startup.precision import weights_of
-from tests import fakes, zoo
+from tests import fakes
+from tests.engine.model.test_fp8 import MULTIPLIES, WIDE, model
 from tests.engine.model.test_fuse import logits
 from tests.loops import engine_of, request
-
-WIDE = LlamaConfig(
-    vocab_size=zoo.VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=128, bos_token_id=1, eos_token_id=zoo.END,
-)  # fmt: skip
-
-
-def model(dtype: torch.dtype = torch.bfloat16):
-    return zoo.ours(zoo.with_large_weights(WIDE)).to(dtype)
 
 
 def dequantised(words: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -127,15 +121,26 @@ def test_a_kernel_that_does_not_fit_leaves_plain_torch(caplog: pytest.LogCapture
     assert "matmuls in 4 bits: TritonError: out of resource: shared memory" in caplog.text
 
 
-@pytest.mark.parametrize("loop", ["plain", "rounds"])
-def test_a_draft_in_4_bits_changes_no_token(loop: str) -> None:
+FOUR_BITS = partial(to_w4, multiply=reference.w4_matmul)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "share", "loop"),
+    [
+        (FOUR_BITS, 1 / 8, "rounds"),
+        pytest.param(FOUR_BITS, 1 / 8, "plain", marks=pytest.mark.slow),
+        pytest.param(to_fp8, 1 / 4, "rounds", marks=[pytest.mark.slow, MULTIPLIES]),
+        pytest.param(to_fp8, 1 / 4, "plain", marks=[pytest.mark.slow, MULTIPLIES]),
+    ],
+)
+def test_a_rounded_draft_changes_no_token(rounds: Callable[[nn.Module], object], share: float, loop: str) -> None:
     """The target as it is, the draft rounded: the tokens of plain decoding, and drafts that are kept."""
     target, draft = model(), model()
-    to_w4(draft, reference.w4_matmul)
+    rounds(draft)
     asked = [request(i) for i in range(6)]
     plain = fakes.run(engine_of(pair=(target, draft), loop="plain", speculation="off"), asked).tokens
     said = fakes.run(engine_of(pair=(target, draft), loop=loop, proposer="model"), asked)
     same = [said.tokens[name] == tokens for name, tokens in plain.items()]
     assert sum(same) >= len(same) - 1, "in bfloat16 one near-tie may be rounded otherwise in a batch of another shape"
     stats = [ended.stats for ended in said.finished.values()]
-    assert sum(s.accepted for s in stats) > sum(s.drafted for s in stats) / 8
+    assert sum(s.accepted for s in stats) > share * sum(s.drafted for s in stats)

@@ -23,11 +23,10 @@ from torch import Tensor
 from engine.attention import native, reference
 from engine.model.linear.grouped import PortableGrouped
 from engine.native import PackedMatrix, library, matmul
+from tests.covering import some
 from tests.drawn import int16s, numbers
 from tests.drawn_codes import FORMS, codes
 from tests.engine.native.test_native import LATENT, Problem
-
-pytestmark = pytest.mark.slow
 
 NATIVE = Path(matmul.__file__).parent
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
@@ -56,7 +55,7 @@ SIMDE = Path("/usr/include/simde/x86/avx512.h")
 CROSS, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 
 
-@pytest.fixture(scope="module", params=X86)
+@pytest.fixture(scope="module", params=some(X86, ("haswell",)))
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Our C for another x86 processor: an ancestor of this one, or one whose instructions are emulated."""
     says, needs = X86[request.param]
@@ -158,7 +157,7 @@ def test_attention(path: str, shape: tuple[int, ...], options: dict, dtype: torc
         assert torch.allclose(p.solve(**options).float(), want, atol=tolerance), path
 
 
-@pytest.fixture(scope="module", params=ARM)
+@pytest.fixture(scope="module", params=some(ARM, ()))
 def arm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The command that multiplies on such an ARM (`native_main.c`)."""
     if not (shutil.which(CROSS) and shutil.which(QEMU)):
@@ -197,7 +196,8 @@ def test_products_on_arm(arm: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         together = multiplied_by(arm, packed, row, None)
         assert torch.allclose(together, (row.double() @ floats.double().t()).float(), rtol=1e-4, atol=1e-3)
         assert torch.equal(multiplied_by(arm, packed, row[3:5], None), together[3:5])
-    for form, bits, high in itertools.product(FORMS, (4, 5, 6, 8), ("no", "some", "all")):
+    for i, (form, bits) in enumerate(itertools.product(FORMS, (4, 5, 6, 8))):  # five forms, so that all pairs are met
+        high = ("no", "some", "all")[(i + i // 4) % 3]
         drawn, x, step = codes(outputs, inputs, form, bits), rows_of(rows, inputs, high), numbers(rows, 1).abs()
         packed = PackedMatrix.of_groups(drawn.codes, drawn.bits, drawn.scales, None)
         together = multiplied_by(arm, packed, x, step)

@@ -14,7 +14,7 @@ from engine.machine.threads import exactly
 from engine.native import PackedMatrix, library, multiplies
 from tests.drawn import numbers
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="no C compiler here")]
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
 FLOATS = [torch.float32, torch.bfloat16]
 
 

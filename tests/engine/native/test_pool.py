@@ -22,7 +22,7 @@ from engine.machine.threads import exactly, pool_threads, use_threads
 from engine.native import PackedMatrix, compiled, library, threads_in_use
 from tests.drawn import numbers
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="no C compiler here")]
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
 
 PIECE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
 
@@ -215,6 +215,7 @@ def test_threads_that_all_lose_a_little_stay() -> None:
 # ----------------------------------------------------------------------------------------------------- memory ordering
 
 
+@pytest.mark.slow
 def test_a_race_detector_finds_none(tmp_path: Path) -> None:
     """`racing.c` against the pool under ThreadSanitizer: stages that read what others wrote, three callers."""
     here, native = Path(__file__).parent, Path(compiled.__file__).parent

@@ -14,7 +14,7 @@ from engine.native import PackedMatrix, library
 from engine.native.weights import panels_of
 from tests.drawn import numbers
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(library() is None, reason="no C compiler here")]
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
 
 
 def panels_by_torch(weight: Tensor, width: int) -> Tensor:

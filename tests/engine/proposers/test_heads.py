@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
-from engine.kv.batch import Feed
 from engine.model.tap import FINAL
-from engine.params import SamplingParams, SpeculationParams
-from engine.proposers.base import Passed, Proposal
+from engine.proposers.base import Proposal
 from engine.proposers.early_exit import first_layers
 from engine.proposers.heads import proposer
 from engine.proposers.heads.eagle import load_eagle
@@ -29,10 +28,8 @@ from engine.proposers.heads.medusa import load_medusa
 from engine.startup.build import assemble
 from engine.startup.calibrate import drafters_of
 from engine.startup.warm import make_ready
-from engine.types import Request, Sequence
 from tests import fakes, heads, zoo
-
-NAN = float("nan")
+from tests.engine.proposers.heads import dflash_checkpoints, test_dflash
 
 
 @lru_cache
@@ -40,76 +37,58 @@ def target() -> torch.nn.Module:
     return zoo.ours(zoo.reference("llama"))
 
 
-def engine_of(**config: object) -> Engine:
+def engine_of(wrappers: Mapping[str, Callable[..., Any]] = MappingProxyType({}), **config: object) -> Engine:
     """A fresh target each: its features are read by a hook that stays."""
-    return assemble(
-        EngineConfig(target="llama", **{"speculation": "fixed", **config}), zoo.ours(zoo.reference("llama"))
-    )
+    settings = EngineConfig(target="llama", **{"speculation": "fixed", **config})
+    return assemble(settings, zoo.ours(zoo.reference("llama")), wrappers=wrappers)
 
 
 # ------------------------------------------------------------------------------------------------- what is refused
 
 
-def change(folder: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Store other tensors in a checkpoint."""
-    [file] = Path(folder).glob("*.safetensors")
-    save_file(tensors, file)
-
-
-def test_pickles_are_refused_and_said_to_be_convertible(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "medusa_lm_head.pt").write_bytes(b"\x80\x04.")
-    with pytest.raises(ModelError, match="pickled weights, which are refused: convert"):
-        load_medusa(str(tmp_path), None, target())
-    with pytest.raises(ModelError, match="pickled weights"):
-        load_eagle(str(tmp_path), None, target())
-
-
-def test_nothing_there(tmp_path: Path) -> None:
+def test_files_that_are_no_head(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no safetensors; expected config\.json"):
         load_medusa(str(tmp_path), None, target())
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "medusa_lm_head.pt").write_bytes(b"\x80\x04.")
+    for load in (load_medusa, load_eagle):
+        with pytest.raises(ModelError, match="pickled weights, which are refused: convert"):
+            load(str(tmp_path), None, target())
     save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"cannot load .*config\.json"):
-        load_eagle(str(tmp_path), None, target())
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="holds no object"):
         load_eagle(str(tmp_path), None, target())
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"cannot load .*config\.json"):
+        load_eagle(str(tmp_path), None, target())
 
 
-def test_medusa_heads_that_do_not_fit(tmp_path: Path) -> None:
-    folder, tensors = heads.medusa(tmp_path), heads.medusa_tensors()
-    change(folder, {k: t for k, t in tensors.items() if k != "2.0.linear.bias"})
-    with pytest.raises(ModelError, match=r"does not fit the target: 2\.0\.linear\.bias is missing"):
-        load_medusa(folder, None, target())
-    change(folder, tensors | {"4.0.linear.bias": torch.zeros(heads.HIDDEN)})
-    with pytest.raises(ModelError, match=r"4\.0\.linear\.bias is not known"):
-        load_medusa(folder, None, target())
-    change(folder, tensors | {"1.1.weight": torch.zeros(50, heads.HIDDEN)})
-    with pytest.raises(ModelError, match=r"1\.1\.weight is \(50, 32\), expected \(97, 32\)"):
-        load_medusa(folder, None, target())
-    (Path(folder) / "config.json").write_text(json.dumps({"medusa_num_heads": 4}))
-    with pytest.raises(ModelError, match="medusa_num_layers None; expected a positive number"):
-        load_medusa(folder, None, target())
+Z, MEDUSA = torch.zeros, {"medusa_num_heads": 4, "medusa_num_layers": 1}
 
 
-def test_eagle_heads_that_do_not_fit(tmp_path: Path) -> None:
-    folder, tensors = heads.eagle(tmp_path), heads.eagle_tensors()
-    change(folder, {k: t for k, t in tensors.items() if k != "fc.weight"})
-    with pytest.raises(ModelError, match=r"fc\.weight is missing"):
-        load_eagle(folder, None, target())
-    change(folder, tensors | {"fc.weight": torch.zeros(heads.HIDDEN, heads.HIDDEN)})
-    with pytest.raises(ModelError, match=r"fc\.weight is \(32, 32\), expected \(32, 64\)"):
-        load_eagle(folder, None, target())
-    change(folder, tensors | {"d2t": torch.zeros(9)})
-    with pytest.raises(ModelError, match="reads layers 2, 1 and -1 of the target, which has 2"):
-        load_eagle(folder, None, target())  # it is taken for one of EAGLE-3
-    change(folder, tensors)
-    (Path(folder) / "config.json").write_text(json.dumps(heads.EAGLE_CONFIG | {"hidden_size": 64}))
-    with pytest.raises(ModelError, match="a head for 64 features and 97 tokens; the target has"):
-        load_eagle(folder, None, target())
-    (Path(folder) / "config.json").write_text(json.dumps(heads.EAGLE_CONFIG | {"num_hidden_layers": 2}))
-    with pytest.raises(ModelError, match="has 2 layers"):
-        load_eagle(folder, None, target())
+@pytest.mark.parametrize(
+    ("load", "said", "tensors", "config"),
+    [
+        (load_medusa, r"does not fit the target: 2\.0\.linear\.bias is missing", {"2.0.linear.bias": None}, MEDUSA),
+        (load_medusa, r"4\.0\.linear\.bias is not known", {"4.0.linear.bias": Z(32)}, MEDUSA),
+        (load_medusa, r"1\.1\.weight is \(50, 32\), expected \(97, 32\)", {"1.1.weight": Z(50, 32)}, MEDUSA),
+        (load_medusa, "medusa_num_layers None; expected a positive number", {}, {"medusa_num_heads": 4}),
+        (load_eagle, r"fc\.weight is missing", {"fc.weight": None}, {}),
+        (load_eagle, r"fc\.weight is \(32, 32\), expected \(32, 64\)", {"fc.weight": Z(32, 32)}, {}),
+        # It is taken for one of EAGLE-3.
+        (load_eagle, "reads layers 2, 1 and -1 of the target, which has 2", {"d2t": Z(9)}, {}),
+        (load_eagle, "a head for 64 features and 97 tokens; the target has", {}, {"hidden_size": 64}),
+        (load_eagle, "has 2 layers", {}, {"num_hidden_layers": 2}),
+    ],
+)
+def test_heads_that_do_not_fit(
+    tmp_path: Path, load: Callable[..., object], said: str, tensors: dict[str, Any], config: dict[str, int]
+) -> None:
+    whole = (heads.medusa_tensors() if load is load_medusa else heads.eagle_tensors()) | tensors
+    config = config if load is load_medusa else heads.EAGLE_CONFIG | config
+    folder = heads.save(tmp_path, config, {name: tensor for name, tensor in whole.items() if tensor is not None})
+    with pytest.raises(ModelError, match=said):
+        load(folder, None, target())
 
 
 def test_as_many_layers_as_there_are_is_no_draft() -> None:
@@ -199,139 +178,89 @@ def eagle_drafts(tokens: list[int], k: int, first: int = 0) -> list[int]:
     return made
 
 
-class Checked:
-    """A proposer whose every draft is compared with a recomputation, after all that must not matter was poisoned."""
-
-    def __init__(self, proposer: object, expected: object) -> None:
-        self.inner, self.expected, self.count = proposer, expected, 0
-        self.uses_draft_kv, self.shares_draft_kv = proposer.uses_draft_kv, proposer.shares_draft_kv
-
-    def observe(self, passed: list[Passed]) -> None:
-        self.inner.observe(passed)
-
-    def propose(self, sequences: list[Sequence], k_each: list[int]) -> Proposal:
-        for sequence in sequences:
-            self.poison(sequence)
-        proposal = self.inner.propose(sequences, k_each)
-        for sequence, k, drafts in zip(sequences, k_each, proposal.tokens, strict=True):
-            assert not drafts or list(drafts) == self.expected(sequence.tokens, k)
-            self.count += len(drafts)
-        return proposal
-
-    @torch.inference_mode()
-    def poison(self, sequence: Sequence) -> None:
-        """Features of drafts that were not kept, and K/V beyond the cursor."""
-        kept = self.inner._unfed if self.uses_draft_kv else self.inner._features
-        features = kept.get(sequence, Features())  # none before the first pass over a prompt of one token
-        for i in range(max(0, len(sequence.tokens) - 1 - features.first), len(features.rows)):
-            features.rows[i] = torch.full_like(features.rows[i], NAN)
-        if self.uses_draft_kv:
-            arena, page = self.inner._head.arena, sequence.draft.page_table[0]
-            stale = slice(page * arena.page_size + sequence.draft.kv_len, (page + 1) * arena.page_size)
-            arena.k[0][stale], arena.v[0][stale] = NAN, NAN
-
-
 @pytest.mark.parametrize("max_batch_tokens", [512, 11], ids=["whole", "chunked"])
 @pytest.mark.parametrize(("name", "expected"), [("medusa", medusa_drafts), ("eagle", eagle_drafts)])
-def test_drafts_come_from_true_features(tmp_path: Path, name: str, expected: object, max_batch_tokens: int) -> None:
-    engine = engine_of(
-        max_batch_size=5, max_batch_tokens=max_batch_tokens, **{name: getattr(heads, name)(tmp_path)}, proposer=name
-    )
-    by_name = engine._proposers._by_name
-    checked = by_name[name] = Checked(by_name[name], expected)
-    requests = [
-        Request(
-            request_id=str(i),
-            token_ids=tuple(prompt[: 1 + i * 9]),
-            sampling=SamplingParams(max_tokens=20),
-            speculation=SpeculationParams(num_draft_tokens=k, proposer=None if i < 5 else "none"),
-        )
-        for i, (prompt, k) in enumerate(zip(zoo.prompts(6), (4, 1, 2, 3, 4, 4), strict=True))
-    ]
-    fakes.run(engine, requests)
-    assert checked.count > 30
+def test_drafts_come_from_true_features(
+    tmp_path: Path, name: str, expected: heads.Expected, max_batch_tokens: int
+) -> None:
+    model = zoo.ours(zoo.reference("llama"))
+    heads.decode(name, getattr(heads, name)(tmp_path), model, expected, max_batch_tokens=max_batch_tokens)
 
 
 def test_a_head_that_was_long_not_asked_catches_up(tmp_path: Path) -> None:
     """K changes from step to step; what was not fed waits, and nothing else is kept."""
-    engine = engine_of(eagle=heads.eagle(tmp_path), proposer="eagle")
-    by_name = engine._proposers._by_name
-    eagle, checked = by_name["eagle"], Checked(by_name["eagle"], eagle_drafts)
-    by_name["eagle"] = checked
-    engine.add(Request(request_id="r", token_ids=(5, 6, 7, 8), sampling=SamplingParams(max_tokens=40)))
+    checked = list[heads.Checked]()
+    wrap = {"eagle": lambda inner: checked.append(heads.Checked(inner, eagle_drafts)) or checked[0]}
+    engine = engine_of(wrap, eagle=heads.eagle(tmp_path), proposer="eagle")
+    engine.add(fakes.request((5, 6, 7, 8), max_tokens=40))
     engine.step()
-    [sequence] = engine._scheduler.running
-    waiting = []
+    [sequence], waiting = engine.scheduler.running, []
     for step in range(8):
-        engine._scheduler._most_drafts = lambda _, k=(0, 0, 3)[step % 3]: k
+        engine.scheduler.control.choose = lambda _sequences, _limits, *_, k=(0, 0, 3)[step % 3]: [k]
         engine.step()
-        waiting.append(len(eagle._unfed[sequence].rows))
+        waiting.append(len(checked[0].inner.unfed[sequence].rows))
         assert waiting[-1] <= len(sequence.tokens) + 3
-    assert checked.count
+    assert sum(checked[0].counts)
     assert waiting[0] > 4, "the prompt and more"
     assert waiting[2] <= 4, "no more than the last pass"
 
 
-def test_a_prompt_whose_start_was_never_seen(tmp_path: Path) -> None:
-    """A sequence that starts behind a cached prefix: the head attends to what it has, from the first known position."""
-    engine = engine_of(eagle=heads.eagle(tmp_path), proposer="eagle")
-    eagle, tokens = engine._proposers._by_name["eagle"], list(range(3, 15))
-    request = Request(request_id="r", token_ids=tuple(tokens), sampling=SamplingParams())
-    [sequence] = engine._intake.open(request)
-    sequence.draft.page_table.append(0)
-    eagle._tap.keep(FINAL, true_features(tokens)[5 : len(tokens) - 1])
-    eagle.observe([Passed(sequence, Feed(tokens[5:-1], 5, [0]), 0)])
-    [drafts] = eagle.propose([sequence], [3]).tokens
-    assert list(drafts) == eagle_drafts(tokens, 3, first=5)
-    assert sequence.draft.kv_len == len(tokens) - 1 - 5
-    eagle._tap.keep(FINAL, true_features(tokens)[8:9])
-    eagle.observe([Passed(sequence, Feed(tokens[8:9], 8, [0]), 0)])
-    assert eagle.propose([sequence], [3]).tokens == ((),), "what it was shown does not reach the end: no drafts"
+TOKENS = list(range(3, 15))
+
+
+@pytest.mark.parametrize("name", ["eagle", "dflash"])
+def test_a_prompt_whose_start_was_never_seen(tmp_path: Path, name: str) -> None:
+    """A sequence that starts behind a cached prefix: the head attends to what it has, at its true distances."""
+    if name == "eagle":
+        engine = engine_of(eagle=heads.eagle(tmp_path), proposer="eagle")
+        states, want = {FINAL: true_features(TOKENS)}, eagle_drafts(TOKENS, 3, first=5)
+    else:
+        engine = test_dflash.engine_of(dflash_checkpoints.authors(tmp_path))
+        states = dict(zip((1, 3), test_dflash.features(TOKENS).chunk(2, -1), strict=True))
+        want = test_dflash.drafts_of(TOKENS, 3, dflash_checkpoints.tensors(), first=5)
+    head, sequence = engine.proposers.by_name[name], heads.opened(TOKENS)
+    heads.show(head, sequence, states, 5, len(TOKENS) - 1)
+    assert head.propose([sequence], [3]).tokens == (tuple(want),)
+    assert sequence.draft.kv_len == len(TOKENS) - 1 - 5
+    heads.show(head, sequence, states, 8, 9)
+    assert head.propose([sequence], [3]).tokens == ((),), "what it was shown does not reach the end: no drafts"
 
 
 def test_of_features_that_wait_the_newest_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that is not asked must not hold all of a long text; when it is, it begins with what is there."""
     monkeypatch.setattr(proposer, "MOST_UNFED", 4)
-    engine = engine_of(eagle=heads.eagle(tmp_path), proposer="eagle")
-    eagle, tokens = engine._proposers._by_name["eagle"], list(range(3, 15))
-    [sequence] = engine._intake.open(Request(request_id="r", token_ids=tuple(tokens), sampling=SamplingParams()))
-    sequence.draft.page_table.append(0)
-    waiting = []
-    for position in range(len(tokens) - 1):
-        eagle._tap.keep(FINAL, true_features(tokens)[position : position + 1])
-        eagle.observe([Passed(sequence, Feed(tokens[position : position + 1], position, [0]), 0)])
-        waiting.append(len(eagle._unfed[sequence].rows))
+    engine, sequence = engine_of(eagle=heads.eagle(tmp_path), proposer="eagle"), heads.opened(TOKENS)
+    eagle, states, waiting = engine.proposers.by_name["eagle"], {FINAL: true_features(TOKENS)}, []
+    for position in range(len(TOKENS) - 1):
+        heads.show(eagle, sequence, states, position, position + 1)
+        waiting.append(len(eagle.unfed[sequence].rows))
     assert waiting == [1, 2, 3, 4, 5, 6, 7, 8, 4, 5, 6]
-    project, projected = eagle._head.project, list[int]()
-    eagle._head.project = lambda rows: projected.append(len(rows)) or project(rows)
-    assert list(eagle.propose([sequence], [3]).tokens[0]) == eagle_drafts(tokens, 3, first=5)
+    project, projected = eagle.head.project, list[int]()
+    eagle.head.project = lambda rows: projected.append(len(rows)) or project(rows)
+    assert list(eagle.propose([sequence], [3]).tokens[0]) == eagle_drafts(TOKENS, 3, first=5)
     assert projected == [6], "what is fed, and that once"
 
 
-def test_a_head_that_cannot_read_costs_its_drafts_alone(tmp_path: Path) -> None:
-    """`observe` fails three times: then the head is not asked again, and the tokens are those of plain decoding."""
-    engine = engine_of(eagle=heads.eagle(tmp_path), proposer="eagle")
-    request = Request(request_id="r", token_ids=(5, 6, 7, 8), sampling=SamplingParams(max_tokens=20))
-    want = fakes.run(engine_of(proposer="none"), [request]).tokens
+def broken(*_: object) -> None:
+    raise RuntimeError("nothing today")
 
-    def broken(_passed: object) -> None:
-        raise RuntimeError("no features today")
 
-    engine._proposers._by_name["eagle"].observe = broken
-    assert fakes.run(engine, [request], failures=3).tokens == want
+@pytest.mark.parametrize(("name", "fault"), [("eagle", "observe"), ("eagle", "propose"), ("suffix", "guess")])
+def test_what_fails_costs_its_drafts_alone(tmp_path: Path, name: str, fault: str) -> None:
+    """Whether a head cannot read, or draft, or a lookup cannot find: after three times it is not asked again."""
+    engine = engine_of(eagle=heads.eagle(tmp_path), proposer=name, num_draft_tokens=4)
+    asked = [fakes.request((5, 6, 7, 8) * 8, max_tokens=30)]
+    want = fakes.run(engine_of(proposer="none"), asked).tokens
+    setattr(engine.proposers.by_name[name], fault, broken)
+    assert fakes.run(engine, asked, failures=3).tokens == want
 
 
 def test_a_candidate_that_fails_leaves_the_drafting_to_the_others(tmp_path: Path) -> None:
     """After three failures the head has drafted nothing, and the lookup drafts for the sequences of `auto`."""
     engine = engine_of(eagle=heads.eagle(tmp_path), proposer="auto", num_draft_tokens=4)
     text = (5, 6, 7, 8, 9, 10) * 8
-    request = Request(request_id="r", token_ids=text, sampling=SamplingParams(max_tokens=60, logit_bias={5: 60.0}))
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("no drafts today")
-
-    engine._proposers._by_name["eagle"].propose = broken
-    done = fakes.run(engine, [request], failures=3)
+    engine.proposers.by_name["eagle"].propose = broken
+    done = fakes.run(engine, [fakes.request(text, max_tokens=60, logit_bias={5: 60.0})], failures=3)
     assert done.tokens["r"] == [5] * 60
     assert done.finished["r"].stats.accepted > 20
 
@@ -341,7 +270,7 @@ def test_before_a_request_comes_each_candidate_has_drafted_and_nothing_is_learne
     engine = engine_of(eagle=heads.eagle(tmp_path), proposer="auto", num_draft_tokens=4)
     asked = Counter[str]()
     for name in drafters_of(engine):
-        candidate = engine._proposers._by_name[name]
+        candidate = engine.proposers.by_name[name]
         candidate.propose = partial(counted, asked, name, candidate.propose)
     make_ready(engine)
     assert set(asked) == {"eagle", "suffix"}
@@ -352,15 +281,3 @@ def test_before_a_request_comes_each_candidate_has_drafted_and_nothing_is_learne
 def counted(calls: Counter[str], name: str, call: Callable[..., Proposal], *given: object) -> Proposal:
     calls[name] += 1
     return call(*given)
-
-
-def test_a_lookup_that_fails_costs_its_drafts_alone() -> None:
-    engine = engine_of(proposer="suffix", num_draft_tokens=4)
-    request = Request(request_id="r", token_ids=(5, 6, 7, 8) * 8, sampling=SamplingParams(max_tokens=30))
-    want = fakes.run(engine_of(proposer="none"), [request]).tokens
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("nothing is found today")
-
-    engine._proposers._by_name["suffix"].guess = broken
-    assert fakes.run(engine, [request], failures=3).tokens == want

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
 from engine.proposers import NGramProposer
-from engine.types import Request, Sequence
-
-SPECULATION = SpeculationSettings(
-    mode=SpeculationMode.AUTO, num_draft_tokens=4, proposer="ngram", verification=Verification.COUPLED
-)
-
-
-def sequence(tokens: list[int]) -> Sequence:
-    request = Request(request_id="r", token_ids=tuple(tokens), sampling=SamplingParams())
-    return Sequence(
-        request=request, seed=0, speculation=SPECULATION, max_len=999, end_token_ids=frozenset(), tokens=list(tokens)
-    )
+from tests.fakes import sequence
 
 
 def by_rescan(tokens: list[int], k: int, sizes: tuple[int, ...]) -> list[int]:
@@ -46,12 +32,3 @@ def test_lookup_equals_a_rescan(tokens: list[int], k: int, first: int) -> None:
 def test_a_repetition_is_continued_round_and_round() -> None:
     [drafts] = NGramProposer().propose([sequence([9, 1, 2, 1, 2, 1, 2])], [5]).tokens
     assert list(drafts) == [1, 2, 1, 2, 1]
-
-
-def test_an_index_goes_with_its_sequence() -> None:
-    proposer, mine = NGramProposer(), sequence([1, 2, 3])
-    proposer.propose([mine], [2])
-    assert len(proposer._indexes) == 1
-    del mine
-    gc.collect()
-    assert len(proposer._indexes) == 0

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.params import SpeculationMode, SpeculationSettings, Verification
 from engine.proposers import NGramProposer, SuffixProposer
 from engine.proposers.suffix import Guess, PastOutputs, Rules, SuffixIndex, best_guess
-from engine.types import Request, Sequence
+from engine.types import Sequence
+from tests import fakes
 
-SPECULATION = SpeculationSettings(
-    mode=SpeculationMode.AUTO, num_draft_tokens=8, proposer="suffix", verification=Verification.COUPLED
-)
 RULES = Rules(shortest=2, longest=5, reach=1.5, least=0.4, most_places=1000)
 
 
 def sequence(tokens: list[int], salt: str | None = None, prompt_len: int | None = None) -> Sequence:
-    request = Request(request_id="r", token_ids=tuple(tokens[:prompt_len]), cache_salt=salt)
-    return Sequence(
-        request=request, seed=0, speculation=SPECULATION, max_len=999, end_token_ids=frozenset(), tokens=list(tokens)
-    )
+    return fakes.sequence(tokens, prompt_len=prompt_len, cache_salt=salt)
 
 
 def by_hand(tokens: list[int], texts: list[list[int]], k: int, rules: Rules) -> Guess:
@@ -172,13 +167,14 @@ def _num_indexed(proposer: SuffixProposer | NGramProposer, mine: Sequence) -> in
     return max(index._seen for index in proposer._indexes[mine])
 
 
-def test_a_reading_goes_with_its_sequence() -> None:
-    proposer, mine = SuffixProposer(), sequence([1, 2, 3])
+@pytest.mark.parametrize("proposer", [SuffixProposer(), NGramProposer()], ids=["suffix", "ngram"])
+def test_what_was_read_goes_with_its_sequence(proposer: SuffixProposer | NGramProposer) -> None:
+    mine = sequence([1, 2, 3])
     proposer.propose([mine], [2])
-    assert len(proposer._readings) == 1
+    gone = weakref.ref(mine)
     del mine
     gc.collect()
-    assert len(proposer._readings) == 0
+    assert gone() is None
 
 
 def test_a_long_run_stays_within_its_bounds() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -126,6 +126,7 @@ schedules = st.lists(st.tuples(turn, turn), min_size=4, max_size=14)
 
 @pytest.mark.parametrize("how", [rules, native], ids=["torch", "C"])
 @pytest.mark.parametrize("name", RULES)
+@settings(max_examples=20)
 @given(both=st.tuples(texts, texts), schedule=schedules, prompt=st.integers(1, 9))
 def test_any_schedule_has_the_bits_of_one_pass(
     name: str,

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.request.prediction import Prediction, TextAlignment, num_predicted
-from engine.types import FinishReason, Request, Sequence
+from engine.types import FinishReason
+from tests import fakes
 
 PROMPT = [9, 9, 9]
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
@@ -94,11 +95,9 @@ def test_a_wrong_prediction_has_no_drafts():
 
 def finished(output, prediction):
     """The sequence of an output that was never followed."""
-    return Sequence(
-        request=Request(request_id="r", token_ids=tuple(PROMPT), prediction=tuple(prediction)),
-        seed=0, speculation=None, max_len=100, end_token_ids=frozenset(), tokens=[*PROMPT, *output],
-        alignment=TextAlignment(Prediction(prediction)),
-    )  # fmt: skip
+    one = fakes.sequence([*PROMPT, *output], prompt_len=len(PROMPT), prediction=tuple(prediction))
+    one.alignment = TextAlignment(Prediction(prediction))
+    return one
 
 
 def test_tokens_beyond_a_stop_string_do_not_count():

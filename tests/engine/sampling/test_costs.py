@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.params import SamplingParams
 from engine.request.intake import Intake, Limits
 from engine.sampling import fixed_terms, logprobs
-from engine.sampling.logprobs import token_logprobs
+from engine.sampling.logprobs import record_prompt, token_logprobs
 from engine.sampling.noise import Stream
 from engine.sampling.processors import NEVER, process
 from engine.sampling.row import LogitsRow
@@ -58,6 +58,7 @@ options = st.builds(
 )
 
 
+@settings(max_examples=40)
 @given(options, options, st.lists(st.tuples(tokens, tokens), min_size=1, max_size=4), st.integers(0, 99))
 def test_rows_of_growing_sequences_are_as_if_each_was_made_alone(
     first: SamplingParams, second: SamplingParams, steps: list[tuple[list[int], list[int]]], seed: int
@@ -116,3 +117,14 @@ def test_no_whole_chunk_of_a_prompt_is_turned_to_float64_at_once(monkeypatch: py
     assert [one.logprob for one in found] == [
         float(row[i % VOCAB]) for i, row in enumerate(logits.double().log_softmax(-1))
     ]
+
+
+def test_positions_of_a_prompt_that_are_fed_again_are_recorded_once() -> None:
+    """As after a preemption or a pass that failed."""
+    logits, sampling = torch.randn(8, VOCAB), SamplingParams(prompt_logprobs=1)
+    whole, again = (opened(sampling, tuple(range(9)))[0] for _ in range(2))
+    record_prompt(whole, 0, logits)
+    for start, stop in ((0, 3), (0, 5), (4, 8)):
+        record_prompt(again, start, logits[start:stop])
+    assert again.prompt_logprobs == whole.prompt_logprobs
+    assert len(whole.prompt_logprobs) == 9

@@ -5,32 +5,19 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
-from engine.sampling import distribution
+from engine.params import SamplingParams
+from engine.sampling import distribution, noise
 from engine.sampling.distribution import RowParams
 from engine.sampling.noise import Stream
 from engine.sampling.row import LogitsRow
-from engine.types import Request, Sequence
-
-SPECULATION = SpeculationSettings(
-    mode=SpeculationMode.OFF, num_draft_tokens=0, proposer="none", verification=Verification.COUPLED
-)
+from tests import fakes
 
 
 def row(params: SamplingParams, position: int = 0, seed: int = 0) -> LogitsRow:
-    request = Request(request_id="r", token_ids=(1,), sampling=params)
-    sequence = Sequence(
-        request=request,
-        seed=seed,
-        speculation=SPECULATION,
-        max_len=9,
-        end_token_ids=frozenset(),
-        tokens=[1] * (position + 1),
-    )
-    return LogitsRow(sequence, (), Stream.COUPLED)
+    return LogitsRow(fakes.sequence([1] * (position + 1), sampling=params, seed=seed), (), Stream.COUPLED)
 
 
 def definition(logits: list[float], params: SamplingParams) -> list[float]:
@@ -63,7 +50,6 @@ PARAMS = st.builds(
 LOGITS = st.lists(st.sampled_from([-3.0, -1.5, -0.4, 0.0, 0.7, 1.1, 2.9]), min_size=12, max_size=12)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(LOGITS, PARAMS), min_size=1, max_size=6))
 def test_law_is_the_definition(rows: list[tuple[list[float], SamplingParams]]) -> None:
     """Rows of different parameters in one batch; ties are everywhere in these logits."""
@@ -88,7 +74,6 @@ def test_draws_follow_the_law() -> None:
     assert stats.chisquare(counts[kept].numpy(), (law[kept] * 20_000).numpy()).pvalue > 1e-3
 
 
-@settings(deadline=None)
 @given(LOGITS, PARAMS, PARAMS, st.integers(0, 2**63))
 def test_a_draw_does_not_see_its_batch_mates(
     values: list[float], mine: SamplingParams, other: SamplingParams, seed: int
@@ -99,7 +84,6 @@ def test_a_draw_does_not_see_its_batch_mates(
     assert both[0] == alone[0]
 
 
-@settings(deadline=None)
 @given(st.sampled_from([-math.inf, math.nan, math.inf]), st.lists(PARAMS, min_size=1, max_size=4))
 def test_a_row_without_a_law_is_no_ones_fault(value: float, mixed: list[SamplingParams]) -> None:
     """`verify_rows` ends its request; until then it must neither raise nor change what the row beside it gives."""
@@ -112,6 +96,12 @@ def test_a_row_without_a_law_is_no_ones_fault(value: float, mixed: list[Sampling
     assert distribution.choose(logits[1:], among_sick).shape == (len(mixed),)
     assert distribution.choose(logits, params)[0] == distribution.choose(logits[:1], alone)[0]
     assert distribution.probabilities(logits, params)[0].equal(distribution.probabilities(logits[:1], alone)[0])
+
+
+def test_every_bit_of_a_seed_counts() -> None:
+    seeds = [0, *(1 << bit for bit in range(64))]
+    params = RowParams.of([row(SamplingParams(), seed=seed) for seed in seeds], 12, torch.device("cpu"))
+    assert len(set(noise.uniform(params.seed, params.position, Stream.ACCEPT).tolist())) == len(seeds)
 
 
 def test_extreme_temperatures_stay_finite() -> None:

@@ -8,9 +8,8 @@ import pytest
 
 from engine.control.adaptive import AdaptiveK
 from engine.engine import Engine
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from engine.params import SpeculationMode, SpeculationParams
 from engine.startup.calibrate import SHAPES, calibrate
-from engine.types import Request
 from tests import fakes
 from tests.clockwork import READS
 from tests.engine.test_engine import LAW, VOCAB
@@ -59,8 +58,7 @@ def test_practice_keeps_to_its_time() -> None:
 def test_drafts_that_are_kept_are_made_and_others_are_not(salt: int, least: float, most: float) -> None:
     """A draft with the target's own law, and one with another; on this clock a pass costs the same at any size."""
     engine = engine_with(draft_law=fakes.hashed_law(VOCAB, salt=salt), proposer="model")
-    sampling = SamplingParams(max_tokens=400, ignore_eos=True)
-    engine.add(Request(request_id="r", token_ids=(1, 2), sampling=sampling))
+    engine.add(fakes.request((1, 2), max_tokens=400, ignore_eos=True))
     steps = drafted = 0
     while engine.has_work:
         stats = engine.step().stats
@@ -71,16 +69,9 @@ def test_drafts_that_are_kept_are_made_and_others_are_not(salt: int, least: floa
 
 def test_a_request_may_have_fixed_drafts_among_others() -> None:
     engine = engine_with(draft_law=LAW, proposer="model")
-    modes = {"auto": SpeculationMode.AUTO, "fixed": SpeculationMode.FIXED, "off": SpeculationMode.OFF}
-    requests = [
-        Request(
-            request_id=name,
-            token_ids=(1, 2),
-            sampling=SamplingParams(max_tokens=40, ignore_eos=True),
-            speculation=SpeculationParams(mode=mode, num_draft_tokens=3),
-        )
-        for name, mode in modes.items()
-    ]
+    wishes = {mode: SpeculationParams(mode=mode, num_draft_tokens=3) for mode in SpeculationMode}
+    law = {"max_tokens": 40, "ignore_eos": True}
+    requests = [fakes.request((1, 2), name=mode, wish=wish, **law) for mode, wish in wishes.items()]
     outputs = fakes.run(engine, requests)
     assert outputs.tokens["auto"] == outputs.tokens["fixed"] == outputs.tokens["off"]
     assert outputs.finished["off"].stats.drafted == 0

@@ -191,7 +191,12 @@ def test_target_and_draft_each_have_their_own(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.parametrize(
     ("of_target", "of_draft"),
-    [("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"), ("float16", "bfloat16")],
+    [
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+        pytest.param("float32", "float16", marks=pytest.mark.slow),
+        pytest.param("float16", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_rounds_of_a_pair_of_unlike_types(of_target: str, of_draft: str) -> None:
     """Each has an arena of its own type. A float32 target says what it says without drafts."""

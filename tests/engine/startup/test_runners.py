@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 from transformers import PreTrainedModel
@@ -10,9 +11,7 @@ from transformers import PreTrainedModel
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
-from engine.params import SamplingParams
 from engine.startup.build import assemble
-from engine.types import Request
 from tests import fakes, zoo
 from tests.class_table import ALONE, RAGGED, WHOLE, way_of
 from tests.classes import tiny
@@ -62,17 +61,24 @@ PROMPTS = zoo.prompts(4)
 
 
 def outputs_of(engine: Engine) -> fakes.Outputs:
-    params = SamplingParams(max_tokens=NEW_TOKENS)
-    requests = [Request(request_id=str(i), token_ids=tuple(p), sampling=params) for i, p in enumerate(PROMPTS)]
-    return fakes.run(engine, requests)
+    return fakes.run(engine, fakes.requests(PROMPTS, max_tokens=NEW_TOKENS))
 
 
 def tokens_of(outputs: fakes.Outputs) -> list[list[int]]:
     return [outputs.tokens[str(i)] for i in range(len(PROMPTS))]
 
 
-@pytest.mark.parametrize("proposer", ["none", "model", "suffix"])
-@pytest.mark.parametrize("kind", ["bloom", "rwkv"])
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("kind", "proposer"),
+    [
+        ("bloom", "model"),
+        ("rwkv", "suffix"),
+        *map(slow, ("bloom", "bloom", "rwkv", "rwkv"), ("none", "suffix", "none", "model")),
+    ],
+)
 def test_equals_generate_also_with_a_draft_that_runs_alone(kind: str, proposer: str) -> None:
     model, draft = zoo.with_large_weights(tiny(kind)), model_of(kind) if proposer == "model" else None
     outputs = outputs_of(engine_of(kind, draft, proposer=proposer, speculation="fixed", max_batch_tokens=13))
@@ -81,7 +87,7 @@ def test_equals_generate_also_with_a_draft_that_runs_alone(kind: str, proposer: 
         assert sum(ended.stats.accepted for ended in outputs.finished.values()) > 0
 
 
-@pytest.mark.parametrize(("kind", "gib"), [("bloom", 6e-5), ("rwkv", 5e-7)])
+@pytest.mark.parametrize(("kind", "gib"), [("bloom", 6e-5), slow("rwkv", 5e-7)])
 def test_preempted_and_cached(kind: str, gib: float) -> None:
     """Half the memory that all sequences need; the second time the prompts' beginnings are in the prefix cache."""
     model = zoo.with_large_weights(tiny(kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from engine.attention import reference
 from engine.attention.spec import AttentionSpec
@@ -22,6 +23,7 @@ from engine.model.runner import kv_layout, load_model
 from engine.startup.build import assemble
 from engine.startup.self_test import check_ragged_contract
 from tests import zoo
+from tests.class_table import ALONE, RAGGED, way_of
 
 TINY = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -39,23 +41,13 @@ def check(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "extra"),
-    [
-        ("bloom", {"n_layer": 2, "n_head": 4}),
-        ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
-        ("mamba", {"state_size": 4}),
-        ("lfm2", {"intermediate_size": 48, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}),
-    ],
-)  # fmt: skip
-@pytest.mark.filterwarnings("ignore")
-def test_refused_with_a_reason(kind: str, extra: dict[str, object], tmp_path: object) -> None:
-    reason = refused(AutoConfig.for_model(kind, **{**TINY, **extra}), tmp_path)
-    assert len(reason) > 20
-
-
-@pytest.mark.parametrize(
     ("kind", "extra", "reason"),
     [
+        ("bloom", {"n_layer": 2, "n_head": 4}, "layer 0 does not go through the attention interface"),
+        ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}, "cannot run a ragged batch: AttributeError"),
+        ("mamba", {"state_size": 4}, "has layers of type linear_attention; known are"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "has layers of type conv; known are"),
+        ("bert", {"num_key_value_heads": 4}, "does not know of"),
         ("gemma3_text", {"head_dim": 8, "use_bidirectional_attention": True}, "does not know of"),
         ("falcon", {"alibi": True}, "attention interface"),
         ("doge", {}, "builds its own mask"),
@@ -67,11 +59,6 @@ def test_refused_with_a_reason(kind: str, extra: dict[str, object], tmp_path: ob
 def test_the_reason_says_what(kind: str, extra: dict[str, object], reason: str, tmp_path: object) -> None:
     sizes = {**TINY, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
     assert reason in refused(AutoConfig.for_model(kind, **{**sizes, "pad_token_id": 0, **extra}), tmp_path)
-
-
-def test_a_bidirectional_reader_is_refused(tmp_path: object) -> None:
-    config = BertConfig(**TINY, intermediate_size=48, max_position_embeddings=64)
-    assert "does not know of" in refused(config, tmp_path)
 
 
 def test_a_window_that_only_the_mask_knows_is_refused() -> None:
@@ -93,8 +80,10 @@ def test_chunks_that_only_the_mask_knows_are_refused(monkeypatch: pytest.MonkeyP
     assert model.config.attention_chunk_size == 50
 
 
-@pytest.mark.parametrize("rounds", [(), ("bfloat16",), ("codes",), ("bfloat16", "codes")], ids="+".join)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "rounds"),
+    [("llama", ()), ("qwen3", ("bfloat16",)), ("gemma2", ("codes",)), ("gemma3", ("bfloat16", "codes"))],
+)
 def test_rounding_hides_no_wrong_attention(family: str, rounds: tuple[str, ...]) -> None:
     """What is right differs by at most 0.03 of the spread of logits here; the least of these faults by 0.28."""
     plain = zoo.ours(zoo.with_large_weights(copy.deepcopy(zoo.families()[family])))
@@ -133,8 +122,14 @@ def test_one_frequency_table_for_a_whole_batch_is_served_only_where_it_is_the_sa
         assemble(EngineConfig(target="llama", max_model_len=64), model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", zoo.every_family())
-def test_the_zoo_passes(family: str, dtype: torch.dtype) -> None:
-    model = torch.nn.Module.to(zoo.ours(zoo.reference(family)), dtype)
-    assemble(EngineConfig(target=family, dtype=str(dtype).removeprefix("torch.")), model)
+def some_slow(families: Iterable[str]) -> list[Any]:
+    """Every fifth family of the zoo stays in `make test`, which decodes all of them elsewhere."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (i % 5 > 0)) for i, name in enumerate(families)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", some_slow(zoo.every_family()))
+def test_the_zoo_passes(family: str, dtype: str) -> None:
+    model = torch.nn.Module.to(zoo.ours(zoo.reference(family)), getattr(torch, dtype))
+    engine = assemble(EngineConfig(target=family, dtype=dtype), model)
+    assert (engine.dtype, way_of(engine)) == (dtype, ALONE if family == "falcon" else RAGGED)

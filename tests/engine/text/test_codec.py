@@ -92,13 +92,13 @@ def test_pieces_join_to_the_decoded_text(data: st.DataObject, tokens: list[int])
 
 
 @given(st.data(), st.one_of(text_tokens, any_tokens), stops)
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_chunks_do_not_matter(data: st.DataObject, tokens: list[int], stop: list[str]) -> None:
     assert run(in_chunks(data, tokens), stop) == run([[token] for token in tokens], stop)
 
 
 @given(text_tokens, stops)
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_stop_strings_cut_where_one_by_one_decoding_would(tokens: list[int], stop: list[str]) -> None:
     text, kept, hit, _ = run([tokens] if tokens else [], stop)
     assert (text, kept, hit) == oracle(tokens, stop)

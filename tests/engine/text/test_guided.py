@@ -29,9 +29,9 @@ CODEC = Codec.load(TARGET)
 TOKENS = 2048
 VOCAB = 2100  # as wide as logits that were padded
 END, SECOND_END = 0, 2047
-COMPILER = GrammarCompiler(CODEC, VOCAB, [END, SECOND_END])
+GENEROUS = 60.0  # seconds: no test of speed, only that there is an end
+COMPILER = GrammarCompiler(CODEC, VOCAB, [END, SECOND_END], GuidedLimits(compile_seconds=GENEROUS))
 BYTES = {text: i for i in range(1, TOKENS) if len(text := COMPILER._vocabulary.tokenizer.decode_bytes([i])) == 1}
-GENEROUS = 20.0  # seconds: no test of speed, only that there is an end
 
 
 def fill(state) -> list[int]:
@@ -77,7 +77,7 @@ def refusal(guided: Guided, compiler: GrammarCompiler = COMPILER) -> str:
 # What is sampled fits
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", [*range(25), *(pytest.param(i, marks=pytest.mark.slow) for i in range(25, 100))])
 def test_a_random_walk_ends_in_a_document_of_its_schema(seed):
     schema = random_schema(seed)
     state = COMPILER.compile(Guided(json_schema=json.dumps(schema))).start()
@@ -85,8 +85,7 @@ def test_a_random_walk_ends_in_a_document_of_its_schema(seed):
     jsonschema.validate(json.loads(text), schema)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_an_undeclared_name_is_not_a_declared_one_in_other_spelling(seed):
+def test_an_undeclared_name_is_not_a_declared_one_in_other_spelling():
     """With `\\u` escapes the name `\\u0061` would be another property to the masks, and `a` to the reader."""
     guided = Guided(json_schema='{"type": "object", "properties": {"a": {"type": "integer"}}}')
     assert not fits(guided, bytewise('{"\\u0061":"x"}'))
@@ -127,7 +126,7 @@ def start(guided: Guided):
 
 
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=8), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 def test_a_choice_is_one_of_its_texts_whatever_they_hold(texts, rng):
     guided = Guided(choice=(*texts, "fallback"))
     assert CODEC.decode(walk(start(guided), rng)) in guided.choice
@@ -153,7 +152,7 @@ def test_plain_json_mode():
 
 
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_tokenization_is_allowed(rng):
     text = '{"name": "größer than €", "n": [12345, -1.5e10], "self": null}'
     pieces, data = [], text.encode()
@@ -244,7 +243,7 @@ def test_a_tokenizer_that_cannot_serve_is_refused_at_load(vocab_size, eos, probl
 
 
 @given(st.integers(0, 99), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 def test_any_way_to_a_place_is_the_same_place(seed, rng):
     grammar = COMPILER.compile(Guided(json_schema=json.dumps(random_schema(seed))))
     state, taken = grammar.start(), []
@@ -264,7 +263,7 @@ def test_any_way_to_a_place_is_the_same_place(seed, rng):
 
 
 @given(st.integers(0, 99), st.randoms(use_true_random=False))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_token_is_taken_if_and_only_if_the_mask_has_it(seed, rng):
     state = start(Guided(json_schema=json.dumps(random_schema(seed))))
     for _ in range(8):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,19 +31,20 @@ SCHEDULE = Schedule(steps=6, batch_tokens=32, window=8, unroll=3, warmup=2)
 class Interrupting:
     """Keeps what it is told, and interrupts the run where it is asked to."""
 
-    def __init__(self, after_texts: int | None = None, after_step: int | None = None) -> None:
-        self.after_texts, self.after_step = after_texts, after_step
+    def __init__(self, after_texts: int | None = None, after_step: int | None = None, of: int = TEXT.texts) -> None:
+        self.after_texts, self.after_step, self.of = after_texts, after_step, of
         self.texts: list[int] = []
         self.reports: list[loop.TrainingStep] = []
 
     def wrote(self, done: int, total: int, tokens: int) -> None:
         assert tokens > 0
-        assert total == TEXT.texts
+        assert done <= total == self.of
         self.texts.append(done)
         if done == self.after_texts:
             raise KeyboardInterrupt
 
     def trained(self, report: loop.TrainingStep) -> None:
+        assert not any(map(math.isnan, report.losses))
         self.reports.append(report)
         if report.step == self.after_step:
             raise KeyboardInterrupt
@@ -54,21 +57,38 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def job_in(target: Path, out: Path) -> TrainingJob:
+    engine = EngineConfig(target=str(target), threads=1, max_batch_size=4, kv_memory=0.01, warm_up_seconds=0)
+    return TrainingJob(engine=engine, out=out, opening=(1,), text=TEXT, shape=HeadShape(vocab=50), schedule=SCHEDULE)
+
+
 @pytest.fixture
 def job(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainingJob:
     monkeypatch.setattr(loop, "SAVE_EVERY", 2)
-    engine = EngineConfig(target=str(target), threads=1, max_batch_size=4, kv_memory=0.01, warm_up_seconds=0)
-    shape = HeadShape(vocab=50)
-    return TrainingJob(engine=engine, out=tmp_path / "head", opening=(1,), text=TEXT, shape=shape, schedule=SCHEDULE)
+    return job_in(target, tmp_path / "head")
+
+
+@pytest.fixture(scope="module")
+def told() -> Interrupting:
+    return Interrupting()
+
+
+@pytest.fixture(scope="module")
+def whole(target: Path, told: Interrupting, tmp_path_factory: pytest.TempPathFactory) -> TrainingJob:
+    """One that was run to its end."""
+    job = job_in(target, tmp_path_factory.mktemp("whole") / "head")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "SAVE_EVERY", 2)
+        train_draft(job, told)
+    return job
 
 
 def made(job: TrainingJob) -> bytes:
     return (job.out / "model.safetensors").read_bytes()
 
 
-def test_the_folder_is_in_the_published_layout(job: TrainingJob) -> None:
-    told = Interrupting()
-    train_draft(job, told)
+def test_the_folder_is_in_the_published_layout(whole: TrainingJob, told: Interrupting) -> None:
+    job = whole
     assert told.texts == [3, 6]
     assert [report.step for report in told.reports] == [1, 2, 3, 4, 5, 6]
     assert [report.acceptance is not None for report in told.reports] == [False, True] * 3
@@ -93,21 +113,18 @@ def test_the_folder_is_in_the_published_layout(job: TrainingJob) -> None:
     }
 
 
-def test_the_vocabulary_has_what_the_target_writes_most(job: TrainingJob) -> None:
-    train_draft(job, Interrupting())
-    tensors = load_file(job.out / "model.safetensors")
+def test_the_vocabulary_has_what_the_target_writes_most(whole: TrainingJob) -> None:
+    tensors = load_file(whole.out / "model.safetensors")
     kept = (tensors["d2t"] + torch.arange(50)).tolist()
     assert kept == sorted(set(kept)) == tensors["t2d"].nonzero().flatten().tolist()
-    folder = RunFolder(job.out, job.settings())
+    folder = RunFolder(whole.out, whole.settings())
     texts = [text for name in ("00000", "00001") for text in folder.load_texts(name)]
     written = torch.cat([text.tokens[text.prompt :] for text in texts])
     assert set(written.tolist()) <= set(kept), "fewer different tokens than it can draft were written"
 
 
 @pytest.mark.parametrize("stop", [Interrupting(after_texts=3), Interrupting(after_step=4), Interrupting(after_step=5)])
-def test_a_stopped_run_ends_with_the_same_bytes(job: TrainingJob, stop: Interrupting) -> None:
-    whole = replace(job, out=job.out.with_name("whole"))
-    train_draft(whole, Interrupting())
+def test_a_stopped_run_ends_with_the_same_bytes(job: TrainingJob, whole: TrainingJob, stop: Interrupting) -> None:
     with pytest.raises(KeyboardInterrupt):
         train_draft(job, stop)
     rest = Interrupting()
@@ -117,11 +134,9 @@ def test_a_stopped_run_ends_with_the_same_bytes(job: TrainingJob, stop: Interrup
     assert rest.reports[0].step == (1 if stop.after_texts else 5), "it goes on from the last checkpoint"
 
 
-def test_another_seed_makes_another_head(job: TrainingJob) -> None:
-    other = replace(job, out=job.out.with_name("other"), schedule=replace(SCHEDULE, seed=1))
-    train_draft(job, Interrupting())
-    train_draft(other, Interrupting())
-    assert made(job) != made(other)
+def test_another_seed_makes_another_head(job: TrainingJob, whole: TrainingJob) -> None:
+    train_draft(replace(job, schedule=replace(SCHEDULE, seed=1)), Interrupting())
+    assert made(job) != made(whole)
 
 
 def test_the_recorded_rows_are_the_targets_hidden_states(job: TrainingJob) -> None:
@@ -155,12 +170,16 @@ def test_laws_are_made_of_what_was_recorded(job: TrainingJob) -> None:
     torch.testing.assert_close(writer.embedding().float(), table, rtol=0.01, atol=0.01)
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("family", "law"),
     [
         ("gemma2", LogitScaling(1.0, zoo.every_family()["gemma2"].final_logit_softcapping)),  # and a scaled embedding
-        ("granite-4", LogitScaling(1 / zoo.every_family()["granite-4"].logits_scaling)),  # and layers with a state
-        ("qwen-3-next", LogitScaling()),
+        # And layers with a state.
+        slow("granite-4", LogitScaling(1 / zoo.every_family()["granite-4"].logits_scaling)),
+        slow("qwen-3-next", LogitScaling()),
     ],
 )
 def test_every_family_is_learned_from(family: str, law: LogitScaling, job: TrainingJob, tmp_path: Path) -> None:
@@ -181,11 +200,11 @@ def test_a_target_that_no_head_can_read_is_said(job: TrainingJob, tmp_path: Path
         train_draft(replace(job, engine=engine), Interrupting())
 
 
-def test_rounded_weights_are_learned_from_as_they_are_served(job: TrainingJob, tmp_path: Path) -> None:
-    rounded = replace(job, out=tmp_path / "rounded", engine=job.engine.model_copy(update={"weights": "int8"}))
-    train_draft(job, Interrupting())
-    train_draft(rounded, Interrupting())
-    rows = [next(RunFolder(each.out, each.settings()).load_texts("00000")).rows for each in (job, rounded)]
+def test_rounded_weights_are_learned_from_as_they_are_served(job: TrainingJob, whole: TrainingJob) -> None:
+    rounded = replace(job, engine=job.engine.model_copy(update={"weights": "int8"}))
+    with pytest.raises(KeyboardInterrupt):
+        train_draft(rounded, Interrupting(after_texts=3))
+    rows = [next(RunFolder(each.out, each.settings()).load_texts("00000")).rows for each in (whole, rounded)]
     assert not torch.equal(rows[0][:1], rows[1][:1])
 
 
@@ -256,23 +275,13 @@ def test_too_little_text_is_said(job: TrainingJob) -> None:
 def test_given_prompts_are_continued_and_some_are_held_out(job: TrainingJob) -> None:
     prompts = [(1, 3 + i, 4 + i) for i in range(20)]
     given = replace(job, prompts=prompts, text=replace(TEXT, texts=30))
-    train_draft(given, OfManyTexts())
+    train_draft(given, Interrupting(of=30))
     folder = RunFolder(given.out, given.settings())
     apart = [starts(text) for text in folder.load_texts("held-out")]
     trained = [starts(text) for number in range(10) for text in folder.load_texts(f"{number:05}")]
     assert apart == prompts[-2:]
     assert set(trained) <= set(prompts[:-2])
     assert len(trained) >= 25
-
-
-class OfManyTexts:
-    """Is told of more texts than `Interrupting` expects."""
-
-    def wrote(self, done: int, total: int, tokens: int) -> None:
-        assert done <= total == 30
-
-    def trained(self, report: loop.TrainingStep) -> None:
-        assert all(loss == loss for loss in report.losses)
 
 
 def starts(text: WrittenText) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Ve
 from engine.startup.build import assemble
 from engine.types import Request
 from tests import adapters, fakes, laws, zoo
+from tests.covering import covering, some
 
 LAWS = (
     SamplingParams(max_tokens=20),
@@ -60,6 +61,7 @@ def _loose(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+ATTENTION = (*(["native"] if library() is not None else []), "sdpa", "rows", "reference")
 KINDS: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
     "float32": zoo.as_served, "bfloat16": lambda m: zoo.as_served(m.to(torch.bfloat16)), "int8": _int8,
     "unpacked": _loose,
@@ -124,15 +126,19 @@ def accepted(outputs: fakes.Outputs) -> int:
     return sum(sum(f.stats.accepted_per_position[1:]) for f in outputs.finished.values())
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{}, {"max_batch_tokens": 17}, {"prefix_cache": False}, {"page_size": 32}],
-    ids=["whole", "chunked", "bare", "one-page"],
-)
-def test_any_k(folders: dict[str, str], config: dict[str, Any]) -> None:
+CONFIGS = {
+    "whole": {},
+    "chunked": {"max_batch_tokens": 17},
+    "bare": {"prefix_cache": False},
+    "one page": {"page_size": 32},
+}
+
+
+@pytest.mark.parametrize("how", some(CONFIGS, ["chunked"]))
+def test_any_k(folders: dict[str, str], how: str) -> None:
     """Each K from 0 to 8 in one batch, then each for all; from the second round on prompts are in the prefix cache."""
-    engine, kept = engine_of(folders, **config), 0
-    for num_draft in (None, *range(9)):
+    engine, kept = engine_of(folders, **CONFIGS[how]), 0
+    for num_draft in (None, 0, 1, 4, 8):
         fixed = {} if num_draft is None else {"num_draft_tokens": num_draft}
         outputs = fakes.run(engine, requests(**fixed))
         assert outputs.tokens == alone(folders), f"K={num_draft}"
@@ -142,8 +148,7 @@ def test_any_k(folders: dict[str, str], config: dict[str, Any]) -> None:
     assert kept, "no row of noise was ever right"
 
 
-@pytest.mark.parametrize("attention", [*(["native"] if library() is not None else []), "sdpa", "rows", "reference"])
-@pytest.mark.parametrize("kind", ["float32", "unpacked"])
+@pytest.mark.parametrize(("kind", "attention"), covering(["float32", "unpacked"], ATTENTION, every=5, first=2))
 def test_every_attention(folders: dict[str, str], kind: str, attention: str) -> None:
     """The two parts of a sequence are two entries of a ragged batch, over the same pages."""
     engine = engine_of(folders, kind, attention=attention)
@@ -152,10 +157,10 @@ def test_every_attention(folders: dict[str, str], kind: str, attention: str) -> 
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"kv_cache_dtype": "int8"}, {"attention": "rows"}], ids=["auto", "int8-kv", "rows"]
+    ("kind", "other"), covering(["bfloat16", "int8"], ["", "kv_cache_dtype", "attention"], every=6, first=3)
 )
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-def test_kinds_of_weights(folders: dict[str, str], kind: str, config: dict[str, Any]) -> None:
+def test_kinds_of_weights(folders: dict[str, str], kind: str, other: str) -> None:
+    config = {other: {"kv_cache_dtype": "int8", "attention": "rows"}[other]} if other else {}
     want = one_by_one(engine_of(folders, kind, prefix_cache=False, **config), requests())
     assert fakes.run(engine_of(folders, kind, **config), requests()).tokens == want
 
@@ -240,7 +245,7 @@ def test_the_law_under_the_rejection_rule(folders: dict[str, str]) -> None:
     laws.assert_drawn((tokens[2] for tokens in outputs.tokens.values()), want)
 
 
-@pytest.mark.parametrize("family", [name for name in zoo.families() if name != "distilgpt2"])
+@pytest.mark.parametrize("family", some([name for name in zoo.families() if name != "distilgpt2"], ["gemma2"]))
 def test_every_family(tmp_path: Path, family: str) -> None:
     """Windows, tables of two lengths, learned positions, tied and untied outputs, mixtures."""
     model = zoo.reference(family)

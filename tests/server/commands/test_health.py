@@ -9,7 +9,6 @@ import pytest
 
 from server import cli
 from server.lifecycle import State
-from tests.server import certificates
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.test_generate import collect, request
 from tests.server.test_life import LONG
@@ -63,8 +62,7 @@ async def test_an_engine_that_cannot_begin_again_is_not_alive(monkeypatch):
         assert await exit_code(server, "--service", "liveness") == 1
 
 
-async def test_over_tls(tmp_path):
-    papers = certificates.make(tmp_path)
+async def test_over_tls(papers, tmp_path):
     async with serving(tls_cert=papers.server_cert, tls_key=papers.server_key) as server:
         assert await exit_code(server, "--ca", str(papers.authority)) == 0
         assert await exit_code(server) == 1, "in the clear"

@@ -17,20 +17,8 @@ from server.commands import train_draft
 from server.commands.train_draft import TrainDraft
 from tests import zoo
 
-SMALL = [
-    "--texts",
-    "4",
-    "--tokens",
-    "100",
-    "--steps",
-    "3",
-    "--batch-tokens",
-    "320",
-    "--threads",
-    "1",
-    "--kv-memory",
-    "0.1",
-]
+SMALL = ["--texts", "4", "--tokens", "100", "--steps", "3", "--batch-tokens", "320", "--threads", "1"]
+SMALL += ["--kv-memory", "0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +51,7 @@ def test_a_head_for_a_model_without_a_tokenizer(
     assert load_file(out / "model.safetensors")["fc.weight"].shape == (32, 96)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

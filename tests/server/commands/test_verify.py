@@ -7,6 +7,7 @@ import json
 import socket
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from random import Random
 from types import SimpleNamespace
@@ -16,21 +17,22 @@ import torch
 
 from client import ModelInfo, Output, TokenLogprob
 from client.results import Candidate, Finished, Speculation, SpeculationStats, Timing, Usage
+from engine.config import EngineConfig
+from engine.errors import Unsupported
+from engine.model.runner import ModelRunner
 from engine.sampling import distribution, verification
 from engine.verify import NO_DRAFT, Verdict
 from server import cli
-from server.admission import answers, resume
+from server.admission import answers, convert
 from server.commands.verify import VerifyJob, VerifyReport, as_text, company
 from server.commands.verify_answers import WAYS, first_difference, largest_gap
 from server.commands.verify_cases import VerifyCase, VerifySetting, cases, default_prompts, read_prompts, settings
-from tests.server import certificates
-from tests.serving import serving, serving_embedded
+from server.model import ServedModel
+from tests.serving import EMBEDDED, serving, serving_embedded
 
-QUICK = ["--tokens", "10", "--company", "8"]
+QUICK = ["--tokens", "8", "--company", "8"]
 SMALL = {"num_draft_tokens": 2, "max_model_len": 256, "max_batch_tokens": 64, "max_batch_size": 16}
 PROMPTS = "def mean(values):\n    \nOne, two, three. One, two, three. One,\n"
-
-pytestmark = pytest.mark.slow
 
 
 async def verify(server, *options):
@@ -44,10 +46,27 @@ def prompts(tmp_path):
     return ["--prompts", str(path)]
 
 
-async def found(capsys, prompts, **config):
-    """The report of a server without a draft model, whose exit code says that answers differ."""
-    async with serving_embedded(**SMALL | {"draft": None} | config) as server:
-        code = await verify(server, *QUICK, *prompts, "--json")
+@pytest.fixture(scope="module")
+def model():
+    """The embedded target without a draft model, for one server after the other."""
+    settings = {name: value for name, value in EMBEDDED.items() if name != "draft"} | SMALL
+    return ServedModel.load(EngineConfig(**settings), lambda _: None)
+
+
+@pytest.fixture
+async def server(model):
+    async with serving_embedded(**SMALL | {"draft": None}, load=lambda *_: model) as running:
+        yield running
+
+
+@pytest.fixture
+def found(capsys, prompts, server):
+    """What is found on a server without a draft model, whose exit code says that answers differ."""
+    return partial(differences, capsys, prompts, server)
+
+
+async def differences(capsys, prompts, server):
+    code = await verify(server, *QUICK, *prompts, "--json")
     report = json.loads(capsys.readouterr().out)
     assert (code, report["equal"]) == (1, False)
     assert report["left_out"] == []
@@ -64,10 +83,11 @@ def all_equal(report, way):
 # ------------------------------------------------------------------------------------------ a server that keeps the law
 
 
-async def test_the_embedded_pair_gives_equal_answers(capsys):
+@pytest.mark.slow
+async def test_the_embedded_pair_gives_equal_answers(capsys, prompts):
     async with serving_embedded(**SMALL) as server:
         proposers = server.app.driver.model.engine.proposer_names
-        assert await verify(server, *QUICK) == 0
+        assert await verify(server, *QUICK, *prompts) == 0
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines()[4:]]
     assert "All " in out.splitlines()[-1]
@@ -77,10 +97,10 @@ async def test_the_embedded_pair_gives_equal_answers(capsys):
     assert int(model[-1]) > 0, "drafts were accepted"
 
 
-async def test_under_rejection_only_greedy_answers_are_compared(capsys, prompts):
+@pytest.mark.slow
+async def test_under_rejection_only_greedy_answers_are_compared(capsys, prompts, server):
     """Sampled ones would differ: they depend on the drafts."""
-    async with serving_embedded(**SMALL | {"draft": None}) as server:
-        assert await verify(server, *prompts, "--json") == 0
+    assert await verify(server, *prompts, "--json") == 0
     rows = {(row["proposer"], row["drafts"]): row for row in json.loads(capsys.readouterr().out)["rows"]}
     greedy = [f"greedy, prompt {number}" for number in (1, 2)] + ["JSON schema", "stop token", "stop string"]
     assert rows["suffix", "K=2, rejection"]["drafted"] > 0
@@ -101,6 +121,7 @@ def test_after_three_rounds_every_answer_came_in_every_way():
     assert {job.salt == "run" for job in rounds[0]} == {True, False}
 
 
+@pytest.mark.slow
 async def test_a_reproducible_server_promises_bits(capsys, prompts):
     async with serving_embedded(**SMALL | {"draft": None, "reproducible": True, "dtype": "float32"}) as server:
         assert await verify(server, *QUICK, *prompts, "--json") == 0
@@ -109,24 +130,20 @@ async def test_a_reproducible_server_promises_bits(capsys, prompts):
     assert not any("rejection" in row["drafts"] for row in report["rows"])
 
 
-async def test_without_a_tokenizer_prompts_are_token_ids(capsys):
-    async with serving_embedded(**SMALL | {"draft": None}, load=without_tokenizer) as server:
+@pytest.mark.slow
+async def test_without_a_tokenizer_prompts_are_token_ids(capsys, model):
+    bare = replace(model, codec=None, compile_grammar=None)
+    async with serving_embedded(**SMALL | {"draft": None}, load=lambda *_: bare) as server:
         assert await verify(server, *QUICK) == 0
     out = capsys.readouterr().out
     left = [line.split(",")[0] for line in out.splitlines() if line.startswith("left out")]
     assert left == ["left out: JSON schema", "left out: regex", "left out: choice"]
 
 
-def without_tokenizer(config, progress):
-    from server.model import ServedModel
-
-    return replace(ServedModel.load(config, progress), codec=None, compile_grammar=None)
-
-
 # ------------------------------------------------------------------------------------------------------ planted faults
 
 
-async def test_a_draft_too_many_is_found_where_there_are_drafts(monkeypatch, capsys, prompts):
+async def test_a_draft_too_many_is_found_where_there_are_drafts(monkeypatch, found):
     right, calls = verification.coupled, Counter()
 
     def one_too_many(target_tokens, drafts):
@@ -138,41 +155,34 @@ async def test_a_draft_too_many_is_found_where_there_are_drafts(monkeypatch, cap
         return Verdict(more, target_tokens.gather(1, more[:, None]).squeeze(1))
 
     monkeypatch.setattr(verification, "coupled", one_too_many)
-    report = await found(capsys, prompts)
+    report = await found()
     assert {difference["proposer"] for difference in report["differences"]} <= {"ngram", "suffix"}
     assert not all(all_equal(report, "alone").values())
 
 
-async def test_a_stale_row_of_keys_is_found_after_drafts(capsys, prompts):
-    def stale(config, progress):
-        from server.model import ServedModel
-
-        model = ServedModel.load(config, progress)
-        leave_stale_rows(model.engine._target_pass._target)
-        return model
-
-    report = await found(capsys, prompts, load=stale)
-    assert {difference["proposer"] for difference in report["differences"]} <= {"ngram", "suffix"}
-
-
-def leave_stale_rows(runner):
+@pytest.mark.slow
+async def test_a_stale_row_of_keys_is_found_after_drafts(monkeypatch, found):
     """After a pass with drafts the row of a sequence's newest token holds again what was there before the pass."""
-    right, arena = runner.forward, runner.arena
+    right = ModelRunner.forward
 
-    def forward(feeds):
+    def forward(runner, feeds):
+        arena = runner.arena
         with_drafts = [feed for feed in feeds if 1 < feed.num_logits == len(feed.tokens)]
         places = [feed.page_table[feed.start // arena.page_size] * arena.page_size for feed in with_drafts]
         rows = [at + feed.start % arena.page_size for at, feed in zip(places, with_drafts, strict=True)]
         before = [(layer, layer[rows].clone()) for layer in (*arena.k, *arena.v)] if rows else []
-        logits = right(feeds)
+        logits = right(runner, feeds)
         for layer, kept in before:
             layer[rows] = kept
         return logits
 
-    runner.forward = forward
+    monkeypatch.setattr(ModelRunner, "forward", forward)
+    report = await found()
+    assert {difference["proposer"] for difference in report["differences"]} <= {"ngram", "suffix"}
 
 
-async def test_noise_that_depends_on_the_place_in_the_batch_is_found_in_company(monkeypatch, capsys, prompts):
+@pytest.mark.slow
+async def test_noise_that_depends_on_the_place_in_the_batch_is_found_in_company(monkeypatch, found):
     def by_place(logits, rows):
         params = distribution.RowParams.of(rows, logits.shape[1], logits.device)
         places = {sequence: place for place, sequence in enumerate(dict.fromkeys(row.sequence for row in rows))}
@@ -181,7 +191,7 @@ async def test_noise_that_depends_on_the_place_in_the_batch_is_found_in_company(
 
     theirs = SimpleNamespace(draw=by_place, probabilities=distribution.probabilities)
     monkeypatch.setattr(verification, "distribution", theirs)
-    report = await found(capsys, prompts)
+    report = await found()
     cases = Counter(
         difference["case"].split(",")[0] for difference in report["differences"] if difference["way"] == "alone"
     )
@@ -190,19 +200,20 @@ async def test_noise_that_depends_on_the_place_in_the_batch_is_found_in_company(
     assert not all(all_equal(report, "in company").values())
 
 
-async def test_a_token_that_is_sent_again_is_found_in_resumed_streams(monkeypatch, capsys, prompts):
-    right = resume._received
+@pytest.mark.slow
+async def test_a_token_that_is_sent_again_is_found_in_resumed_streams(monkeypatch, found):
+    right = convert.received_outputs
 
-    def without_last(output, ends, most):
-        received = right(output, ends, most)
-        return replace(received, token_ids=received.token_ids[:-1])
+    def without_last(*asked):
+        return tuple(replace(output, token_ids=output.token_ids[:-1]) for output in right(*asked))
 
-    monkeypatch.setattr(resume, "_received", without_last)
-    report = await found(capsys, prompts)
+    monkeypatch.setattr(convert, "received_outputs", without_last)
+    report = await found()
     assert {difference["way"] for difference in report["differences"]} == {"resumed"}
 
 
-async def test_a_character_that_streams_lose_is_found_in_streams(monkeypatch, capsys, prompts):
+@pytest.mark.slow
+async def test_a_character_that_streams_lose_is_found_in_streams(monkeypatch, found):
     right = answers.stream_responses
 
     def without_last(chunk, asked, *, first):
@@ -212,17 +223,22 @@ async def test_a_character_that_streams_lose_is_found_in_streams(monkeypatch, ca
             yield message
 
     monkeypatch.setattr(answers, "stream_responses", without_last)
-    report = await found(capsys, prompts)
+    report = await found()
     assert {difference["way"] for difference in report["differences"]} == {"streamed", "resumed"}
     assert {difference["first"]["what"] for difference in report["differences"]} == {"text"}
 
 
-async def test_a_refusal_where_plain_decoding_answers_is_a_difference(capsys, prompts, monkeypatch):
-    async with serving_embedded(**SMALL | {"draft": None}) as server:
-        intake = server.app.driver.model.engine._intake
-        names = tuple(name for name in intake.proposers if name != "suffix")
-        monkeypatch.setattr(server.app.driver.model.engine, "_intake", replace(intake, proposers=names))
-        assert await verify(server, *QUICK, *prompts) == 1
+@pytest.mark.slow
+async def test_a_refusal_where_plain_decoding_answers_is_a_difference(capsys, prompts, model, server, monkeypatch):
+    check = model.engine.check
+
+    def without_suffix(request):
+        if request.speculation.proposer == "suffix":
+            raise Unsupported("speculation.proposer is 'suffix'")
+        check(request)
+
+    monkeypatch.setattr(model.engine, "check", without_suffix)
+    assert await verify(server, *QUICK, *prompts) == 1
     assert "suffix K=1, alone: greedy, prompt 1, output 0: answer expected tokens, found UNIMPLEMENTED" in (
         capsys.readouterr().out
     )
@@ -249,8 +265,8 @@ async def test_a_server_that_wants_a_token(capsys, monkeypatch, tmp_path):
     assert "UNAUTHENTICATED" in capsys.readouterr().err
 
 
-async def test_over_tls(capsys, tmp_path):
-    papers = certificates.make(tmp_path)
+@pytest.mark.slow
+async def test_over_tls(capsys, papers, tmp_path):
     async with serving(tls_cert=papers.server_cert, tls_key=papers.server_key) as server:
         assert await verify(server, *QUICK, "--tls-ca", str(papers.authority)) == 0
         assert await verify(server) == 2, "in the clear"
@@ -294,18 +310,8 @@ def test_the_report_names_differences_and_rows_without_drafts():
         setting = VerifySetting("none" if mode == "off" else "ngram", mode, 2 if mode == "fixed" else None)
         report.add(VerifyJob(setting, case, "streamed", "salt"), (WANT,), (got,))
     lines = as_text(report).splitlines()
-    assert lines[3].split() == [
-        "proposer",
-        "drafts",
-        "alone",
-        "in",
-        "company",
-        "streamed",
-        "resumed",
-        "tokens",
-        "drafted",
-        "accepted",
-    ]
+    head = ["proposer", "drafts", "alone", "in", "company", "streamed", "resumed", "tokens", "drafted", "accepted"]
+    assert lines[3].split() == head
     assert lines[4].split() == ["ngram", "K=2", "0/0", "0/0", "0/1", "0/0", "2", "0", "0"]
     assert lines[-5:] == [
         "ngram K=2 drafted nothing: its row says nothing about drafts",

@@ -1,28 +1,32 @@
-"""Laws of chat formats: what is written is read again, what a mask allows is a valid call, and nothing is lost."""
+"""A family of chat formats as its tests write it down: how calls are spelled, and texts whose reading is known.
+
+`test_laws` holds every family to the same laws. What is peculiar to one stands in its own module, beside its table.
+"""
 
 from __future__ import annotations
 
-import functools
-import json
-import random
-import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeAlias
 
-import jsonschema
 from hypothesis import strategies as st
-from llguidance import LLMatcher
 
 from server.formats.base import ChatFormat, Tool
 from tests.schemas import Schema, random_schema
-from tests.server.formats.walks import Call, Masks, Reading, joined, pieces_of, read
+from tests.server.formats.walks import TEXT, VALUES, Call, Masks, Reading, tool
 
 Calls: TypeAlias = list[tuple[str, dict[str, Any]]]
 Render: TypeAlias = Callable[[Calls], str]
 
-FREE = (Tool("get"), Tool("get_x"), Tool("set"))  # one name begins another
+# One name begins another. Where values are written without quotes, their types are the schema's.
+FREE = (Tool("get"), Tool("get_x"), Tool("set"))
+TYPED = (
+    tool("get", a={"type": "string"}, b={"type": "integer"}, c={"type": ["array", "object"]}),
+    tool("get_x"),
+    tool("set"),
+)
 
 _NODE = {"type": "object", "properties": {"of": {"$ref": "#/$defs/node"}}, "additionalProperties": False}
 _POINT = {
@@ -54,21 +58,135 @@ def _as_object(schema: Schema) -> Schema:
 
 SCHEMAS = (*_BY_HAND, *(_as_object(random_schema(seed)) for seed in range(50 - len(_BY_HAND))))
 
+_N = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+_VALUES: tuple[Schema, ...] = (
+    {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+    {"type": ["string", "integer", "boolean"]},
+    {"type": ["string", "number"], "maximum": 3, "maxLength": 5},
+    {"$ref": "#/$defs/n"},
+    {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "string", "pattern": "^[a-c]+$"}]},
+    {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 2},
+    {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
+    {"type": "string", "pattern": "b+", "maxLength": 3},
+    {"enum": ["5", "null", "a\nb", 5, None, {"x": 1}]},
+    {"type": "string", "enum": ["red", "green"]},
+    {"const": "x"},
+    {"type": "number", "minimum": -1.5, "exclusiveMaximum": 2},
+    {"oneOf": [{"type": "boolean"}, {"type": "string", "minLength": 2, "maxLength": 3}]},
+    {},
+)
+
+
+def _in_pairs(i: int) -> Schema:
+    """An object with the value schema `i`, and perhaps with the next one."""
+    properties = {"größe": _VALUES[i], "a-b.c": _VALUES[(i + 1) % len(_VALUES)]}
+    return {"properties": properties, "required": ["größe"], "additionalProperties": False, "$defs": {"n": _N}}
+
+
+WALKED = (*SCHEMAS, *map(_in_pairs, range(len(_VALUES))))
+
+
+# ---------------------------------------------------------------------------------------------------------- families
+
+
+@dataclass(frozen=True, eq=False)
+class Spelling:
+    """How the calls of a checkpoint are written, and the tokens in which they are.
+
+    Args:
+        write: calls as the chat template writes them.
+        calls: calls that the masks allow in these tokens.
+        after_text: stands before calls that follow a text.
+    """
+
+    name: str
+    format: ChatFormat
+    masks: Masks
+    write: Render
+    calls: st.SearchStrategy[Calls]
+    after_text: str = ""
+
+    def allows(self, rule: str, tools: Sequence[Tool], text: str, *, several: bool = True, **how: Any) -> bool:
+        """Whether `calls` or `auto` of the format matches a text."""
+        return self.masks.accepts(f"start: {rule}\n{getattr(self.format, rule)(tools, several=several, **how)}", text)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Family:
+    """Spellings that every parser of a family reads; texts are read by that of the first.
+
+    Args:
+        hostile: parts of calls, besides the markers.
+        readings: texts, and what is read of them.
+        contents: texts that look like calls and are none.
+        broken: texts that the rule of a free answer does not match.
+        repeated: what may come very often, perhaps after a beginning.
+        wild: calls with any values, which masks need not allow.
+        ends: texts that end a value, for random walks.
+        is_text_free: whether any text may stand before calls.
+        has_channels: whether reasoning, content and calls are messages with headers.
+    """
+
+    name: str
+    spellings: Sequence[Spelling]
+    hostile: Sequence[str] = ()
+    readings: dict[str, Reading] = field(default_factory=dict)
+    contents: Sequence[str] = ()
+    broken: Sequence[str] = ()
+    repeated: Sequence[str | tuple[str, str]] = ()
+    wild: st.SearchStrategy[Calls] = field(default_factory=lambda: calls_of(st.dictionaries(TEXT, VALUES, max_size=4)))
+    tools: Sequence[Tool] = FREE
+    one: tuple[str, dict[str, Any]] = ("get", {"a": 1})
+    ends: Sequence[str] = ()
+    is_text_free: bool = True
+    has_channels: bool = False
+
+    @property
+    def first(self) -> Spelling:
+        return self.spellings[0]
+
+
+def called(*arguments: str, content: str = "", reasoning: str = "") -> Reading:
+    """Calls of `get` with these arguments, and the text around them."""
+    return Reading(reasoning, content, [Call("get", text) for text in arguments])
+
 
 # -------------------------------------------------------------------------------------------------------- strategies
 
 
-def some_calls(*texts: str) -> st.SearchStrategy[Calls]:
-    """Calls of the free tools, whose strings are made of these texts and of others."""
+def calls_of(arguments: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[Calls]:
+    """Calls of the free tools with these arguments."""
+    return st.lists(st.tuples(st.sampled_from([one.name for one in FREE]), arguments), min_size=1, max_size=3)
+
+
+def _strings(*texts: str) -> st.SearchStrategy[str]:
     letters = st.characters(min_codepoint=32, exclude_categories=["Cs", "Cc"])
-    strings = st.lists(st.sampled_from(['"', "\\", "\n", "<", "}", *texts]) | letters, max_size=5).map("".join)
-    scalars = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.sampled_from([0.5, -3.25]) | strings
+    return st.lists(st.sampled_from(['"', "\\", "\n", "<", "}", *texts]) | letters, max_size=5).map("".join)
+
+
+def some_calls(*texts: str) -> st.SearchStrategy[Calls]:
+    """Calls whose strings are made of these texts and of others."""
+    scalars = (
+        st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.sampled_from([0.5, -3.25]) | _strings(*texts)
+    )
     names = st.text(st.sampled_from("abcé_ 1-"), min_size=1, max_size=5).map(str.strip).filter(bool)
     values = st.recursive(
         scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3)
     )
-    arguments = st.dictionaries(names, values, max_size=3)
-    return st.lists(st.tuples(st.sampled_from([tool.name for tool in FREE]), arguments), min_size=1, max_size=3)
+    return calls_of(st.dictionaries(names, values, max_size=3))
+
+
+def typed_calls(
+    is_text: Callable[[str], bool], strings: st.SearchStrategy[str], values: Any
+) -> st.SearchStrategy[Calls]:
+    """Calls of the typed tools, with strings and JSON that can be written as text."""
+    objects = (st.lists(values, max_size=3) | st.dictionaries(st.text("ab<>/ "), values, max_size=2)).filter(
+        lambda value: is_text(str(value))
+    )
+    values = st.tuples(strings.filter(is_text), st.integers(-(10**18), 10**18), objects)
+    get = values.map(lambda each: dict(zip("abc", each, strict=True)))  # in the order of the schema
+    one = st.tuples(st.just("get"), get) | st.tuples(st.sampled_from(["get_x", "set"]), st.just({}))
+    return st.lists(one, min_size=1, max_size=3)
 
 
 def hostile_texts(*parts: str) -> st.SearchStrategy[str]:
@@ -78,87 +196,21 @@ def hostile_texts(*parts: str) -> st.SearchStrategy[str]:
     return st.lists(st.sampled_from([*parts, *common, *keys]), max_size=12).map("".join)
 
 
-# -------------------------------------------------------------------------------------------------------------- laws
+# -------------------------------------------------------------------------------------------------------------- work
 
 
-def check_round_trip(chat_format: ChatFormat, masks: Masks, render: Render, calls: Calls) -> None:
-    """A text as the chat template writes it fits the grammar of calls, and is read as the same calls."""
-    text = render(calls)
-    tokens = masks.tokenizer.encode(text, add_special_tokens=False).ids
-    assert _accepts(masks, f"start: calls\n{chat_format.calls(FREE, several=True)}", tokens)
-    assert _accepts(masks, f"start: auto\n{chat_format.auto(FREE, several=True)}", tokens)
-    one = f"start: calls\n{chat_format.calls(FREE, several=False)}"
-    assert _accepts(masks, one, tokens) == (len(calls) == 1)
-    found = read(chat_format, FREE, text)
-    assert (found.reasoning, found.content) == ("", "")
-    assert [(name, json.loads(arguments)) for name, arguments in found.calls] == calls
-
-
-def _accepts(masks: Masks, lark: str, tokens: list[int]) -> bool:
-    matcher = _matcher(masks, lark).deep_copy()
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-
-
-@functools.cache
-def _matcher(masks: Masks, lark: str) -> LLMatcher:
-    return masks.matcher(lark)
-
-
-def check_walk(chat_format: ChatFormat, masks: Masks, schema: Schema, seed: int, *ends: str) -> None:
-    """Random tokens that the masks allow, after a while more and more often `ends`, are calls with valid arguments."""
-    tools = [Tool("get", parameters=json.dumps(schema)), *FREE[1:]]
-    text = masks.walk(f"start: calls\n{chat_format.calls(tools, several=True)}", random.Random(seed), *ends)
-    found = joined(pieces_of(chat_format, tools, [text]))
-    assert (found.reasoning, found.content) == ("", ""), text
-    assert found.calls, text
-    for call in found.calls:
-        arguments = json.loads(call.arguments)
-        assert isinstance(arguments, dict), text
-        if call.name == "get":
-            jsonschema.validate(arguments, schema)
-
-
-def check_prefixes(chat_format: ChatFormat, text: str) -> None:
-    """What is read of the beginning of a text is the beginning of what is read of the whole text."""
-    whole = joined(pieces_of(chat_format, FREE, [text])).calls
-    tokens = [
-        (found.start(), found.end()) for mark in chat_format.markers for found in re.finditer(re.escape(mark), text)
-    ]
-    for length in range(len(text)):
-        if any(start < length < end for start, end in tokens):
-            continue  # a token comes as a whole
-        for i, call in enumerate(joined(pieces_of(chat_format, FREE, [text[:length]])).calls):
-            assert call.name == whole[i].name, text[:length]
-            assert whole[i].arguments.startswith(call.arguments), text[:length]
-
-
-def check_streams(chat_format: ChatFormat, render: Render) -> None:
-    """Arguments are passed on while they come."""
-    text = render([("get", {"a": "x" * 100})])
-    parser = chat_format.parser(FREE)
-    pieces = [piece for char in text[: text.index("x" * 100) + 50] for piece in parser.push(char)]
-    assert joined(pieces).calls == [Call("get", '{"a": "' + "x" * 50)]
-
-
-def check_nothing_lost(chat_format: ChatFormat, texts: Sequence[str]) -> None:
-    """What is no call of a tool is content, unchanged."""
-    for text in texts:
-        assert read(chat_format, FREE, f"Hi\n {text}") == Reading("", f"Hi\n {text}", [])
-        assert read(chat_format, [], text) == Reading("", text, [])
-
-
-def check_linear(chat_format: ChatFormat, parts: Sequence[str]) -> None:
+def check_linear(chat_format: ChatFormat, tools: Sequence[Tool], begin: str, part: str) -> None:
     """The work for a text is proportional to its length, however often a part comes and however the text is cut."""
-    for part in parts:
-        for is_cut in (False, True):
-            little, much = (_work(chat_format, part * times, is_cut=is_cut) for times in (40, 320))
-            assert much < 12 * little, (part, is_cut, little, much)
+    few = max(3, 100 // len(part))
+    for is_cut in (False, True):
+        little, much = (_work(chat_format, tools, begin + part * times, is_cut=is_cut) for times in (few, 8 * few))
+        assert much < 12 * little, (begin, part, is_cut, little, much)
 
 
-def _work(chat_format: ChatFormat, text: str, *, is_cut: bool) -> int:
-    """How many functions are called, and how many characters the scanner holds when text comes to it, all together."""
+def _work(chat_format: ChatFormat, tools: Sequence[Tool], text: str, *, is_cut: bool) -> int:
+    """How many functions are called, and how many characters are held when text comes to them, all together."""
     work = 0
-    parser = chat_format.parser(FREE)
+    parser = chat_format.parser(tools)
 
     def count(frame: FrameType, event: str, argument: object) -> None:
         nonlocal work
@@ -168,7 +220,7 @@ def _work(chat_format: ChatFormat, text: str, *, is_cut: bool) -> int:
     try:
         for part in text if is_cut else [text]:
             parser.push(part)
-            work += len(parser._scanner.held)
+            work += len(parser.held)
         parser.finish()
     finally:
         sys.setprofile(None)

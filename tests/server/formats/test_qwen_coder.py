@@ -1,4 +1,4 @@
-"""Calls of Qwen3-Coder and Qwen 3.5 are read as they are written, and said as they are read."""
+"""Qwen3-Coder and Qwen 3.5: one tag around every argument, whose value is plain text."""
 
 from __future__ import annotations
 
@@ -7,159 +7,114 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from server.formats.base import CallArguments, CallStart, ReasoningMarks, Tool
+from server.formats.base import ReasoningMarks, Tool
 from server.formats.qwen_coder import QwenCoderFormat
-from tests.server.formats.walks import (
-    TEXT,
-    VALUES,
-    Call,
-    Masks,
-    Reading,
-    check_linear,
-    check_prefixes,
-    check_walk,
-    plain_masks,
-    read,
-    tool,
-)
+from tests.server.formats.laws import TYPED, Calls, Family, Spelling, called, typed_calls
+from tests.server.formats.walks import TEXT, VALUES, Masks, plain_masks, tool
 
-QWEN = QwenCoderFormat(reasoning=ReasoningMarks())
-TOKENS = Masks({"<tool_call>": False, "</tool_call>": False, "<think>": False, "</think>": False})
+TOKENS = Masks({"<tool_call>": False, "</tool_call>": False, "<think>": False, "</think>": False, "<|im_end|>": True})
 ALL_TOKENS = Masks({**dict.fromkeys(TOKENS.ids, False), "</parameter>": False, "</function>": True})
-WITH_TOKENS, WITH_ALL_TOKENS = (QwenCoderFormat(masks.ids, ReasoningMarks()) for masks in (TOKENS, ALL_TOKENS))
-FORMATS = [(QWEN, plain_masks()), (WITH_TOKENS, TOKENS), (WITH_ALL_TOKENS, ALL_TOKENS)]
-WRITE = tool("write", path={"type": "string"}, mode={"type": "integer"}, data={})
-ANY = Tool("any")
-TOOLS = (WRITE, ANY, tool("ping"))
+PING = "<tool_call>\n<function=get_x>\n</function>\n</tool_call>"
 END = r"</parameter>[ \t\r\n]*(<parameter=|</function>|</tool_call>)"
-PING = "<tool_call>\n<function=ping>\n</function>\n</tool_call>"
 
 
-def rendered(name: str, **arguments: Any) -> str:
-    parameters = "".join(f"<parameter={key}>\n{written(value)}\n</parameter>\n" for key, value in arguments.items())
-    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+def write(calls: Calls) -> str:
+    """As the chat templates write calls: only lists and objects are JSON."""
+
+    def written(value: Any) -> str:
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
+
+    def one(name: str, given: dict[str, Any]) -> str:
+        parameters = (f"<parameter={key}>\n{written(value)}\n</parameter>\n" for key, value in given.items())
+        return f"<tool_call>\n<function={name}>\n{''.join(parameters)}</function>\n</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
 
 
-def written(value: Any) -> str:
-    """As the templates write it: only lists and objects are JSON."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
+def spelling(name: str, masks: Masks, *texts: str) -> Spelling:
+    def is_text(text: str) -> bool:
+        return "\n</parameter>" not in text and not re.search(END, text)
+
+    strings = st.text() | st.lists(st.sampled_from([*"\n </>a5", *texts]), max_size=6).map("".join)
+    calls = typed_calls(is_text, strings, st.integers() | st.text("a<>/ "))
+    return Spelling(name, QwenCoderFormat(masks.ids, ReasoningMarks()), masks, write, calls)
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        (PING, "", [("ping", {})]),
-        (f"Well. \n\n{PING}\n{PING}\n", "Well.", [("ping", {}), ("ping", {})]),
-        (rendered("write", path="a/b", mode=420), "", [("write", {"path": "a/b", "mode": 420})]),
-        (rendered("write", path="5", data="5"), "", [("write", {"path": "5", "data": 5})]),
-        (rendered("write", path="\n a\n\n", data=""), "", [("write", {"path": "\n a\n\n", "data": ""})]),
-        (rendered("write", data=None), "", [("write", {"data": None})]),
-        (rendered("write", path="</parameter>\n</x>"), "", [("write", {"path": "</parameter>\n</x>"})]),
-        ("<tool_call><function=write><parameter=path>a</parameter><parameter=mode>5</parameter></function></tool_call>",
-         "", [("write", {"path": "a", "mode": 5})]),
-        ("<tool_call><function=write><parameter=path>a</parameter></tool_call> b", "b", [("write", {"path": "a"})]),
-        ("<tool_call><function=write><parameter=path>a</parameter></function> b", "b", [("write", {"path": "a"})]),
-    ],
-)  # fmt: skip
-def test_calls_are_read(text, content, calls):
-    reading = read(QWEN, TOOLS, f"<think>I see {PING}\n</think>\n{text}")
-    assert reading.reasoning == f"I see {PING}"
-    assert reading.content == content
-    assert [(call.name, json.loads(call.arguments)) for call in reading.calls] == calls
+def in_call(text: str) -> str:
+    return f"<tool_call>\n<function=get>\n{text}"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+A_STRING = "<parameter=a>\nx\n</parameter>"
+QWEN_CODER = Family(
+    name="qwen_coder",
+    spellings=(
+        spelling("qwen_coder", TOKENS, "</parameter>", "<parameter="),
+        spelling("qwen_coder-text", plain_masks(), "</parameter>", "<parameter="),
+        spelling("qwen_coder-all", ALL_TOKENS),
+    ),
+    tools=TYPED,
+    one=("get", {"a": "x", "b": 1, "c": []}),
+    wild=typed_calls(lambda text: not re.search(END, text), TEXT, VALUES),
+    ends=("\n</parameter>",),
+    readings={
+        in_call(
+            "<parameter=a>\na/b\n</parameter>\n<parameter=b>\n420\n</parameter>\n</function>\n</tool_call>"
+        ): called('{"a": "a/b", "b": 420}'),
+        write([("get", {"a": "5", "any": "5"})]): called('{"a": "5", "any": 5}'),
+        write([("get", {"a": "\n a\n\n", "any": ""})]): called('{"a": "\\n a\\n\\n", "any": ""}'),
+        write([("get", {"any": None})]): called('{"any": null}'),
+        write([("get", {"a": "</parameter>\n</x>"})]): called('{"a": "</parameter>\\n</x>"}'),
+        "<tool_call><function=get><parameter=a>a</parameter><parameter=b>5</parameter></function></tool_call>": called(
+            '{"a": "a", "b": 5}'
+        ),
+        "<tool_call><function=get><parameter=a>a</parameter></tool_call> b": called('{"a": "a"}', content="b"),
+        "<tool_call><function=get><parameter=a>a</parameter></function> b": called('{"a": "a"}', content="b"),
+        # Cut off.
+        f"Well: {in_call('')}": called("", content="Well:"),
+        in_call("<para"): called(""),
+        in_call("<parameter=a"): called(""),
+        in_call("<parameter=a>"): called('{"a": "'),
+        in_call("<parameter=a>\na\nb\n"): called('{"a": "a\\nb'),
+        in_call(A_STRING): called('{"a": "x"'),
+        in_call(f"{A_STRING}\n</fun"): called('{"a": "x"'),
+        in_call("<parameter=b>\n5"): called(""),
+        in_call(f"{A_STRING}\n</function>\n</tool_"): called('{"a": "x"}'),
+    },
+    contents=(
         "a </parameter> ",
-        "<tool_call>\nping\n</tool_call>",
-        "<tool_call>\n<function=unknown>\n</function>\n</tool_call>",
-        "<tool_call>\n<function=ping>\nnow\n</function>\n</tool_call>",
-        "<tool_call>\n<function=ping",
+        "<tool_call>\nget\n</tool_call>",
+        "<tool_call>\n<function=other>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=get>\nnow\n</function>\n</tool_call>",
+        "<tool_call>\n<function=get",
         "<tool_call>\n<func",
-        "<function=ping>\n</function>",
-        '<tool_call>\n{"name": "ping", "arguments": {}}\n</tool_call>',
-    ],
+        "<function=get>\n</function>",
+        '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>',
+    ),
+    broken=(
+        write([("get", {"a": "x", "c": []})]),
+        write([("get", {"a": "x", "b": "y", "c": []})]),
+        write([("get", {"b": 5, "a": "x", "c": []})]),
+        # The parser would see the end of the value.
+        write([("get", {"a": "x</parameter>\n</function>", "b": 1, "c": []})]),
+        write([("get", {"a": "x</parameter><parameter=b>", "b": 1, "c": []})]),
+        PING.replace("get_x", "other"),
+    ),
+    hostile=("<function=get>", "<parameter=", "<parameter=a>\n", "\n</parameter>", "</function>", "\n</function>\n"),
+    repeated=(
+        "<tool_call><function=set>",
+        PING,
+        ("<tool_call><function=get><parameter=a>", 'a"\n'),
+        ("<tool_call><function=get><parameter=a>", "</parameter>\n"),
+        ("<tool_call><function=get><parameter=a>\n", "<"),
+        ("<tool_call><function=get><parameter=c>\n", "[\n"),
+        ("<tool_call><function=get><parameter=", "a"),
+        ("<tool_call><function=get>", "<parameter=a>a</parameter>"),
+        ("<tool_call><function=get>", "<parameter="),
+        ("<tool_call><function=get><parameter=a></parameter>", "\n"),
+    ),
 )
-def test_what_looks_like_a_call_and_is_none_is_content(text):
-    assert read(QWEN, TOOLS, text) == Reading("", text, [])
-    assert read(QWEN, (), f"{text}{PING}") == Reading("", f"{text}{PING}", [])
-
-
-@pytest.mark.parametrize(
-    ("text", "arguments"),
-    [
-        ("", ""),
-        ("<para", ""),
-        ("<parameter=path", ""),
-        ("<parameter=path>", '{"path": "'),
-        ("<parameter=path>\na\nb\n", '{"path": "a\\nb'),
-        ("<parameter=path>\na\n</parameter>", '{"path": "a"'),
-        ("<parameter=path>\na\n</parameter>\n</fun", '{"path": "a"'),
-        ("<parameter=mode>\n5", ""),
-        ("<parameter=path>\na\n</parameter>\n</function>\n</tool_", '{"path": "a"}'),
-    ],
-)
-def test_of_a_call_that_is_cut_off_the_beginning_is_read(text, arguments):
-    reading = read(QWEN, TOOLS, f"Well: <tool_call>\n<function=write>\n{text}")
-    assert reading == Reading("", "Well:", [Call("write", arguments)])
-
-
-def test_what_is_read_early_is_not_taken_back():
-    check_prefixes(QWEN, TOOLS, f"Well.\n{rendered('write', mode=5, path='a b', data=[1])}\n{PING}")
-
-
-def test_strings_are_passed_on_as_they_come():
-    parser = QWEN.parser(TOOLS)
-    pieces = [
-        piece
-        for part in ("<tool_call>\n<function=write>\n<parameter=path", ">\n", "a", '"b\n', "c\n</par")
-        for piece in parser.push(part)
-    ]
-    assert pieces == [
-        CallStart(0, "write"), CallArguments(0, '{"path": "'), CallArguments(0, "a"), CallArguments(0, '\\"b'),
-        CallArguments(0, "\\nc"),
-    ]  # fmt: skip
-
-
-@given(TEXT, st.integers(), VALUES, st.lists(TEXT, max_size=2))
-def test_all_arguments_are_read(path, mode, data, more):
-    # A string that looks like another value is that value where the schema allows both.
-    assume(not isinstance(data, str) and not re.search(END, written(data)) and not re.search(END, path))
-    arguments = {"path": path, "mode": mode, "data": data}
-    reading = read(QWEN, TOOLS, f"a {rendered('write', **arguments)}\n{PING}")
-    assert reading.content == "a"
-    assert [call.name for call in reading.calls] == ["write", "ping"]
-    assert json.loads(reading.calls[0].arguments) == arguments
-
-
-@settings(max_examples=50)
-@given(TEXT, st.integers(-(10**18), 10**18), st.lists(st.integers() | st.text("a<>/ "), max_size=3))
-def test_all_arguments_may_be_said(path, mode, data):
-    assume("\n</parameter>" not in path and not re.search(END, path))
-    text = rendered("write", path=path, mode=mode, data=data)
-    for chat_format, masks in FORMATS:
-        grammar = f"start: calls\n{chat_format.calls(TOOLS, several=True)}"
-        assert masks.accepts(grammar, f"{text}\n{PING}")
-        only_one = f"start: calls\n{chat_format.calls(TOOLS, several=False)}"
-        assert not masks.accepts(only_one, f"{PING}\n{PING}")
-
-
-def test_what_is_not_allowed_cannot_be_said():
-    grammar = f"start: calls\n{QWEN.calls((WRITE,), several=True)}"
-    assert plain_masks().accepts(grammar, rendered("write", path="a", mode=5, data="b"))
-    for arguments in (
-        {"path": "a", "data": 1},
-        {"path": "a", "mode": "b", "data": 1},
-        {"mode": 5, "path": "a", "data": 1},
-    ):
-        assert not plain_masks().accepts(grammar, rendered("write", **arguments))
-    for path in ("a</parameter>\n</function>", "a</parameter><parameter=mode>"):  # the parser would see its end
-        assert not plain_masks().accepts(grammar, rendered("write", path=path, mode=5, data="b"))
-    assert not plain_masks().accepts(grammar, PING)
 
 
 @pytest.mark.parametrize(
@@ -180,21 +135,18 @@ def test_what_is_not_allowed_cannot_be_said():
 )
 def test_values_of_a_schema(schema, yes, no):
     root = {"properties": {"v": schema}, "required": ["v"], "$defs": {"x": {"type": "object", "required": ["y"]}}}
-    one = Tool("one", parameters=json.dumps(root))
-    for chat_format, masks in FORMATS:
-        grammar = f"start: calls\n{chat_format.calls((one,), several=False)}"
-        assert [value for value in yes if not masks.accepts(grammar, rendered("one", v=value))] == []
-        assert [value for value in no if masks.accepts(grammar, rendered("one", v=value))] == []
+    tools = [Tool("one", parameters=json.dumps(root))]
+    for each in QWEN_CODER.spellings:
+        assert [value for value in yes if not each.allows("calls", tools, write([("one", {"v": value})]))] == []
+        assert [value for value in no if each.allows("calls", tools, write([("one", {"v": value})]))] == []
 
 
 def test_a_tool_that_declares_no_properties_takes_all():
-    grammar = f"start: calls\n{QWEN.calls((ANY,), several=False)}"
-    assert plain_masks().accepts(grammar, rendered("any", a="b", c=[1]))
-    assert plain_masks().accepts(grammar, rendered("any"))
-    for schema in ({"properties": {}}, {"additionalProperties": False}):
-        grammar = f"start: calls\n{QWEN.calls((Tool('any', parameters=json.dumps(schema)),), several=False)}"
-        assert plain_masks().accepts(grammar, rendered("any"))
-        assert not plain_masks().accepts(grammar, rendered("any", a="b"))
+    nothing, something = (write([("any", given)]) for given in ({}, {"a": "b", "c": [1]}))
+    for schema, takes_all in (({}, True), ({"properties": {}}, False), ({"additionalProperties": False}, False)):
+        tools = [Tool("any", parameters=json.dumps(schema))]
+        assert QWEN_CODER.first.allows("calls", tools, nothing)
+        assert QWEN_CODER.first.allows("calls", tools, something) == takes_all
 
 
 @pytest.mark.parametrize(
@@ -218,45 +170,11 @@ def test_a_tool_that_declares_no_properties_takes_all():
 )
 def test_a_schema_that_cannot_be_written_is_refused(schema, problem):
     with pytest.raises(ValueError, match=f"the schema of f .*{problem}.*cannot express"):
-        QWEN.calls((Tool("f", parameters=json.dumps(schema)),), several=True)
+        QWEN_CODER.first.format.calls((Tool("f", parameters=json.dumps(schema)),), several=True)
 
 
 def test_parameters_of_the_same_schema_share_their_rules():
     text, noted = {"type": "string"}, {"type": "string", "description": "A text."}
-    grammar = QWEN.calls((tool("f", a=text, b=noted), tool("g", a=text, b={"type": "null"})), several=True)
+    tools = (tool("f", a=text, b=noted), tool("g", a=text, b={"type": "null"}))
+    grammar = QWEN_CODER.first.format.calls(tools, several=True)
     assert [name for name in ("value_0:", "value_1:", "value_2:") if name in grammar] == ["value_0:", "value_1:"]
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_what_is_said_under_the_mask_is_valid(seed):
-    for chat_format, masks in FORMATS:
-        check_walk(chat_format, masks, seed, "\n</parameter>")
-
-
-def test_text_may_end_with_calls():
-    for chat_format, masks in FORMATS:
-        grammar = f"start: auto\n{chat_format.auto(TOOLS, several=True, unlike='<think>')}"
-        for text in ("", "Hi <tool_cal", PING, f"Hi.\n{PING}\n{PING}"):
-            assert masks.accepts(grammar, text), text
-        for text in ("<tool_call>", "Hi <tool_call>\n<function=pong>", f"{PING} and", " <think>"):
-            assert not masks.accepts(grammar, text), text
-
-
-@pytest.mark.parametrize(
-    ("begin", "part"),
-    [
-        ("", "<tool_call>"),
-        ("", "<tool_call><function=ping>"),
-        ("", PING),
-        ("<tool_call><function=write><parameter=path>", 'a"\n'),
-        ("<tool_call><function=write><parameter=path>", "</parameter>\n"),
-        ("<tool_call><function=write><parameter=path>\n", "<"),
-        ("<tool_call><function=write><parameter=data>\n", "[\n"),
-        ("<tool_call><function=write><parameter=", "a"),
-        ("<tool_call><function=write>", "<parameter=path>a</parameter>"),
-        ("<tool_call><function=write>", "<parameter="),
-        ("<tool_call><function=write><parameter=path></parameter>", "\n"),
-    ],
-)
-def test_the_cost_is_proportional_to_the_text(begin, part):
-    check_linear(QWEN, TOOLS, lambda length: begin + part * (length // len(part)))

@@ -40,7 +40,7 @@ def plain_split(text: str) -> list[tuple[str, str | None]]:
     return [(text, None)]
 
 
-@given(st.text("<ab>x ", max_size=30), st.integers(0, 9))
+@given(st.lists(st.sampled_from([*MARKERS, *"<ab>x "]), max_size=12).map("".join), st.integers(0, 9))
 def test_text_is_split_at_markers_however_it_is_cut(text, seed):
     for parts in [[text], *cuts(text, random.Random(seed))]:
         assert split(parts) == plain_split(text)

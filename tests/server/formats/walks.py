@@ -1,28 +1,23 @@
-"""What the tests of every chat format share: readings of a text in all cuts, and walks under the masks of a grammar."""
+"""Readings of a text in all cuts, walks under the masks of a grammar, and values of all kinds."""
 
 from __future__ import annotations
 
 import functools
 import json
 import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
-import jsonschema
 import numpy as np
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from server.formats.base import CallArguments, CallStart, ChatFormat, Content, Piece, Reasoning, Tool
-from tests.schemas import Schema, random_schema
 
 TOKENIZER = Path(__file__).resolve().parents[3] / "models" / "target" / "tokenizer.json"
 END = 0
-MOST_HELD = 64  # characters, far above the longest marker
 
 
 class Call(NamedTuple):
@@ -94,7 +89,7 @@ def read(
 def cuts(text: str, rng: random.Random) -> Iterator[list[str]]:
     """Ways to cut a text."""
     yield [*text]
-    places = range(len(text)) if len(text) <= 200 else rng.sample(range(len(text)), 20)
+    places = range(len(text)) if len(text) <= 50 else rng.sample(range(len(text)), 20)
     yield from ([text[:at], text[at:]] for at in places)
     for _ in range(5):
         places = sorted(rng.sample(range(len(text) + 1), min(rng.randint(1, 10), len(text) + 1)))
@@ -114,6 +109,7 @@ class Masks:
         self.ids = {text: tokenizer.encode(text, add_special_tokens=False).ids[0] for text in added or ()}
         self.size = tokenizer.get_vocab_size(with_added_tokens=True)
         self.tokenizer = tokenizer
+        self._matchers: dict[str, LLMatcher] = {}
         self._library = LLTokenizer(tokenizer.to_str(), n_vocab=self.size, eos_token=[END])
 
     def matcher(self, lark: str) -> LLMatcher:
@@ -125,7 +121,9 @@ class Masks:
 
     def accepts(self, lark: str, text: str) -> bool:
         """Whether the grammar matches the whole text, in the tokens that the tokenizer makes of it."""
-        matcher, tokens = self.matcher(lark), self.tokenizer.encode(text, add_special_tokens=False).ids
+        if lark not in self._matchers:
+            self._matchers[lark] = self.matcher(lark)
+        matcher, tokens = self._matchers[lark].deep_copy(), self.tokenizer.encode(text, add_special_tokens=False).ids
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     def walk(self, lark: str, rng: random.Random, *ends: str, most: int = 1500) -> str:
@@ -171,7 +169,7 @@ def plain_masks() -> Masks:
     return Masks()
 
 
-# -------------------------------------------------------------------------------------------------------------- laws
+# ------------------------------------------------------------------------------------------------------------ values
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x7f")) | st.text("<>/{}\"'\\\n =x_[]:,")
 VALUES = st.recursive(
@@ -179,77 +177,3 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
     max_leaves=8,
 )
-_DEFINED: Schema = {"node": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}}
-_SPECIAL: tuple[Schema, ...] = (
-    {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
-    {"type": ["string", "integer", "boolean"]},
-    {"type": ["string", "number"], "maximum": 3, "maxLength": 5},
-    {"$ref": "#/$defs/node"},
-    {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "string", "pattern": "^[a-c]+$"}]},
-    {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
-    {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
-    {"type": "string", "pattern": "b+", "maxLength": 3},
-    {"enum": ["5", "null", "a\nb", 5, None, {"x": 1}]},
-    {"type": "string", "enum": ["red", "green"]},
-    {"const": "x"},
-    {"type": "number", "minimum": -1.5, "exclusiveMaximum": 2},
-    {"oneOf": [{"type": "boolean"}, {"type": "string", "minLength": 2, "maxLength": 3}]},
-    {},
-)
-
-
-def random_tool(seed: int) -> Tool:
-    """A tool with up to three parameters of random schemas; some are optional."""
-    rng = random.Random(seed)
-    schemas = [rng.choice(_SPECIAL) if rng.random() < 0.4 else random_schema(rng.randrange(10**6), 2) for _ in range(3)]
-    properties = dict(zip(("city", "größe", "a-b.c"), schemas[: rng.randint(0, 3)], strict=False))
-    required = [name for name in properties if rng.random() < 0.5]
-    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    return Tool("do_it", parameters=json.dumps(schema | {"$defs": _DEFINED}))
-
-
-def check_walk(chat_format: ChatFormat, masks: Masks, seed: int, *ends: str) -> None:
-    """What is said under the mask is read as calls whose arguments are valid."""
-    tools = (random_tool(seed), tool("ping"))
-    text = masks.walk(f"start: calls\n{chat_format.calls(tools, several=True)}", random.Random(seed), *ends)
-    reading = read(chat_format, tools, text, seed=seed)
-    assert reading.content == reading.reasoning == "", text
-    assert reading.calls, text
-    for call in reading.calls:
-        schema = next(one.parameters for one in tools if one.name == call.name)
-        jsonschema.validate(json.loads(call.arguments), json.loads(schema))
-
-
-def check_prefixes(chat_format: ChatFormat, tools: Sequence[Tool], text: str) -> None:
-    """Of a text that is cut off, no call or content is read that the whole text does not begin with."""
-    whole = read(chat_format, tools, text)
-    for length in range(len(text)):
-        part = joined(pieces_of(chat_format, tools, [text[:length]]))
-        assert len(part.calls) <= len(whole.calls)
-        for call, full in zip(part.calls, whole.calls, strict=False):
-            assert call.name == full.name
-            assert full.arguments.startswith(call.arguments), (text[:length], call)
-
-
-def num_steps(chat_format: ChatFormat, tools: Sequence[Tool], text: str) -> int:
-    """How many functions are called to read a text that comes by characters; checks that little is held back."""
-    parser, count = chat_format.parser(tools), 0
-
-    def see(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(see)
-    try:
-        for char in text:
-            parser.push(char)
-            assert len(parser._scanner.held) < MOST_HELD
-        parser.finish()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def check_linear(chat_format: ChatFormat, tools: Sequence[Tool], text: Callable[[int], str]) -> None:
-    """Twice the text is at most little more than twice the work."""
-    assert num_steps(chat_format, tools, text(2000)) < 2.2 * num_steps(chat_format, tools, text(1000))

@@ -61,13 +61,3 @@ async def talking(engine=None, *, chat=TEMPLATE, model_format=None, compile_gram
 def prompt_of(server, number=-1):
     """The text of the prompt of one request."""
     return CODEC.decode(server.engine.requests[number].token_ids)
-
-
-def events_in(raw):
-    """The events of a stream, whose names are their types."""
-    found = []
-    for event in raw.removesuffix("\n\n").split("\n\n"):
-        name, data = event.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found

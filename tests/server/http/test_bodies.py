@@ -6,8 +6,10 @@ import random
 
 import pytest
 
-from tests.server.http.test_gateway import talking
+from tests.server.http.interfaces import on_the_shared_server, talking
 from tests.server.test_life import metric
+
+pytestmark = on_the_shared_server
 
 # Each wrong by itself, with the field that the answer has to name; types, then values, then what is not served.
 WRONG = {
@@ -64,23 +66,20 @@ async def test_any_mistakes_are_told_together():
     ],
     ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
-async def test_without_an_input_the_rest_is_read(path, fields, told):
-    async with talking() as server:
-        answer = await server.http.post(path, json=fields)
-        message = answer.json()["error"]["message"]
-        assert answer.status_code == 400
-        assert {said for said in told if said in message} == told, message
-        assert "input is missing" not in message
+async def test_without_an_input_the_rest_is_read(server, path, fields, told):
+    answer = await server.http.post(path, json=fields)
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert {said for said in told if said in message} == told, message
+    assert "input is missing" not in message
 
 
-async def test_what_is_no_object_has_nothing_else_to_tell():
-    async with talking() as server:
-        for raw in (b"[]", b"7", b"{", b'"a"', b"null", b""):
-            answer = await server.http.post("/generate", content=raw, headers={"content-type": "application/json"})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body"), raw
+async def test_what_is_no_object_has_nothing_else_to_tell(server):
+    for raw in (b"[]", b"7", b"{", b'"a"', b"null", b""):
+        answer = await server.http.post("/generate", content=raw, headers={"content-type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body"), raw
 
 
-async def test_another_model_goes_first_as_over_grpc():
-    async with talking() as server:
-        answer = await server.http.post("/generate", json={"model": "other", "temperature": "hot", "prompt": 5})
-        assert answer.status_code == 404
+async def test_another_model_goes_first_as_over_grpc(server):
+    answer = await server.http.post("/generate", json={"model": "other", "temperature": "hot", "prompt": 5})
+    assert answer.status_code == 404

@@ -10,11 +10,9 @@ import pytest
 
 from server.http.limits import ANSWER_SECONDS, MAX_CHUNKS, MIN_CHUNK, RequestLimits
 from tests.pauses import pauses
-from tests.server.http.test_gateway import talking
+from tests.server.http.interfaces import on_the_shared_server, talking
 from tests.server.test_security import ALICE
 from tests.serving import http_client, serving, until
-
-pytestmark = pytest.mark.slow
 
 HEAD = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 MOST_PAUSE = 4.0  # seconds, on a machine that does other things too
@@ -139,7 +137,7 @@ async def test_after_its_answer_tiny_chunks_close_the_connection_without_a_fault
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-@pytest.mark.parametrize("size", [1, 30, MIN_CHUNK, 70_000])
+@pytest.mark.parametrize("size", [1, pytest.param(30, marks=pytest.mark.slow), MIN_CHUNK, 70_000])
 async def test_chunks_of_a_reasonable_number_are_served(size):
     text = b"a" * (900 * size if size <= 30 else 1_000_000)
     body = b'{"prompt":"a","metadata":"%s"}' % text
@@ -168,6 +166,7 @@ async def test_cookies_are_parsed_by_nobody():
 BIG = 15_000  # bytes; with the rest of the head that is within the limit
 
 
+@on_the_shared_server
 @pytest.mark.parametrize(
     "head",
     [
@@ -183,12 +182,12 @@ BIG = 15_000  # bytes; with the rest of the head that is within the limit
     ],
     ids=["cookie", "headers", "query", "escapes", "accept", "type", "quotes", "event", "trace"],
 )
-async def test_no_head_stalls_the_loop(head):
-    async with serving() as server:
-        async with pauses() as seen, asyncio.TaskGroup() as tasks:
-            for _ in range(10):
-                tasks.create_task(answered(server, head))
-        assert seen.longest < 1.0  # ten such cookies took more than three seconds
+async def test_no_head_stalls_the_loop(server, head):
+    start = time.process_time()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(10):
+            tasks.create_task(answered(server, head))
+    assert time.process_time() - start < 1.5  # ten such cookies took more than three seconds
 
 
 async def answered(server, head):
@@ -202,25 +201,25 @@ async def answered(server, head):
 PATHS = ["/", "/health", "/metrics", "/v1/models", "/openapi.json", "/nothing"]
 
 
+@on_the_shared_server
 @pytest.mark.parametrize(
     "host", ["evil.example", "127.0.0.1.evil.example:80", "localhost.evil", "[::2]", "10.0.0.1", ""]
 )
-async def test_a_page_that_leads_its_own_name_here_is_refused_on_all_paths(host):
-    async with serving() as server, http_client(server) as http:
-        answers = [await http.get(path, headers={"host": host}) for path in PATHS]
-        answers.append(await http.post("/generate", headers={"host": host}, json={"prompt": "a"}))
-        assert {answer.status_code for answer in answers} == {403}
-        message = answers[0].json()["error"]["message"]
-        assert repr(host) in message
-        assert "localhost" in message
-        assert "token_file" in message
-        assert not server.engine.requests
+async def test_a_page_that_leads_its_own_name_here_is_refused_on_all_paths(server, host):
+    answers = [await server.http.get(path, headers={"host": host}) for path in PATHS]
+    answers.append(await server.http.post("/generate", headers={"host": host}, json={"prompt": "a"}))
+    assert {answer.status_code for answer in answers} == {403}
+    message = answers[0].json()["error"]["message"]
+    assert repr(host) in message
+    assert "localhost" in message
+    assert "token_file" in message
+    assert not server.engine.requests
 
 
+@on_the_shared_server
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:99", "127.0.0.1", "127.1.2.3:8000", "[::1]", "[::1]:8000"])
-async def test_names_of_this_machine_are_served(host):
-    async with serving() as server, http_client(server) as http:
-        assert (await http.get("/metrics", headers={"host": host})).status_code == 200
+async def test_names_of_this_machine_are_served(server, host):
+    assert (await server.http.get("/metrics", headers={"host": host})).status_code == 200
 
 
 async def test_a_caller_of_http_1_0_names_no_host():

@@ -21,7 +21,7 @@ from server.http.pieces import CallReader
 from tests.engine.text.test_codec import CODEC
 from tests.server import fake_engine
 from tests.server.fake_engine import FakeEngine, logprob_of
-from tests.server.http.test_gateway import CHAT, talking
+from tests.server.http.interfaces import CHAT, talking
 from tests.server.test_generate import request
 
 N, NUM_TOKENS, TOP = 3, 250, 20
@@ -59,8 +59,7 @@ class Noted:
         return self._of.logprob
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("front_end", ["http", "grpc"])
+@pytest.mark.parametrize("front_end", ["http", pytest.param("grpc", marks=pytest.mark.slow)])
 async def test_no_turn_of_the_loop_converts_more_than_a_part(front_end, monkeypatch):
     async with talking(FakeEngine(burst=40)) as server, turns() as seen:
         converted = Counter()
@@ -120,8 +119,13 @@ def chat_answers(codec=CODEC):
 
 
 @pytest.mark.parametrize("kind", [text_answers, chat_answers])
-@pytest.mark.parametrize("num_tokens", [0, 1, 30, 90, MAX_AT_ONCE, MAX_AT_ONCE + 1, 1000])
-@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+@pytest.mark.parametrize(
+    ("num_tokens", "separators"),
+    [
+        *((0, (",", ":")), (1, (", ", ": ")), (90, (", ", ": ")), (MAX_AT_ONCE, (",", ":"))),
+        *((MAX_AT_ONCE + 1, (", ", ": ")), pytest.param(1000, (",", ":"), marks=pytest.mark.slow)),
+    ],
+)
 async def test_parts_joined_are_what_one_piece_would_be(kind, num_tokens, separators):
     answer = await kind().answer([response(num_tokens)])
     parts = list(Encoder(*separators).parts(answer))

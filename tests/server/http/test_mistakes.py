@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.http.test_gateway import CHAT, talking
+from tests.server.http.interfaces import CHAT, on_the_shared_server
 
-pytestmark = pytest.mark.slow
+pytestmark = on_the_shared_server
 
 GENERATION = "add_generation_prompt"
 NAMED = {"type": "function", "function": {"name": "f"}}
@@ -72,12 +72,11 @@ LEGACY = {"role": "assistant", "content": "", "function_call": {"name": "f", "ar
     ],
     ids=str,
 )
-async def test_mistakes_are_400_and_name_field_and_value(path, fields, param, said):
-    async with talking() as server:
-        base = CHAT if path.startswith("chat") else {"model": "fake"}
-        answer = await server.http.post(f"/v1/{path}", json=base | fields)
-        assert answer.status_code == 400, answer.text
-        error = answer.json()["error"]
-        assert error["type"] == "invalid_request_error"
-        assert error["param"] == param
-        assert said in error["message"]
+async def test_mistakes_are_400_and_name_field_and_value(server, path, fields, param, said):
+    base = CHAT if path.startswith("chat") else {"model": "fake"}
+    answer = await server.http.post(f"/v1/{path}", json=base | fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert said in error["message"]

@@ -7,10 +7,13 @@ import asyncio
 import httpx
 import pytest
 
-from tests.server.http.test_gateway import talking
+from tests.server.http.interfaces import on_the_shared_server
 from tests.server.test_control import ALICE, BOB, LONG, bearer, held, holding
 from tests.server.test_control import tokens as tokens  # noqa: PLC0414  # a fixture
 from tests.server.test_life import metric
+from tests.serving import http_client, serving
+
+pytestmark = on_the_shared_server
 
 TURNS = [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": "fox"}]
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -25,35 +28,33 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
         ("/v1/chat/completions", {"messages": TURNS, "cache_salt": "mine", "temperature": 0.5}),
     ],
 )
-async def test_the_tokens_are_those_of_the_same_request(path, body):
-    async with talking() as server:
-        body = {"model": "fake", "max_tokens": 3, **body}
-        told = await server.http.post(f"{path}/render", json=body)
-        assert told.status_code == 200
-        assert not server.engine.requests, "it only asked"
-        [rendered] = told.json() if path == "/v1/completions" else [told.json()]
-        await server.http.post(path, json=body)
-        assert tuple(rendered["token_ids"]) == server.engine.requests[-1].token_ids
-        prefix, _, number = rendered.pop("request_id").partition("-")
-        assert (prefix, len(number)) == ("cmpl" if path == "/v1/completions" else "chatcmpl", 24)
-        assert rendered == {
-            "model": "fake",
-            "token_ids": rendered["token_ids"],
-            "features": None,
-            "cache_salt": body.get("cache_salt"),
-            "priority": body.get("priority", 0),
-        }
+async def test_the_tokens_are_those_of_the_same_request(server, path, body):
+    body = {"model": "fake", "max_tokens": 3, **body}
+    told = await server.http.post(f"{path}/render", json=body)
+    assert told.status_code == 200
+    assert not server.engine.requests, "it only asked"
+    [rendered] = told.json() if path == "/v1/completions" else [told.json()]
+    await server.http.post(path, json=body)
+    assert tuple(rendered["token_ids"]) == server.engine.requests[-1].token_ids
+    prefix, _, number = rendered.pop("request_id").partition("-")
+    assert (prefix, len(number)) == ("cmpl" if path == "/v1/completions" else "chatcmpl", 24)
+    assert rendered == {
+        "model": "fake",
+        "token_ids": rendered["token_ids"],
+        "features": None,
+        "cache_salt": body.get("cache_salt"),
+        "priority": body.get("priority", 0),
+    }
 
 
-async def test_each_of_several_prompts_is_rendered():
-    async with talking() as server:
-        body = {"prompt": ["the quick", "brown fox jumps"], "max_tokens": 3}
-        told = (await server.http.post("/v1/completions/render", json=body)).json()
-        assert len({rendered["request_id"] for rendered in told}) == 2
-        await server.http.post("/v1/completions", json=body)
-        assert sorted(tuple(rendered["token_ids"]) for rendered in told) == sorted(
-            request.token_ids for request in server.engine.requests
-        )
+async def test_each_of_several_prompts_is_rendered(server):
+    body = {"prompt": ["the quick", "brown fox jumps"], "max_tokens": 3}
+    told = (await server.http.post("/v1/completions/render", json=body)).json()
+    assert len({rendered["request_id"] for rendered in told}) == 2
+    await server.http.post("/v1/completions", json=body)
+    assert sorted(tuple(rendered["token_ids"]) for rendered in told) == sorted(
+        request.token_ids for request in server.engine.requests
+    )
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -69,18 +70,17 @@ async def test_each_of_several_prompts_is_rendered():
         {"prompt": "a" * 10**6, "messages": [{"role": "user", "content": "a" * 10**6}]},
     ],
 )
-async def test_what_generates_nothing_is_refused_alike(path, wrong):
-    async with talking() as server:
-        field = "prompt" if path == "/v1/completions" else "messages"
-        body = {field: "ab" if field == "prompt" else TURNS, **wrong}
-        body.pop("messages" if field == "prompt" else "prompt", None)
-        told, wanted = [await server.http.post(where, json=body) for where in (f"{path}/render", path)]
-        assert told.status_code == wanted.status_code >= 400
-        assert told.json() == wanted.json()
+async def test_what_generates_nothing_is_refused_alike(server, path, wrong):
+    field = "prompt" if path == "/v1/completions" else "messages"
+    body = {field: "ab" if field == "prompt" else TURNS, **wrong}
+    body.pop("messages" if field == "prompt" else "prompt", None)
+    told, wanted = [await server.http.post(where, json=body) for where in (f"{path}/render", path)]
+    assert told.status_code == wanted.status_code >= 400
+    assert told.json() == wanted.json()
 
 
-async def test_a_model_without_a_template_has_no_conversations_to_render(server):
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}") as http:
+async def test_a_model_without_a_template_has_no_conversations_to_render():
+    async with serving() as plain, http_client(plain) as http:
         told = await http.post("/v1/chat/completions/render", json={"messages": TURNS})
     assert told.status_code == 400
     assert told.json()["error"]["message"].startswith("messages is a conversation, and the model has no chat template")
@@ -107,11 +107,10 @@ async def test_it_counts_as_a_request_of_its_caller(tokens):
             assert (await http.post("/v1/completions/render", json={"prompt": "a"})).status_code == 401
 
 
-async def test_the_description_of_the_routes_names_their_bodies():
-    async with talking() as server:
-        paths = (await server.http.get("/openapi.json")).json()["paths"]
-        for path in PATHS:
-            pointer = paths[f"{path}/render"]["post"]["requestBody"]["$ref"]
-            keys = [key.replace("~1", "/") for key in pointer.removeprefix("#/paths/").split("/")]
-            assert keys == [path, "post", "requestBody"]
-            assert "requestBody" in paths[path]["post"]
+async def test_the_description_of_the_routes_names_their_bodies(server):
+    paths = (await server.http.get("/openapi.json")).json()["paths"]
+    for path in PATHS:
+        pointer = paths[f"{path}/render"]["post"]["requestBody"]["$ref"]
+        keys = [key.replace("~1", "/") for key in pointer.removeprefix("#/paths/").split("/")]
+        assert keys == [path, "post", "requestBody"]
+        assert "requestBody" in paths[path]["post"]

@@ -12,21 +12,19 @@ import pytest
 
 from tests.server import certificates
 from tests.server.fake_engine import FakeEngine
-from tests.server.http.test_gateway import CHAT, talking
+from tests.server.http.interfaces import CHAT, INTERFACES, soon, talking
 from tests.server.test_life import metric
 from tests.server.test_security import ALICE
 from tests.serving import serving, until
-
-pytestmark = pytest.mark.slow
 
 SMALL = 4096  # bytes of a socket's buffer, so that little of an answer leaves the server
 LARGE = CHAT | {"max_tokens": 1000, "logprobs": True, "top_logprobs": 20}  # its answer has about a megabyte
 STALL_SECONDS = 0.2
 
 
-def post(body, *headers):
+def post(body, *headers, path="/v1/chat/completions"):
     data = json.dumps(body).encode()
-    head = ["POST /v1/chat/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     return "\r\n".join([*head, f"Content-Length: {len(data)}\r\n\r\n"]).encode() + data
 
 
@@ -53,10 +51,10 @@ def writing(server):
     ("asked", "num_served"),
     [
         (post(LARGE), 1),
-        (post(LARGE, "Connection: close"), 1),
+        pytest.param(post(LARGE, "Connection: close"), 1, marks=pytest.mark.slow),
         (post(LARGE | {"max_tokens": 100}, "Connection: close"), 1),
         (post(LARGE | {"stream": True}), 1),
-        (GET * 2000, 0),
+        pytest.param(GET * 2000, 0, marks=pytest.mark.slow),
         (GET * 50, 0),
     ],
     ids=["large", "last", "less than pauses", "stream", "pipelined", "few pipelined"],
@@ -75,7 +73,9 @@ async def test_a_connection_whose_reader_takes_nothing_ends_with_its_tasks(asked
         await until(lambda: not state.tasks, 10)
 
 
-@pytest.mark.parametrize("asked", [GET * 2000, GET * 50], ids=["pipelined", "few pipelined"])
+@pytest.mark.parametrize(
+    "asked", [pytest.param(GET * 2000, marks=pytest.mark.slow), GET * 50], ids=["pipelined", "few pipelined"]
+)
 async def test_the_same_with_tls_which_has_a_buffer_of_its_own_and_a_farewell(asked, tmp_path):
     signed = certificates.make(tmp_path)
     files = {"tls_cert": signed.server_cert, "tls_key": signed.server_key}
@@ -96,12 +96,17 @@ async def test_the_same_with_tls_which_has_a_buffer_of_its_own_and_a_farewell(as
             await until(lambda: not state.connections and not state.tasks, 20)
 
 
-async def test_a_stream_whose_reader_takes_nothing_is_counted_as_stalled_before_its_connection_ends():
-    async with talking(FakeEngine(burst=40), stall_seconds=STALL_SECONDS) as server, deaf(server) as connection:
-        await asyncio.get_running_loop().sock_sendall(connection, post(LARGE | {"max_tokens": 3000, "stream": True}))
+@soon("chat", "messages")
+async def test_a_stream_whose_reader_takes_nothing_is_counted_as_stalled_and_its_pages_are_freed(name):
+    about = INTERFACES[name]
+    async with talking(FakeEngine(burst=1), stall_seconds=STALL_SECONDS) as server, deaf(server) as connection:
+        asked = post(about.asking(stream=True), path=about.path)
+        await asyncio.get_running_loop().sock_sendall(connection, asked)
         await until(lambda: server.app._http.server_state.connections, 10)
         await until(lambda: not server.app._http.server_state.connections, 20)
         assert metric(server, "stream_stalls_total") == 1
+        await until(lambda: not server.app.driver.live())
+        assert server.engine.free_pages == server.engine.total_pages
 
 
 async def test_a_stream_that_has_nothing_more_to_write_is_counted_as_stalled_when_its_connection_is_aborted():
@@ -144,19 +149,25 @@ async def test_an_answer_that_is_read_after_all_is_whole_and_its_connection_stay
         assert "uptime_seconds" in await taken(connection)
 
 
-async def test_an_answer_counts_against_its_callers_quota_until_it_is_written(tmp_path):
+@pytest.mark.parametrize("name", ["chat", "messages", pytest.param("responses", marks=pytest.mark.slow)])
+async def test_an_answer_counts_against_its_callers_quota_until_it_is_written_or_its_reader_is_gone(name, tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"alice {ALICE}\n")
-    engine, known = FakeEngine(burst=40), f"Authorization: Bearer {ALICE}"
-    async with talking(engine, token_file=tokens, max_requests_per_token=1) as server, deaf(server) as connection:
+    known, about = f"Authorization: Bearer {ALICE}", INTERFACES[name]
+    large = LARGE if name == "chat" else about.asking(30_000, stream=True)
+    async with talking(FakeEngine(burst=40), token_file=tokens, max_requests_per_token=1) as server:
 
         async def status():
             return (await server.http.post("/generate", json={"prompt": "a"}, headers=[known.split(": ")])).status_code
 
-        await asyncio.get_running_loop().sock_sendall(connection, post(LARGE, known))
-        await until(lambda: writing(server), 10)
-        assert not server.app.driver.live()
-        assert await status() == 429
-        await taken(connection)
-        await until(lambda: not server.app._http.server_state.tasks, 10)
+        server.engine.max_model_len = 100_000
+        async with deaf(server) as connection:
+            await asyncio.get_running_loop().sock_sendall(connection, post(large, known, path=about.path))
+            await until(lambda: writing(server) and server.engine.requests and not server.app.driver.live(), 20)
+            assert await status() == 429
+            if name == "chat":
+                await taken(connection)
+                await until(lambda: not server.app._http.server_state.tasks, 10)
+                assert await status() == 200
+        await until(lambda: not server.app._http.server_state.connections, 20)
         assert await status() == 200

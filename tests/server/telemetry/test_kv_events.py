@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from engine.kv.pages import CacheChange
@@ -96,6 +97,7 @@ class Told(Arena):
 
 
 TestTold = Told.TestCase
+TestTold.settings = settings(max_examples=30)
 
 
 def entered(number, before=None, salt=None, tokens=(1, 2)):
@@ -303,7 +305,7 @@ async def hearing_server(endpoints, engine_process):
     async with (
         serving_embedded(engine_process=engine_process, **names) as server,
         http_client(server) as http,
-        listening(server.app._kv_events, *endpoints) as (reader, asking),
+        listening(server.app.kv_events, *endpoints) as (reader, asking),
     ):
         yield server, http, reader, asking
 
@@ -330,7 +332,7 @@ async def test_with_the_engine_all_that_was_cached_is_gone(endpoints):
         await complete(http, TEXT)
         while not router.blocks:
             await hear(reader, router)
-        os.kill(server.app.host._worker.process.pid, signal.SIGKILL)
+        os.kill(server.app.host.pid, signal.SIGKILL)
         while router.blocks:
             await hear(reader, router)
         await until(lambda: server.app.metrics.registry.get_sample_value("pilotfish_engine_restarts_total") == 1)
@@ -363,3 +365,4 @@ async def test_a_recovered_engine_on_a_thread_tells_again_what_it_kept(endpoints
             await hear(reader, router)
         [rendered] = (await http.post("/v1/completions/render", json={"prompt": TEXT})).json()
         await hear_of(rendered["token_ids"], reader, router)
+        assert (await complete(http, TEXT))[1] == router.num_known(rendered["token_ids"]) > 0

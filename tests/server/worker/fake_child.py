@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+from engine.errors import ModelError
 from engine.verdicts import verdict
 from server.worker import engine_process
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
 
 PROGRAM = "from tests.server.worker.fake_child import main; main()"
-HANGS = "PILOTFISH_TEST_HANGS"
 KILL, SEGFAULT, EXIT, RAISE, HANG, GARBAGE, OVERSIZED, SLOW = range(100, 108)
 
 
@@ -47,9 +47,11 @@ class AccidentProne(FakeEngine):
 
 
 def load(config, progress, *, is_successor=False):
-    """Like `ServedModel.load`; a successor hangs once if the file that the variable `HANGS` names is there."""
-    hangs = Path(os.environ.get(HANGS, "/nothing"))
-    if is_successor and hangs.exists():
+    """Like `ServedModel.load`. A model `none` there is not; where the target is a file, the first successor hangs."""
+    if config.target == "none":
+        raise ModelError("no such model")
+    hangs = Path(config.target)
+    if is_successor and hangs.is_file():
         hangs.unlink()
         time.sleep(1000)
     progress("loading a fake")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import logging
 import os
 import signal
 import threading
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import grpc
@@ -18,7 +21,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.config import EngineConfig
-from engine.errors import InvalidRequest, ModelError
+from engine.errors import InvalidRequest
 from engine.params import Guided
 from engine.text import guided as guided_text
 from engine.text.guided import COMPILE_SECONDS
@@ -28,6 +31,7 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.lifecycle import State
 from server.model import ServedModel
 from server.worker import engine_process
+from server.worker.fork_server import ForkServer
 from server.worker.remote import EngineProgram
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
@@ -36,8 +40,6 @@ from tests.server.test_life import LONG, code_of, health_of, metric
 from tests.server.worker import fake_child
 from tests.serving import serving, until
 
-pytestmark = pytest.mark.slow
-
 EXPECTED = FakeEngine()
 
 
@@ -45,13 +47,36 @@ def around(engine, config, device):
     return served(engine, compile_grammar=FakeCompiler())
 
 
+PROGRAM = EngineProgram(fake_child.PROGRAM, around, ("tests.server.worker.fake_child", "torch"))
+
+
+class KeptForkServer(ForkServer):
+    """Forks the fake engines of one server after the other: one of each server's own would import everything again."""
+
+    def close(self) -> None:
+        """It ends with this process."""
+
+    @staticmethod
+    @cache
+    def get() -> KeptForkServer:
+        kept = KeptForkServer.start(PROGRAM.source, PROGRAM.ahead)
+        atexit.register(super(KeptForkServer, kept).close)
+        return kept
+
+
 @asynccontextmanager
-async def apart(**config):
+async def apart(*, with_own_forks=False, **config):
     """A server whose fake engine is in another process, which does not outlive it."""
-    async with serving(program=EngineProgram(fake_child.PROGRAM, around, ()), engine_process=True, **config) as server:
-        server.host = server.app.host
-        yield server
-    assert server.host._worker is None
+    with pytest.MonkeyPatch.context() as patch:
+        if not with_own_forks:
+            kept = KeptForkServer.get()
+            patch.setattr(ForkServer, "start", lambda *_: kept)
+        program = replace(PROGRAM, ahead=PROGRAM.ahead[:1])
+        async with serving(program=program, engine_process=True, **config) as server:
+            server.host = server.app.host
+            server.kill = lambda number=signal.SIGKILL: os.kill(server.host.pid, number)
+            yield server
+    assert server.host.pid is None
 
 
 def open_files() -> int:
@@ -166,7 +191,10 @@ async def test_cancel_deadline_abort_and_poison_reach_it():
 SOME = pb.StoppingParams(max_tokens=150)
 
 
-@pytest.mark.parametrize("accident", ["KILL", "SEGFAULT", "EXIT", "RAISE", "GARBAGE", "OVERSIZED", "HANG"])
+SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("SEGFAULT", "EXIT", "OVERSIZED")]  # as KILL, GARBAGE
+
+
+@pytest.mark.parametrize("accident", ["KILL", "RAISE", "GARBAGE", "HANG", *SLOWER])
 async def test_who_brings_it_down_ends_and_the_others_go_on_with_the_next(accident, caplog):
     hang_seconds = 0.5 if accident == "HANG" else 60
     async with apart(hang_seconds=hang_seconds, max_batch_size=4) as server:
@@ -189,9 +217,7 @@ async def test_who_brings_it_down_ends_and_the_others_go_on_with_the_next(accide
         watch.cancel()
 
 
-@pytest.mark.parametrize(
-    ("accident", "crashes"), [(fake_child.EXIT, 2), (fake_child.SEGFAULT, 2), (fake_child.KILL, 4)]
-)
+@pytest.mark.parametrize(("accident", "crashes"), [(fake_child.EXIT, 2), (fake_child.KILL, 4)])
 async def test_alone_it_takes_two_crashes_or_four_kills_and_none_of_them_counts(accident, crashes):
     async with apart(max_engine_crashes=crashes - 1) as server:
         for times in (1, 2):
@@ -223,20 +249,26 @@ async def test_a_stop_string_that_one_output_had_ends_it_alone_while_the_structu
 
 
 @pytest.mark.parametrize("way", ["cancel", "abort"])
-async def test_an_end_that_the_lost_engine_was_told_holds(way):
+async def test_an_end_that_the_lost_engine_was_told_holds(way, monkeypatch):
     """The engine stands still when it is told, and never says that it has ended the request."""
     async with apart() as server:
-        victim = server.host._worker.process.pid
+        finish, told = server.host.finish, []
+
+        def told_to(*ending):
+            finish(*ending)
+            told.append(ending)
+
+        monkeypatch.setattr(server.host, "finish", told_to)
         asked = slow(request_id="me", stopping=pb.StoppingParams(max_tokens=3000, ignore_eos=True))
         call = server.inference.GenerateStream(asked)
         await begun([call])
-        os.kill(victim, signal.SIGSTOP)
+        server.kill(signal.SIGSTOP)
         if way == "cancel":
             call.cancel()
         else:
             assert (await server.control.Abort(control_pb2.AbortRequest(request_id="me"))).aborted_requests == 1
-        await until(lambda: any(ending.is_told for ending in server.app.driver._endings.values()))
-        os.kill(victim, signal.SIGKILL)
+        await until(lambda: told)
+        server.kill()
         if way == "abort":
             (end,) = await rest(call)
             assert (end.finish_reason, end.interruptions) == (pb.FINISH_REASON_ABORTED, 1)
@@ -247,26 +279,31 @@ async def test_an_end_that_the_lost_engine_was_told_holds(way):
         assert await answers(server)
 
 
-async def test_a_successor_that_does_not_load_is_given_up(tmp_path, monkeypatch):
+async def test_a_successor_that_does_not_load_is_given_up(tmp_path):
     hangs = tmp_path / "the first successor hangs"
     hangs.touch()
-    monkeypatch.setenv(fake_child.HANGS, str(hangs))
-    async with apart(hang_seconds=0.5) as server:
+    async with apart(hang_seconds=0.5, target=str(hangs)) as server:
         call = server.inference.GenerateStream(slow(stopping=SOME))
         await begun([call])
-        os.kill(server.host._worker.process.pid, signal.SIGKILL)
+        server.kill()
         (end,) = await rest(call)
         assert (end.usage.completion_tokens, end.interruptions) == (150, 1)
         assert not hangs.exists()
         await restarted(server)
 
 
-async def test_while_it_is_away_callers_hear_of_it_over_both_doors():
+async def test_while_it_is_away_callers_hear_of_it_over_both_doors(monkeypatch):
     async with apart() as server:
-        victim = server.host._worker.process
+        victim, restart, gate = server.host.pid, server.host.restart, asyncio.Event()
+
+        async def gated():
+            await gate.wait()
+            await restart()
+
+        monkeypatch.setattr(server.host, "restart", gated)
         call = server.inference.GenerateStream(slow(stopping=SOME))
         await begun([call])
-        os.kill(victim.pid, signal.SIGKILL)
+        server.kill()
         await until(lambda: server.app.lifecycle.state is State.RECOVERING)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await server.inference.Generate(request())
@@ -277,45 +314,45 @@ async def test_while_it_is_away_callers_hear_of_it_over_both_doors():
         assert (refused.status_code, health.status_code) == (503, 503)
         assert health.json()["status"] == "recovering"
         assert metric(server, "engine_up") == 0
+        gate.set()
         await restarted(server)
         (end,) = await rest(call)
         assert (end.usage.completion_tokens, end.interruptions) == (150, 1)
-        assert victim.returncode == -signal.SIGKILL
+        assert state_of(victim) == "", "it was waited for"
         assert await answers(server)
 
 
-async def test_it_dies_when_idle_again_and_again_and_leaves_no_descriptor():
+async def test_it_dies_when_idle_again_and_again_and_leaves_no_descriptor(caplog):
     files = 0
-    async with apart() as server:
-        for times in (1, 2, 3):
+    with caplog.at_level(logging.INFO):
+        async with apart() as server:
+            for times in (1, 2, 3):
+                assert await answers(server)
+                server.kill()
+                await restarted(server, times)
+                await until(lambda: open_files() <= (files or open_files()))  # noqa: B023  # awaited before files moves on
+                files = open_files()
             assert await answers(server)
-            os.kill(server.host._worker.process.pid, signal.SIGKILL)
-            await restarted(server, times)
-            await until(lambda: open_files() <= (files or open_files()))  # noqa: B023  # awaited before files moves on
-            files = open_files()
-        assert await answers(server)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages.count("loading a fake") == 4
+    assert messages.count("testing a fake") == 1, "what the tests of the first one found holds for the next ones"
 
 
-async def test_a_stopped_process_is_silent_and_so_hung():
-    async with apart(hang_seconds=0.5) as server:
-        os.kill(server.host._worker.process.pid, signal.SIGSTOP)
-        await restarted(server)
-        assert await answers(server)
-
-
-async def test_silence_that_is_none_kills_nobody():
-    """Idle for longer than `hang_seconds`, and then steps that are many times as short."""
+async def test_a_stopped_process_is_silent_and_so_hung_and_one_without_work_is_not():
     async with apart(hang_seconds=0.4) as server:
         await asyncio.sleep(1.2)
         call = server.inference.GenerateStream(slow(stopping=pb.StoppingParams(max_tokens=300)))
-        assert len((await collect(call))[1]) == 300
+        assert len((await collect(call))[1]) == 300, "its steps are many times as short"
         assert metric(server, "engine_restarts_total") == 0
+        server.kill(signal.SIGSTOP)
+        await restarted(server)
+        assert await answers(server)
 
 
 async def test_too_many_crashes_end_the_server_with_an_exit_code():
     async with apart(max_engine_crashes=1) as server:
         for times in (1, 2):
-            os.kill(server.host._worker.process.pid, signal.SIGKILL)
+            server.kill()
             if times == 1:
                 await restarted(server)
         async with asyncio.timeout(30):
@@ -323,60 +360,32 @@ async def test_too_many_crashes_end_the_server_with_an_exit_code():
         assert server.app.lifecycle.state is State.FAILED
 
 
-async def test_a_model_that_cannot_be_served_is_no_crash(monkeypatch, caplog):
-    source = f"{fake_child.PROGRAM.partition(';')[0]}; import tests.server.worker.test_engine_process as t; t.refuse()"
-    async with serving(program=EngineProgram(source, around, ()), engine_process=True, ready=False) as server:
+async def test_a_model_that_cannot_be_served_is_no_crash(caplog):
+    async with apart(target="none", ready=False) as server:
         assert await server.running == 1
         assert metric(server, "engine_restarts_total") == 0
     assert "no such model" in caplog.text
 
 
-def refuse() -> None:
-    """The program of a process that cannot load."""
-    from server.worker import engine_process
-
-    def load(_config, _progress, *, is_successor=False):
-        raise ModelError("no such model")
-
-    engine_process.main(load)
-
-
 async def test_a_stop_while_it_loads_leaves_no_process(tmp_path):
     number = tmp_path / "number"
-    source = f"import os, pathlib, time; pathlib.Path({str(number)!r}).write_text(str(os.getpid())); time.sleep(1000)"
+    source = f"""import os, pathlib, time
+pathlib.Path({str(number)!r}).write_text(f"{{os.getpid()}} {{os.getppid()}}."); time.sleep(1000)"""
     async with serving(program=EngineProgram(source, around, ()), engine_process=True, ready=False) as server:
-        await until(lambda: number.exists() and number.read_text())
-        engine, forks = int(number.read_text()), server.app.host._forks
+        await until(lambda: number.exists() and number.read_text().endswith("."))
+        engine, forks = number.read_text()[:-1].split()
         server.app.stop()
         assert await server.running == 0
-        assert forks._child.process.returncode == -signal.SIGKILL
+        assert state_of(forks) == "", "it was waited for"
         await until(lambda: state_of(engine) in ("", "Z"))  # whoever inherits it may take its time
 
 
-def state_of(pid: int) -> str:
+def state_of(pid: int | str) -> str:
     """One letter as in ps; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return ""
-
-
-@pytest.mark.parametrize("second_signal", [True, False])
-async def test_a_stop_drains_or_cuts(second_signal):
-    async with apart(drain_seconds=60) as server:
-        call = server.inference.GenerateStream(
-            slow(stopping=LONG if second_signal else pb.StoppingParams(max_tokens=200))
-        )
-        await begun([call])
-        os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: server.app.lifecycle.state is State.DRAINING)
-        assert await code_of(server.inference.Generate(request())) == grpc.StatusCode.UNAVAILABLE
-        if second_signal:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert await lost(call) == "DRAINING"
-        else:
-            assert await rest(call)
-        assert await server.running == 0
 
 
 @pytest.mark.parametrize("second_signal", [True, False])
@@ -386,7 +395,7 @@ async def test_a_crash_while_draining_ends_no_stream(second_signal):
         await begun([call])
         server.app.stop()
         await until(lambda: server.app.lifecycle.state is State.DRAINING)
-        os.kill(server.host._worker.process.pid, signal.SIGKILL)
+        server.kill()
         if second_signal:
             await until(lambda: metric(server, "engine_up") == 0 or metric(server, "engine_restarts_total"))
             server.app.stop()
@@ -395,13 +404,6 @@ async def test_a_crash_while_draining_ends_no_stream(second_signal):
             (end,) = await rest(call)
             assert (end.usage.completion_tokens, end.interruptions) == (150, 1)
         assert await server.running == 0
-
-
-async def test_signals_to_everybody_leave_the_engine_to_the_doors():
-    async with apart() as server:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(server.host._worker.process.pid, number)
-        assert await answers(server)
 
 
 async def test_an_id_that_lives_again_gets_its_own_tokens():
@@ -418,7 +420,7 @@ async def test_an_id_that_lives_again_gets_its_own_tokens():
 
 
 async def test_the_log_of_both_is_one(capfd):
-    async with apart(log_format="json") as server:
+    async with apart(log_format="json", with_own_forks=True) as server:
         call = server.inference.GenerateStream(request(**prompt(fake_child.RAISE), stopping=LONG))
         assert await code_of(collect(call)) == grpc.StatusCode.INTERNAL
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
@@ -430,25 +432,12 @@ def test_a_structure_that_its_caller_has_waited_for_may_take_longer_in_the_engin
     """There it compiles again, beside the prompts of all interrupted streams: that must not end its request."""
     engine, config = FakeEngine(), EngineConfig(target=str(embedded_target()))
     engine.vocab_size = 2048
-    guided, waits, compiles = Guided(regex="[ab]{3}"), threading.Event(), guided_text._compile
-    monkeypatch.setattr(guided_text, "_compile", lambda *args: waits.wait(60) and compiles(*args))
+    guided, waits, compiles = Guided(regex="[ab]{3}"), threading.Event(), guided_text.regex_to_lark
+    monkeypatch.setattr(
+        guided_text, "regex_to_lark", lambda *args, **options: waits.wait(60) and compiles(*args, **options)
+    )
     with pytest.raises(InvalidRequest, match="did not compile within 0 s"):
         ServedModel.around(engine, config, "cpu", compile_seconds=0.0).compile_grammar(guided)
     waits.set()
     assert ServedModel.around(engine, config, "cpu", compile_seconds=60.0).compile_grammar(guided).start()
     assert engine_process.LOAD.keywords["compile_seconds"] > COMPILE_SECONDS
-
-
-async def test_the_next_engine_takes_over_what_the_tests_of_the_first_one_found(caplog):
-    with caplog.at_level(logging.INFO):
-        async with apart() as server:
-            for _ in range(2):
-                pid = server.host._worker.process.pid
-                os.kill(pid, signal.SIGKILL)
-                await until(
-                    lambda before=pid: server.host._worker is not None and server.host._worker.process.pid != before
-                )
-                await until(lambda: server.app.lifecycle.state is State.READY)
-                assert await answers(server)
-    messages = [record.getMessage() for record in caplog.records]
-    assert (messages.count("loading a fake"), messages.count("testing a fake")) == (3, 1)

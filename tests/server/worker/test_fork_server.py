@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from server.errors import EngineCrashed
 from server.worker import fork_server
 from server.worker.fork_server import Forked, ForkServer, ForkServerGone
-from server.worker.remote import EngineProgram
 from tests.server.test_life import metric
-from tests.server.worker import fake_child
-from tests.server.worker.test_engine_process import SOME, answers, around, begun, rest, restarted, slow, state_of
-from tests.serving import serving, until
+from tests.server.worker.test_engine_process import SOME, answers, apart, begun, rest, restarted, slow, state_of
+from tests.serving import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 # Says who its parent is and whether a module was there before the fork, then waits for its end.
 ECHO = """
@@ -32,11 +32,15 @@ def said(forked: Forked) -> list[str]:
     return forked.socket.recv(100).decode().split()
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def test_a_forked_process_has_what_was_imported_and_its_status_is_told():
     with ForkServer.start(ECHO, ("wave",)) as forks:
         one, other = forks.fork(), forks.fork()
         with one.socket, other.socket:
-            assert [said(one), said(other)] == [[str(forks._child.process.pid), "True"]] * 2
+            assert [said(one), said(other)] == [[str(forks.pid), "True"]] * 2
             assert one.wait() == -signal.SIGKILL
             assert (one.wait(), state_of(one.pid)) == (-signal.SIGKILL, "")
             other.socket.sendall(b"x")
@@ -48,10 +52,8 @@ def test_a_process_that_ends_by_itself_keeps_its_number_until_it_is_waited_for()
         forked = forks.fork()
         with forked.socket:
             assert forked.socket.recv(1) == b""
-            for _ in range(1000):
-                if state_of(forked.pid) == "Z":
-                    break
-                os.sched_yield()
+            while state_of(forked.pid) != "Z":
+                time.sleep(0.001)
             forked.kill()
             assert forked.wait() == 1  # an exception, printed
 
@@ -61,7 +63,7 @@ def test_what_is_forked_ends_with_the_fork_server():
     forked = forks.fork()
     with forked.socket:
         said(forked)
-        forks._child.process.kill()
+        os.kill(forks.pid, signal.SIGKILL)
         assert forked.socket.recv(1) == b""
         with pytest.raises(ForkServerGone):
             forks.fork()
@@ -76,7 +78,7 @@ def test_signals_to_the_whole_group_end_neither():
         forked = forks.fork()
         with forked.socket:
             said(forked)
-            for pid in (forks._child.process.pid, forked.pid):
+            for pid in (forks.pid, forked.pid):
                 os.kill(pid, signal.SIGINT)
                 os.kill(pid, signal.SIGTERM)
             other = forks.fork()
@@ -120,22 +122,18 @@ def test_a_fork_server_that_does_not_answer_is_killed(monkeypatch):
         forked = forks.fork()
         with forked.socket:
             said(forked)
-            os.kill(forks._child.process.pid, signal.SIGSTOP)
+            os.kill(forks.pid, signal.SIGSTOP)
             assert forked.wait() == -signal.SIGKILL  # it ends with its parent
             assert forked.socket.recv(1) == b""
             with pytest.raises(ForkServerGone):
                 forks.fork()
 
 
-def served_apart(**config):
-    return serving(program=EngineProgram(fake_child.PROGRAM, around, ()), engine_process=True, **config)
-
-
 async def test_without_its_fork_server_a_server_starts_another_one():
-    async with served_apart() as server:
+    async with apart(with_own_forks=True) as server:
         call = server.inference.GenerateStream(slow(stopping=SOME))
         await begun([call])
-        os.kill(server.app.host._forks._child.process.pid, signal.SIGKILL)
+        os.kill(parent_of(server.host.pid), signal.SIGKILL)
         (end,) = await rest(call)
         assert (end.usage.completion_tokens, end.interruptions) == (150, 1)
         await restarted(server)
@@ -143,43 +141,38 @@ async def test_without_its_fork_server_a_server_starts_another_one():
 
 
 async def standby_of(server):
-    def is_loaded():
-        loading = server.app.host._standby._loading
-        return loading is not None and loading.done() and loading.result()[0].loss is None
-
-    await until(is_loaded)
-    worker, _ = server.app.host._standby._loading.result()
-    return worker
+    """Number of the process of the standby, once it is loaded."""
+    await until(lambda: server.host.standby_pid)
+    return server.host.standby_pid
 
 
 async def test_a_standby_takes_over_and_gets_a_successor():
-    async with served_apart(standby=True) as server:
+    async with apart(standby=True) as server:
         for times in (1, 2):
             standby = await standby_of(server)
             call = server.inference.GenerateStream(slow(stopping=SOME))
             await begun([call])
-            os.kill(server.app.host._worker.process.pid, signal.SIGKILL)
+            server.kill()
             (end,) = await rest(call)
             assert (end.usage.completion_tokens, end.interruptions) == (150, 1)
-            assert server.app.host._worker is standby
+            assert server.host.pid == standby
             await restarted(server, times)
         assert await answers(server)
 
 
 async def test_a_standby_that_is_lost_is_replaced_and_nobody_notices():
-    async with served_apart(standby=True) as server:
+    async with apart(standby=True) as server:
         lost = await standby_of(server)
-        os.kill(lost.process.pid, signal.SIGKILL)
-        await until(lambda: lost.loss is not None)
-        assert await standby_of(server) is not lost
-        await until(lambda: state_of(lost.process.pid) == "")
+        os.kill(lost, signal.SIGKILL)
+        await until(lambda: server.host.standby_pid not in (lost, None))
+        await until(lambda: state_of(lost) == "")
         assert await answers(server)
         assert metric(server, "engine_restarts_total") == 0
 
 
 async def test_the_engine_is_lost_while_its_standby_loads():
-    async with served_apart(standby=True) as server:
+    async with apart(standby=True) as server:
         for times in (1, 2, 3):
-            os.kill(server.app.host._worker.process.pid, signal.SIGKILL)
+            server.kill()
             await restarted(server, times)
         assert await answers(server)

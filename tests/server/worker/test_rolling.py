@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-import pytest
-
 import client
 from client import Retry
 from tests.server.fake_engine import FakeEngine
 from tests.serving import serving, until
-
-pytestmark = pytest.mark.slow
 
 WORKERS, TOKENS = 6, 60
 

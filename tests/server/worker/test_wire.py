@@ -148,14 +148,15 @@ class FrontEnds:
 
     def __init__(self, engine: FakeEngine) -> None:
         self.socket, theirs = socket.socketpair()
-        self.engine, self.server = engine, EngineServer(Link(theirs, LIMIT), engine, FakeCompiler(), 0.01)
+        self.engine, self.compiler, self.link = engine, FakeCompiler(), Link(theirs, LIMIT)
+        self.server = EngineServer(self.link, engine, self.compiler, 0.01)
         self.frames = wire.Frames(LIMIT)
         self.socket.setblocking(False)
 
     def close(self) -> None:
         self.socket.close()
-        self.server._link.close()
-        self.server._threads.shutdown()
+        self.compiler.gate.set()
+        self.link.close()
 
     def say(self, *messages):
         for message in messages:
@@ -215,26 +216,26 @@ def test_what_is_dropped_is_not_told_and_its_name_is_free(front_ends):
 
 
 def test_a_structure_that_compiles_holds_up_nobody(front_ends):
-    front_ends.server._compile.gate.clear()
+    front_ends.compiler.gate.clear()
     front_ends.say(wire.Add(1, 1, asked("g", guided=Guided(choice=("ab",)))), wire.Add(2, 2, asked("a")))
     (output,) = front_ends.turn()
     assert [event.ticket for event in output.events] == [2]
     front_ends.say(wire.Taken(), wire.Drop(3, 1, FinishReason.CANCELLED))
     (output,) = front_ends.turn()
     assert [event.ticket for event in output.events] == [2]
-    front_ends.server._compile.gate.set()
+    front_ends.compiler.gate.set()
     front_ends.say(wire.Taken(), wire.Drop(4, 2, FinishReason.CANCELLED))
     front_ends.turn(3)
     assert not front_ends.engine.has_work
 
 
 def test_an_output_that_is_finished_while_a_structure_compiles_ends_when_it_is_added_and_the_others_go_on(front_ends):
-    front_ends.server._compile.gate.clear()
+    front_ends.compiler.gate.clear()
     emitted = (EmittedOutput(token_ids=(5, 6, 7)), EmittedOutput(token_ids=(8,)))
     request = replace(asked("g", guided=Guided(choice=("ab",)), n=2, seed=3, max_tokens=9), emitted=emitted)
     front_ends.say(wire.Add(1, 1, request), wire.Finish(2, 1, FinishReason.STOP, 0, 2))
     assert [output.events for output in front_ends.turn()] == [()]
-    front_ends.server._compile.gate.set()
+    front_ends.compiler.gate.set()
     front_ends.say(wire.Taken())
     ends = [event for output in front_ends.turn(20) for event in output.events if event.finished is not None]
     assert [(event.index, event.finished.reason) for event in ends[:1]] == [(0, FinishReason.STOP)]

@@ -82,7 +82,6 @@ def test_sizes_are_those_of_the_format() -> None:
 def test_codes_take_as_much_memory_as_the_file(number: int) -> None:
     kind = KINDS[number]
     size = size_of_codes(kind)
-    assert size is not None
     assert kind.size <= size < 1.03 * kind.size
 
 

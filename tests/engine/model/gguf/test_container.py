@@ -45,6 +45,7 @@ def test_reads_what_the_package_reads(file: Path) -> None:
         )
     assert ours.get("our.text", str) == "naïve ▁"
     assert ours.strings("our.words") == ["a", "bc", ""]
+    assert isinstance(ours.metadata["our.words"], Strings), "which stay in the file"
     assert ours.get("our.numbers", list) == [1, 2, 70_000]
     assert ours.get("our.truth", bool) is True
     assert ours.get("our.float", float) == 0.1, "as it was before it was rounded to float32"
@@ -145,7 +146,3 @@ def test_names_of_files(file: Path, tmp_path: Path) -> None:
         gguf_file(tmp_path)
     (tmp_path / "config.json").touch()
     assert gguf_file(tmp_path) is None, "beside another checkpoint"
-
-
-def test_arrays_of_strings_stay_in_the_file(file: Path) -> None:
-    assert isinstance(Container.open(file).metadata["our.words"], Strings)

@@ -75,6 +75,10 @@ def of_pieces() -> Tokenizer:
     return Tokenizer.from_str(json.dumps(state))
 
 
+def read_back(folder: Path, describe: Describe, architecture: str = "llama") -> Tokenizer | None:
+    return tokenizer_in(written(folder / "a.gguf", describe, architecture))
+
+
 def tokens_of(made: Tokenizer) -> list[str]:
     return [token for token, _ in sorted(made.get_vocab().items(), key=lambda item: item[1])]
 
@@ -118,8 +122,7 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 @pytest.mark.parametrize(("rule", "pattern"), [("qwen2", QWEN2), ("dbrx", LLAMA3), ("gpt-2", GPT2)])
 def test_byte_level_tokenizers_are_the_same(rule: str, pattern: str, tmp_path: Path) -> None:
     original = byte_level(pattern)
-    found = tokenizer_in(written(tmp_path / "a.gguf", describing(original, "gpt2", rule), "qwen2"))
-    assert found is not None
+    found = read_back(tmp_path, describing(original, "gpt2", rule), "qwen2")
     for text in TEXTS:
         ids = original.encode(text).ids
         assert found.encode(text).ids == ids
@@ -129,8 +132,7 @@ def test_byte_level_tokenizers_are_the_same(rule: str, pattern: str, tmp_path: P
 
 def test_tokenizers_of_pieces_are_the_same(tmp_path: Path) -> None:
     original = of_pieces()
-    found = tokenizer_in(written(tmp_path / "a.gguf", describing(original, "llama", None, add_bos_token_id=1)))
-    assert found is not None
+    found = read_back(tmp_path, describing(original, "llama", None, add_bos_token_id=1))
     for text in TEXTS:
         ids = original.encode(text).ids
         assert found.encode(text, add_special_tokens=False).ids == ids
@@ -139,10 +141,7 @@ def test_tokenizers_of_pieces_are_the_same(tmp_path: Path) -> None:
 
 
 def test_spaces_before_a_text_are_added_only_where_the_file_says_so(tmp_path: Path) -> None:
-    found = tokenizer_in(
-        written(tmp_path / "a.gguf", describing(of_pieces(), "llama", None, add_add_space_prefix=False))
-    )
-    assert found is not None
+    found = read_back(tmp_path, describing(of_pieces(), "llama", None, add_add_space_prefix=False))
     assert found.decode(found.encode("e").ids) == "e"
     assert found.encode("e").tokens == ["e"]
 
@@ -153,8 +152,7 @@ def test_spaces_before_a_text_are_added_only_where_the_file_says_so(tmp_path: Pa
 )
 def test_the_first_token(rule: str, asked: bool | None, begins: bool, tmp_path: Path) -> None:
     more = {"add_bos_token_id": 0} | ({} if asked is None else {"add_add_bos_token": asked})
-    found = tokenizer_in(written(tmp_path / "a.gguf", describing(byte_level(LLAMA3), "gpt2", rule, **more)))
-    assert found is not None
+    found = read_back(tmp_path, describing(byte_level(LLAMA3), "gpt2", rule, **more))
     assert (found.encode("x").ids[0] == 0) is begins
 
 
@@ -162,10 +160,7 @@ def test_whole_words_of_a_llama_3_need_no_merges(tmp_path: Path) -> None:
     original = byte_level(LLAMA3)
     state = json.loads(original.to_str())
     state["model"]["merges"] = []  # now no token longer than a byte can be merged
-    found = tokenizer_in(
-        written(tmp_path / "a.gguf", describing(Tokenizer.from_str(json.dumps(state)), "gpt2", "llama-bpe"))
-    )
-    assert found is not None
+    found = read_back(tmp_path, describing(Tokenizer.from_str(json.dumps(state)), "gpt2", "llama-bpe"))
     word = max((token for token in tokens_of(original) if token.isascii() and token.isalpha()), key=len)
     assert len(word) > 1
     assert found.encode(word).tokens == [word]
@@ -197,7 +192,6 @@ def test_special_tokens_and_ends(tmp_path: Path) -> None:
     assert end_tokens_in(container) == [0, 2], "<|endoftext|>, and the end of a turn"
     assert chat_template_in(container) == more["add_chat_template"]
     chat = ChatTemplate.load(str(container.path))
-    assert chat is not None
     assert chat.render([Message("user", "Hi")]) == "<|im_start|>!<|endoftext|>"
 
 
@@ -252,9 +246,7 @@ def test_rules_are_those_that_transformers_knows() -> None:
 
 def test_gemma_writes_runs_of_spaces_as_they_are(tmp_path: Path) -> None:
     original = of_pieces()
-    container = written(tmp_path / "a.gguf", describing(original, "llama", None, add_bos_token_id=1), "gemma3")
-    found = tokenizer_in(container)
-    assert found is not None
+    found = read_back(tmp_path, describing(original, "llama", None, add_bos_token_id=1), "gemma3")
     assert found.encode("  x").tokens[1:] != found.encode("x").tokens[1:]
     assert found.decode(found.encode("  x").ids) == "  x"
     assert gguf_files.ARCHITECTURES["gemma3_text"] == "gemma3"

@@ -17,10 +17,10 @@ from engine.config import EngineConfig
 from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.runner import ModelRunner, kv_layout
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
+from engine.params import SpeculationMode, SpeculationParams
 from engine.startup.build import build_engine, load
-from engine.types import Request
 from tests import fakes, published, zoo
+from tests.covering import some
 from tests.families import NEW_TOKENS, generate
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ class Published:
     on_kernels: bool
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(scope="module", params=some(SERVED, ("awq",)))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
     folder = tmp_path_factory.mktemp(request.param)
     form = published.FORMATS[request.param]
@@ -47,20 +47,21 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Published(str(folder / "target"), str(folder / "draft"), floats, form.on_kernels)
 
 
-def run(served: Published, prompts: list[list[int]], num_draft: int = 0, proposer: str = "none", **config: object):
+def run(
+    served: Published, batches: list[list[list[int]]], num_draft: int = 0, proposer: str = "none", **config: object
+) -> tuple[list[list[int]], int]:
+    """The tokens of batches of prompts that come one after another, and how many drafts were kept."""
     settings = {"target": served.target, "draft": served.draft, "threads": 1, "max_batch_size": 8, "dtype": "float32"}
-    engine = build_engine(EngineConfig(**settings | config))
-    params = SamplingParams(max_tokens=NEW_TOKENS)
+    engine, said = build_engine(EngineConfig(**settings | config)), fakes.Outputs()
     mode = SpeculationMode.FIXED if num_draft else SpeculationMode.OFF
-    speculation = SpeculationParams(mode=mode, num_draft_tokens=num_draft, proposer=proposer)
-    requests = [
-        Request(request_id=str(i), token_ids=tuple(prompt), sampling=params, speculation=speculation)
-        for i, prompt in enumerate(prompts)
-    ]
-    outputs = fakes.run(engine, requests)
-    return [outputs.tokens[str(i)] for i in range(len(prompts))], sum(
-        f.stats.accepted for f in outputs.finished.values()
-    )
+    wish = SpeculationParams(mode=mode, num_draft_tokens=num_draft, proposer=proposer)
+    for i, prompts in enumerate(batches):
+        asked = [fakes.request(p, name=f"{i}-{j}", wish=wish, max_tokens=NEW_TOKENS) for j, p in enumerate(prompts)]
+        done = fakes.run(engine, asked)
+        said.tokens |= done.tokens
+        said.finished |= done.finished
+    tokens = [said.tokens[f"{i}-{j}"] for i, prompts in enumerate(batches) for j in range(len(prompts))]
+    return tokens, sum(ended.stats.accepted for ended in said.finished.values())
 
 
 DRAFTS = (("none", 0, {}), ("ngram", 3, {"max_batch_tokens": 13}), ("model", 4, {"page_size": 8}))
@@ -72,7 +73,7 @@ def test_dequantised_equals_generate(served: Published) -> None:
     prompts = zoo.prompts(4)
     want = [generate(served.floats, prompt) for prompt in prompts]
     for proposer, num_draft, config in DRAFTS:
-        tokens, accepted = run(served, prompts, num_draft, proposer, weights="dequantised", **config)
+        tokens, accepted = run(served, [prompts], num_draft, proposer, weights="dequantised", **config)
         assert tokens == want, proposer
         assert proposer != "model" or accepted > 0
 
@@ -80,9 +81,9 @@ def test_dequantised_equals_generate(served: Published) -> None:
 def test_with_its_own_codes_drafts_and_company_change_nothing(served: Published) -> None:
     prompts = zoo.prompts(4)
     for dtype, drafts in TYPES:
-        alone = [run(served, [prompt], dtype=dtype)[0][0] for prompt in prompts]
+        alone, _ = run(served, [[prompt] for prompt in prompts], dtype=dtype, prefix_cache=False)
         for proposer, num_draft, config in drafts:
-            tokens, accepted = run(served, prompts, num_draft, proposer, dtype=dtype, **config)
+            tokens, accepted = run(served, [prompts], num_draft, proposer, dtype=dtype, **config)
             assert tokens == alone, (proposer, dtype)
             assert proposer != "model" or accepted > 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,27 @@ from engine.kv.batch import Feed
 from engine.model.runner import kv_layout
 from engine.model.tap import FINAL
 from engine.native import multiplies
-from engine.params import SamplingParams, SpeculationParams
 from engine.proposers.heads.eagle import EagleHead, EagleRunner, load_eagle
 from engine.proposers.heads.eagle3 import Eagle3Head, Eagle3Options, Eagle3Runner
 from engine.startup.build import assemble
-from engine.types import Request
 from tests import fakes, heads, zoo
-from tests.engine.proposers.test_heads import Checked
 
 DEPTH = 8
 TARGET = LlamaConfig(**zoo.COMMON | {"num_hidden_layers": DEPTH})
-EPS = 1e-6
 SMALL = {"draft_vocab_size": 60}
 LAYER = {k: v for k, v in heads.EAGLE3_CONFIG.items() if k != "architectures"}
 AS_OUTPUTS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6], "use_aux_hidden_state": True}}
 
 
-@lru_cache
+@cache
 def reference() -> PreTrainedModel:
     return zoo.with_large_weights(TARGET)
+
+
+@cache
+def hidden_states(tokens: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """All heads see the same texts."""
+    return reference()(torch.tensor([tokens]), output_hidden_states=True).hidden_states
 
 
 def engine_of(**config: object) -> Engine:
@@ -49,18 +51,6 @@ def engine_of(**config: object) -> Engine:
 
 
 # -------------------------------------------------------------------- the paper's equations, without a cache
-
-
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
-
-
-def turned(x: Tensor, theta: float) -> Tensor:
-    """Rotary positions 0, 1, ... of heads `[n, heads, dim]`."""
-    half = x.shape[-1] // 2
-    angles = torch.arange(len(x))[:, None] * theta ** (-torch.arange(half) / half)
-    first, second, (cos, sin) = x[..., :half], x[..., half:], (f(angles)[:, None] for f in (torch.cos, torch.sin))
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 class Paper:
@@ -76,20 +66,20 @@ class Paper:
     def layer(self, i: int, hidden: Tensor, embedded: Tensor) -> Tensor:
         mark, own = f"layers.{i}.", self.tensors
         if i == 0:
-            normed = rms(hidden, own[mark + "hidden_norm.weight"])
+            normed = heads.rms(hidden, own[mark + "hidden_norm.weight"])
             hidden = normed if self.config.get("norm_before_residual") else hidden
-            x = torch.cat([rms(embedded, own[mark + "input_layernorm.weight"]), normed], -1)
+            x = torch.cat([heads.rms(embedded, own[mark + "input_layernorm.weight"]), normed], -1)
         else:
-            x = rms(hidden, own[mark + "input_layernorm.weight"])
+            x = heads.rms(hidden, own[mark + "input_layernorm.weight"])
         hidden = hidden + self.attention(i, x)
-        x = rms(hidden, own[mark + "post_attention_layernorm.weight"])
+        x = heads.rms(hidden, own[mark + "post_attention_layernorm.weight"])
         gated = silu(self.times(x, mark + "mlp.gate_proj")) * self.times(x, mark + "mlp.up_proj")
         return hidden + self.times(gated, mark + "mlp.down_proj")
 
     def attention(self, i: int, x: Tensor) -> Tensor:
         heads_, kv, n = self.config["num_attention_heads"], self.config["num_key_value_heads"], len(x)
         q, k, v = (self.times(x, f"layers.{i}.self_attn.{name}_proj").view(n, -1, self.dim) for name in "qkv")
-        q, k = turned(q, self.theta), turned(k, self.theta)
+        q, k = (heads.turned(y, torch.arange(n), self.theta) for y in (q, k))
         k, v = (y.repeat_interleave(heads_ // kv, 1) for y in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) / self.dim**0.5
         distance = torch.arange(n)[:, None] - torch.arange(n)
@@ -113,23 +103,23 @@ class Paper:
         if self.places == (FINAL,):
             return states[0]
         if self.config.get("fc_norm"):
-            states = [rms(state, self.tensors[f"fc_norm.{i}.weight"]) for i, state in enumerate(states)]
+            states = [heads.rms(state, self.tensors[f"fc_norm.{i}.weight"]) for i, state in enumerate(states)]
         joined = torch.cat(states, -1)
         if self.config.get("norm_before_fc"):
-            joined = rms(joined, self.tensors["input_norm.weight"])
+            joined = heads.rms(joined, self.tensors["input_norm.weight"])
         return self.times(joined, "fc")
 
     @torch.no_grad()
     def drafts(self, tokens: list[int], k: int) -> list[int]:
-        output = reference()(torch.tensor([tokens]), output_hidden_states=True)
-        states = [output.hidden_states[-1 if place == FINAL else place][0, :-1] for place in self.places]
+        every = hidden_states(tuple(tokens))
+        states = [every[-1 if place == FINAL else place][0, :-1] for place in self.places]
         fed, following, made = self.projected(states), tokens[1:], list[int]()
         table = self.tensors.get("embed_tokens.weight", reference().model.embed_tokens.weight)
         for _ in range(k):
             hidden = fed
             for i in range(self.config["num_hidden_layers"]):
                 hidden = self.layer(i, hidden, table[torch.tensor(following)])
-            normed = rms(hidden[-1:], self.tensors["norm.weight"])
+            normed = heads.rms(hidden[-1:], self.tensors["norm.weight"])
             matrix = self.tensors.get("lm_head.weight", reference().lm_head.weight)
             best = int((normed @ matrix.T).argmax())
             made.append(best + int(self.tensors["d2t"][best]) if "d2t" in self.tensors else best)
@@ -168,24 +158,15 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(folder: str, paper: Paper, **config: object) -> None:
-    """Serve five requests of unequal lengths and K, and compare every draft."""
-    engine = engine_of(eagle=folder, proposer="eagle", max_batch_size=5, **config)
-    by_name = engine._proposers._by_name
-    checked = by_name["eagle"] = Checked(by_name["eagle"], paper.drafts)
-    requests = [
-        Request(
-            request_id=str(i),
-            token_ids=tuple(prompt[: 1 + i * 9]),
-            sampling=SamplingParams(max_tokens=14),
-            speculation=SpeculationParams(num_draft_tokens=k),
-        )
-        for i, (prompt, k) in enumerate(zip(zoo.prompts(5), (4, 1, 2, 3, 4), strict=True))
-    ]
-    fakes.run(engine, requests)
-    assert checked.count > 30
+    """Serve sequences of unequal lengths and K, and compare every draft."""
+    heads.decode("eagle", folder, zoo.ours(reference()), paper.drafts, (4, 1, 2, 3, 4), **config)
 
 
-@pytest.mark.parametrize("form", FORMS)
+QUICK = ("authors", "3.1", "nvidia", "narrow", "biases", "deeper")
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("form", [form if form in QUICK else slow(form) for form in FORMS])
 def test_drafts_are_the_papers(tmp_path: Path, form: str) -> None:
     changes, kind = FORMS[form]
     if form == "nvidia":
@@ -198,6 +179,7 @@ def test_drafts_are_the_papers(tmp_path: Path, form: str) -> None:
     check(folder, Paper(flat(config), tensors, PLACES.get(form, (2, 4, 5))))
 
 
+@pytest.mark.slow
 def test_chunks_and_prefixes_of_names(tmp_path: Path) -> None:
     """A prompt in parts; names as `torch.save` of wrapped models leaves them; the authors' rotary buffer."""
     tensors = heads.eagle3_tensors(heads.EAGLE3_CONFIG)
@@ -207,7 +189,7 @@ def test_chunks_and_prefixes_of_names(tmp_path: Path) -> None:
     check(folder, Paper(heads.EAGLE3_CONFIG, tensors, (2, 4, 5)), max_batch_tokens=11)
 
 
-@pytest.mark.parametrize("is_tied", [False, True], ids=["target", "tied"])
+@pytest.mark.parametrize("is_tied", [slow(False, id="target"), pytest.param(True, id="tied")])
 def test_no_output_matrix_of_its_own(tmp_path: Path, is_tied: bool) -> None:
     """Then it is the target's, or the head's embedding where the config says so."""
     config = heads.EAGLE3_CONFIG | {"tie_word_embeddings": is_tied}
@@ -236,9 +218,9 @@ def speculators(**own: object) -> dict[str, object]:
     ("own", "places"),
     [
         ({"norm_before_residual": True, "norm_before_fc": True, "norm_output": True, **SMALL}, (2, 4, 5)),
-        ({"fc_norm": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, (1, 2, 7)),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, (2, 4, 5)),
-        (
+        slow({"fc_norm": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, (1, 2, 7)),
+        slow({"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, (2, 4, 5)),
+        slow(
             {"target_hidden_size": None, "eagle_aux_hidden_state_layer_ids": None, "embed_requires_grad": True},
             (2, 4, 5),
         ),
@@ -252,15 +234,14 @@ def test_speculators(tmp_path: Path, own: dict[str, object], places: tuple[int, 
     check(folder, Paper({**LAYER, **own}, tensors, places))
 
 
-@pytest.mark.parametrize("fusion_bias", [False, True])
+@pytest.mark.parametrize("fusion_bias", [slow(False), True])
 def test_eagle_1_of_speculators(tmp_path: Path, fusion_bias: bool) -> None:
     """The same drafts as from the authors' form."""
     tensors = heads.eagle_tensors(fc_bias=fusion_bias)
     config = speculators(speculators_model_type="eagle", layernorms=False, fusion_bias=fusion_bias)
     config |= {"architectures": ["EagleSpeculator"], "transformer_layer_config": LAYER | {"num_hidden_layers": DEPTH}}
     stored = {k.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): t for k, t in tensors.items()}
-    request = Request(request_id="r", token_ids=(5, 6, 7, 8), sampling=SamplingParams(max_tokens=20))
-    runs = []
+    request, runs = fakes.request((5, 6, 7, 8), max_tokens=20), []
     for folder in (heads.save(tmp_path / "one", config, stored), heads.eagle(tmp_path, fc_bias=fusion_bias)):
         outputs = fakes.run(engine_of(eagle=folder, proposer="eagle"), [request])
         runs.append((outputs.tokens, outputs.finished["r"].stats.accepted_per_position))
@@ -359,8 +340,9 @@ def planted(size: int, step: int) -> tuple[PreTrainedModel, dict[str, object], d
     return model, config, {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("size", [32, 64], ids=["torch", "C"])
-@pytest.mark.parametrize(("step", "rate"), [(1, 1.0), (2, 0.0)])
+@pytest.mark.parametrize(  # in torch, and in C
+    ("size", "step", "rate"), [(32, 1, 1.0), (64, 2, 0.0), slow(32, 2, 0.0), slow(64, 1, 1.0)]
+)
 def test_a_right_head_is_always_accepted_and_a_wrong_one_never(
     tmp_path: Path, size: int, step: int, rate: float
 ) -> None:
@@ -368,17 +350,10 @@ def test_a_right_head_is_always_accepted_and_a_wrong_one_never(
     target = zoo.as_served(zoo.ours(model)) if size == 64 else zoo.ours(model)
     settings = {"speculation": "fixed", "proposer": "eagle", "eagle": heads.save(tmp_path, config, tensors)}
     engine = assemble(EngineConfig(target="llama", **settings), target)
-    fused = engine._proposers._by_name["eagle"]._head._fused
+    fused = engine.proposers.by_name["eagle"].head._fused
     assert (fused is not None) == (size == 64 and multiplies(torch.bfloat16))
-    requests = [
-        Request(
-            request_id=str(i),
-            token_ids=tuple(range(i, i + 3 * i + 1)),
-            sampling=SamplingParams(max_tokens=30, ignore_eos=True),
-            speculation=SpeculationParams(num_draft_tokens=i + 1),
-        )
-        for i in range(5)
-    ]
+    prompts = [range(i, i + 3 * i + 1) for i in range(5)]
+    requests = fakes.requests(prompts, range(1, 6), max_tokens=30, ignore_eos=True)
     stats = [ended.stats for ended in fakes.run(engine, requests).finished.values()]
     assert sum(s.drafted for s in stats) > 100
     assert sum(s.accepted for s in stats) == rate * sum(s.drafted for s in stats)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,15 +17,12 @@ from transformers.modeling_layers import MtpModel
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ModelError
-from engine.kv.batch import Feed
 from engine.model.tap import FINAL
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
-from engine.proposers.base import Passed
+from engine.params import SpeculationMode, SpeculationParams
 from engine.proposers.heads.mtp import load_mtp
 from engine.proposers.heads.mtp_tensors import MTPFinder, read_wanted
 from engine.startup.build import build_engine
-from engine.types import Request
-from tests import fakes, published, zoo
+from tests import fakes, heads, published, zoo
 from tests.engine.proposers.heads import mtp_checkpoints as checkpoints
 from tests.engine.proposers.heads.mtp_checkpoints import FAMILIES, SavedWithMTP
 
@@ -40,15 +39,10 @@ def engine_of(folder: str, **config: object) -> Engine:
 
 def served_drafts(engine: Engine, saved: SavedWithMTP, tokens: list[int], *, parts: int = 1) -> list[int]:
     """Drafts behind `tokens`, from the plain target's features, shown in so many parts."""
-    mtp = engine._proposers._by_name["mtp"]
-    [sequence] = engine._intake.open(Request(request_id="r", token_ids=tuple(tokens), sampling=SamplingParams()))
-    sequence.draft.page_table.append(0)
-    features, stop = saved.features(tokens[:-1]), len(tokens) - 1
-    step = -(-stop // parts)
+    mtp, sequence, stop = engine.proposers.by_name["mtp"], heads.opened(tokens), len(tokens) - 1
+    states, step = {FINAL: saved.features(tokens[:-1])}, -(-stop // parts)
     for start in range(0, stop, step):
-        end = min(start + step, stop)
-        mtp._tap.keep(FINAL, features[start:end])
-        mtp.observe([Passed(sequence, Feed(tokens[start:end], start, [0]), 0)])
+        heads.show(mtp, sequence, states, start, min(start + step, stop))
     [drafts] = mtp.propose([sequence], [COUNT]).tokens
     return list(drafts)
 
@@ -63,14 +57,19 @@ def assert_drafts(engine: Engine, saved: SavedWithMTP) -> None:
 # ------------------------------------------------------------------------------------------------ what it drafts
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+slow = partial(pytest.param, marks=pytest.mark.slow)
+QUICK = {("deepseek-v3", True), ("qwen-3-next", True), ("qwen-3.5", False), ("glm-4-moe-lite", True)}
+
+
+@pytest.mark.parametrize(
+    ("family", "fused"), [pair if pair in QUICK else slow(*pair) for pair in product(FAMILIES, (True, False))]
+)
 def test_drafts_are_those_of_the_papers_equations(tmp_path: Path, family: str, fused: bool) -> None:
     saved = checkpoints.save(family, tmp_path)
     assert_drafts(engine_of(saved.folder, fuse=fused), saved)
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "glm-4-moe"])
+@pytest.mark.parametrize("family", ["deepseek-v3", slow("glm-4-moe")])
 def test_transformers_own_layer_drafts_the_same(tmp_path: Path, family: str) -> None:
     """Its class reads the checkpoint by names and renamings of its own."""
     saved = checkpoints.save(family, tmp_path)
@@ -89,7 +88,7 @@ def test_transformers_own_layer_drafts_the_same(tmp_path: Path, family: str) -> 
 def test_an_embedding_and_an_output_matrix_of_its_own(tmp_path: Path, dtype: str) -> None:
     saved = checkpoints.save("deepseek-v3", tmp_path, own=True)
     engine = engine_of(saved.folder, dtype=dtype)
-    assert engine._proposers._by_name["mtp"]._head._output.weight.dtype == getattr(torch, dtype)
+    assert engine.proposers.by_name["mtp"].head._output.weight.dtype == getattr(torch, dtype)
     if dtype == "float32":
         assert_drafts(engine, saved)
 
@@ -98,12 +97,13 @@ def test_copies_of_the_targets_matrices_are_not_kept(tmp_path: Path) -> None:
     saved = checkpoints.save("glm-4-moe", tmp_path, copies=True)
     engine = engine_of(saved.folder)
     assert_drafts(engine, saved)
-    chain, target = engine._proposers._by_name["mtp"]._head, engine._target_pass._target.model
+    chain, target = engine.proposers.by_name["mtp"].head, engine.runner.model
     assert chain._embedding is target.get_input_embeddings()
     assert chain._output is target.get_output_embeddings()
     assert len(chain._model.get_input_embeddings().weight) == 1
 
 
+@pytest.mark.slow
 def test_only_the_files_with_its_tensors_are_read(tmp_path: Path) -> None:
     saved = checkpoints.save("qwen-3-next", tmp_path, sharded=True)
     assert_drafts(engine_of(saved.folder), saved)
@@ -115,6 +115,7 @@ def test_only_the_files_with_its_tensors_are_read(tmp_path: Path) -> None:
     assert {name for name in index["weight_map"] if name.startswith("mtp.")} <= found.keys()
 
 
+@pytest.mark.slow
 def test_the_first_of_several_layers_drafts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for family, first, second in (
         ("glm-4-moe", "model.layers.2.", "model.layers.3."),
@@ -132,6 +133,7 @@ def test_the_first_of_several_layers_drafts(tmp_path: Path, caplog: pytest.LogCa
         assert_drafts(engine, saved)
 
 
+@pytest.mark.slow
 def test_quantised_weights_are_dequantised(tmp_path: Path) -> None:
     """FP8 in blocks, as DeepSeek's own checkpoint has it, and GPTQ; the target's layers are in floats."""
     fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
@@ -163,23 +165,21 @@ def test_quantised_weights_are_dequantised(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ planted layers
 
 
-def accepted(engine: Engine, **asked: float) -> tuple[int, int]:
+def accepted(engine: Engine, **law: float) -> tuple[int, int]:
     """Drafts that were accepted, and all of them, over some prompts."""
-    law = SamplingParams(max_tokens=30, ignore_eos=True, **asked)
-    speculation = SpeculationParams(mode=SpeculationMode.FIXED, num_draft_tokens=4)
-    requests = [
-        Request(request_id=str(i), token_ids=tuple(p), sampling=law, speculation=speculation)
-        for i, p in enumerate(zoo.prompts(3))
-    ]
-    ended = fakes.run(engine, requests).finished.values()
+    wish = SpeculationParams(mode=SpeculationMode.FIXED, num_draft_tokens=4)
+    asked = [fakes.request(p, name=str(i), wish=wish, max_tokens=30, ignore_eos=True, **law)
+             for i, p in enumerate(zoo.prompts(3))]  # fmt: skip
+    ended = fakes.run(engine, asked).finished.values()
     return sum(f.stats.accepted for f in ended), sum(f.stats.drafted for f in ended)
 
 
-@pytest.mark.parametrize("asked", [{}, {"temperature": 0.8, "seed": 3}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_draft_of_a_right_layer_is_accepted(tmp_path: Path, family: str, asked: dict[str, float]) -> None:
-    kept, drafted = accepted(engine_of(checkpoints.planted(family, tmp_path).folder), **asked)
-    assert kept == drafted > 50
+@pytest.mark.parametrize("family", [FAMILIES[0], *map(slow, FAMILIES[1:-1]), FAMILIES[-1]])
+def test_every_draft_of_a_right_layer_is_accepted_greedy_and_sampled(tmp_path: Path, family: str) -> None:
+    engine = engine_of(checkpoints.planted(family, tmp_path).folder)
+    for law in ({}, {"temperature": 0.8, "seed": 3}):
+        kept, drafted = accepted(engine, **law)
+        assert kept == drafted > 50
 
 
 def test_no_draft_of_a_wrong_layer_is_accepted(tmp_path: Path) -> None:

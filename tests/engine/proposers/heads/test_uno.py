@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest, ModelError
 from engine.kv.batch import Feed
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams, SpeculationSettings, Verification
+from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.proposers.base import Proposal
 from engine.proposers.chain import Chain
 from engine.proposers.heads import uno, weights
@@ -30,7 +31,7 @@ from engine.proposers.heads.load import load_heads
 from engine.proposers.heads.uno import UnoProposer, adapter_folder
 from engine.startup.build import assemble
 from engine.stats import Forward
-from engine.types import Adapter, Request
+from engine.types import Adapter, DraftStats, Request
 from engine.types import Sequence as Output
 from tests import adapters, fakes, zoo
 
@@ -144,8 +145,18 @@ def drafting(prompts: list[list[int]], num_draft: int | None = None, **fields: A
     ]
 
 
-@pytest.mark.parametrize("prepare", [zoo.ours, lambda model: zoo.as_served(zoo.ours(model))], ids=["torch", "c"])
-@pytest.mark.parametrize("family", ATTENDING)
+def in_c(model: PreTrainedModel) -> PreTrainedModel:
+    return zoo.as_served(zoo.ours(model))
+
+
+QUICK = {("llama", zoo.ours), ("llama-tied", in_c), ("gpt2", in_c), ("mixtral", zoo.ours), ("gpt-oss", in_c)}
+QUICK |= {("deepseek-v2", zoo.ours)}
+
+
+@pytest.mark.parametrize(
+    ("family", "prepare"),
+    [pytest.param(*way, marks=[pytest.mark.slow] * (way not in QUICK)) for way in product(ATTENDING, (zoo.ours, in_c))],
+)
 def test_drafts_are_those_of_the_paper(tmp_path: Path, family: str, prepare: Any) -> None:
     """Five requests in a batch, one with an adapter of its own; every logit of every pass that drafts."""
     model, targets = zoo.reference(family), ATTENDING[family]
@@ -222,28 +233,38 @@ def by_position(folder: Path, off_by: int = 0) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("num_draft", [1, 2, 5, 8])
-def test_every_draft_of_a_right_adapter_is_kept(tmp_path: Path, num_draft: int) -> None:
+PROMPTS = [list(range(1 + 7 * i)) for i in range(4)]
+KS = (1, 2, 5, 8)
+
+
+def counted(folder: Path, max_tokens: int) -> tuple[Watched, list[tuple[int, DraftStats]]]:
+    """Let the planted target count on behind prompts of every length with each K, and see that it does."""
+    engine, watched = served(counting(), folder)
+    asked = [
+        one for k in KS for one in drafting(PROMPTS, k, sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    ]
+    asked = [replace(one, request_id=f"{i}") for i, one in enumerate(asked)]
+    outputs = fakes.run(engine, asked)
+    for one in asked:
+        first = len(one.token_ids)
+        assert outputs.tokens[one.request_id] == [(first + i) % TOKENS for i in range(max_tokens)]
+    ks = [one.speculation.num_draft_tokens for one in asked]
+    return watched, [(k, outputs.finished[str(i)].stats) for i, k in enumerate(ks)]
+
+
+def test_every_draft_of_a_right_adapter_is_kept(tmp_path: Path) -> None:
     """Acceptance 1.0 at each position, so a round gives K + 1 tokens."""
-    engine, watched = served(counting(), by_position(tmp_path / "right"))
-    prompts = [list(range(1 + 7 * i)) for i in range(4)]
-    outputs = fakes.run(engine, drafting(prompts, num_draft, sampling=SamplingParams(max_tokens=28, ignore_eos=True)))
-    for prompt, (name, done) in zip(prompts, sorted(outputs.finished.items()), strict=True):
-        assert outputs.tokens[name] == [(len(prompt) + i) % TOKENS for i in range(28)]
-        assert done.stats.acceptance_rate == 1.0
-        assert done.stats.rounds <= -(-27 // (num_draft + 1)) + 1, "the last round may not have room for K"
-    assert any(len(set(f.tokens)) > 1 for feeds in watched.feeds for f in feeds if len(f.tokens) > 1) == (num_draft > 2)
+    watched, found = counted(by_position(tmp_path / "right"), 28)
+    for k, stats in found:
+        assert stats.acceptance_rate == 1.0
+        assert stats.rounds <= -(-27 // (k + 1)) + 1, "the last round may not have room for K"
+    assert any(len(set(f.tokens)) > 1 for feeds in watched.feeds for f in feeds if len(f.tokens) > 1), "noise"
 
 
-@pytest.mark.parametrize("num_draft", [2, 5, 8])
-def test_no_draft_of_a_wrong_adapter_is_kept_but_the_first(tmp_path: Path, num_draft: int) -> None:
+def test_no_draft_of_a_wrong_adapter_is_kept_but_the_first(tmp_path: Path) -> None:
     """The first draft has no adapter: it is right by construction."""
-    engine, _ = served(counting(), by_position(tmp_path / "wrong", off_by=5))
-    prompts = [list(range(1 + 7 * i)) for i in range(4)]
-    outputs = fakes.run(engine, drafting(prompts, num_draft))
-    for prompt, (name, done) in zip(prompts, sorted(outputs.finished.items()), strict=True):
-        assert outputs.tokens[name] == [(len(prompt) + i) % TOKENS for i in range(GREEDY.max_tokens)]
-        assert done.stats.accepted == done.stats.rounds == done.stats.accepted_per_position[0]
+    for _, stats in counted(by_position(tmp_path / "wrong", off_by=5), 14)[1]:
+        assert stats.accepted == stats.rounds == stats.accepted_per_position[0]
 
 
 # -------------------------------------------------------------------------------------------------------- the noise
@@ -252,11 +273,7 @@ def test_no_draft_of_a_wrong_adapter_is_kept_but_the_first(tmp_path: Path, num_d
 def noise_of(*asked: tuple[int, int, int], ids: range = range(1, 97)) -> list[list[int]]:
     """What stands behind sequences, each with its seed, length and K."""
     proposer = UnoProposer(fakes.TableModel(fakes.hashed_law(97), 97, 64, 16), Adapter("uno", 1, ""), ids)
-    settings = SpeculationSettings(
-        mode=SpeculationMode.FIXED, num_draft_tokens=8, proposer="uno", verification=Verification.COUPLED
-    )
-    request = Request(request_id="r", token_ids=(3,))
-    chains = [Chain(Output(request, seed, settings, 128, frozenset(), [3] * length), k) for seed, length, k in asked]
+    chains = [Chain(fakes.sequence([3] * length, seed=seed), k) for seed, length, k in asked]
     return proposer._draw_noise(chains)
 
 

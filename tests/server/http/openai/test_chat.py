@@ -18,7 +18,7 @@ from server.http.pieces import CallReader
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
-from tests.server.http.test_gateway import CHAT, TEMPLATE, talking
+from tests.server.http.interfaces import CHAT, TEMPLATE, talking
 from tests.server.http.test_long_answers import at_once
 
 HERMES = HermesFormat({}, ReasoningMarks())
@@ -219,7 +219,6 @@ ASKED = CHAT | {
 }
 
 
-@pytest.mark.slow
 async def test_openais_client_puts_a_stream_together_as_the_whole():
     async with speaking(f"<think>hm</think>I call.\n{F}\n{G}") as server:
         whole = await server.client.chat.completions.create(**ASKED)
@@ -242,7 +241,6 @@ async def test_openais_client_puts_a_stream_together_as_the_whole():
         assert final.usage.completion_tokens_details == whole.usage.completion_tokens_details
 
 
-@pytest.mark.slow
 async def test_a_prompt_that_ends_in_the_reasoning():
     async with speaking("hm</think>yes", template=TEMPLATE + "<think>\n") as server:
         asked = CHAT | {"stop": "§"}
@@ -254,7 +252,6 @@ async def test_a_prompt_that_ends_in_the_reasoning():
         assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "hm"
 
 
-@pytest.mark.slow
 async def test_without_tools_a_call_is_content():
     async with speaking(F, HermesFormat()) as server:
         for fields in ({"tools": []}, {"tool_choice": "none"}):
@@ -264,7 +261,6 @@ async def test_without_tools_a_call_is_content():
             assert done.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.slow
 async def test_a_stream_that_is_read_has_no_ids():
     for chat_format, fields, is_refused in (
         (HERMES, {"tools": []}, True),

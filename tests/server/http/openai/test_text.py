@@ -12,11 +12,11 @@ from pilotfish.v1 import generation_pb2 as pb
 from server.http.openai.text import Echoing, TextAnswers
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import FakeEngine, logprob_of
-from tests.server.http.test_gateway import talking, text_of
+from tests.server.http.interfaces import on_the_shared_server, talking, text_of
 from tests.server.test_life import metric
 from tests.serving import until
 
-pytestmark = pytest.mark.slow
+pytestmark = on_the_shared_server
 
 PROMPTS = ["ab a", "€uro", "abab a"]
 ASK = {"model": "fake", "max_tokens": 6}
@@ -124,12 +124,11 @@ async def test_who_leaves_or_is_late_frees_the_pages_of_all_prompts(stream):
         assert metric(server, "client_disconnects_total") == 3
 
 
-async def test_a_continued_stream_has_one_prompt():
-    async with talking() as server:
-        header = {"Last-Event-ID": "fa4e-7-0-1:0000000000000000"}
-        body = {"prompt": ["a", "b"], "stream": True}
-        answer = await server.http.post("/v1/completions", json=body, headers=header)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
+async def test_a_continued_stream_has_one_prompt(server):
+    header = {"Last-Event-ID": "fa4e-7-0-1:0000000000000000"}
+    body = {"prompt": ["a", "b"], "stream": True}
+    answer = await server.http.post("/v1/completions", json=body, headers=header)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
 # -------------------------------------------------------------------------------------------------------------- echo
@@ -161,42 +160,39 @@ async def test_an_echo_with_logprobs(n, form):
         assert all(same(choice, choices[choice.index]) for choice in done.choices)
 
 
-async def test_an_echo_without_logprobs_is_the_prompt_as_it_was_sent():
-    async with talking() as server:
-        done = await server.client.completions.create(**ASK, prompt="ab €", echo=True)
-        assert (done.choices[0].text, done.choices[0].logprobs) == ("ab €" + text_of(server.engine, 6), None)
-        choices, _ = await streamed(server, prompt="ab €", echo=True)
-        assert same(done.choices[0], choices[0])
+async def test_an_echo_without_logprobs_is_the_prompt_as_it_was_sent(server):
+    done = await server.client.completions.create(**ASK, prompt="ab €", echo=True)
+    assert (done.choices[0].text, done.choices[0].logprobs) == ("ab €" + text_of(server.engine, 6), None)
+    choices, _ = await streamed(server, prompt="ab €", echo=True)
+    assert same(done.choices[0], choices[0])
 
 
-async def test_only_the_prompt_is_scored():
-    async with talking() as server:
-        ids = list(CODEC.encode("abab a"))
-        asked = {"model": "fake", "prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 1}
-        done = await server.client.completions.create(**asked)
-        [choice] = done.choices
-        assert (choice.text, choice.finish_reason) == ("abab a", "length")
-        assert choice.logprobs.token_logprobs == [None, *(logprob_of(token, 0).logprob for token in ids[1:])]
-        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(ids), 0)
-        assert done.usage.total_tokens == len(ids)
-        choices, events = await streamed(server, **asked, stream_options={"include_usage": True})
-        assert same(choice, choices[0])
-        assert events[-1].usage == done.usage
-        [plain] = (await server.client.completions.create(**asked | {"logprobs": None})).choices
-        assert (plain.text, plain.logprobs) == ("abab a", None)
+async def test_only_the_prompt_is_scored(server):
+    ids = list(CODEC.encode("abab a"))
+    asked = {"model": "fake", "prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 1}
+    done = await server.client.completions.create(**asked)
+    [choice] = done.choices
+    assert (choice.text, choice.finish_reason) == ("abab a", "length")
+    assert choice.logprobs.token_logprobs == [None, *(logprob_of(token, 0).logprob for token in ids[1:])]
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(ids), 0)
+    assert done.usage.total_tokens == len(ids)
+    choices, events = await streamed(server, **asked, stream_options={"include_usage": True})
+    assert same(choice, choices[0])
+    assert events[-1].usage == done.usage
+    [plain] = (await server.client.completions.create(**asked | {"logprobs": None})).choices
+    assert (plain.text, plain.logprobs) == ("abab a", None)
 
 
-async def test_a_harness_reads_the_logprobs_of_a_continuation():
+async def test_a_harness_reads_the_logprobs_of_a_continuation(server):
     """As lm-eval asks: context and continuation as ids, one more token, and its sums leave out that token."""
-    async with talking() as server:
-        context, continuation = list(CODEC.encode("ab ")), list(CODEC.encode("a€"))
-        asked = {"prompt": [context + continuation] * 2, "echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0}
-        done = await server.client.completions.create(model="fake", seed=1234, **asked)
-        for choice in done.choices:
-            inner = slice(len(context), -1)
-            found = choice.logprobs.token_logprobs[inner]
-            assert found == [logprob_of(token, 0).logprob for token in continuation]
-            assert all(top for top in choice.logprobs.top_logprobs[inner])
+    context, continuation = list(CODEC.encode("ab ")), list(CODEC.encode("a€"))
+    asked = {"prompt": [context + continuation] * 2, "echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0}
+    done = await server.client.completions.create(model="fake", seed=1234, **asked)
+    for choice in done.choices:
+        inner = slice(len(context), -1)
+        found = choice.logprobs.token_logprobs[inner]
+        assert found == [logprob_of(token, 0).logprob for token in continuation]
+        assert all(top for top in choice.logprobs.top_logprobs[inner])
 
 
 async def test_other_outputs_wait_for_the_logprobs_of_the_prompt():
@@ -250,30 +246,27 @@ async def test_every_chunk_tells_the_usage_so_far(path, prompt):
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-async def test_statistics_of_drafting_where_they_are_asked_for(path):
-    async with talking() as server:
-        body = ASK | ({"prompt": "ab"} if path == "completions" else {"messages": [{"role": "user", "content": "u"}]})
-        plain = (await server.http.post(f"/v1/{path}", json=body)).json()
-        assert "metrics" not in plain
-        assert "speculation_stats" not in plain["choices"][0]
-        body["return_speculation_stats"] = True
-        done = (await server.http.post(f"/v1/{path}", json=body)).json()
-        assert done["choices"][0]["speculation_stats"] == {
-            "rounds": 2,
-            "drafted": 8,
-            "accepted": 4,
-            "accepted_per_position": [2, 2],
-            "acceptance_length": 3.0,
-            "gain_ratio": 1.5,
-        }
-        assert done["metrics"]["speculative_decoding"]["acceptance_histogram"] == [0, 0, 2]
-        for options in ({}, {"stream_options": {"include_usage": True}}):
-            raw = (await server.http.post(f"/v1/{path}", json=body | {"stream": True} | options)).text
-            events = [
-                httpx.Response(200, text=line[6:]).json() for line in raw.splitlines() if line.startswith("data: {")
-            ]
-            assert [event["metrics"] for event in events if "metrics" in event] == [done["metrics"]]
-            assert "metrics" in events[-1]
-        two = (await server.http.post(f"/v1/{path}", json=body | {"n": 2})).json()
-        assert "metrics" not in two
-        assert len([choice["speculation_stats"] for choice in two["choices"]]) == 2
+async def test_statistics_of_drafting_where_they_are_asked_for(server, path):
+    body = ASK | ({"prompt": "ab"} if path == "completions" else {"messages": [{"role": "user", "content": "u"}]})
+    plain = (await server.http.post(f"/v1/{path}", json=body)).json()
+    assert "metrics" not in plain
+    assert "speculation_stats" not in plain["choices"][0]
+    body["return_speculation_stats"] = True
+    done = (await server.http.post(f"/v1/{path}", json=body)).json()
+    assert done["choices"][0]["speculation_stats"] == {
+        "rounds": 2,
+        "drafted": 8,
+        "accepted": 4,
+        "accepted_per_position": [2, 2],
+        "acceptance_length": 3.0,
+        "gain_ratio": 1.5,
+    }
+    assert done["metrics"]["speculative_decoding"]["acceptance_histogram"] == [0, 0, 2]
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        raw = (await server.http.post(f"/v1/{path}", json=body | {"stream": True} | options)).text
+        events = [httpx.Response(200, text=line[6:]).json() for line in raw.splitlines() if line.startswith("data: {")]
+        assert [event["metrics"] for event in events if "metrics" in event] == [done["metrics"]]
+        assert "metrics" in events[-1]
+    two = (await server.http.post(f"/v1/{path}", json=body | {"n": 2})).json()
+    assert "metrics" not in two
+    assert len([choice["speculation_stats"] for choice in two["choices"]]) == 2

@@ -1,0 +1,117 @@
+"""What kernels are compiled to for Hopper, on a machine without a GPU: `facts.py` says it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.no_gpu import program
+from tests.no_gpu.budgets import BUDGETS
+
+REGISTERS, SHARED = 64 << 10, 227 << 10  # of a multiprocessor, and bytes of it
+SPILLED = 64  # bytes of stack that are no matter: a register or two at the edges of loops
+
+pytestmark = [*program.MARKS, pytest.mark.slow(lowest=True)]
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return json.loads(program.output("facts"))
+
+
+def test_all_kernels_are_met(facts):
+    assert set(facts["kernels"]) == set(BUDGETS)
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+def test_keys_and_values_have_two_buffers_and_nothing_spills(facts):
+    """While one block of keys is worked on the next is loaded; two programs of decoding share a multiprocessor."""
+    found = [fact for fact in facts["shapes"] if fact["shape"] in ("bfloat16/4/128", "bfloat16/48/64")]
+    assert len(found) == 4
+    for fact in found:
+        assert len(fact["buffers"]) == 2, fact
+        assert all(int(buffer.split("x")[0]) >= 2 for buffer in fact["buffers"]), fact
+        assert fact["in_flight"] > 0, fact
+        assert fact["tensor_cores"], fact
+        assert fact["wide_copies"] > 0, fact
+        assert fact["other_copies"] == 0, fact
+        assert fact["wide_loads"] > 0, fact
+        at_once = 1 if fact["kind"] == "prompt" else 2
+        assert at_once * (fact["shared"] + 1024) <= SHARED + 1024, fact
+        assert at_once * fact["registers"] * fact["warps"] * 32 <= REGISTERS, fact
+    assert found[0]["buffers"] == ["2x64x128", "2x64x128"]
+
+
+def test_float32_and_wide_heads_do_not_spill(facts):
+    """8.8 KB were spilled, because whole heads went through registers; now pieces of them do.
+
+    Of latent heads (576 and 512) 888 bytes were, in tiles of 64 rows.
+    """
+    assert [fact for fact in facts["shapes"] if fact["stack"] >= SPILLED] == []
+    wide = [fact for fact in facts["shapes"] if fact["shape"].count("/") > 2 or fact["shape"].endswith("512")]
+    assert len(wide) >= 3
+    for fact in wide:
+        assert min(int(buffer.split("x")[0]) for buffer in fact["buffers"]) >= 2, fact
+    assert wide[-1]["buffers"] == ["2x16x512", "2x16x64"], "values are not loaded again"
+
+
+def test_one_model_needs_few_variants(facts):
+    """Not one for each parity of the number of tiles, width of tables and number of splits: 22 of them there were."""
+    assert facts["batches"] == {"_plan_kernel": 2, "_attend_kernel": 2, "_merge_kernel": 1}
+
+
+# ----------------------------------------------------------------------------------------------------- rows and layers
+
+
+def test_row_kernels_spill_nothing_at_any_size(facts):
+    """From rows of 2,048 numbers to those of 29,568; and read 16 bytes at a time."""
+    assert {kernel["name"] for kernel in facts["rows"]} == {
+        "_norm_kernel", "_gate_kernel", "_gate_round_kernel", "_round_kernel", "_rotate_kernel",
+    }  # fmt: skip
+    assert [kernel for kernel in facts["rows"] if kernel["stack"] or not kernel["wide_loads"]] == []
+
+
+def test_a_matmul_in_4_bits_fits(facts):
+    """Three variants for 1 to 200 rows of four matrices; no spills, copies of 16 bytes that run ahead, tensor cores."""
+    assert len(facts["w4"]) == 3
+    for kernel in facts["w4"]:
+        assert (kernel["stack"], kernel["tensor_cores"]) == (0, True)
+        assert kernel["shared"] < 100 << 10
+        assert 16 in kernel["copies"]
+
+
+@pytest.mark.parametrize(("weights", "most"), [("bf16", 9), ("fp8", 10), ("int4", 9)])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_layer_is_so_many_kernels(facts, family, weights, most):
+    """Four matmuls, attention, rotation, a gate and two sums with norms; in fp8 a rounding before o_proj.
+
+    Before sums and norms were one kernel and rows were rounded by them it was 10 (llama in bfloat16) and 38 (in fp8).
+    """
+    found = facts["layers"][f"{family} {weights}"]
+    assert len(found) == most, found
+    assert found.count("_norm_kernel") == 2
+
+
+# -------------------------------------------------------------------------------------------------- draws and commits
+
+
+def test_a_draw_is_a_handful_of_launches(facts):
+    """Once 37 with cuts and 4 without, of kernels alone."""
+    assert facts["draws"]["launches"] == {"truncated": 10, "no cuts": 3}
+    assert facts["draws"]["torch"] == {"truncated": [], "no cuts": []}  # what torch launches beside them
+
+
+def test_no_draw_and_no_commit_compiles_after_the_first(facts):
+    """A first draw with cuts compiles all that any number of rows asks for; once 19 variants, at the first request."""
+    assert facts["draws"]["compiled at first"] == {"float32": 6, "bfloat16": 5}  # the last kernel sees no logits
+    assert facts["draws"]["compiled later"] == []
+    assert facts["draws"]["commits compiled"] == 1
+
+
+def test_draws_spill_nothing_and_load_logits_16_bytes_at_a_time(facts):
+    """Each thread's numbers stay in its registers; once 300 bytes of each were in memory."""
+    assert facts["draws"]["stack"] == [0] * 12
+    assert facts["draws"]["loads"] == {name: [16] for name in ("_peaks", "_count", "_weigh", "_end", "_noise")}

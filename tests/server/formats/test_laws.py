@@ -1,0 +1,258 @@
+"""Laws of chat formats: what is written is read again, what masks allow is a valid call, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+
+from server.formats.base import Tool
+from tests.server.formats.laws import FREE, WALKED, Calls, Family, Spelling, check_linear, hostile_texts
+from tests.server.formats.test_deepseek import DEEPSEEK
+from tests.server.formats.test_gemma import GEMMA
+from tests.server.formats.test_glm import GLM
+from tests.server.formats.test_harmony import HARMONY
+from tests.server.formats.test_hermes import HERMES
+from tests.server.formats.test_llama import LLAMA
+from tests.server.formats.test_mistral import MISTRAL
+from tests.server.formats.test_qwen_coder import QWEN_CODER
+from tests.server.formats.walks import Call, Reading, joined, pieces_of, read
+
+FAMILIES = (HERMES, QWEN_CODER, GLM, LLAMA, MISTRAL, GEMMA, DEEPSEEK, HARMONY)
+SPELLINGS = [(family, spelling) for family in FAMILIES for spelling in family.spellings]
+
+of_every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+of_every_spelling = pytest.mark.parametrize(
+    ("family", "spelling"), SPELLINGS, ids=lambda value: value.name if isinstance(value, Spelling) else ""
+)
+few_or_many = pytest.mark.parametrize("examples", [6, pytest.param(150, marks=pytest.mark.slow)])
+
+
+def one_of(family: Family) -> Call:
+    name, arguments = family.one
+    return Call(name, json.dumps(arguments))
+
+
+def parsed(reading: Reading) -> Calls:
+    return [(call.name, json.loads(call.arguments)) for call in reading.calls]
+
+
+# ------------------------------------------------------------------------------------------------ written, then read
+
+
+@few_or_many
+@of_every_spelling
+def test_calls_that_are_written_may_be_said_and_are_read(family: Family, spelling: Spelling, examples: int) -> None:
+    @settings(max_examples=examples)
+    @given(spelling.calls)
+    def holds(calls: Calls) -> None:
+        text = spelling.write(calls)
+        for rule in ("calls", "auto"):
+            assert spelling.allows(rule, family.tools, text)
+            assert spelling.allows(rule, family.tools, text, several=False) == (len(calls) == 1)
+        found = read(spelling.format, family.tools, text)
+        assert (found.reasoning, found.content, parsed(found)) == ("", "", calls)
+
+    holds()
+
+
+@few_or_many
+@of_every_family
+def test_calls_of_any_values_are_read(family: Family, examples: int) -> None:
+    @settings(max_examples=examples)
+    @given(family.wild)
+    def holds(calls: Calls) -> None:
+        found = read(family.first.format, family.tools, family.first.write(calls))
+        assert (found.reasoning, found.content, parsed(found)) == ("", "", calls)
+
+    holds()
+
+
+@of_every_spelling
+def test_every_parser_of_a_family_reads_every_spelling(family: Family, spelling: Spelling) -> None:
+    for other in family.spellings:
+        text = other.write([family.one, family.one])
+        assert read(spelling.format, family.tools, text) == Reading("", "", [one_of(family)] * 2)
+
+
+WALKS = [  # the spellings of a family take turns
+    pytest.param(
+        family,
+        family.spellings[i % len(family.spellings)],
+        i,
+        marks=[] if (i + number) % 13 == 0 else pytest.mark.slow,
+        id=f"{family.name}-{i}",
+    )
+    for number, family in enumerate(FAMILIES)
+    for i in range(len(WALKED))
+]
+
+
+@pytest.mark.parametrize(("family", "spelling", "seed"), WALKS)
+def test_a_walk_under_the_masks_is_a_valid_call(family: Family, spelling: Spelling, seed: int) -> None:
+    """Random tokens that the masks allow, after a while more and more often the ends of values."""
+    schema = WALKED[seed]
+    if family.ends and "#/properties" in json.dumps(schema):
+        pytest.skip("these values are written one by one, and cannot refer to each other")
+    tools = [Tool("get", parameters=json.dumps(schema)), Tool("get_x"), Tool("set")]
+    lark = f"start: calls\n{spelling.format.calls(tools, several=True)}"
+    text = spelling.masks.walk(lark, random.Random(seed), *family.ends)
+    found = joined(pieces_of(spelling.format, tools, [text]))
+    assert (found.reasoning, found.content) == ("", ""), text
+    assert found.calls, text
+    for call in found.calls:
+        arguments = json.loads(call.arguments)
+        assert isinstance(arguments, dict), text
+        if call.name == "get":
+            jsonschema.validate(arguments, schema)
+
+
+# -------------------------------------------------------------------------------------------------- read as it comes
+
+
+@few_or_many
+@of_every_family
+def test_hostile_texts_are_read_the_same_in_all_cuts(family: Family, examples: int) -> None:
+    chat_format, marks = family.first.format, family.first.format.reasoning
+    written = [spelling.after_text + spelling.write([family.one]) for spelling in family.spellings]
+
+    @settings(max_examples=examples)
+    @given(
+        hostile_texts(*chat_format.markers, *chat_format.turns[:1], marks.begin, marks.end, *written, *family.hostile)
+    )
+    def holds(text: str) -> None:
+        for starts_in_reasoning in (False, True):
+            read(chat_format, [*family.tools, Tool("function")], text, starts_in_reasoning=starts_in_reasoning)
+
+    holds()
+
+
+@of_every_spelling
+def test_what_is_read_early_is_not_taken_back(family: Family, spelling: Spelling) -> None:
+    marks = spelling.format.markers if family.tools is FREE and not spelling.format.special else ()
+    values = {"a": [True, "}", {"b": None}, 'x"\\', *marks], "c": -1.5}
+    text = spelling.write([("get", values), family.one, ("get_x", {})])
+    whole = joined(pieces_of(spelling.format, family.tools, [text]))
+    assert [call.name for call in whole.calls] == ["get", "get", "get_x"]
+    assert not whole.content
+    tokens = [found.span() for mark in spelling.format.special for found in re.finditer(re.escape(mark), text)]
+    for length in range(len(text)):
+        if any(start < length < end for start, end in tokens):
+            continue  # a token comes as a whole
+        early = joined(pieces_of(spelling.format, family.tools, [text[:length]])).calls
+        for call, full in zip(early, whole.calls[: len(early)], strict=True):
+            assert call.name == full.name, text[:length]
+            assert full.arguments.startswith(call.arguments), text[:length]
+
+
+@of_every_spelling
+def test_every_character_of_a_string_is_passed_on_at_once(family: Family, spelling: Spelling) -> None:
+    text = spelling.write([("get", {"a": "x" * 50})])
+    at = text.index("x" * 50)
+    parser = spelling.format.parser(family.tools)
+    pieces = [piece for char in text[:at] for piece in parser.push(char)]
+    for length in range(51):
+        assert joined(pieces).calls == [Call("get", '{"a": "' + "x" * length)]
+        pieces += parser.push(text[at + length])
+
+
+# ---------------------------------------------------------------------------------------------- calls and other text
+
+READINGS = [(family, text, reading) for family in FAMILIES for text, reading in family.readings.items()]
+CONTENTS = [(family, text) for family in FAMILIES for text in family.contents]
+
+
+@pytest.mark.parametrize(("family", "text", "reading"), READINGS, ids=lambda value: getattr(value, "name", None))
+def test_a_call_may_be_written_in_several_ways_and_cut_off(family: Family, text: str, reading: Reading) -> None:
+    chat_format = family.first.format
+    assert read(chat_format, family.tools, text) == reading
+    if not family.has_channels:
+        marks, written = chat_format.reasoning, family.first.write([family.one])
+        text = f"\n{marks.begin}\nI see {written}\n{marks.end}\n{text}"
+        assert read(chat_format, family.tools, text) == reading._replace(reasoning=f"I see {written}")
+
+
+@pytest.mark.parametrize(("family", "text"), CONTENTS, ids=lambda value: getattr(value, "name", None))
+def test_what_looks_like_a_call_and_is_none_is_content(family: Family, text: str) -> None:
+    chat_format = family.first.format
+    assert read(chat_format, family.tools, text) == Reading("", text, [])
+    assert read(chat_format, family.tools, f"Hi\n {text}") == Reading("", f"Hi\n {text}", [])
+    call = family.first.write([family.one])
+    assert read(chat_format, [], f"{text}{call}") == Reading("", f"{text}{call}", []), "there are no tools"
+    if family.first.after_text:
+        assert read(chat_format, family.tools, f"Hi {call}") == Reading("", f"Hi {call}", [])
+
+
+@of_every_spelling
+def test_reasoning_content_and_calls_follow_each_other(family: Family, spelling: Spelling) -> None:
+    if family.has_channels:
+        return
+    marks, call = spelling.format.reasoning, spelling.after_text + spelling.write([family.one])
+    expected = Reading("hm", "HiBye ", [one_of(family)] * 2)
+    rest = f"\nhm\n{marks.end}\n\nHi \n{call}\n{call}\n Bye "
+    assert read(spelling.format, family.tools, marks.begin + rest) == expected
+    assert read(spelling.format, family.tools, rest, starts_in_reasoning=True) == expected
+    assert read(spelling.format, [], f"{marks.begin}a{marks.end}{call}") == Reading("a", call, [])
+
+
+@of_every_spelling
+def test_tokens_of_turns_are_dropped(family: Family, spelling: Spelling) -> None:
+    if family.has_channels:
+        return
+    marks, call = spelling.format.reasoning, spelling.after_text + spelling.write([family.one])
+    for turn in spelling.format.turns:
+        text = f"{marks.begin}a{turn}{marks.end}b{turn}\n{call}{turn}"
+        if turn in spelling.format.special:
+            assert read(spelling.format, family.tools, text) == Reading("a", "b", [one_of(family)])
+        else:  # spelled by a tokenizer that has no such token
+            assert read(spelling.format, family.tools, text).content == f"b{turn}{turn}"
+
+
+@of_every_spelling
+def test_a_free_answer_has_calls_in_their_structure(family: Family, spelling: Spelling) -> None:
+    if family.has_channels:
+        return
+    begin, trigger = spelling.format.reasoning.begin, spelling.format.trigger or spelling.format.markers[0]
+    call, two = spelling.write([family.one]), spelling.write([family.one] * 2)
+
+    def allowed(text: str, **how) -> bool:
+        return spelling.allows("auto", family.tools, text, **how)
+
+    for text in (
+        "",
+        "Hi",
+        call,
+        two,
+        f"a {begin[0]} {begin[1:]}",
+        *[f"Hi.\n{two}", f"Hi {trigger[:-1]}"] * family.is_text_free,
+    ):
+        assert allowed(text, unlike=begin), text
+    for text in (begin, f"\n{begin} so", f"{call} and", trigger, f"Hi {trigger}", f"{trigger}{{}}"):
+        assert not allowed(text, unlike=begin), text
+    if family.is_text_free:
+        assert allowed(f"Hi {call}", several=False)
+        assert not allowed(f"Hi {two}", several=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [(family, text) for family in FAMILIES for text in family.broken],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_call_without_its_structure_cannot_be_said(family: Family, text: str) -> None:
+    for rule in ("calls", "auto"):
+        assert not family.first.allows(rule, family.tools, text)
+
+
+@of_every_family
+def test_the_work_is_proportional_to_the_text(family: Family) -> None:
+    chat_format = family.first.format
+    written = [spelling.write([family.one]) for spelling in family.spellings if spelling.format.special]
+    parts = ["a", " ", "<", "{", *chat_format.markers, *written, *(f"{text}x" for text in written), *family.repeated]
+    for part in dict.fromkeys(parts):
+        begin, part = ("", part) if isinstance(part, str) else part
+        check_linear(chat_format, family.tools, begin, part)

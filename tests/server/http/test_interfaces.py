@@ -1,0 +1,211 @@
+"""Laws of all interfaces: a stream is the answer in parts, refusals have their form, and whoever leaves frees all."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from server.driver import PATIENCE_SECONDS
+from server.lifecycle import State
+from tests.engine.text.test_codec import CODEC
+from tests.server.fake_engine import FakeEngine
+from tests.server.http.interfaces import INTERFACES, events_in, on_the_shared_server, soon, talking, text_of
+from tests.server.test_life import metric
+from tests.server.test_order import served_for
+from tests.serving import until
+
+CODES = {  # of a status; the last is that of Anthropic's API
+    400: ("invalid_request_error", "invalid_request_error"),
+    404: ("invalid_request_error", "not_found_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    503: ("server_error", "overloaded_error"),
+    504: ("server_error", "timeout_error"),
+}
+each_interface = pytest.mark.parametrize("name", INTERFACES)
+
+
+def refused(name, answer, status, *said):
+    """Check the form of a refusal."""
+    assert answer.status_code == status, answer.text
+    told = answer.json()
+    assert told.get("type") == ("error" if name == "messages" else None)
+    assert told["error"]["type"] == CODES[status][name == "messages"]
+    assert all(text in told["error"]["message"] for text in said), told
+
+
+async def all_is_free(server):
+    await until(lambda: not server.app.driver.live())
+    assert server.engine.free_pages == server.engine.total_pages
+
+
+@on_the_shared_server
+@each_interface
+async def test_a_stream_joins_to_the_whole(server, name):
+    about = INTERFACES[name]
+    for tokens in (1, 30):
+        whole = about.text((await server.http.post(about.path, json=about.asking(tokens))).json())
+        assert whole == text_of(server.engine, tokens)
+        raw = (await server.http.post(about.path, json=about.asking(tokens, stream=True))).text
+        assert "".join(map(about.piece, events_in(raw))) == whole
+        assert raw.endswith("\n\ndata: [DONE]\n\n") == (name not in ("responses", "messages"))
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+@each_interface
+async def test_refusals_have_the_form_of_the_interface(name):
+    about = INTERFACES[name]
+    async with talking(max_message_bytes=5000) as server:
+
+        async def post(**how):
+            return await server.http.post(about.path, **how)
+
+        refused(name, await post(json=about.asking(model="other")), 404, "'other'")
+        refused(name, await post(content=b"{", headers={"content-type": "application/json"}), 400, "no JSON")
+        refused(name, await post(json=about.asking(user="a" * 6000)), 413, "5000 bytes")
+        refused(name, await post(json=about.asking(temprature=1)), 400, "temprature is 1; this field is not served")
+        for seconds in (0, -1, "5", True, [1]):
+            refused(name, await post(json=about.asking(timeout=seconds)), 400, "timeout is")
+        assert not server.engine.requests
+        server.engine.poison = set(CODEC.encode("ab u"))
+        broken = await post(json=about.asking(5))
+        refused(name, broken, 500, "poisoned")
+        assert broken.headers["x-should-retry"] == "false"
+        server.engine.poison = set()
+        assert (await post(json=about.asking(5, timeout=60))).status_code == 200
+
+
+@soon("completions", "messages")
+async def test_a_full_queue_is_429_with_a_time_to_come_again(name):
+    about, engine = INTERFACES[name], FakeEngine(batch=1)
+    engine.gate.clear()
+    async with talking(engine, max_queue_requests=1) as server:
+        ask = about.asking(4)
+        running = asyncio.ensure_future(server.http.post(about.path, json=ask))
+        await until(lambda: engine.num_running == 1)
+        queued = asyncio.ensure_future(server.http.post(about.path, json=ask))
+        await until(lambda: len(server.app.driver.queue) == 1)
+        for stream in (False, True):
+            answer = await server.http.post(about.path, json=ask | {"stream": stream})
+            refused(name, answer, 429)
+            assert answer.headers["retry-after"] == "1"
+        queued.cancel()  # a caller that leaves while queued is forgotten
+        await until(lambda: not server.app.driver.queue)
+        late = await server.http.post(about.path, json=ask | {"timeout": 0.1})
+        refused(name, late, 504, "timeout")
+        assert not server.app.driver.queue
+        engine.gate.set()
+        assert (await running).status_code == 200
+        assert len(engine.requests) == 1
+
+
+async def test_starting_and_draining_are_503():
+    release, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def load(_config, _progress):
+        asyncio.run_coroutine_threadsafe(release.wait(), loop).result(20)
+        raise InterruptedError
+
+    async with talking(load=load, ready=False) as server:
+        for name, about in INTERFACES.items():
+            refused(name, await server.http.post(about.path, json=about.asking()), 503, "still loading")
+        server.app.stop()
+        release.set()
+    async with talking(FakeEngine(step_seconds=0.01)) as server:
+        stream = await server.client.completions.create(model="fake", prompt="a", max_tokens=300, stream=True)
+        server.app.stop()
+        await until(lambda: server.app.lifecycle.state is State.DRAINING)
+        for name, about in INTERFACES.items():
+            refused(name, await server.http.post(about.path, json=about.asking()), 503, "shutting down")
+        assert [event async for event in stream][-1].choices[0].finish_reason == "length"
+
+
+# ------------------------------------------------------------------------------------------- deadlines, faults, leaving
+
+
+@soon("chat", "responses")
+async def test_what_cannot_be_done_in_time_is_refused_before_it_begins(name):
+    about, engine = INTERFACES[name], FakeEngine(batch=1)
+    async with talking(engine) as server:
+        for _ in range(50):
+            served_for(server.app.driver.estimates, 100.0)
+        engine.gate.clear()
+        running = asyncio.ensure_future(server.http.post(about.path, json=about.asking(4)))
+        await until(lambda: engine.num_running == 1)
+        for stream in (False, True):
+            answer = await server.http.post(about.path, json=about.asking(20, timeout=20, stream=stream))
+            refused(name, answer, 504, "by now's estimate it takes")
+            assert answer.headers["x-should-retry"] == "false"
+        assert metric(server, "admission_rejected_total", reason="deadline") == 2
+        engine.gate.set()
+        assert (await running).status_code == 200
+
+
+@each_interface
+async def test_what_is_late_or_broken_ends_and_frees_its_pages(name):
+    about = INTERFACES[name]
+    async with talking(FakeEngine(step_seconds=0.01)) as server:
+        late = await server.http.post(about.path, json=about.asking(timeout=0.2))
+        refused(name, late, 504, "timeout passed")
+        assert late.headers["x-should-retry"] == "false"
+        await all_is_free(server)
+        answer = await server.http.post(about.path, json=about.asking(timeout=0.3, stream=True))
+        *pieces, end = events_in(answer.text)
+        assert answer.status_code == 200
+        assert "timeout passed" in about.error(end)["message"]
+        text = "".join(map(about.piece, pieces))
+        assert text == text_of(server.engine, 3000)[: len(text)] != ""
+        await all_is_free(server)
+        assert metric(server, "requests_total", finish_reason="deadline") == 2
+        assert metric(server, "client_disconnects_total") == 0
+        request = server.http.build_request("POST", about.path, json=about.asking(stream=True))
+        broken = await server.http.send(request, stream=True)
+        server.engine.is_broken, server.engine.fault = True, RuntimeError("out of memory")
+        error = about.error(events_in((await broken.aread()).decode())[-1])
+        assert "the engine failed" in error["message"]
+        expected = "overloaded_error" if name == "messages" else "server_error"
+        assert error.get("type", error.get("code")) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "stream"),
+    [
+        pytest.param(name, stream, marks=[] if stream == (i % 2 == 0) else pytest.mark.slow)
+        for i, name in enumerate(INTERFACES)
+        for stream in (False, True)
+    ],
+)
+async def test_a_caller_that_leaves_frees_its_pages(name, stream):
+    about, engine = INTERFACES[name], FakeEngine(step_seconds=0.005)
+    async with talking(engine) as server:
+        async with httpx.AsyncClient(base_url=server.http.base_url) as http:
+            request = http.build_request("POST", about.path, json=about.asking(stream=stream))
+            call = asyncio.ensure_future(http.send(request, stream=stream))
+            await until(lambda: engine.num_running == 1 and engine.steps > 2)
+            if stream:
+                await call
+            else:
+                call.cancel()
+        await until(lambda: engine.free_pages == engine.total_pages)
+        await until(lambda: metric(server, "client_disconnects_total") == 1)
+        assert metric(server, "requests_total", finish_reason="cancelled") == 1
+
+
+async def test_a_near_timeout_goes_first():
+    engine = FakeEngine(batch=1)
+    engine.gate.clear()
+    async with talking(engine) as server:
+        calls = [asyncio.ensure_future(server.http.post("/generate", json={"prompt": "ab"}))]
+        await until(lambda: engine.num_running == 1)
+        for i, timeout in enumerate([None, 9, 10 * PATIENCE_SECONDS, 5.5]):
+            body = {"prompt": "ab", "timeout": timeout, "seed": i}
+            calls.append(asyncio.ensure_future(server.http.post("/generate", json=body)))
+            await until(lambda: len(server.app.driver.queue) == i + 1)  # noqa: B023  # awaited before i moves on
+        engine.gate.set()
+        assert {answer.status_code for answer in await asyncio.gather(*calls)} == {200}
+        assert [request.sampling.seed for request in engine.requests[1:]] == [3, 1, 0, 2]
