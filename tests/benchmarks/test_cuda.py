@@ -84,6 +84,7 @@ def test_the_check_of_fp8_finds_a_matmul_that_is_wrong(monkeypatch):
     assert not any(check.differs() <= check.most for check in matmuls)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 def test_continuous_batching_runs_with_the_pages_that_were_asked_for(monkeypatch):
     """The real configuration and the real loop; a page's size has the name that this version of transformers knows."""

@@ -42,6 +42,7 @@ def test_a_dry_run_writes_every_section(command, tmp_path):
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", file.name) and file.stat().st_size < MOST_BYTES for file in files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])  # which says how processes begin; these parts need neither
 def test_a_part_that_hangs_crashes_or_raises_does_not_stop_the_next(device, tmp_path):
     command = [sys.executable, "-m", "tests.benchmarks.faulty_parts", device, str(tmp_path), "1"]

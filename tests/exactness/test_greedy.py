@@ -64,6 +64,7 @@ def test_equals_generate(family: str, proposer: str) -> None:
         assert [outputs.tokens[str(i)] for i in range(4)] == expected(family), f"K={num_draft}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", some(zoo.configs(), ["gpt2", "gemma2"]))
 def test_equals_generate_in_small_pages(family: str) -> None:
     """Pages of 8 tokens go through the reference attention; the longest request alone takes most of them."""

@@ -259,6 +259,7 @@ def test_each_of_several_outputs_has_the_same_bits_alone(dtype: torch.dtype) -> 
 # ----------------------------------------------------------------------------------------------- what is not promised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_without_the_flag_bits_differ(dtype: torch.dtype) -> None:
     """The flag is what does it: the same comparison fails without."""

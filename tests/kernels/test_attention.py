@@ -124,6 +124,7 @@ def test_prompts_take_large_tiles_beside_decoding(group, dim, dtype, window, spr
     assert torch.allclose(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.slow
 def test_a_tuning_changes_no_answer():
     query, k, v, paging = problem(5, [(3, 60), (33, 9)], 16, 1, 1, 64)
     want = reference.attend(query, k, v, paging, 0.1)
@@ -227,6 +228,7 @@ def test_a_long_sequence_beside_short_ones_is_shared_out():
     assert torch.allclose(got, reference.attend(query, k, v, paging, 0.1), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_into_scratch_is_walked_by_one_program(monkeypatch):
     query, k, v, laid_out = exact_problem(6, [(1, 120), (2, 120), (1, 100)], 2)
     want = attention.attend(query, k, v, laid_out, 0.1, spread=False, **SPLITS)

@@ -131,6 +131,7 @@ def test_laws_end_where_they_end_on_the_cpu(seed, wanted, vocab, kind):
     assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", list(Stream))
 def test_streams(stream):
     wanted = SamplingParams(temperature=1.0)

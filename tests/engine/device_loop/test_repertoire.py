@@ -63,6 +63,7 @@ def test_shapes_in_order_of_worth() -> None:
     assert sizes_for(200)[-3:] == [128, 192, 256]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [999, 5, 12, 0])
 def test_nothing_is_recorded_in_a_request(room: int, caplog: pytest.LogCaptureFixture) -> None:
     """With room for all shapes, for a few that stand in for the others, or for none: the tokens are the same."""
@@ -132,6 +133,7 @@ def test_an_idle_engine_records_what_was_missed_often() -> None:
     assert len(recorder.made) == 8
 
 
+@pytest.mark.slow
 def test_no_timing_holds_a_capture() -> None:
     """Recording takes an age on this clock, and a round a second: what control learns first is a round's price."""
     now, learned = [0.0], list[float]()

@@ -127,6 +127,7 @@ def test_some_ride_and_some_do_not() -> None:
 FAMILIES = ("gpt2", "qwen3", "gemma2", "mistral", "gpt-oss", "deepseek-v3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", some(FAMILIES, ("gemma2", "gpt-oss")))
 def test_other_families(family: str) -> None:
     """Learned positions, windows, softcaps, norms on heads, sinks, experts, latents."""
@@ -322,6 +323,7 @@ def test_a_steady_launch_without_the_host() -> None:
         engine._emit(plan, verified, engine._commit(verified, watch), watch)
 
 
+@pytest.mark.slow
 def test_no_number_is_written_to_the_device_by_itself() -> None:
     """Whole steps with new pages every few tokens, ends, a removal, changes of K and admissions, prompts and all."""
     engine, said = steered(AnyK(3), page_size=4, pages=160), fakes.Outputs()

@@ -31,6 +31,7 @@ def test_what_is_read_is_what_was_written() -> None:
 SOME = ("llama", "gemma3_text", "deepseek_v2", "falcon_h1", "gpt_neo", "rwkv", "xlnet")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [*SOME, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in SOME)]
 )

@@ -169,6 +169,7 @@ def test_no_such_folder(name: str) -> None:
     assert len(doctor(name, name + "2").problems) == 2
 
 
+@pytest.mark.slow
 def test_it_tells_of_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_quantised(str(embedded_target()), None, tmp_path / "int8")
     for target, config in ((embedded_target(), {"weights": "int8"}), (tmp_path / "int8", {})):

@@ -123,6 +123,7 @@ def test_the_vocabulary_has_what_the_target_writes_most(whole: TrainingJob) -> N
     assert set(written.tolist()) <= set(kept), "fewer different tokens than it can draft were written"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [Interrupting(after_texts=3), Interrupting(after_step=4), Interrupting(after_step=5)])
 def test_a_stopped_run_ends_with_the_same_bytes(job: TrainingJob, whole: TrainingJob, stop: Interrupting) -> None:
     with pytest.raises(KeyboardInterrupt):

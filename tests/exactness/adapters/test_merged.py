@@ -167,6 +167,7 @@ def _noted(output: Any, counts: list[int]) -> Any:
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposer", some(PROPOSERS, ["model"]))
 def test_samples_equal_those_of_the_merged_model(folders: dict[str, str], proposer: str) -> None:
     done = together(llm(folders), SAMPLED, mode=SpeculationMode.FIXED, num_draft_tokens=5, proposer=proposer)
@@ -204,6 +205,7 @@ def _matmuls(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(n, m) for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -224,6 +226,7 @@ def test_scales_ranks_and_targets(tmp_path: Path, config: dict[str, Any]) -> Non
 # ---------------------------------------------------------------------------------------------------- the same bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [pytest.param(GREEDY, marks=pytest.mark.slow), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", some([kind for kind in KINDS if kind != "unpacked"], ["int8"]))
 def test_a_row_has_the_same_bits_in_any_company(folders: dict[str, str], kind: str, sampling: SamplingParams) -> None:
@@ -248,6 +251,7 @@ def test_tokens_are_the_merged_models_where_torch_multiplies(folders: dict[str, 
     assert [completion.token_ids for completion in done] == merged_greedily(folders)
 
 
+@pytest.mark.slow
 def test_reproducible_where_torch_multiplies(folders: dict[str, str]) -> None:
     """Passes of one shape: a row's place in a tile is not its place in the batch."""
     engine = llm(folders, "unpacked", reproducible=True)

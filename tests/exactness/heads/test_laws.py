@@ -150,6 +150,7 @@ def test_any_k_in_one_batch(tmp_path: Path, name: str, max_batch_tokens: int) ->
     assert_plain(name, fakes.run(engine, requests(KINDS[name], num_draft_tokens=8)))
 
 
+@pytest.mark.slow
 def test_as_many_drafts_as_pay(tmp_path: Path) -> None:
     asked = requests(KINDS["dflash"], mode=SpeculationMode.AUTO, num_draft_tokens=8)
     assert fakes.run(KINDS["dflash"].engine(tmp_path, speculation="auto"), asked).tokens == plain("dflash")

@@ -148,6 +148,7 @@ def test_any_k(folders: dict[str, str], how: str) -> None:
     assert kept, "no row of noise was ever right"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "attention"), covering(["float32", "unpacked"], ATTENTION, every=5, first=2))
 def test_every_attention(folders: dict[str, str], kind: str, attention: str) -> None:
     """The two parts of a sequence are two entries of a ragged batch, over the same pages."""
@@ -156,6 +157,7 @@ def test_every_attention(folders: dict[str, str], kind: str, attention: str) -> 
         assert fakes.run(engine, requests()).tokens == alone(folders)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "other"), covering(["bfloat16", "int8"], ["", "kv_cache_dtype", "attention"], every=6, first=3)
 )
@@ -165,6 +167,7 @@ def test_kinds_of_weights(folders: dict[str, str], kind: str, other: str) -> Non
     assert fakes.run(engine_of(folders, kind, **config), requests()).tokens == want
 
 
+@pytest.mark.slow
 def test_reproducible(folders: dict[str, str]) -> None:
     """Passes of one shape: the noise of a sequence may lie in another pass than its newest token, and after it."""
     engine = engine_of(folders, "unpacked", reproducible=True)
@@ -226,6 +229,7 @@ def test_a_sampled_request_can_be_repeated_under_the_rejection_rule(folders: dic
         assert fakes.run(by_itself, [request]).tokens[request.request_id] == together[request.request_id]
 
 
+@pytest.mark.slow
 def test_the_law_under_the_rejection_rule(folders: dict[str, str]) -> None:
     """1,500 seeds, the 4 likeliest tokens each: the law of the third token, which a row of noise drafted."""
     law = SamplingParams(temperature=3.0, top_k=4, max_tokens=4, ignore_eos=True)
@@ -245,6 +249,7 @@ def test_the_law_under_the_rejection_rule(folders: dict[str, str]) -> None:
     laws.assert_drawn((tokens[2] for tokens in outputs.tokens.values()), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", some([name for name in zoo.families() if name != "distilgpt2"], ["gemma2"]))
 def test_every_family(tmp_path: Path, family: str) -> None:
     """Windows, tables of two lengths, learned positions, tied and untied outputs, mixtures."""

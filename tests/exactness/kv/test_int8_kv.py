@@ -72,6 +72,7 @@ def test_the_embedded_pair_has_the_same_bits(dtype: str) -> None:
         assert proposer == "none" or sum(done.stats.accepted for done in got)
 
 
+@pytest.mark.slow
 def test_reproducible_holds_too() -> None:
     """With torch's products in tiles, and attention of a fixed order."""
     prompts = [text[-n:] for text, n in zip(corpus.held_out_prompts(2), (90, 20), strict=True)]
