@@ -26,20 +26,21 @@ demo: install ## Serve the embedded pair, complete unseen code through gRPC, com
 	$(BIN)/python examples/demo.py
 
 RUN_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# The heart: no matrices, no C, no model of a published family.
+QUICK := tests/style $(addprefix tests/engine/,control kv request sampling test_engine.py test_invariants.py test_scheduler.py) \
+	$(addprefix tests/server/test_,generate.py life.py limits.py queue.py order.py resume.py) \
+	$(patsubst %,tests/exactness/test_%.py,greedy coupled rejection later_defects)
 
 test: install ## Test every promise of README once, on real engines and servers: six minutes on two cores
 	$(RUN_TESTS) -m "not slow"
 
 test-slow: install ## Test what `make test` leaves out: the rest of each grid, and what takes long
-	$(RUN_TESTS) -m slow
+	$(RUN_TESTS) -m "slow and not slow(lowest=True)"
 
 test-all: test test-slow ## Run all tests
 
 quick: install ## Test the heart in a minute: control, scheduling, pages, exactness, the server around a fake engine
 	$(RUN_TESTS) -q -m "not slow" $(QUICK)
-
-QUICK := tests/style $(addprefix tests/engine/,control kv proposers request sampling) tests/engine/test_*.py tests/server/test_*.py \
-	$(patsubst %,tests/exactness/test_%.py,greedy coupled rejection later_defects)
 
 # What a GPU machine may have: the lowest releases, and nothing for serving. Another Python that has them saves making one.
 LOWEST_VENV := .venv-lowest

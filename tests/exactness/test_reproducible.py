@@ -39,7 +39,7 @@ from models import corpus, embedded_draft, embedded_target
 from tests import fakes, heads, zoo
 from tests.covering import covering
 
-FAMILIES = ["llama", "gpt2", "opt", "qwen3", "gemma2", "phi3-longrope"]
+FAMILIES = ["llama", "gpt2", "gemma2", "phi3-longrope"]
 DTYPES = [torch.float32, torch.bfloat16]
 BATCH, NEW_TOKENS = 32, 12
 PROMPTS = zoo.prompts(BATCH)
@@ -116,7 +116,7 @@ def assert_as_alone(bits: dict[str, Bits], family: str, dtype: torch.dtype, labe
         assert bits[name] == alone(family, dtype)[i], f"request {name}"
 
 
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=1))
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=1))
 def test_same_bits_among_31_others(family: str, dtype: torch.dtype) -> None:
     assert_as_alone(bits_of(engine_of(family, dtype), map(request, range(BATCH))), family, dtype)
 
@@ -126,7 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
 
 
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=2))
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=2))
 def test_same_bits_whoever_drafts(folder: Path, family: str, dtype: torch.dtype) -> None:
     """All proposers in one batch, and speculation off."""
     engine = engine_of(family, dtype, self_layers=1, medusa=heads.medusa(folder), eagle=heads.eagle(folder))
@@ -151,7 +151,7 @@ def test_same_bits_for_any_k(proposer: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=3))
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=3))
 def test_same_bits_in_chunks_and_pages(family: str, dtype: torch.dtype) -> None:
     pairs = [(4, 7), (16, 37)] if family != "llama" else [(page, size) for page in (4, 16, 128) for size in (4, 7, 37)]
     for page_size, size in pairs:
@@ -167,7 +167,7 @@ def test_same_bits_in_chunks_and_pages(family: str, dtype: torch.dtype) -> None:
         assert_as_alone(bits_of(engine, map(request, WATCHED)), family, dtype)
 
 
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=4))
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=4))
 @pytest.mark.parametrize("prefix_cache", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_same_bits_after_preemption(prefix_cache: bool, family: str, dtype: torch.dtype) -> None:
     """Pages for a few of 32: K/V is dropped, and computed again in other pages or found in the prefix cache."""
@@ -189,7 +189,7 @@ def test_same_bits_after_preemption(prefix_cache: bool, family: str, dtype: torc
 # --------------------------------------------------------------------------------------------------- the prefix cache
 
 
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=5))
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=0))
 def test_same_bits_over_a_cached_prefix(family: str, dtype: torch.dtype) -> None:
     """A prompt that strangers sent before, in one batch, with drafts in between and outputs of their own."""
     engine = engine_of(family, dtype, page_size=4, proposer="model", num_draft_tokens=4)
@@ -201,7 +201,7 @@ def test_same_bits_over_a_cached_prefix(family: str, dtype: torch.dtype) -> None
     assert_as_alone(bits, family, dtype)
 
 
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=0))
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=0))
 def test_same_bits_over_a_cached_answer(family: str, dtype: torch.dtype) -> None:
     """A conversation goes on: part of its K/V was written by verification, over drafts that fell."""
     engine = engine_of(family, dtype, page_size=4, proposer="model", num_draft_tokens=4)
@@ -214,7 +214,7 @@ def test_same_bits_over_a_cached_answer(family: str, dtype: torch.dtype) -> None
     assert want == {"31": (outputs.tokens["31"], outputs.logprobs["31"])}
 
 
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=1))
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=1))
 def test_same_keys_and_values_whoever_computed_them(family: str, dtype: torch.dtype) -> None:
     """What a prefix cache hands on: the K/V that a stranger's pass left is the K/V of one's own."""
     runner = engine_of(family, dtype, page_size=4).runner
@@ -231,7 +231,7 @@ def test_same_keys_and_values_whoever_computed_them(family: str, dtype: torch.dt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=6, first=2))
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=2))
 def test_prompt_logprobs_have_the_same_bits(family: str, dtype: torch.dtype) -> None:
     """In one piece and alone, or in chunks among the others."""
     asking = [replace(r, sampling=replace(r.sampling, prompt_logprobs=3)) for r in map(request, WATCHED)]

@@ -77,6 +77,7 @@ def choose(logits, samplers, **options):
     st.sampled_from([3, 64, 301]),
     st.sampled_from(KINDS),
 )
+@example(3, [(SamplingParams(temperature=1.0, top_k=200), s, 5) for s in range(4)], 301, "equal")  # a tie over blocks
 def test_the_same_tokens_as_on_the_cpu(seed, wanted, vocab, kind):
     logits = logits_of(kind, len(wanted), vocab, seed)
     params, samplers = samplers_of([row(p, position, s) for p, s, position in wanted], vocab)

@@ -53,17 +53,18 @@ async def test_joined_stream_is_the_unary_answer(server):
         assert [bool(m.request_id) for m in messages] == [True] + [False] * (len(messages) - 1)
 
 
-async def test_a_stop_string_cuts_text_tokens_and_usage(server):
-    stopping = pb.StoppingParams(max_tokens=100, stop=["brown", "quick"])
+@pytest.mark.parametrize("stop", ["quick", "fox"])  # which is complete at the end of a step, and in the middle of one
+async def test_a_stop_string_cuts_text_tokens_and_usage(server, stop):
+    stopping = pb.StoppingParams(max_tokens=100, stop=["lazy", stop])
     text, ids, (end,), _ = await collect(server.inference.GenerateStream(request(stopping=stopping)))
-    assert text == TEXT[: TEXT.index("quick")]
+    assert text == TEXT[: TEXT.index(stop)]
     assert tuple(ids) == server.engine.expected(len(ids))
-    assert CODEC.decode(ids).endswith("quick")
+    assert CODEC.decode(ids).endswith(stop)
     assert end.finish_reason == pb.FINISH_REASON_STOP
-    assert end.stop_string == "quick"
+    assert end.stop_string == stop
     assert end.usage.completion_tokens == len(ids)
     assert server.engine.free_pages == server.engine.total_pages
-    for more in range(3):  # the step that completes it, the next one or none has the last token that may come
+    for more in range(3):  # the last token that may come completes it, or is in the same step or the next
         stopping.max_tokens = len(ids) + more
         _, _, (last,), _ = await collect(server.inference.GenerateStream(request(stopping=stopping)))
         assert (last.finish_reason, last.stop_string, last.usage) == (end.finish_reason, end.stop_string, end.usage)

@@ -12,6 +12,7 @@ from engine.kv.arena import KVArena, KVLayout, LayerKV
 from engine.kv.pages import PagePool
 from engine.kv.rounded import floats_of, round_heads, width_of
 from engine.types import KVCursor
+from tests import fakes
 
 
 @given(st.integers(0, 200), st.lists(st.tuples(st.integers(0, 8), st.integers(0, 9)), max_size=30))
@@ -30,6 +31,16 @@ def test_rollback_never_moves_forward() -> None:
     cursor = KVCursor(kv_len=3)
     cursor.rollback(10)
     assert cursor.kv_len == 3
+
+
+def test_rollback_is_of_all_that_drafted() -> None:
+    """Also of a drafter that another one was asked after, in the same step or in a later one."""
+    sequence = fakes.sequence(range(20))
+    for name in ("model", "eagle"):
+        sequence.turn_to(name)
+        sequence.draft.advance(15)
+    sequence.rollback(10)
+    assert [cursor.kv_len for cursor in sequence.drafts.values()] == [9, 9]
 
 
 class Pool(RuleBasedStateMachine):
