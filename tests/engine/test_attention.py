@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.attention import choose, fixed, native, paged, reference, registry, rows, sdpa
@@ -67,6 +67,7 @@ def test_reference_equals_the_formula(
 
 @settings(max_examples=40)
 @given(st.integers(0, 1000), LENS, st.sampled_from([1, 3, 16, 64]), WINDOW, st.sampled_from([None, 5.0]))
+@example(0, [(1, 64), (1, 4)], 16, None, None)  # the newest key of each begins a block
 def test_fixed_equals_reference(
     seed: int, lens: list[tuple[int, int]], page: int, window: int | None, softcap: float | None
 ) -> None:

@@ -205,7 +205,6 @@ def _matmuls(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(n, m) for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
