@@ -23,6 +23,7 @@ H100_CACHE = 50 << 20  # bytes
 TINY = Setting.of("cpu", "tiny", "tiny")
 
 
+@pytest.mark.slow
 def test_acceptance_is_what_was_asked() -> None:
     """1 + a + a^2 + a^3 tokens for three drafts, each kept with probability a."""
     assert engines.expected_tokens(0.5, 3) == 1.875

@@ -223,6 +223,7 @@ async def test_each_theme_is_legible_and_its_own(open_page, scheme):
         assert said == []
 
 
+@pytest.mark.slow
 async def test_a_narrow_window_scrolls_one_way_only(open_page):
     long = "averyveryverylongwordwithoutaspace" * 30
     async with open_page(FakeEngine(text=long), window={"viewport": NARROW}) as (page, said, _):

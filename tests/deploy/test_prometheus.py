@@ -106,6 +106,7 @@ def test_batch_sizes_are_those_of_the_steps(seen):
     assert max(sizes) == BATCH
 
 
+@pytest.mark.slow
 def test_acceptance_is_what_callers_were_told(seen):
     told = [completion.finished.speculation_stats for completion in seen.completions]
     drafted, accepted = sum(t.drafted for t in told), sum(t.accepted for t in told)
@@ -115,23 +116,27 @@ def test_acceptance_is_what_callers_were_told(seen):
     assert seen.answers["acceptance"] == pytest.approx(accepted / drafted)
 
 
+@pytest.mark.slow
 def test_requests_and_tokens_are_what_callers_got(seen):
     assert len(seen.completions) >= 2 * BATCH
     assert seen.answers["requests"] == seen.answers["first tokens"] == len(seen.completions)
     assert seen.answers["generated"] == sum(c.finished.usage.completion_tokens for c in seen.completions)
 
 
+@pytest.mark.slow
 def test_every_panel_is_answered_with_data(seen):
     assert len(seen.points) == len(set(PANELS)) > 20
     assert [panel for panel, points in seen.points.items() if not points] == []
 
 
+@pytest.mark.slow
 def test_every_rule_is_evaluated_and_none_fires_on_a_healthy_server(seen):
     assert seen.rules
     assert {rule["name"]: rule["lastError"] for rule in seen.rules if rule["health"] != "ok"} == {}
     assert [rule["name"] for rule in seen.rules if rule["state"] == "firing"] == []
 
 
+@pytest.mark.slow
 def test_names_are_as_prometheus_likes_them(seen):
     assert_promtool_likes("check", "metrics", text=seen.page)
 

@@ -314,7 +314,8 @@ class OutputsAfter:
         patch.setattr(driver.host, "turn", watched_turn)
 
 
-@pytest.mark.parametrize("by_deadline", WAYS)
+@pytest.mark.slow
+@pytest.mark.parametrize("by_deadline", [False, True], ids=["cancel", "deadline"])
 async def test_in_a_process_of_its_own_only_the_step_under_way_is_finished(by_deadline, monkeypatch, tmp_path):
     monkeypatch.setenv(FOLDER, str(tmp_path))
     async with serving_embedded(program=EngineProgram(APART), engine_process=True, **SETTINGS) as server:

@@ -75,6 +75,7 @@ def test_after_preemption(alone: list[list[tuple[int, ...]]]) -> None:
     assert lost
 
 
+@pytest.mark.slow
 def test_in_chunks_as_an_erratic_clock_would_have_them(alone: list[list[tuple[int, ...]]]) -> None:
     """Time decides how much of a prompt a step reads (`max_step_ms`), and never what comes of it."""
     llm = LLM(embedded_target(), embedded_draft(), **SMALL, prefix_cache=False, max_step_ms=20.0)

@@ -17,7 +17,7 @@ from tests.covering import some
 from tests.families import NEW_TOKENS, Saved, assert_expected, generate, requests, save
 
 # One of each way to attend, to place tokens, to keep states and to choose experts; the others are slow.
-KINDS = ("opt-350m", "gemma3", "gpt-oss", "qwen-3-next")
+KINDS = ("opt-350m", "gemma3", "gpt-oss", "lfm-2")
 
 
 def engine_of(saved: Saved, **config: object) -> Engine:

@@ -92,7 +92,7 @@ def embedded_expected() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, [_generate(model, prompt, 40) for prompt in prompts]
 
 
-@pytest.mark.parametrize(("proposer", "max_batch_tokens"), covering(PROPOSERS, [512, 64], every=6, first=3))
+@pytest.mark.parametrize(("proposer", "max_batch_tokens"), covering(PROPOSERS, [512, 64], every=6, first=5))
 def test_embedded_pair_equals_generate(proposer: str, max_batch_tokens: int) -> None:
     prompts, want = embedded_expected()
     config = EngineConfig(

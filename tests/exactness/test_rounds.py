@@ -53,6 +53,7 @@ def test_every_option_in_one_batch(condition: str, mode: SpeculationMode) -> Non
     engine.engine.check_invariants()
 
 
+@pytest.mark.slow
 @settings(BOLD, max_examples=20)
 @given(**SITUATIONS)
 def test_random_combinations(sampling, proposer, num_draft, plenty, prefix_cache, prompts) -> None:

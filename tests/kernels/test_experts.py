@@ -75,6 +75,7 @@ def test_equals_reference(seed, rows, each, num, gate, dtype, transposed, has_bi
     assert torch.allclose(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.slow
 def test_long_sums_and_many_outputs():
     """More inputs, outputs and places than one program takes."""
     stacks = stacks_of(ExpertGate(), 3, 3, (200, 150, 600))

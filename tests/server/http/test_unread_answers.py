@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.covering import some
 from tests.server import certificates
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.interfaces import CHAT, INTERFACES, soon, talking
@@ -149,7 +150,7 @@ async def test_an_answer_that_is_read_after_all_is_whole_and_its_connection_stay
         assert "uptime_seconds" in await taken(connection)
 
 
-@pytest.mark.parametrize("name", ["chat", "messages", pytest.param("responses", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", some(["chat", "messages", "responses"], ["chat"]))
 async def test_an_answer_counts_against_its_callers_quota_until_it_is_written_or_its_reader_is_gone(name, tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"alice {ALICE}\n")
