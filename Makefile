@@ -31,7 +31,7 @@ QUICK := tests/style $(addprefix tests/engine/,control kv request sampling test_
 	$(addprefix tests/server/test_,generate.py life.py limits.py queue.py order.py resume.py) \
 	$(patsubst %,tests/exactness/test_%.py,greedy coupled rejection later_defects)
 
-test: install ## Test every promise of README once, on real engines and servers: six minutes on two cores
+test: install ## Test every promise of README once, on real engines and servers
 	$(RUN_TESTS) -m "not slow"
 
 test-slow: install ## Test what `make test` leaves out: the rest of each grid, and what takes long
@@ -39,7 +39,7 @@ test-slow: install ## Test what `make test` leaves out: the rest of each grid, a
 
 test-all: test test-slow ## Run all tests
 
-quick: install ## Test the heart in a minute: control, scheduling, pages, exactness, the server around a fake engine
+quick: install ## Test the heart: control, scheduling, pages, exactness, the server around a fake engine
 	$(RUN_TESTS) -q -m "not slow" $(QUICK)
 
 # What a GPU machine may have: the lowest releases, and nothing for serving. Another Python that has them saves making one.
