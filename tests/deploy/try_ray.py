@@ -1,6 +1,6 @@
-"""Pilotfish on a real Ray of this machine: a replica of the embedded pair, then two, one of which is killed under load.
+"""Pilotfish on a real Ray of this machine: two replicas of the embedded pair, one of which is killed under load.
 
-`make test-ray` installs the extra and runs it, in this order; replicas start and end, which takes a minute.
+`make test-ray` installs the extra and runs it; processes start and stop, which takes a minute or two.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import asyncio
 import os
 import signal
 import socket
+from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -39,8 +41,8 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 PROMPTS = [prompt[-200:] for prompt in held_out_prompts(8)]
 LONG = {"max_tokens": 400, "ignore_eos": True}
-BATCH = len(PROMPTS) // 2  # of one replica: of as many streams as there are prompts, each of two has half
-WAITING = 3 * BATCH
+SHARE = len(PROMPTS)  # as many at once as one replica takes: of twice as many, each has half
+BATCH = 4
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +63,22 @@ def address():
     ray.shutdown()
 
 
+@contextmanager
+def deployed(**arguments):
+    options = {"threads": 1} | arguments.pop("options", {})
+    application = build({"num_cpus": 0.5, "options": options, **arguments})
+    serve.run(application, name="pilotfish", route_prefix="/pilotfish")
+    try:
+        yield
+    finally:
+        serve.delete("pilotfish")
+
+
 @pytest.fixture(scope="module")
-def served(address):
-    """One replica, which becomes two when there is too much for it; Ray stops none within ten minutes."""
-    options = {"threads": 1, "max_batch_size": BATCH, "max_batch_tokens": 256}
-    scale = {"min_replicas": 1, "max_replicas": 2, "max_waiting": WAITING, "upscale_seconds": 1}
-    serve.run(build({"num_cpus": 0.5, "options": options, **scale}), name="pilotfish", route_prefix="/pilotfish")
-    yield address
-    serve.delete("pilotfish")
+def two(address):
+    """Two replicas. Neither has room for all streams: Ray sends nothing to a replica whose load it does not know."""
+    with deployed(min_replicas=2, max_replicas=2, options={"max_batch_size": SHARE}):
+        yield address
 
 
 def replicas():
@@ -111,8 +121,8 @@ def test_the_configuration_is_one_for_ray():
 # ------------------------------------------------------------------------------------------------- as any server is
 
 
-async def test_tokens_are_those_of_plain_decoding_streamed_or_not(served):
-    async with AsyncClient(served) as client:
+async def test_tokens_are_those_of_plain_decoding_streamed_or_not(two):
+    async with AsyncClient(two) as client:
         assert (await client.model_info()).model == "pilotfish-embedded"
         for prompt in PROMPTS[:3]:
             whole = await client.generate(prompt, max_tokens=48)
@@ -124,8 +134,8 @@ async def test_tokens_are_those_of_plain_decoding_streamed_or_not(served):
             assert 1 < len(deltas) == len(events) - 1
 
 
-async def test_mistakes_are_told_field_by_field(served):
-    async with AsyncClient(served, retry=None) as client:
+async def test_mistakes_are_told_field_by_field(two):
+    async with AsyncClient(two, retry=None) as client:
         with pytest.raises(InvalidRequestError) as error:
             await client.generate("x", max_tokens=0, top_p=3.0)
         assert {v.field for v in error.value.violations} == {"stopping.max_tokens", "sampling.top_p"}
@@ -138,8 +148,8 @@ async def test_mistakes_are_told_field_by_field(served):
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", b'"\x02\xc3\x28'], ids=["no message", "no UTF-8"])
-async def test_bytes_that_are_no_message_are_a_mistake_too(served, data):
-    async with grpc.aio.insecure_channel(served) as channel:
+async def test_bytes_that_are_no_message_are_a_mistake_too(two, data):
+    async with grpc.aio.insecure_channel(two) as channel:
         call = channel.unary_unary("/pilotfish.v1.InferenceService/Generate")
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await call(data)
@@ -147,8 +157,8 @@ async def test_bytes_that_are_no_message_are_a_mistake_too(served, data):
         assert detail(error.value, details_pb.BadRequest).field_violations[0].field == "request"
 
 
-async def test_a_deadline_is_kept(served):
-    async with grpc.aio.insecure_channel(served) as channel:
+async def test_a_deadline_is_kept(two):
+    async with grpc.aio.insecure_channel(two) as channel:
         stub = generation_pb2_grpc.InferenceServiceStub(channel)
         stopping = generation_pb2.StoppingParams(max_tokens=900, ignore_eos=True)
         request = generation_pb2.GenerateRequest(prompt=PROMPTS[0], stopping=stopping)
@@ -158,8 +168,8 @@ async def test_a_deadline_is_kept(served):
         assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_cancelled_stream_frees_its_replica(served):
-    async with AsyncClient(served) as client, grpc.aio.insecure_channel(served) as channel:
+async def test_a_cancelled_stream_frees_its_replica(two):
+    async with AsyncClient(two) as client, grpc.aio.insecure_channel(two) as channel:
         stub = control_pb2_grpc.ControlServiceStub(channel)
         for prompt in PROMPTS[:4]:
             async for _ in client.stream(prompt, **LONG):
@@ -172,8 +182,75 @@ async def test_a_cancelled_stream_frees_its_replica(served):
                 idle = idle + 1 if free else 0
 
 
-async def test_a_resume_that_is_no_stream_is_a_mistake(served):
-    async with grpc.aio.insecure_channel(served) as channel:
+# ------------------------------------------------------------------------------------------------- one that is killed
+
+
+async def _outcome(client, prompt):
+    """What became of one stream: how many tokens, and the error if there was one."""
+    tokens = 0
+    try:
+        async for event in client.stream(prompt, **LONG):
+            if isinstance(event, Delta):
+                tokens += len(event.token_ids)
+                yield tokens, None
+    except UnavailableError as error:
+        yield tokens, error
+
+
+async def test_a_killed_replica_costs_its_own_streams_and_nobody_elses(two):
+    started, ends = Counter(), {}
+
+    async def read(client, number, prompt):
+        async for tokens, error in _outcome(client, prompt):
+            started[number] = tokens
+            ends[number] = (tokens, error)
+
+    async with AsyncClient(two, retry=None) as client:
+        await until(_both_serve, 90)
+        victim, survivor = replicas()
+        reading = [asyncio.create_task(read(client, n, prompt)) for n, prompt in enumerate(PROMPTS * 2)]
+        await until(lambda: len(started) == len(reading), 60)
+        os.kill(victim, signal.SIGKILL)
+        fresh = await asyncio.gather(*(_patient(two, prompt) for prompt in PROMPTS))
+        await asyncio.gather(*reading)
+        lost = [error for _, error in ends.values() if error is not None]
+        whole = [tokens for tokens, error in ends.values() if error is None]
+        assert lost, "the victim had streams"
+        assert whole == [LONG["max_tokens"]] * len(whole) != [], "the survivor had streams"
+        for error in lost:
+            assert error.message == "the replica was lost; the request may be sent again"
+        assert all(len(completion.token_ids) == 32 for completion in fresh)
+        assert survivor in replicas()
+        await until(lambda: len(replicas()) == 2, 90)  # Ray puts another in its place
+
+
+async def _continued(client, prompt, started):
+    """The tokens of one stream and its end, whatever becomes of its replica."""
+    tokens = []
+    async for event in client.stream(prompt, **LONG):
+        if isinstance(event, Delta):
+            tokens += event.token_ids
+            started.add(asyncio.current_task())
+    return tokens, event
+
+
+async def test_streams_of_a_killed_replica_go_on_with_the_other(two):
+    async with AsyncClient(two) as client:
+        await until(_both_serve, 90)
+        wanted = [(await client.generate(prompt, **LONG)).token_ids for prompt in PROMPTS] * 2
+        victim, survivor = replicas()
+        started = set()
+        reading = [asyncio.create_task(_continued(client, prompt, started)) for prompt in PROMPTS * 2]
+        await until(lambda: len(started) == len(reading), 60)
+        os.kill(victim, signal.SIGKILL)
+        ends = await asyncio.gather(*reading)
+    assert [tuple(tokens) for tokens, _ in ends] == wanted
+    assert {end.interruptions for _, end in ends} == {0, 1}, "both had streams"
+    assert survivor in replicas()
+
+
+async def test_a_resume_that_is_no_stream_is_a_mistake(two):
+    async with grpc.aio.insecure_channel(two) as channel:
         stub = generation_pb2_grpc.InferenceServiceStub(channel)
         request = generation_pb2.GenerateRequest(prompt="x", resume=generation_pb2.Resume(fingerprint="f"))
         with pytest.raises(grpc.aio.AioRpcError) as error:
@@ -184,68 +261,35 @@ async def test_a_resume_that_is_no_stream_is_a_mistake(served):
         assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-# ------------------------------------------------------------------------------- too many, and then another replica
+async def _patient(address, prompt):
+    """As clients are by default: a call that nothing has come of yet is made again."""
+    async with AsyncClient(address) as client:
+        return await client.generate(prompt, max_tokens=32, ignore_eos=True)
 
 
-async def test_too_many_are_refused_with_a_time_to_come_again_and_bring_another_replica(served):
-    assert len(replicas()) == 1
-    async with AsyncClient(served, retry=None) as client:
-        ends = await asyncio.gather(
-            *(client.generate(prompt, **LONG) for prompt in PROMPTS * 4), return_exceptions=True
-        )
-        refused = [end for end in ends if isinstance(end, BaseException)]
-        assert 0 < len(refused) < len(ends)
-        for error in refused:
-            assert isinstance(error, QueueFullError), error
-            assert error.retry_seconds == 1.0
-            assert "\n" not in error.message
-
-        async def keep_busy():
-            while True:
-                await asyncio.gather(*(client.generate(p, **LONG) for p in PROMPTS), return_exceptions=True)
-
-        busy = asyncio.create_task(keep_busy())
-        await until(_both_serve, 90)
-        busy.cancel()
-        await asyncio.wait([busy])
+# ------------------------------------------------------------------------------------- too many, and then more replicas
 
 
-# ------------------------------------------------------------------------------------------------- one that is killed
+async def test_too_many_are_refused_with_a_time_to_come_again_and_bring_another_replica(two):
+    serve.delete("pilotfish")
+    small = {"max_batch_size": BATCH, "max_batch_tokens": 256}
+    with deployed(min_replicas=1, max_replicas=2, max_waiting=BATCH, upscale_seconds=1, options=small):
+        assert len(replicas()) == 1
+        async with AsyncClient(two, retry=None) as client:
+            calls = [client.generate(prompt, **LONG) for prompt in PROMPTS * 4]
+            ends = await asyncio.gather(*calls, return_exceptions=True)
+            refused = [end for end in ends if isinstance(end, BaseException)]
+            assert 0 < len(refused) < len(ends)
+            for error in refused:
+                assert isinstance(error, QueueFullError), error
+                assert error.retry_seconds == 1.0
+                assert "\n" not in error.message
 
+            async def keep_busy():
+                while True:
+                    await asyncio.gather(*(client.generate(p, **LONG) for p in PROMPTS), return_exceptions=True)
 
-async def _read(client, prompt, started):
-    """The tokens of one stream, and its end or the error that ended it."""
-    tokens = []
-    try:
-        async for event in client.stream(prompt, **LONG):
-            if isinstance(event, Delta):
-                tokens += event.token_ids
-                started.add(asyncio.current_task())
-    except UnavailableError as error:
-        return tokens, error
-    return tokens, event
-
-
-async def test_a_killed_replica_costs_its_own_streams_alone_and_they_go_on_with_the_other_for_who_asks_again(served):
-    """Every second stream is of a client that asks once; the other client is as it is by default."""
-    async with AsyncClient(served, retry=None) as once, AsyncClient(served) as patient:
-        await until(_both_serve, 90)
-        wanted = [list((await patient.generate(prompt, **LONG)).token_ids) for prompt in PROMPTS]
-        victim, survivor = replicas()
-        clients, started = [once, patient] * (len(PROMPTS) // 2), set()
-        reading = [
-            asyncio.create_task(_read(client, prompt, started)) for client, prompt in zip(clients, PROMPTS, strict=True)
-        ]
-        await until(lambda: len(started) == len(reading), 60)
-        os.kill(victim, signal.SIGKILL)
-        fresh = await asyncio.gather(*(patient.generate(p, max_tokens=32, ignore_eos=True) for p in PROMPTS[:BATCH]))
-        ends = await asyncio.gather(*reading)
-        assert all(len(completion.token_ids) == 32 for completion in fresh)
-        assert survivor in replicas()
-        await until(lambda: len(replicas()) == 2, 90)  # Ray puts another in its place
-    lost = [end for _, end in ends[::2] if isinstance(end, UnavailableError)]
-    assert 0 < len(lost) < len(ends[::2]), "each replica had streams of the client that asks once"
-    assert {error.message for error in lost} == {"the replica was lost; the request may be sent again"}
-    assert {end.interruptions for _, end in ends[1::2]} == {0, 1}, "each had streams of the other one"
-    for (tokens, end), whole in zip(ends, wanted, strict=True):
-        assert tokens == whole if end not in lost else tokens == whole[: len(tokens)]
+            busy = asyncio.create_task(keep_busy())
+            await until(lambda: len(replicas()) == 2, 90)
+            busy.cancel()
+            await asyncio.wait([busy])
