@@ -25,6 +25,7 @@ $(STAMP): pyproject.toml
 demo: install ## Serve the embedded pair, complete unseen code through gRPC, compare with plain decoding
 	$(BIN)/python examples/demo.py
 
+SLOW ?= slow
 RUN_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 # The heart: no matrices, no C, no model of a published family.
 QUICK := tests/style $(addprefix tests/engine/,control kv request sampling test_engine.py test_invariants.py test_scheduler.py) \
@@ -35,7 +36,7 @@ test: install ## Test every promise of README once, on real engines and servers
 	$(RUN_TESTS) -m "not slow"
 
 test-slow: install ## Test what `make test` leaves out: the rest of each grid, and what takes long
-	$(RUN_TESTS) -m "slow and not slow(lowest=True)"
+	$(RUN_TESTS) -m "$(SLOW)"
 
 test-all: test test-slow ## Run all tests
 

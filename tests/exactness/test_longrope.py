@@ -17,7 +17,7 @@ from engine.params import SamplingParams
 from engine.startup.build import assemble
 from engine.types import KVCursor, Request
 from tests import fakes, zoo
-from tests.covering import covering, some
+from tests.covering import some
 
 NEW_TOKENS = 30
 BORDER = zoo.BORDER
@@ -77,7 +77,8 @@ def tokens_of(outputs: fakes.Outputs) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("proposer", "max_batch_tokens"), covering(PROPOSERS, [512, 13], every=4, first=3))
+@pytest.mark.parametrize("max_batch_tokens", [512, 13])
+@pytest.mark.parametrize("proposer", PROPOSERS)
 def test_a_batch_around_the_border_equals_generate_one_by_one(proposer: str, max_batch_tokens: int) -> None:
     for num_draft in range(9):
         engine = engine_of(proposer=proposer, num_draft_tokens=num_draft, max_batch_tokens=max_batch_tokens)

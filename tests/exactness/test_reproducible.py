@@ -138,9 +138,8 @@ def test_same_bits_whoever_drafts(folder: Path, family: str, dtype: torch.dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("proposer", "dtype"), covering(["ngram", "model", "right", "wrong"], DTYPES, every=4, first=2)
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("proposer", ["ngram", "model", "right", "wrong"])
 def test_same_bits_for_any_k(proposer: str, dtype: torch.dtype) -> None:
     asked = {f"/{k}": {"proposer": proposer, "num_draft_tokens": k} for k in range(9)}
     for together in (BATCH, 1):
@@ -151,7 +150,8 @@ def test_same_bits_for_any_k(proposer: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=3))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_same_bits_in_chunks_and_pages(family: str, dtype: torch.dtype) -> None:
     pairs = [(4, 7), (16, 37)] if family != "llama" else [(page, size) for page in (4, 16, 128) for size in (4, 7, 37)]
     for page_size, size in pairs:
@@ -231,7 +231,8 @@ def test_same_keys_and_values_whoever_computed_them(family: str, dtype: torch.dt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=2))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_logprobs_have_the_same_bits(family: str, dtype: torch.dtype) -> None:
     """In one piece and alone, or in chunks among the others."""
     asking = [replace(r, sampling=replace(r.sampling, prompt_logprobs=3)) for r in map(request, WATCHED)]
@@ -321,7 +322,7 @@ def completion(i: int, label: str = "", **speculation: object) -> Request:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_embedded_pair(dtype: str) -> None:
     """Among others and whoever drafts, as one token at a time and alone."""
     config = EngineConfig(**EMBEDDED, dtype=dtype, threads=1, prefix_cache=False)

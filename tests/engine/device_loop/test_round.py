@@ -33,7 +33,6 @@ from engine.scheduler import Work
 from engine.stats import Stopwatch
 from engine.types import FinishReason, KVCursor, Request, Sequence
 from tests import fakes, zoo
-from tests.covering import some
 from tests.engine.sampling.test_distribution import row
 from tests.hostless import Counting, hostless, looking_away, sent_in_pieces
 from tests.interpreting import WHY_NOT
@@ -128,7 +127,7 @@ FAMILIES = ("gpt2", "qwen3", "gemma2", "mistral", "gpt-oss", "deepseek-v3")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", some(FAMILIES, ("gemma2", "gpt-oss")))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_other_families(family: str) -> None:
     """Learned positions, windows, softcaps, norms on heads, sinks, experts, latents."""
     run_and_check(engine_of(family), [request(i) for i in (1, 2, 3)], family)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from engine.startup.build import assemble
 from engine.startup.self_test import check_ragged_contract
 from tests import zoo
 from tests.class_table import ALONE, RAGGED, way_of
+from tests.covering import some
 
 TINY = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -122,22 +122,18 @@ def test_one_frequency_table_for_a_whole_batch_is_served_only_where_it_is_the_sa
         assemble(EngineConfig(target="llama", max_model_len=64), model)
 
 
-# Random routers choose experts by less than bfloat16 tells apart, and another order of sums chooses others.
-NEAR_TIES = (("glm-4-moe", "bfloat16"), ("jamba", "bfloat16"))
-
-
-def some_slow(families: Iterable[str]) -> list[Any]:
-    """Every fifth family of the zoo stays in `make test`, which decodes all of them elsewhere."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (i % 5 > 0)) for i, name in enumerate(families)]
+FAMILIES = list(zoo.every_family())
+# In bfloat16 these run one sequence at a time where this was tried; why, has not been found out.
+UNSURE = (("glm-4-moe", "bfloat16"), ("jamba", "bfloat16"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", some_slow(zoo.every_family()))
+@pytest.mark.parametrize("family", some(FAMILIES, FAMILIES[::5]))
 def test_the_zoo_passes(family: str, dtype: str) -> None:
     model = torch.nn.Module.to(zoo.ours(zoo.reference(family)), getattr(torch, dtype))
     engine = assemble(EngineConfig(target=family, dtype=dtype), model)
     assert engine.dtype == dtype
     if family in ("falcon", "qwen-4-exp"):
         assert way_of(engine).startswith(ALONE)
-    elif (family, dtype) not in NEAR_TIES:
+    elif (family, dtype) not in UNSURE:
         assert way_of(engine) == RAGGED

@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from server.chat import ChatTemplate
+from tests.covering import some
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_grammar import FakeCompiler
 from tests.serving import serving
@@ -128,6 +129,4 @@ def events_in(raw: str) -> list[dict[str, Any]]:
 
 def soon(*names):
     """A case for each interface; all but these names are slow, because the code behind all is the same."""
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=[] if name in names else pytest.mark.slow) for name in INTERFACES]
-    )
+    return pytest.mark.parametrize("name", some(INTERFACES, names))

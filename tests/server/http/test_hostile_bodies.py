@@ -28,6 +28,7 @@ from server.http.fields import (
     MAX_TEXTS,
 )
 from server.http.types import ChatBody, CompletionBody, GenerateBody
+from tests.covering import some
 from tests.pauses import pauses
 from tests.server.http.interfaces import on_the_shared_server, talking
 from tests.serving import http_client, serving
@@ -297,14 +298,7 @@ async def test_large_bodies_are_read_beside_the_loop_one_at_a_time_and_small_one
 CHEAP = ("HTTP, many parts", "HTTP, unknown keys", "HTTP, deep objects", "HTTP, a long number", "HTTP, no UTF-8")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in CHEAP else pytest.mark.slow)
-        for name, call in CALLS.items()
-        if call.is_http
-    ],
-)
+@pytest.mark.parametrize("name", some([name for name, call in CALLS.items() if call.is_http], CHEAP))
 async def test_the_largest_bodies_neither_stall_the_loop_nor_end_as_faults_of_the_server(name):
     call = CALLS[name]
     data = call.make()
