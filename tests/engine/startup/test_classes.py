@@ -27,9 +27,6 @@ def test_what_is_read_is_what_was_written() -> None:
     assert read(f"text\n{BEGIN}{block(outcomes)}{END}text") == outcomes
 
 
-# One of each outcome and of each kind of layer. Families that we know of decode in tests/exactness.
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_runs_as_the_page_says(kind: str) -> None:
