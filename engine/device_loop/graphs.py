@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.device_loop.repertoire import Run
-from engine.device_loop.round import Round, RoundOutput
+from engine.device_loop.round import Drafts, Round, RoundOutput
 from engine.device_loop.slots import IDLE
 
 
@@ -31,6 +32,27 @@ class MemoryBudget:
         before = self._free()
         yield
         self._taken += max(0, before - self._free())
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRound:
+    """The graphs of a round, and whatever they read by address: a graph itself keeps no tensor alive."""
+
+    round: Round  # its constants were made before the capture, outside of the graphs' pool
+    slots: Tensor  # [B] int64, written before each play
+    drafts: Drafts
+    drafting: torch.cuda.CUDAGraph | None
+    verifying: torch.cuda.CUDAGraph
+    output: RoundOutput
+
+    def __call__(self, slots: Tensor, between: Callable[[], None]) -> RoundOutput:
+        """Play both for these slots, and call `between` between them."""
+        self.slots.copy_(slots)
+        if self.drafting is not None:
+            self.drafting.replay()
+        between()
+        self.verifying.replay()
+        return self.output
 
 
 class Graphs:
@@ -61,18 +83,10 @@ class Graphs:
             else:
                 drafts = round_.propose(slots)
             with self._capture() as verifying:
-                brought = round_.verify(slots, drafts)
-
-        def play(now: Tensor, between: Callable[[], None]) -> RoundOutput:
-            slots.copy_(now)
-            if drafting is not None:
-                drafting.replay()
-            between()
-            verifying.replay()
-            return brought
-
-        play(slots, lambda: None)  # the first launch of a graph uploads it to the device
-        return play
+                output = round_.verify(slots, drafts)
+        recorded = RecordedRound(round_, slots, drafts, drafting, verifying, output)
+        recorded(slots, lambda: None)  # the first launch of a graph uploads it to the device
+        return recorded
 
     @contextmanager
     def _capture(self) -> Iterator[torch.cuda.CUDAGraph]:

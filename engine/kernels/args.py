@@ -94,7 +94,7 @@ class SamplerRows:
     position: Tensor  # [R] int64
     stream: Tensor  # [R] int64
 
-    def rows(self, some: slice) -> SamplerRows:
+    def rows(self, some: Tensor | slice) -> SamplerRows:
         """Those of some rows."""
         return SamplerRows(*(getattr(self, field.name)[some] for field in fields(self)))
 

@@ -15,7 +15,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from engine.kernels import has_triton
 from engine.kernels.args import SamplerRows
+from engine.kernels.paging import send
 from engine.params import SamplingParams
 from engine.sampling import noise
 from engine.sampling.row import LogitsRow
@@ -40,59 +42,32 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """Sampling parameters of R rows as tensors on the model's device."""
+    """Sampling parameters of R rows on the model's device, and on the host the kind of each."""
 
-    temperature: Tensor  # [R] float32
-    top_k: Tensor  # [R] int64, the vocabulary size where top-k is off
-    top_p: Tensor  # [R] float64
-    min_p: Tensor  # [R] float64
-    seed: Tensor  # [R] int64, the bits of a uint64
-    position: Tensor  # [R] int64
-    stream: Tensor  # [R] int64
-    kinds: tuple[Kind, ...]  # [R], on the host
+    samplers: SamplerRows
+    kinds: tuple[Kind, ...]
 
     @classmethod
     def of(cls, rows: Iterable[LogitsRow], vocab_size: int, device: torch.device) -> RowParams:
         """Gather the parameters of `rows`."""
         rows = list(rows)
         wanted = [row.sequence.request.sampling for row in rows]
-        reals = [(p.temperature, p.top_p, p.min_p) for p in wanted]
+        reals = [(max(p.temperature, TINY) if p.temperature else 0.0, p.top_p, p.min_p) for p in wanted]
         whole = [
             (min(p.top_k or vocab_size, vocab_size), _signed(row.sequence.seed), row.position, int(row.stream))
             for p, row in zip(wanted, rows, strict=True)
         ]
-        temperature, top_p, min_p = torch.tensor(reals, dtype=torch.float64).reshape(-1, 3).to(device).unbind(1)
-        top_k, seed, position, stream = torch.tensor(whole, dtype=torch.int64).reshape(-1, 4).to(device).unbind(1)
-        return cls(
-            temperature.float().clamp(min=TINY),
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            position,
-            stream,
-            kinds=tuple(map(Kind.of, wanted)),
-        )
+        temperature, top_p, min_p = send(torch.tensor(reals, dtype=torch.float64).reshape(-1, 3), device).unbind(1)
+        top_k, seed, position, stream = send(torch.tensor(whole, dtype=torch.int64).reshape(-1, 4), device).unbind(1)
+        samplers = SamplerRows(temperature.float(), top_k, top_p, min_p, seed, position, stream)
+        return cls(samplers, tuple(map(Kind.of, wanted)))
 
     def rows(self, kind: Kind) -> Tensor | slice | None:
         """Which rows are of this kind: an index, all of them, or none."""
         found = [i for i, k in enumerate(self.kinds) if k is kind]
         if not found:
             return None
-        return slice(None) if len(found) == len(self.kinds) else torch.tensor(found, device=self.seed.device)
-
-    def at(self, rows: Tensor | slice) -> RowParams:
-        """The parameters of some rows, all of one kind."""
-        return RowParams(
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            min_p=self.min_p[rows],
-            seed=self.seed[rows],
-            position=self.position[rows],
-            stream=self.stream[rows],
-            kinds=self.kinds if isinstance(rows, slice) else (),
-        )
+        return slice(None) if len(found) == len(self.kinds) else send(torch.tensor(found), self.samplers.seed.device)
 
 
 def _signed(seed: int) -> int:
@@ -104,17 +79,22 @@ def choose(logits: Tensor, params: RowParams) -> Tensor:
     """Draw one token per row, int64 `[R]`, as argmax of the distribution's logits plus Gumbel noise (Gumbel-max trick).
 
     The noise depends only on the row's seed, position and stream, so two models get the same noise for the same row:
-    this is the coupling of `verify.coupled`. `logits` is float32 `[R, vocab]`.
+    this is the coupling of `verify.coupled`. `logits` is float32 `[R, vocab]`. On CUDA our kernel draws: torch's
+    operations for the noise alone would take longer than the model's pass.
     """
+    if logits.is_cuda and has_triton():
+        from engine.kernels import sampling  # imports Triton
+
+        return sampling.choose(logits, params.samplers, truncated=Kind.TRUNCATED in params.kinds).token
     chosen = logits.argmax(-1)
     rows = params.rows(Kind.WHOLE)
     if rows is not None:
-        p = params.at(rows)
+        p = params.samplers.rows(rows)
         drawn = noise.gumbel(p.seed, p.position, p.stream, logits.shape[1])
         chosen[rows] = drawn.add_(_tempered(logits[rows], p)).argmax(-1)
     rows = params.rows(Kind.TRUNCATED)
     if rows is not None:
-        p = params.at(rows)
+        p = params.samplers.rows(rows)
         scores, tokens = _support(logits[rows], p)
         best = (scores + noise.gumbel_at(p.seed, p.position, p.stream, tokens)).argmax(-1, keepdim=True)
         chosen[rows] = tokens.gather(1, best).squeeze(1)
@@ -133,21 +113,21 @@ def probabilities(logits: Tensor, params: RowParams) -> Tensor:
     law = torch.zeros_like(logits, dtype=torch.float64).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     rows = params.rows(Kind.WHOLE)
     if rows is not None:
-        law[rows] = _tempered(logits[rows], params.at(rows)).double().softmax(-1)
+        law[rows] = _tempered(logits[rows], params.samplers.rows(rows)).double().softmax(-1)
     rows = params.rows(Kind.TRUNCATED)
     if rows is not None:
-        scores, tokens = _support(logits[rows], params.at(rows))
+        scores, tokens = _support(logits[rows], params.samplers.rows(rows))
         nothing = torch.zeros_like(logits[rows], dtype=torch.float64)
         law[rows] = nothing.scatter_(1, tokens, scores.double().softmax(-1))
     return law
 
 
-def _tempered(logits: Tensor, params: RowParams) -> Tensor:
+def _tempered(logits: Tensor, params: SamplerRows) -> Tensor:
     """Logits over temperature. The maximum is subtracted first, so the best token stays at 0 for any temperature."""
     return (logits - logits.amax(-1, keepdim=True)) / params.temperature[:, None]
 
 
-def _support(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
+def _support(logits: Tensor, params: SamplerRows) -> tuple[Tensor, Tensor]:
     """The tokens that truncation keeps, likeliest first: scores, with -inf as padding, and ids, both `[R, S]`.
 
     S is the largest support of these rows. Noise is computed for S tokens only, and not for the whole vocabulary.
@@ -159,7 +139,7 @@ def _support(logits: Tensor, params: RowParams) -> tuple[Tensor, Tensor]:
     return scores.masked_fill(~stay, float("-inf"))[:, :widest], tokens[:, :widest]
 
 
-def kept(scores: Tensor, params: RowParams | SamplerRows) -> Tensor:
+def kept(scores: Tensor, params: SamplerRows) -> Tensor:
     """Which of the sorted `scores` `[R, vocab]` truncation keeps, always the first n >= 1: bool `[R, vocab]`."""
     rank = torch.arange(scores.shape[1], device=scores.device)
     by_k = rank < params.top_k[:, None]

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from engine.kernels.paging import send
 from engine.params import Verification
 from engine.sampling import distribution, noise
 from engine.sampling.distribution import RowParams
@@ -60,7 +61,7 @@ def verify_rows(fed: Seq[VerifyInput], logits: Tensor) -> list[VerifyOutput]:
         mine = [i for i, f in enumerate(fed) if f.sequence.speculation.verification is rule]
         if mine:
             rows = [row for i in mine for row in range(first_rows[i], first_rows[i + 1])]
-            part = logits if len(mine) == len(fed) else logits[torch.tensor(rows, device=logits.device)]
+            part = logits if len(mine) == len(fed) else logits[send(torch.tensor(rows), logits.device)]
             for i, outcome in zip(mine, _decide(decide, [fed[i] for i in mine], part), strict=True):
                 outcomes[i] = outcome
     return [outcome for outcome in outcomes if outcome is not None]
@@ -119,8 +120,9 @@ def _rejection(fed: Seq[VerifyInput], logits: Tensor, rows: Tensor) -> Verdict:
     vocab, drafts = logits.shape[1], _padded_drafts(fed, logits.device)
     target_probs = distribution.probabilities(logits, params)[rows]
     draft_probs = _padded_draft_probs(fed, drafts, vocab)
-    accept = noise.uniform(params.seed, params.position, Stream.ACCEPT)[rows[:, :-1]]
-    resample = noise.gumbel(params.seed, params.position, params.stream, vocab)[rows]
+    p = params.samplers
+    accept = noise.uniform(p.seed, p.position, Stream.ACCEPT)[rows[:, :-1]]
+    resample = noise.gumbel(p.seed, p.position, p.stream, vocab)[rows]
     return rejection(target_probs, draft_probs, drafts, accept, resample)
 
 
@@ -131,14 +133,14 @@ def _padded_rows(fed: Seq[VerifyInput], device: torch.device) -> Tensor:
     """Row of each position, `[B, K + 1]`; K_i [1, 0] -> [[0, 1], [2, 2]]: padding repeats the last and is not used."""
     widest = max(f.num_rows for f in fed)
     rows = [[min(first + i, stop - 1) for i in range(widest)] for first, stop in pairwise(_offsets(fed))]
-    return torch.tensor(rows, device=device)
+    return send(torch.tensor(rows), device)
 
 
 def _padded_drafts(fed: Seq[VerifyInput], device: torch.device) -> Tensor:
     """Drafts `[B, K]`, `NO_DRAFT` where a sequence has fewer."""
     widest = max(len(f.drafts) for f in fed)
     padded = [[*f.drafts, *[NO_DRAFT] * (widest - len(f.drafts))] for f in fed]
-    return torch.tensor(padded, dtype=torch.int64, device=device)
+    return send(torch.tensor(padded, dtype=torch.int64), device)
 
 
 def _padded_draft_probs(fed: Seq[VerifyInput], drafts: Tensor, vocab: int) -> Tensor:

@@ -15,7 +15,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 from engine.device_loop import draws
 from engine.kernels import sampling as kernels
 from engine.kernels import truncation
-from engine.kernels.args import SamplerRows
 from engine.params import SamplingParams
 from engine.sampling import distribution
 from engine.sampling.distribution import TINY, RowParams
@@ -60,10 +59,7 @@ def logits_of(kind, rows, vocab, seed):
 
 def samplers_of(rows, vocab):
     params = RowParams.of(rows, vocab, torch.device("cpu"))
-    greedy = torch.tensor([r.sequence.request.sampling.temperature == 0 for r in rows])
-    temperature = params.temperature.masked_fill(greedy, 0)
-    numbers = (params.top_k, params.top_p, params.min_p, params.seed, params.position, params.stream)
-    return params, SamplerRows(*(x.to(DEVICE) for x in (temperature, *numbers)))
+    return params, RowParams.of(rows, vocab, torch.device(DEVICE)).samplers
 
 
 def choose(logits, samplers, **options):

@@ -19,6 +19,7 @@ from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from benchmarks.harness.bare import options
 from engine.attention.registry import ATTENTION_NAME
+from engine.device_loop.loop import RoundLoop
 from engine.engine import Engine
 from engine.model.fusion.fuse_cuda import fuse_for_cuda
 from engine.model.runner import kv_layout, prepare
@@ -134,6 +135,8 @@ def _alone(models: Models, setting: Setting, **how: Any) -> TokensByRequest:
 def _together(models: Models, setting: Setting, num_draft: int, **how: Any) -> tuple[TokensByRequest, int]:
     engine = _engine(models, setting, **how)
     said = run(engine, _requests(setting, models.target.config.vocab_size, num_draft))
+    if setting.is_cuda and isinstance(engine.rounds, RoundLoop):
+        assert len(engine.rounds.repertoire) >= 2 * (NUM_DRAFT + 1), "not every round was a graph"
     assert engine.loop == how.get("loop", engine.loop), (
         "a round failed, and the rest were plain steps: the log says why"
     )
@@ -149,7 +152,9 @@ def _engine(models: Models, setting: Setting, **how: Any) -> Engine:
         max_batch_size=len(_LENGTHS), max_batch_tokens=32, max_model_len=_LONGEST, page_size=_PAGE,
         kv_memory=(pages * _PAGE * both + 1) / 2**30, **how,
     )  # fmt: skip
-    return assemble(config, models.target, models.draft)
+    engine = assemble(config, models.target, models.draft)
+    engine.record(sizes=[len(_LENGTHS)])  # on CUDA as graphs, which stand in for those of fewer sequences
+    return engine
 
 
 def _requests(setting: Setting, vocab: int, num_draft: int) -> list[Request]:

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine.device_loop.graphs import Graphs, MemoryBudget
 from engine.device_loop.round import Round
@@ -15,11 +18,34 @@ from engine.device_loop.shapes import RoundShape
 from tests.loops import loop_of, models
 
 
+class Read(TorchDispatchMode):
+    """Notes what captured operations were given: they will read it at the same address in every play."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[int, StorageWeakRef] = {}
+        self._made = list[StorageWeakRef]()  # within a capture: that memory stays the graphs'
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = {ref.cdata for ref in self._made}
+        for ref in self._refs((args, kwargs)):
+            if ref.cdata not in made:
+                self.given[ref.cdata] = ref
+        out = function(*args, **(kwargs or {}))
+        self._made += [ref for ref in self._refs(out) if ref.cdata not in self.given]
+        return out
+
+    @staticmethod
+    def _refs(tree) -> list[StorageWeakRef]:
+        return [StorageWeakRef(x.untyped_storage()) for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
 class Card:
     """Notes what is asked for; within a capture operations run as ever."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.told: list[str] = []
+        self.read = Read()
         self.graph = inspect.signature(torch.cuda.graph.__init__)
         for name in ("Stream", "CUDAGraph", "graph_pool_handle", "current_stream", "graph", "stream"):
             patch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
@@ -61,7 +87,8 @@ class Card:
         assert how == {"pool": "the pool", "stream": self, "capture_error_mode": "thread_local"}
         assert not gc.isenabled()
         self.told.append("capture")
-        yield
+        with self.read:
+            yield
         assert not gc.isenabled()
         self.told.append("captured")
 
@@ -82,6 +109,18 @@ def test_a_round_is_warmed_up_on_its_stream_captured_and_played_once(k: int, mon
     timer = []
     play(torch.tensor([0, 0]), lambda: timer.append(len(card.told)))
     assert timer == [len(card.told) - 1], "the mark is between drafting and verification"
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_what_a_graph_reads_lives_as_long_as_it(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round is made for its recording alone; what dies with it would be read when others have its memory."""
+    card = Card(monkeypatch)
+    loop = loop_of(models())
+    play = Graphs(MemoryBudget(30, lambda: 0))(loop.round_of(RoundShape(2, k, True)))
+    gc.collect()
+    assert len(card.read.given) > 20
+    assert not [ref for ref in card.read.given.values() if ref.expired()]
+    del play
 
 
 def test_a_capture_that_fails_leaves_collection_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,6 @@ from engine.model.runner import ModelRunner
 from engine.params import SamplingParams, SpeculationMode, SpeculationSettings, Verification
 from engine.sampling import distribution
 from engine.sampling.distribution import RowParams
-from engine.sampling.noise import Stream
 from engine.scheduler import Work
 from engine.stats import Stopwatch
 from engine.types import FinishReason, KVCursor, Request, Sequence
@@ -485,24 +484,18 @@ def test_few_pages_preempt() -> None:
     check_all(said, two)
 
 
-def rows_and_laws() -> tuple[torch.Tensor, RowParams, draws.SamplerRows]:
-    """Rows of all four kinds of law, said in the plain loop's words and in the device's."""
+def rows_and_laws() -> tuple[torch.Tensor, RowParams]:
+    """Rows of all four kinds of law."""
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(3)).mul(3)
     rows = [row(LAWS[i % 4], i, 2**63 + i) for i in range(64)]
-    params = RowParams.of(rows, 50, logits.device)
-    greedy = torch.tensor([r.sequence.request.sampling.temperature == 0 for r in rows])
-    samplers = draws.SamplerRows(
-        params.temperature.masked_fill(greedy, 0), params.top_k, params.top_p, params.min_p, params.seed,
-        params.position, torch.full((64,), int(Stream.COUPLED)),
-    )  # fmt: skip
-    return logits, params, samplers
+    return logits, RowParams.of(rows, 50, logits.device)
 
 
 def test_draws_are_the_plain_loops() -> None:
-    logits, params, samplers = rows_and_laws()
-    assert torch.equal(draws.choose(logits, samplers).token, distribution.choose(logits, params))
+    logits, params = rows_and_laws()
+    assert torch.equal(draws.choose(logits, params.samplers).token, distribution.choose(logits, params))
     torch.testing.assert_close(
-        draws.probabilities(logits, samplers), distribution.probabilities(logits, params), rtol=1e-12, atol=1e-15
+        draws.probabilities(logits, params.samplers), distribution.probabilities(logits, params), rtol=1e-12, atol=1e-15
     )
 
 

@@ -100,7 +100,7 @@ def test_a_row_without_a_law_is_no_ones_fault(value: float, mixed: list[Sampling
 
 def test_every_bit_of_a_seed_counts() -> None:
     seeds = [0, *(1 << bit for bit in range(64))]
-    params = RowParams.of([row(SamplingParams(), seed=seed) for seed in seeds], 12, torch.device("cpu"))
+    params = RowParams.of([row(SamplingParams(), seed=seed) for seed in seeds], 12, torch.device("cpu")).samplers
     assert len(set(noise.uniform(params.seed, params.position, Stream.ACCEPT).tolist())) == len(seeds)
 
 

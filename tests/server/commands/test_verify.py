@@ -186,7 +186,7 @@ async def test_noise_that_depends_on_the_place_in_the_batch_is_found_in_company(
     def by_place(logits, rows):
         params = distribution.RowParams.of(rows, logits.shape[1], logits.device)
         places = {sequence: place for place, sequence in enumerate(dict.fromkeys(row.sequence for row in rows))}
-        params.position.add_(torch.tensor([places[row.sequence] for row in rows]))
+        params.samplers.position.add_(torch.tensor([places[row.sequence] for row in rows]))
         return distribution.choose(logits, params)
 
     theirs = SimpleNamespace(draw=by_place, probabilities=distribution.probabilities)
