@@ -129,15 +129,16 @@ def engine_of(
     acceptance: float = 0.0,
     most_drafts: int = 0,
     page: int = PAGE,
+    loop: str = "rounds",
 ) -> Engine:
-    """Return an engine for up to `size` sequences, all of them device-resident."""
+    """Return an engine for up to `size` sequences, by default all of them device-resident."""
     real = ops_on(card.device)
     ops = RoundOps(real.attend, real.choose, kept_at(acceptance, real.commit))
     pages = size * -(-longest // page)
     bytes_each = sum(kv_layout(model.config, torch.bfloat16).bytes_per_token for model in pair.models)
     config = options(
         "random", draft="random" if pair.draft else None, proposer="model" if pair.draft else "none",
-        device=card.device.type, dtype="bfloat16", loop="rounds", num_draft_tokens=most_drafts, max_batch_size=size,
+        device=card.device.type, dtype="bfloat16", loop=loop, num_draft_tokens=most_drafts, max_batch_size=size,
         max_batch_tokens=max(CHUNK, size), max_model_len=longest, page_size=page, prefix_cache=False,
         kv_memory=(pages * page * bytes_each + 1) / 2**30,
     )  # fmt: skip
@@ -194,12 +195,13 @@ def warm_up_rounds(engine: Engine, size: int, most_drafts: int) -> None:
 
 def measure(engine: Engine, card: Card, size: int, steps: int, warm_up: int = _WARM) -> Measured:
     """Time decoding steps; every sequence in the engine must have enough tokens left for them."""
+    loop = engine.loop
     for _ in range(warm_up):
         engine.step()
     stats, each = timed(engine, card, steps)
     made, device = sum(s.generated_tokens for s in stats), sum(s.device_seconds for s in stats)
     assert engine.num_running == size, "some ended on the way"
-    assert engine.loop == "rounds", "a round failed, and the rest were plain steps: the log says why"
+    assert engine.loop == loop, "a round failed, and the rest were plain steps: the log says why"
     longest = max(each) / statistics.median(each)
     return Measured(sum(each) / steps, made / steps / size, device / steps, _host_seconds(engine, card), longest)
 
