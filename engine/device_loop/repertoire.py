@@ -79,6 +79,11 @@ class Repertoire:
         """How many are recorded."""
         return len(self._recorded)
 
+    @property
+    def num_unrecorded(self) -> int:
+        """How many rounds are kept that run operation by operation."""
+        return len(self._plain)
+
     def of(self, count: int, k: int, *, truncated: bool, rejects: bool) -> tuple[int, Run]:
         """How to run a round of `count` sequences, and how many places it has. Records nothing.
 

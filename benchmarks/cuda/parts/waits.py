@@ -12,9 +12,11 @@ import torch
 
 from benchmarks.cuda.card import Card
 from benchmarks.cuda.engines import RandomPair, empty, engine_of, fill, warm_up_rounds
+from benchmarks.cuda.parts.decoding import CALIBRATION
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from engine.engine import Engine
+from engine.startup.calibrate import calibrate
 
 _MOST, _SIZE = 4, 4  # drafts, sequences
 _SMALL_PAGE = 4  # tokens: so small that nearly every round enters a new page
@@ -35,6 +37,7 @@ def count(setting: Setting, section: PartReport) -> None:
         longest = setting.context + (setting.strange + 2 * steps) * (_MOST + 1)
         engine = engine_of(pair, card, _SIZE, longest, setting.acceptance, _MOST, page)
         warm_up_rounds(engine, _SIZE, _MOST)
+        calibrate(engine, CALIBRATION)
         fill(engine, _SIZE, setting.context, k)
         for _ in range(setting.strange):
             engine.step()
