@@ -47,8 +47,14 @@ def parsed(reading: Reading) -> Calls:
 @few_or_many
 @of_every_spelling
 def test_calls_that_are_written_may_be_said_and_are_read(family: Family, spelling: Spelling, examples: int) -> None:
+    def are_text(calls: Calls) -> bool:
+        """Whether values hold no mark that the tokenizer makes one token of, which masks do not take for text."""
+        return not any(
+            mark in json.dumps(values, ensure_ascii=False) for _, values in calls for mark in spelling.masks.ids
+        )
+
     @settings(max_examples=examples)
-    @given(spelling.calls)
+    @given(spelling.calls.filter(are_text))
     def holds(calls: Calls) -> None:
         text = spelling.write(calls)
         for rule in ("calls", "auto"):
