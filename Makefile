@@ -6,7 +6,10 @@
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
-WORKERS ?= 2
+# One more than cores: some tests wait, for a server or for a clock.
+WORKERS ?= 3
+# Where no bytecode is kept, each of the hundreds of processes that tests start compiles every module again.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -26,7 +29,8 @@ demo: install ## Serve the embedded pair, complete unseen code through gRPC, com
 	$(BIN)/python examples/demo.py
 
 SLOW ?= slow
-RUN_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# Files in the order of their names: what takes long is not left for the end.
+RUN_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # The heart: no matrices, no C, no model of a published family.
 QUICK := tests/style $(addprefix tests/engine/,control kv request sampling test_engine.py test_invariants.py test_scheduler.py) \
 	$(addprefix tests/server/test_,generate.py life.py limits.py queue.py order.py resume.py) \

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from tests import adapters, zoo
 from tests.families import LAWS, MOST_DRAFTS, NEW_TOKENS, PROPOSERS, generate, sample, save
 from tests.serving import grpc_client, serving
 
 
+@pytest.mark.slow
 async def test_each_request_gets_what_its_merged_model_gives(tmp_path: Path) -> None:
     """Half of the adapters are there from the start, the others are loaded by calls; all are in each batch.
 

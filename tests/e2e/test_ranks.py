@@ -75,6 +75,7 @@ class Group:
         return "\n".join(log.read_text("utf-8") for log in self._logs)
 
 
+@pytest.mark.slow
 def test_its_tokens_are_those_of_one_process_and_its_end_is_that_of_all(tmp_path):
     alone = LLM(embedded_target(), proposer="none", dtype="float32", max_model_len=1000, threads=1, device="cpu")
     [want] = alone.generate(PROMPT, SamplingParams(max_tokens=24))

@@ -84,7 +84,8 @@ async def ask(server: SimpleNamespace, *, others: int = 0) -> Completion:
     return watched.result()
 
 
-@pytest.mark.parametrize("reproducible", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("reproducible", [False, True])
 async def test_alone_in_company_after_preemption_and_after_a_restart(reproducible: bool) -> None:
     found = {}
     async with running(reproducible=reproducible) as server:

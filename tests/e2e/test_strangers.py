@@ -52,6 +52,7 @@ async def attack(client: AsyncClient, guided: Guided) -> errors.RequestFailedErr
 UNSENDABLE = {"surrogate", "nothing", "two"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_costly_structures_end_in_time_and_nobody_elses_stream_stalls() -> None:
     """The whole corpus of hostile structures at once: an answer, or an error that says what is wrong with it."""

@@ -77,7 +77,7 @@ async def test_64_streams_each_equal_to_its_own_single_run() -> None:
     async with serving_embedded(**SETTINGS) as server:
         app, engine = server.app, server.app.driver.model.engine
         async with AsyncClient(f"127.0.0.1:{app.grpc_port}") as client:
-            together = cases(64, app, longest_output=40)
+            together = cases(64, app, longest_output=24)
             await asyncio.gather(*(case.run(client) for case in together))
             assert all(case.finished is not None for case in together)
             await until(lambda: engine.free_pages == engine.total_pages)

@@ -74,7 +74,7 @@ def plain(i: int) -> list[int]:
 @pytest.mark.parametrize("proposer", some(["none", "ngram", "model", "right", "wrong"], ["model"]))
 def test_same_tokens_alone_and_in_company(proposer: str) -> None:
     engine = engine_of(proposer, 8)
-    for num_draft in range(9):
+    for num_draft in (0, 1, 3, 8):
         company = fakes.run(engine, [request(i, num_draft) for i in range(16)])
         assert [company.tokens[str(i)] for i in range(16)] == [plain(i) for i in range(16)], f"K={num_draft}"
     for i in range(len(LAWS)):
@@ -87,6 +87,7 @@ def test_right_drafts_are_all_kept_and_wrong_ones_none() -> None:
         assert {f.stats.acceptance_rate for f in outputs.finished.values() if f.stats.drafted} == {rate}
 
 
+@pytest.mark.slow
 def test_shared_noise_makes_a_draft_better() -> None:
     """A near draft that guesses with the target's noise is kept far more often than one with noise of its own."""
     coupled = engine_of("model", 4)

@@ -51,6 +51,7 @@ def together(llm: LLM, law: SamplingParams, proposer: str) -> tuple[list[tuple[i
     return [each.token_ids for each in done], sum(each.stats.accepted for each in done)
 
 
+@pytest.mark.slow
 def test_whoever_drafts_and_over_cached_pages(alone: list[list[tuple[int, ...]]]) -> None:
     heads = {"self_layers": 3, "eagle": str(embedded_eagle()), "medusa": str(embedded_medusa())}
     llm = LLM(embedded_target(), embedded_draft(), **heads, **SMALL)

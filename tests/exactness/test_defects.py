@@ -84,7 +84,7 @@ def test_openvino_inverted_ratio_keeps_the_target_law() -> None:
     """By an inverted ratio (.6, .3, .1), drafted from (.3, .3, .4), came out as (.37, .29, .35)."""
     for rule in Verification:
         assert_first_token_follows(
-            [0.6, 0.3, 0.1], *(torch.tensor(p).log() for p in ([0.6, 0.3, 0.1], [0.3, 0.3, 0.4])), rule
+            [0.6, 0.3, 0.1], *(torch.tensor(p).log() for p in ([0.6, 0.3, 0.1], [0.3, 0.3, 0.4])), rule, 600
         )
 
 

@@ -54,7 +54,7 @@ def greedy(engine: Engine, prompts: list[list[int]], new_tokens: int, **speculat
     return fakes.run(engine, [Request(request_id=str(i), token_ids=tuple(p), **both) for i, p in enumerate(prompts)])
 
 
-@pytest.mark.parametrize(("family", "proposer"), covering(zoo.configs(), PROPOSERS, every=6))
+@pytest.mark.parametrize(("family", "proposer"), covering(zoo.configs(), PROPOSERS, every=8))
 def test_equals_generate(family: str, proposer: str) -> None:
     """Prompts whole, then in chunks."""
     for num_draft, max_batch_tokens in itertools.product((0, 1, 2, 4, 8), (512, 13)):
@@ -112,7 +112,7 @@ def test_embedded_pair_equals_generate(proposer: str, max_batch_tokens: int) -> 
         assert [outputs.tokens[str(i)] for i in range(4)] == want, f"K={num_draft}"
 
 
-@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("right", some([True, False], [True]))
 @pytest.mark.parametrize("family", some(["llama", "gpt2"], ["llama"]))
 def test_scripted_drafts_change_nothing(family: str, right: bool) -> None:
     table = {tuple(p): p + e for p, e in zip(zoo.prompts(), expected(family), strict=True)}

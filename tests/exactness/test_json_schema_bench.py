@@ -201,6 +201,7 @@ def closed(grammar: Grammar, tokens: Seq[int]) -> str:
 DRAFTING = ["ngram", "suffix", "model"]
 
 
+@pytest.mark.slow
 @EACH_PART
 def test_what_is_accepted_is_the_same_with_drafts(part: int) -> None:
     """Each part with one of three proposers."""

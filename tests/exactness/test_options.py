@@ -110,7 +110,7 @@ CONDITIONS = {
 
 
 @pytest.mark.feature
-@pytest.mark.parametrize(("condition", "proposer"), covering(CONDITIONS, PROPOSERS, every=11))
+@pytest.mark.parametrize(("condition", "proposer"), covering(CONDITIONS, PROPOSERS, every=15))
 def test_each_condition(condition: str, proposer: str) -> None:
     """The same four requests, greedy and sampled, with penalties and logprobs, wherever they find themselves."""
     engine, asked = random_of(proposer).llm(proposer, **CONDITIONS[condition]), asking(proposer, 4)
@@ -148,7 +148,7 @@ ANSWERS = {
 
 
 @pytest.mark.feature
-@pytest.mark.parametrize(("answer", "proposer"), covering(ANSWERS, PROPOSERS, every=11))
+@pytest.mark.parametrize(("answer", "proposer"), covering(ANSWERS, PROPOSERS, every=15))
 def test_each_answer_of_a_conversation(answer: str, proposer: str) -> None:
     """Tools and reasoning; by turns with pages to spare and without."""
     guided = structure_of(ANSWERS[answer], HermesFormat({}, THINK))
@@ -171,7 +171,7 @@ PREDICTIONS: dict[str, Callable[[Seq[int]], Seq[int]]] = {
 
 
 @pytest.mark.feature
-@pytest.mark.parametrize(("prediction", "proposer"), covering(PREDICTIONS, PROPOSERS, every=11))
+@pytest.mark.parametrize(("prediction", "proposer"), covering(PREDICTIONS, PROPOSERS, every=15))
 def test_each_prediction(prediction: str, proposer: str) -> None:
     """The same requests with what the caller expects, greedy and sampled, with penalties and log-probabilities."""
     engine = llm(proposer, plenty=True, prefix_cache=True)
@@ -378,6 +378,7 @@ def test_random_combinations(
     assert_speculation_changes_nothing(random_of(proposer), engine, sampling, proposer, num_draft, prompts)
 
 
+@pytest.mark.slow
 @settings(BOLD, max_examples=20)
 @given(**SITUATIONS)
 def test_random_combinations_with_trained_drafters(

@@ -21,7 +21,7 @@ from engine.native import multiplies
 from engine.params import SpeculationMode, SpeculationParams
 from models import corpus, embedded_draft, embedded_target
 from tests import zoo
-from tests.covering import covering, some
+from tests.covering import covering
 
 pytestmark = pytest.mark.skipif(not multiplies(torch.float32), reason="needs a C compiler")
 FAMILIES = sorted(zoo.families())
@@ -50,7 +50,8 @@ def test_logits_are_bitwise_the_same_in_any_batch(family: str, dtype: torch.dtyp
     assert torch.equal(together, torch.cat(alone))
 
 
-@pytest.mark.parametrize("dtype", some(["float32", "bfloat16"], ["bfloat16"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_log_probabilities_are_the_same_bits(dtype: str) -> None:
     """Each prompt alone and undrafted, against all together, drafted for, in small pages and chunks."""
     prompts = [text[-n:] for text, n in zip(corpus.held_out_prompts(6), (500, 20, 300, 1, 77, 150), strict=True)]

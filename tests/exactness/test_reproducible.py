@@ -116,7 +116,7 @@ def assert_as_alone(bits: dict[str, Bits], family: str, dtype: torch.dtype, labe
         assert bits[name] == alone(family, dtype)[i], f"request {name}"
 
 
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=1))
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=10, first=1))
 def test_same_bits_among_31_others(family: str, dtype: torch.dtype) -> None:
     assert_as_alone(bits_of(engine_of(family, dtype), map(request, range(BATCH))), family, dtype)
 
@@ -126,7 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("heads")
 
 
-@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=5, first=2))
+@pytest.mark.parametrize(("family", "dtype"), covering(FAMILIES, DTYPES, every=10, first=2))
 def test_same_bits_whoever_drafts(folder: Path, family: str, dtype: torch.dtype) -> None:
     """All proposers in one batch, and speculation off."""
     engine = engine_of(family, dtype, self_layers=1, medusa=heads.medusa(folder), eagle=heads.eagle(folder))

@@ -34,12 +34,6 @@ LEAST_LENGTH = 2.0  # tokens per round at K=4; 1.0 would be none gained, the pai
 LEAST_OF_PLAIN, LEAST_OF_FIXED = 0.95, 0.9
 NUM_DRAFT, TOKENS = 4, 48
 BATCHES = {1: 12, 8: 3}  # how many of each size
-QUICK = {("GPU: flat", 8)}  # where drafts pay; on a small model they do not
-CASES = [
-    pytest.param(machine, batch, marks=() if (machine, batch) in QUICK else pytest.mark.slow)
-    for machine in COSTS
-    for batch in BATCHES
-]
 _salts = count()
 
 Fed = tuple[int, int, int, int]  # sequences, rows, tokens of context, tokens attended
@@ -149,7 +143,9 @@ def as_told(size: int, mode: SpeculationMode) -> Work:
     return run(*engine_on(next(iter(COSTS)), chooses=False), batches_of(size), mode)
 
 
-@pytest.mark.parametrize(("machine", "batch"), CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("machine", COSTS)
 def test_drafts_are_kept_and_speculation_is_not_slower_than_plain_decoding(machine, batch):
     """Nor much slower than four drafts in each round, where these pay; on code that neither model saw."""
     plain, fixed = as_told(batch, SpeculationMode.OFF), as_told(batch, SpeculationMode.FIXED)

@@ -66,7 +66,7 @@ def choose(logits, samplers, **options):
     return kernels.choose(logits.to(DEVICE), samplers, **options).token.cpu()
 
 
-@settings(max_examples=8, phases=LOOKING)
+@settings(max_examples=4, phases=LOOKING)
 @given(
     st.integers(0, 1000),
     st.lists(st.tuples(PARAMS, st.integers(0, 2**64 - 1), st.integers(0, 2**20)), min_size=1, max_size=4),

@@ -45,6 +45,7 @@ def test_another_recipe_does_not_continue_a_run(tmp_path: Path, monkeypatch: pyt
         train.Trainer("run", train.replace(TINY, steps=7))
 
 
+@pytest.mark.slow
 def test_training_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "WORK", tmp_path)
     stream = np.tile(np.arange(50, dtype=np.int32), 100)

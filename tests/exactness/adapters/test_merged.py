@@ -140,7 +140,7 @@ def merged_greedily(folders: dict[str, str]) -> list[tuple[int, ...]]:
 # ------------------------------------------------------------------------------------------- equal to the merged model
 
 
-@pytest.mark.parametrize(("proposer", "how"), covering(PROPOSERS, ["whole", "chunked", "bare"], every=6, first=1))
+@pytest.mark.parametrize(("proposer", "how"), covering(PROPOSERS, ["whole", "chunked", "bare"], every=9, first=1))
 def test_equals_the_merged_model(folders: dict[str, str], proposer: str, how: str) -> None:
     config = {"whole": {}, "chunked": {"max_batch_tokens": 16}, "bare": {"prefix_cache": False}}[how]
     engine, want = llm(folders, **config), merged_greedily(folders)
@@ -186,7 +186,7 @@ def sampled_by_merged(folders: tuple[tuple[str, str], ...]) -> list[tuple[int, .
 
 
 @pytest.mark.parametrize(
-    "family", some(["gpt2", "opt", "qwen3", "phi3", "gemma2", "mistral", "mixtral"], ["gpt2", "phi3", "mixtral"])
+    "family", some(["gpt2", "opt", "qwen3", "phi3", "gemma2", "mistral", "mixtral"], ["gpt2", "mixtral"])
 )
 @pytest.mark.parametrize("prepare", [zoo.as_served, lambda model: model], ids=["fused", "plain"])
 def test_families(tmp_path: Path, family: str, prepare: Callable[[nn.Module], nn.Module]) -> None:

@@ -69,7 +69,7 @@ ASKED = st.tuples(
 )
 
 
-@settings(BOLD, max_examples=6)
+@settings(BOLD, max_examples=3)
 @given(st.lists(ASKED, min_size=6, max_size=9))
 def test_speculation_changes_nothing(
     served: Served, asked: list[tuple[str, SamplingParams, str | None, str, int]]

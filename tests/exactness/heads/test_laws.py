@@ -139,7 +139,7 @@ def assert_plain(name: str, outputs: fakes.Outputs) -> None:
     assert accepted or name not in ("eagle", "dflash")
 
 
-@pytest.mark.parametrize(("name", "max_batch_tokens"), covering(KINDS, [512, 17], every=7, first=3))
+@pytest.mark.parametrize(("name", "max_batch_tokens"), covering(KINDS, [512, 17], every=10, first=3))
 def test_any_k_in_one_batch(tmp_path: Path, name: str, max_batch_tokens: int) -> None:
     """The second time the prompts are cached, and a head does not see their features; then the most drafts for all."""
     engine = KINDS[name].engine(tmp_path, max_batch_tokens=max_batch_tokens)

@@ -27,7 +27,6 @@ from engine.params import SamplingParams, SpeculationMode, SpeculationParams, Ve
 from engine.startup.build import assemble
 from engine.types import Request
 from tests import adapters, fakes, laws, zoo
-from tests.covering import some
 
 LAWS = (
     SamplingParams(max_tokens=20),
@@ -134,7 +133,8 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("how", some(CONFIGS, ["chunked"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", CONFIGS)
 def test_any_k(folders: dict[str, str], how: str) -> None:
     """Each K from 0 to 8 in one batch, then each for all; from the second round on prompts are in the prefix cache."""
     engine, kept = engine_of(folders, **CONFIGS[how]), 0
@@ -185,6 +185,7 @@ def test_preempted(folders: dict[str, str]) -> None:
     assert outputs.tokens == alone(folders)
 
 
+@pytest.mark.slow
 def test_the_prefix_cache_holds_no_noise(folders: dict[str, str]) -> None:
     """Outputs that were drafted with noise become prompts, whose pages come from the cache."""
     engine = engine_of(folders, page_size=2)
@@ -207,6 +208,7 @@ def test_beside_other_proposers(folders: dict[str, str], proposers: tuple[str, .
     assert fakes.run(engine, asked).tokens == alone(folders)
 
 
+@pytest.mark.slow
 def test_k_that_control_chooses(folders: dict[str, str]) -> None:
     engine = engine_of(folders)
     for _ in range(3):
@@ -220,6 +222,7 @@ def test_greedy_under_the_rejection_rule(folders: dict[str, str]) -> None:
     assert outputs == {r.request_id: alone(folders)[r.request_id] for r in greedy}
 
 
+@pytest.mark.slow
 def test_a_sampled_request_can_be_repeated_under_the_rejection_rule(folders: dict[str, str]) -> None:
     """There the drafts decide, too: the noise must not hang on the batch."""
     asked = requests(verification=Verification.REJECTION)

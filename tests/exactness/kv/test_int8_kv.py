@@ -54,7 +54,8 @@ def test_each_family_in_chunks_with_drafts_cached_and_preempted(family: str, mon
     assert lost or not few
 
 
-@pytest.mark.parametrize("dtype", some(["float32", "bfloat16"], ["bfloat16"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_embedded_pair_has_the_same_bits(dtype: str) -> None:
     """Each prompt alone and undrafted against all together: in chunks, with every kind of draft, over cached pages."""
     prompts = [text[-n:] for text, n in zip(corpus.held_out_prompts(4), (300, 20, 1, 150), strict=True)]

@@ -38,6 +38,7 @@ def command(*arguments: str | Path) -> TrainDraft:
     return TrainDraft.of([str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_a_head_for_a_model_without_a_tokenizer(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -143,6 +143,7 @@ async def test_without_a_tokenizer_prompts_are_token_ids(capsys, model):
 # ------------------------------------------------------------------------------------------------------ planted faults
 
 
+@pytest.mark.slow
 async def test_a_draft_too_many_is_found_where_there_are_drafts(monkeypatch, found):
     right, calls = verification.coupled, Counter()
 
