@@ -4,7 +4,7 @@ import json
 import sys
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 given = json.loads(sys.argv[1])
 prompts, base = given["prompts"], f"{given['url']}/v1"
@@ -16,6 +16,7 @@ chain = {"model": given["model"], "base_url": base, "api_key": "none", "temperat
 class Verdict(BaseModel):
     """Whether it is so."""
 
+    model_config = ConfigDict(extra="forbid")  # else a small model may go on with properties of its own
     answer: Literal["yes", "no"]
     certain: bool
 
