@@ -10,6 +10,7 @@ import gc
 
 from benchmarks.cuda.card import Card
 from benchmarks.cuda.engines import (
+    CALIBRATION,
     Measured,
     RandomPair,
     best_drafts,
@@ -26,7 +27,6 @@ from benchmarks.cuda.setting import Setting
 from engine.startup.calibrate import calibrate
 
 MOST_DRAFTS, MOST_AUTO = 7, 4
-CALIBRATION = 4.0  # seconds, a server's default
 _STEP = ("ms a step", "longest / median", "tokens each", "tok/s", "of limit", "host ms", "shown ms")
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cuda.card import Card
-from benchmarks.cuda.engines import RandomPair, empty, engine_of, fill, warm_up_rounds
-from benchmarks.cuda.parts.decoding import CALIBRATION
+from benchmarks.cuda.engines import CALIBRATION, RandomPair, empty, engine_of, fill, warm_up_rounds
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from engine.engine import Engine
