@@ -79,13 +79,14 @@ async def _run(folder) -> Seen:
 
 async def _load(client: AsyncClient, seen: Seen) -> None:
     """Twice as many callers as there is room for, each with one request after the other, for some scrapes."""
+    prompts = held_out_prompts(2 * BATCH)
     end = time.monotonic() + LOAD_SECONDS
 
     async def call(prompt: str) -> None:
         while time.monotonic() < end:
             seen.completions.append(await client.generate(prompt, max_tokens=MAX_TOKENS))
 
-    await asyncio.gather(*(call(prompt[-300:]) for prompt in held_out_prompts(2 * BATCH)))
+    await asyncio.gather(*(call(prompt[-300:]) for prompt in prompts))
 
 
 async def _ask(prometheus: Prometheus, seen: Seen, start: float, end: float) -> None:

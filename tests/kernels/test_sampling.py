@@ -122,9 +122,9 @@ def test_laws_end_where_they_end_on_the_cpu(seed, wanted, vocab, kind):
     params, samplers = samplers_of([row(p, 5, 1) for p in wanted], vocab)
     with mock.patch.object(truncation, "BLOCK", 256):
         got = kept_by_the_kernels(logits, samplers, 128)
-    scores = (logits - logits.amax(-1, keepdim=True)) / params.temperature[:, None]
+    scores = (logits - logits.amax(-1, keepdim=True)) / params.samplers.temperature[:, None]
     ranked, tokens = scores.sort(dim=-1, descending=True, stable=True)
-    want = torch.zeros_like(got).scatter_(1, tokens, distribution.kept(ranked, params))
+    want = torch.zeros_like(got).scatter_(1, tokens, distribution.kept(ranked, params.samplers))
     assert torch.equal(got, want)
 
 
