@@ -1,7 +1,7 @@
 """Measure the costs and the speed-up of Pilotfish on this machine, by sections.
 
 python -m benchmarks                                   all sections
-python -m benchmarks verify sweep --rounds 3           some sections
+python -m benchmarks verify grid --rounds 3            some sections
 python -m benchmarks --shape tiny --tokens 16          small models, to test that the benchmarks run
 """
 
@@ -18,12 +18,11 @@ from benchmarks.harness import report
 from benchmarks.harness.lab import BenchOptions, Lab, Section
 from benchmarks.harness.machine import machine
 from benchmarks.harness.synthetic import SHAPES
-from benchmarks.sections import grid, peer_prompts, peers, server, sweep, verify
+from benchmarks.sections import grid, peer_prompts, peers, server, verify
 
 PAGE = "cpu"
 SECTIONS: tuple[Section, ...] = (
     verify.SECTION,
-    sweep.SECTION,
     grid.SECTION,
     server.SECTION,
     peers.SECTION,

@@ -19,6 +19,13 @@ PAGE = 32  # tokens
 _TIMES_CACHE = 4  # size of all arenas together, relative to the cache
 
 
+def tables_of(num_rows: Seq[int], starts: Seq[int]) -> list[list[int]]:
+    """Return random pages for sequences that feed so many rows from `starts` on."""
+    pages = [-(-(start + n) // PAGE) for n, start in zip(num_rows, starts, strict=True)]
+    order = torch.randperm(sum(pages)).tolist()
+    return [order[sum(pages[:i]) : sum(pages[: i + 1])] for i in range(len(pages))]
+
+
 @dataclass(frozen=True, slots=True)
 class Arenas:
     """One batch, and several arenas with the same tables: calls on them in turn never find their K/V in the cache."""
@@ -35,15 +42,11 @@ class Arenas:
         num_rows: Seq[int],
         starts: Seq[int],
         dtype: torch.dtype = torch.bfloat16,
-        *,
-        fixed: bool = False,
     ) -> Arenas:
-        """Create sequences that feed `num_rows` from `starts` on, in random pages; `fixed` as in `Paging.of`."""
-        pages = [-(-(start + n) // PAGE) for n, start in zip(num_rows, starts, strict=True)]
-        order = torch.randperm(sum(pages)).tolist()
-        tables = [order[sum(pages[:i]) : sum(pages[: i + 1])] for i in range(len(pages))]
-        paging = Paging.of(num_rows, starts, tables, PAGE, heads.group, card.device, fixed=fixed)
-        shape = 2, sum(pages) * PAGE, heads.kv_heads, heads.dim
+        """Create sequences that feed `num_rows` from `starts` on."""
+        tables = tables_of(num_rows, starts)
+        paging = Paging.of(num_rows, starts, tables, PAGE, heads.group, card.device)
+        shape = 2, sum(map(len, tables)) * PAGE, heads.kv_heads, heads.dim
         one = 2 * shape[1] * shape[2] * shape[3] * dtype.itemsize
         kv = torch.randn(cls.count_of(one, card.cache_bytes), *shape, device=card.device, dtype=dtype)
         query = torch.randn(sum(num_rows), heads.heads, heads.dim, device=card.device, dtype=dtype)

@@ -16,7 +16,7 @@ from benchmarks.cuda.setting import Setting
 from benchmarks.harness.machine import commit, processor, versions
 
 _CALLS = 20  # number of calls in a timed graph, so that launch costs are negligible
-_CPU_CACHE = 2**14  # bytes: small, so that a dry run also uses several arenas
+_CPU_CACHE = 2**12  # bytes: small, so that a dry run also uses several arenas
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,6 @@ from engine.stats import StepStats
 from engine.types import FinishReason, Request
 
 CHUNK = 8192  # prompt tokens that a step feeds
-CALIBRATION = 4.0  # seconds, a server's default
 
 _WARM = 6  # warm-up steps before the timed ones
 _HOST = 8  # steps that measure the time of Python

@@ -22,6 +22,7 @@ class Setting:
     low_acceptance: float = 0.3
     steps: int = 40  # timed steps
     strange: int = 120  # steps in which AUTO learns the best K
+    calibration: float = 4.0  # seconds, a server's default
     peer_tokens: tuple[int, int] = (16, 80)  # output lengths of two runs, whose difference is measured
     requests: int = 8  # number of requests whose tokens are compared
     output: int = 24  # output tokens of each request
@@ -38,6 +39,6 @@ class Setting:
 
 
 _TINY = Setting(
-    sizes=(1, 2), auto_sizes=(2,), context=24, long_context=70, prompts=(40,), drawn=(2,), steps=3, strange=4,
-    peer_tokens=(2, 6), requests=4, output=4,
+    sizes=(1, 2), auto_sizes=(2,), context=24, long_context=40, prompts=(40,), drawn=(2,), steps=3, strange=2,
+    calibration=0.1, peer_tokens=(2, 6), requests=4, output=4,
 )  # fmt: skip

@@ -12,13 +12,11 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#
 
 @dataclass(frozen=True)
 class Line:
-    """Measured points joined by a line. With `curve`, the points stay unconnected; `level` is a dashed line."""
+    """Measured points joined by a line."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    curve: tuple[Sequence[float], Sequence[float]] | None = None
-    level: Sequence[float] = ()
 
 
 def draw(path: Path, title: str, x_label: str, y_label: str, lines: Sequence[Line]) -> str:
@@ -30,12 +28,7 @@ def draw(path: Path, title: str, x_label: str, y_label: str, lines: Sequence[Lin
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for i, line in enumerate(lines):
-        colour = _COLOURS[i % len(_COLOURS)]
-        axes.plot(line.x, line.y, "o" if line.curve else "o-", color=colour, label=line.label)
-        if line.curve is not None:
-            axes.plot(*line.curve, color=colour, linewidth=1)
-        for level in line.level:
-            axes.axhline(level, color=colour, linestyle="--", linewidth=1)
+        axes.plot(line.x, line.y, "o-", color=_COLOURS[i % len(_COLOURS)], label=line.label)
     axes.set_title(title)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)

@@ -23,8 +23,8 @@ _HEAD = """# On CPU, on models of chosen acceptance
 Published models beside llama.cpp, and the quality of both, are on [a page of their own](quality.md#speed), which
 `python -m benchmarks.published` measures. The weights of this page are planted and say nothing about quality.
 
-The embedded pair has its own pages, which `python -m benchmarks.embedded`, `benchmarks.proposers` and
-`benchmarks.drafters` write. `python -m benchmarks.steps` times single forward passes.
+The embedded pair has its own pages, on [every K](embedded-cpu.md), [every proposer](proposers-cpu.md) and
+[`auto`](drafters-cpu.md).
 
 Models have random weights of the named shapes. One rule is planted in the weights: it says which token follows
 which (`benchmarks/harness/synthetic.py`). The models do all of their normal work. Every program must return the

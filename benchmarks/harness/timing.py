@@ -115,7 +115,6 @@ def _counted(turn: Turn, steps: Sequence[StepStats]) -> Turn:
     return replace(
         turn,
         verify_seconds=[sum(s.phase_seconds.values()) - s.phase_seconds["propose"] for s in decoding],
-        draft_seconds=[s.phase_seconds["propose"] for s in decoding],
         drafted=sum(s.drafted for s in steps),
         rounds=sum(s.rounds for s in steps),
         accepted=sum(s.accepted for s in steps),

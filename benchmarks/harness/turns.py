@@ -27,7 +27,6 @@ class Turn:
     decode_seconds: float
     usage: CpuUsage
     verify_seconds: list[float] = field(default_factory=list)  # of decoding steps, without drafting
-    draft_seconds: list[float] = field(default_factory=list)  # drafting time of the same steps
     drafted: int = 0
     rounds: int = 0  # of sequences that had drafts
     accepted: int = 0

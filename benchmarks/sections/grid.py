@@ -14,7 +14,7 @@ CONTEXTS = (64, 1024)
 DRAFTS = (1, 2, 4, 7)
 HOPELESS = 0.8  # relative speed in the first round below which a fixed K cannot be the best one
 CACHED = 512  # tokens: longer prompts are cached after the first prefill, or prefill would dominate the measurement
-SETTLING = 3  # turns of AUTO that do not count after a change of the text; `moving` counts all turns
+SETTLING = 3  # turns of AUTO that do not count after a change of the text
 NEVER_BELOW, WITHIN = 0.97, 0.90
 
 
@@ -76,7 +76,7 @@ SECTION = Section(
     "has an engine of its own, and the next step is of whichever has used least time. A fixed K that is below "
     f"{HOPELESS} of the best way in the first, uncounted round is not run again. Prompts of more than {CACHED} tokens "
     "are cached by target and draft from the first round on. One engine with AUTO goes through all rates at a batch "
-    f"and context, with {SETTLING} turns that do not count after each change; `moving` counts them.",
+    f"and context, with {SETTLING} turns that do not count after each change.",
     {
         "context": "{context}",
         "batch": "{batch}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 from benchmarks.harness.lab import Lab, Row, Section
 from benchmarks.harness.turns import foreign, interleave
@@ -45,19 +44,6 @@ def _tell(lab: Lab, batch: int, text: str) -> None:
     lab.tell(f"verify, batch {batch}, {text}")
 
 
-def plot(rows: Sequence[Row], folder: Path) -> Sequence[str]:
-    """Plot milliseconds of a step against K."""
-    from benchmarks.harness.plots import Line, draw
-
-    lines = [
-        Line(f"batch {batch}", [r["k"] for r in rows if r["batch"] == batch],
-             [r["milliseconds"] for r in rows if r["batch"] == batch])
-        for batch in sorted({r["batch"] for r in rows})
-    ]  # fmt: skip
-    title = "A step without its drafting"
-    return [draw(folder / "verify.png", title, "drafts verified per sequence, K", "time of a step (ms)", lines)]
-
-
 def verdict(rows: Sequence[Row]) -> Sequence[str]:
     """Return a sentence about the limit at batch 1."""
     last = next((r for r in rows if r["batch"] == 1 and r["k"] == 7), None)
@@ -79,6 +65,5 @@ SECTION = Section(
         "ratio to K=0": "{ratio:.2f}",
         "foreign cores": "{foreign:.2f}",
     },
-    plot,
-    verdict,
+    verdict=verdict,
 )

@@ -138,14 +138,16 @@ async def _over_http(http: httpx.AsyncClient, path: str, body: Mapping[str, Any]
     return outputs
 
 
-async def undisturbed(addresses: Sequence[str], http_address: str, tell: Callable[[str], None]) -> dict[Job, Any]:
+async def undisturbed(
+    addresses: Sequence[str], http_address: str, tell: Callable[[str], None], jobs: Sequence[Job] = JOBS
+) -> dict[Job, Any]:
     """Return the result of each stream alone."""
-    tell(f"{len(JOBS)} streams one by one")
+    tell(f"{len(jobs)} streams one by one")
     async with (
         AsyncClient(addresses) as client,
         httpx.AsyncClient(base_url=f"http://{http_address}", timeout=300) as http,
     ):
-        return {job: (await result_of(client, http, job))[0] for job in JOBS}
+        return {job: (await result_of(client, http, job))[0] for job in jobs}
 
 
 async def engine_deaths(server: ServerProcess, alone: Mapping[Job, Any], kills: int, random: Random) -> Survival:
@@ -174,8 +176,8 @@ async def engine_deaths(server: ServerProcess, alone: Mapping[Job, Any], kills: 
         asyncio.TaskGroup() as tasks,
     ):
         tasks.create_task(kill())
-        for job in JOBS:
-            tasks.create_task(_repeat(client, http, job, alone[job], found, goes_on))
+        for job, result in alone.items():
+            tasks.create_task(_repeat(client, http, job, result, found, goes_on))
     return found
 
 

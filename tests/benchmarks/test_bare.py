@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -10,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cuda.catalogue import COMMANDS
 from benchmarks.harness.bare import DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
+MOST_FILES, MOST_BYTES = 8, 16 << 20  # that come back from a lent machine
 BARE = """
     import sys
     from importlib.machinery import PathFinder
@@ -74,21 +78,31 @@ def test_what_test_cuda_runs_is_collected_as_if_there_were_a_card():
 
 
 @pytest.mark.slow
-def test_first_light_starts():
-    """Each part of both commands is loaded, as on a card; and one of them decodes with a whole engine."""
+def test_a_dry_run_of_first_light_writes_every_section(tmp_path):
+    """Every part of both commands, in one process that loads the libraries for all of them."""
     told = in_a_bare_environment(
-        """
+        f"""
         from benchmarks.cuda import __main__
         from benchmarks.cuda.catalogue import COMMANDS
-        for part in [part for parts in COMMANDS.values() for part in parts]:
-            part.load()
-        import tempfile
-        sys.argv[1:] = ["first-light", "--device", "cpu", "--out", tempfile.mkdtemp(), "--only", "plain"]
-        sys.exit(__main__.main())
+        statuses = []
+        for command in COMMANDS:
+            sys.argv[1:] = [command, "--device", "cpu", "--out", {str(tmp_path)!r}]
+            statuses.append(__main__.main())
+        print("STATUSES", statuses)
         """,
         OMP_NUM_THREADS="1",
     )
-    assert "plain: ended" in told
+    assert "STATUSES [0, 0]" in told, told
+    for command, parts in COMMANDS.items():
+        page, numbers = (tmp_path / f"{command}.md").read_text(), json.loads((tmp_path / f"{command}.json").read_text())
+        assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [part.title for part in parts] + ["Parts"]
+        for part in parts:
+            said = page.partition(f"## {part.title}\n")[2].partition("\n## ")[0]
+            assert numbers[part.name]["outcome"] == "ended", said
+            assert "|---" in said or "needs a card" in said, f"{part.name} has no table, and does not say why"
+    files = list(tmp_path.iterdir())
+    assert len(files) <= MOST_FILES
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", file.name) and file.stat().st_size < MOST_BYTES for file in files)
 
 
 def test_bare_options_are_those_of_the_engine() -> None:

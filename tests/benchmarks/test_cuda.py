@@ -30,7 +30,7 @@ def test_acceptance_is_what_was_asked() -> None:
     pair = engines.RandomPair.of(CPU, "tiny", "tiny")
     engine = engines.engine_of(pair, CPU, 8, 600, 0.5, 3)
     engines.fill(engine, 8, 4, 3)
-    got = engines.measure(engine, CPU, 8, 60)
+    got = engines.measure(engine, CPU, 8, 30)
     assert abs(got.tokens - 1.875) < 0.2
     assert got.device_seconds > 0
     engines.empty(engine)
@@ -60,7 +60,7 @@ def test_no_timed_step_is_the_first_of_its_size_and_number_of_drafts(monkeypatch
     monkeypatch.setattr(engines, "timed", marked)
     folder = Folder(tmp_path, "x")
     folder.begin()
-    decoding.auto(replace(TINY, strange=1, steps=25, context=8), PartReport(folder, "auto"))
+    decoding.auto(replace(TINY, strange=1, steps=12, context=8), PartReport(folder, "auto"))
     assert fresh == []
     assert len({k for _, _, k in known}) == decoding.MOST_AUTO + 1
 
@@ -106,11 +106,10 @@ def test_continuous_batching_runs_with_the_pages_that_were_asked_for(monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
-def test_transformers_agree_as_often_as_was_asked(acceptance, monkeypatch):
+def test_transformers_agree_as_often_as_was_asked(monkeypatch):
     """The target's passes over 60 tokens with 3 drafts each tell how many were kept."""
     pair, passes = engines.RandomPair.of(CPU, "tiny", "tiny", "sdpa"), []
     pair.target.register_forward_pre_hook(lambda *_: passes.append(1))
     monkeypatch.setattr(peers, "tokens_per_second", lambda run, *_: run(60) is None or 1.0)
-    peers.assisted(pair, CPU, acceptance, 8, 3, (1, 60))
-    assert abs(60 / len(passes) - engines.expected_tokens(acceptance, 3)) < 0.45
+    peers.assisted(pair, CPU, 0.7, 8, 3, (1, 60))
+    assert abs(60 / len(passes) - engines.expected_tokens(0.7, 3)) < 0.45

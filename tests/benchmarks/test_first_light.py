@@ -1,10 +1,9 @@
-"""First light without a card: every part runs on tiny models, whatever one of them does the next runs, limits hold."""
+"""First light without a card: whatever one part does the next runs, and limits hold."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -15,31 +14,7 @@ import pytest
 from benchmarks.cuda.catalogue import COMMANDS, START, WHOLE, table
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_FILES, MOST_BYTES = 8, 16 << 20  # that come back from a lent machine
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
-
-
-def dry_run(command: str, out: Path, *options: str) -> None:
-    told = subprocess.run(
-        [sys.executable, "-m", "benchmarks.cuda", command, "--device", "cpu", "--out", str(out), *options],
-        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stdout + told.stderr + (out / f"{command}.md").read_text()[-3000:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_dry_run_writes_every_section(command, tmp_path):
-    dry_run(command, tmp_path)
-    page, numbers = (tmp_path / f"{command}.md").read_text(), json.loads((tmp_path / f"{command}.json").read_text())
-    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == [part.title for part in COMMANDS[command]] + ["Parts"]
-    for part in COMMANDS[command]:
-        assert numbers[part.name]["outcome"] == "ended"
-        said = page.partition(f"## {part.title}\n")[2].partition("\n## ")[0]
-        assert "|---" in said or "needs a card" in said, f"{part.name} has no table, and does not say why"
-    files = list(tmp_path.iterdir())
-    assert len(files) <= MOST_FILES
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", file.name) and file.stat().st_size < MOST_BYTES for file in files)
 
 
 @pytest.mark.slow

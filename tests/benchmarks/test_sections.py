@@ -11,10 +11,9 @@ from benchmarks.__main__ import SECTIONS, main
 from benchmarks.harness.report import part, table
 from benchmarks.harness.timing import abreast
 from benchmarks.harness.turns import interleave, promising, ratios, take_turns, worth_while
-from benchmarks.sections.sweep import expected_gain
 from tests.benchmarks.turns import turn
 
-OFFLINE = ["verify", "sweep", "grid"]
+OFFLINE = ["verify", "grid"]
 MODELS = "--shape tiny --draft-shape tinier --threads 1"
 SMALL = f"{MODELS} --tokens 8 --rounds 1 --prompt 16 --batches 1 --rates 0.8 --contexts 16 --drafts 2"
 
@@ -33,12 +32,6 @@ def test_offline_sections_measure_and_write(tmp_path, capsys):
         assert found["command"].startswith(f"python -m benchmarks {OFFLINE[0]}")
         assert {"machine", "versions", "commit"} <= found.keys()
     assert "AUTO is" in capsys.readouterr().out
-
-
-def test_theory():
-    assert expected_gain(0.0, 4, 1.0, 0.0) == 1.0
-    assert expected_gain(1.0, 4, 1.0, 0.0) == 5.0
-    assert expected_gain(0.5, 1, 1.25, 0.25) == 1.0
 
 
 def test_a_cell_without_a_figure_is_empty():

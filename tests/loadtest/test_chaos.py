@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 
 import pytest
 
-from loadtest.__main__ import main
+from loadtest.experiments.chaos import OPTIONS, PROGRAM, chaos, chaos_lines
+from loadtest.process import ServerProcess
 
 
 @pytest.mark.slow
-def test_who_behaves_does_not_notice(tmp_path, capsys):
-    options = ["--seconds", "5", "--untimed", "--out", str(tmp_path), "--serve", "--warm-up-seconds", "0"]
-    assert main(["chaos", *options]) == 0, capsys.readouterr().err
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert found["notes"]["right"] > 0
-    assert found["notes"]["wrong"] == found["notes"]["strange"] == []
-    assert len(found["notes"]["deeds"]) > 5
-    census = found["after"]["census"]
-    assert census["free_pages"] == census["total_pages"]
+@pytest.mark.timeout(300)  # a server of its own, on a machine that may be busy
+def test_who_behaves_does_not_notice(tmp_path):
+    """So short that no process is killed: the server is its own replica."""
+    with ServerProcess(*OPTIONS, "--warm-up-seconds", "0", log=tmp_path / "log", program=PROGRAM) as server:
+        found = asyncio.run(chaos(server, server, 0.5, 3.0, print))
+    assert not list(found.problems(timed=False))
+    assert found.notes.right > 0
+    assert len(found.notes.deeds) > 5
+    assert any(line.startswith("| fault-") for line in chaos_lines(found))

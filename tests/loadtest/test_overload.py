@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import statistics
 from importlib.resources import files
@@ -16,10 +17,10 @@ from tokenizers import Tokenizer
 
 import client
 from client import GenerateOptions
-from loadtest.__main__ import main
 from loadtest.driver import REFUSED, Run, Sample, poisson
-from loadtest.experiments.overload import Overload, Phase, full_rate
+from loadtest.experiments.overload import Overload, Phase, full_rate, overload
 from loadtest.metrics import ScrapedMetrics
+from loadtest.process import usage
 from loadtest.workload import LONG, LONGEST_PROMPT, MAX_TOKENS, corpus, request
 from server.telemetry.metrics import Metrics as ServerMetrics
 from tests.server.fake_engine import FakeEngine
@@ -142,10 +143,24 @@ def test_the_servers_own_count_is_the_sum_of_a_names_series():
     assert found.total("nothing_total") == 0.0
 
 
-@pytest.mark.slow
-def test_everything_sent_is_served_or_refused_with_a_hint(tmp_path, capsys):
-    given = ["overload", "--out", str(tmp_path), "--untimed", "--length", "1", "--seconds", "2"]
-    assert main([*given, "--serve", "--max-batch-size", "4", "--warm-up-seconds", "0"]) == 0, capsys.readouterr().err
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert {call["status"] for call in found["overload"]["calls"]} == {"OK", REFUSED}
-    assert "python -m loadtest overload" in (tmp_path / "report.md").read_text()
+class InThisProcess:
+    """What `overload` asks of a server's process, of a server that runs here."""
+
+    def __init__(self, server):
+        self.address, self.http_address = (f"127.0.0.1:{port}" for port in (server.app.grpc_port, server.app.http_port))
+
+    def metrics(self):
+        return ScrapedMetrics.read(self.http_address)
+
+    def usage(self):
+        return usage(os.getpid())
+
+
+async def test_everything_sent_is_served_or_refused_with_a_hint():
+    ask = lambda random: ("ab", GenerateOptions(max_tokens=random.randint(10, 20)))  # noqa: E731
+    told = []
+    async with serving(FakeEngine(batch=2, step_seconds=0.02), max_queue_requests=4) as server:
+        found = await overload(InThisProcess(server), ask, 20.0, 0.5, told.append)
+    assert list(found.problems(timed=False)) == []
+    assert {call.status for call in found.overload.calls} == {"OK", REFUSED}
+    assert [line.partition(":")[0] for line in told] == ["warming up", "capacity", "at capacity", "overload"]

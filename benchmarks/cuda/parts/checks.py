@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import fields, replace
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cuda.arenas import PAGE, Arenas
 from benchmarks.cuda.card import Card
+from benchmarks.cuda.parts.attending import Attending, Attention, attention_check, row_alone_check
+from benchmarks.cuda.parts.checking import KernelCheck, largest_difference, relative_to_largest, run_checks, types_on
 from benchmarks.cuda.parts.kernels import law_of
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
@@ -20,32 +20,15 @@ from benchmarks.cuda.shapes import SHAPES, Heads
 from engine.device_loop import draws
 from engine.kernels import reference
 from engine.kernels.args import Committed, Fp8Rows, SamplerRows, Tracks
-from engine.kernels.paging import Paging
 from engine.model.linear import fp8
 from engine.model.linear.w4 import W4Linear
 
-ATTENDED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}  # tolerances for rounding
-ROWS = {torch.bfloat16: 4e-2, torch.float16: 4e-3, torch.float32: 2e-5}
+ROWS = {torch.bfloat16: 4e-2, torch.float16: 4e-3, torch.float32: 2e-5}  # tolerances for rounding
 _FP8 = 2e-2  # relative to the largest number, because the result is rounded to bfloat16
 _W4 = 1e-2  # relative to the largest number
 _NUM_ROWS = 7
 Bend = Literal["silu", "gelu_tanh"]
 _BENDS: tuple[Bend, ...] = ("silu", "gelu_tanh")
-
-
-@dataclass(frozen=True, slots=True)
-class KernelCheck:
-    """One row of a table."""
-
-    kernel: str
-    dtype: str
-    shape: str
-    most: float  # maximum difference
-    differs: Callable[[], float]
-
-
-class KernelMismatch(Exception):
-    """Unexpected: a kernel's result differs from its reference, or the kernel fails."""
 
 
 def attention(setting: Setting, section: PartReport) -> None:
@@ -64,41 +47,8 @@ def others(setting: Setting, section: PartReport) -> None:
     run_checks(checks, section)
 
 
-def run_checks(checks: Iterable[KernelCheck], section: PartReport) -> None:
-    """Run all checks even if one fails, then raise Unsound if any result was wrong."""
-    section.table("kernel", "type", "shape", "largest difference", "allowed", "")
-    wrong, count = list[str](), 0
-    for check in checks:
-        name = f"{check.kernel} {check.dtype} {check.shape}"
-        try:
-            found = check.differs()
-        except Exception as error:  # noqa: BLE001 - reported in its row; the other kernels are still checked
-            print(traceback.format_exc(), flush=True)
-            told, is_right = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", False
-        else:
-            told, is_right = f"{found:.2g}", found <= check.most
-            section.number(name, difference=found)
-        count += 1
-        wrong += [] if is_right else [name]
-        section.row(check.kernel, check.dtype, check.shape, told, check.most, "" if is_right else "**wrong**")
-    section.say(f"{count - len(wrong)} of {count} are as they should be.")
-    if wrong:
-        raise KernelMismatch("; ".join(wrong))
-
-
-def types_on(card: Card) -> tuple[torch.dtype, ...]:
-    """Return the types, most important first; the interpreter has no bfloat16."""
-    return (torch.bfloat16, torch.float32, torch.float16) if card.is_cuda else (torch.float32,)
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def largest_difference(got: Tensor, want: Tensor) -> float:
-    """Return the largest difference; a NaN counts as infinite."""
-    difference = (got.float() - want.float()).abs().nan_to_num(nan=float("inf"))
-    return float(difference.max())
 
 
 def _attention_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
@@ -111,38 +61,12 @@ def _attention_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
         batches = {"decoding": ([1], [40]), "prompts": ([9, 3], [0, 20])}
     for dtype in types_on(card):
         for shape in dict.fromkeys((setting.target, setting.draft)):
+            heads = Heads.of(shape)
+            layer = Attention(heads.heads, heads.kv_heads, heads.dim, heads.dim)
             for name, batch in batches.items():
-                differs = partial(_attended, card, Heads.of(shape), batch, dtype)
-                yield KernelCheck(f"attention, {name}", _name(dtype), shape, ATTENDED[dtype], differs)
+                yield attention_check(f"attention, {name}", shape, Attending(card, layer, batch, dtype))
             if card.is_cuda:  # the CPU's matmul in the interpreter sums in an order that depends on a row's place
-                alone = partial(_bits_alone, card, Heads.of(shape), batches["all at once"], dtype)
-                yield KernelCheck("attention, a row alone", _name(dtype), shape, 0.0, alone)
-
-
-def _attended(card: Card, heads: Heads, batch: tuple[list[int], list[int]], dtype: torch.dtype) -> float:
-    from engine.kernels import attention as kernel  # imported here because it imports Triton
-
-    arenas, scale = Arenas.of(card, heads, *batch, dtype), heads.dim**-0.5
-    k, v = arenas.kv[0]
-    got = kernel.attend(arenas.query, k, v, arenas.paging, scale)
-    return largest_difference(got, reference.attend(arenas.query.float(), k.float(), v.float(), arenas.paging, scale))
-
-
-def _bits_alone(card: Card, heads: Heads, batch: tuple[list[int], list[int]], dtype: torch.dtype) -> float:
-    """Compare the last row of each sequence alone and in a batch; with fixed-shape tiles the bits must be equal."""
-    from engine.kernels import attention as kernel
-
-    arenas, scale = Arenas.of(card, heads, *batch, dtype, fixed=True), heads.dim**-0.5
-    k, v = arenas.kv[0]
-    together, found = kernel.attend(arenas.query, k, v, arenas.paging, scale), [0.0]
-    for first, rows, start, table in arenas.paging.spans.tolist():
-        pages = [arenas.paging.tables[table].tolist()]
-        alone = Paging.of([1], [start + rows - 1], pages, PAGE, heads.group, card.device, fixed=True)
-        row = first + rows - 1
-        found.append(
-            largest_difference(kernel.attend(arenas.query[row : row + 1], k, v, alone, scale)[0], together[row])
-        )
-    return max(found)
+                yield row_alone_check(shape, Attending(card, layer, batches["all at once"], dtype))
 
 
 def _row_checks(setting: Setting, card: Card) -> Iterable[KernelCheck]:
@@ -319,8 +243,3 @@ def _w4(card: Card, rows: int, inner: int, outer: int, dtype: torch.dtype) -> fl
         return relative_to_largest(
             linear(x), reference.w4_matmul(x.float(), linear.words, linear.scale, None, linear.arrived)
         )
-
-
-def relative_to_largest(got: Tensor, want: Tensor) -> float:
-    """Return the largest difference, relative to the largest number."""
-    return largest_difference(got, want) / float(want.abs().max())

@@ -10,7 +10,6 @@ import gc
 
 from benchmarks.cuda.card import Card
 from benchmarks.cuda.engines import (
-    CALIBRATION,
     Measured,
     RandomPair,
     best_drafts,
@@ -80,7 +79,7 @@ def auto(setting: Setting, section: PartReport) -> None:
         engine = engine_of(pair, card, most, longest, acceptance, MOST_AUTO)
         for size in setting.auto_sizes:
             warm_up_rounds(engine, size, MOST_AUTO)
-        calibrate(engine, CALIBRATION)
+        calibrate(engine, setting.calibration)
         for size in setting.auto_sizes:
             none = settled(engine, card, size, setting.context, 0, setting.steps)
             free = settled(engine, card, size, setting.context, None, setting.steps, setting.strange)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.cuda.arenas import PAGE
 from benchmarks.cuda.card import Card, seconds_of_each
-from benchmarks.cuda.parts.checks import (
-    ATTENDED,
-    KernelCheck,
-    largest_difference,
-    relative_to_largest,
-    run_checks,
-    types_on,
-)
+from benchmarks.cuda.parts.attending import Attending, Attention, attention_check, row_alone_check
+from benchmarks.cuda.parts.checking import KernelCheck, largest_difference, relative_to_largest, run_checks, types_on
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from engine.kernels import reference
-from engine.kernels.paging import Paging
 from engine.model.linear.experts import StackedExperts
 from engine.native.experts import ExpertGate
 
@@ -30,31 +22,17 @@ _MIXED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}  # rel
 _TIMED = 1, 8, 64, 512  # rows
 
 
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """What the attention of one family is beside that of most."""
-
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None = None
-    chunk: int | None = None
-    has_sinks: bool = False
-    is_latent: bool = False
-    in_float32: bool = False  # checked in this type, too: each takes seconds to compile
-
-
 _ATTENTIONS = {
     "gpt-oss: sinks and a window": Attention(64, 8, 64, 64, window=128, has_sinks=True),
-    "gpt-oss: sinks": Attention(64, 8, 64, 64, has_sinks=True, in_float32=True),
+    "gpt-oss: sinks": Attention(64, 8, 64, 64, has_sinks=True),
     "Llama 4: chunks": Attention(40, 8, 128, 128, chunk=512),
     "DeepSeek: expanded": Attention(16, 16, 192, 128),
-    "DeepSeek: latents": Attention(16, 1, 576, 512, is_latent=True, in_float32=True),
+    "DeepSeek: latents": Attention(16, 1, 576, 512, is_latent=True),
     "DeepSeek V3: latents": Attention(128, 1, 576, 512, is_latent=True),
-    "Gemma 4: large heads": Attention(8, 1, 512, 512, in_float32=True),
+    "Gemma 4: large heads": Attention(8, 1, 512, 512),
 }
-_BATCH = [5, 1, 70], [900, 3000, 300]  # rows, and the position of the first, of each sequence
+_IN_FLOAT32 = "gpt-oss: sinks", "DeepSeek: latents", "Gemma 4: large heads"  # too: each takes seconds to compile
+_BATCH = [5, 1, 70], [900, 3000, 300]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,75 +66,20 @@ def compare(setting: Setting, section: PartReport) -> None:
 
 
 def _attention_checks(card: Card) -> Iterable[KernelCheck]:
+    batch = _BATCH if card.is_cuda else ([2], [9])
     for dtype in types_on(card)[:2]:
         for name, shape in _ATTENTIONS.items():
-            is_checked = shape.in_float32 if dtype == torch.float32 else card.is_cuda
-            if is_checked:
-                told = str(dtype).removeprefix("torch.")
-                yield KernelCheck("attention", told, name, ATTENDED[dtype], partial(_attended, card, shape, dtype))
+            if name in _IN_FLOAT32 if dtype == torch.float32 else card.is_cuda:
+                yield attention_check("attention", name, Attending(card, shape, batch, dtype))
                 if card.is_cuda:
-                    yield KernelCheck("attention, a row alone", told, name, 0.0, partial(_alone, card, shape, dtype))
-
-
-class _Problem:
-    """Random keys and values of three sequences, and queries of all or of single rows."""
-
-    def __init__(self, card: Card, shape: Attention, dtype: torch.dtype) -> None:
-        rows, starts = _BATCH if card.is_cuda else ([2, 1], [40, 9])
-        self._card, self._shape, self.rows, self.starts = card, shape, rows, starts
-        pages = [-(-(n + start) // PAGE) for n, start in zip(rows, starts, strict=True)]
-        order = torch.randperm(sum(pages)).tolist()
-        self.tables = [order[sum(pages[:i]) : sum(pages[: i + 1])] for i in range(len(pages))]
-        drawn = partial(torch.randn, device=card.device, dtype=dtype)
-        self.k = drawn(sum(pages) * PAGE, shape.kv_heads, shape.key_dim)
-        dense = drawn(len(self.k), shape.kv_heads, shape.value_dim)
-        self.v = self.k[..., : shape.value_dim] if shape.is_latent else dense
-        self.query = drawn(sum(rows), shape.heads, shape.key_dim)
-        self._sinks = drawn(shape.heads) if shape.has_sinks else None
-
-    def paging(self, rows: list[int], starts: list[int], tables: list[list[int]], *, fixed: bool) -> Paging:
-        group = self._shape.heads // self._shape.kv_heads
-        return Paging.of(rows, starts, tables, PAGE, group, self._card.device, fixed=fixed)
-
-    def attend(self, run: Callable[..., Tensor], query: Tensor, paging: Paging, dtype: torch.dtype) -> Tensor:
-        shape = self._shape
-        sinks = None if self._sinks is None else self._sinks.to(dtype)
-        k = self.k.to(dtype)
-        kv = k, k[..., : shape.value_dim] if shape.is_latent else self.v.to(dtype)
-        scale = shape.key_dim**-0.5
-        return run(query.to(dtype), *kv, paging, scale, shape.window, chunk=shape.chunk, sinks=sinks)
-
-
-def _attended(card: Card, shape: Attention, dtype: torch.dtype) -> float:
-    from engine.kernels import attention as kernel  # imported here because it imports Triton
-
-    found = _Problem(card, shape, dtype)
-    paging = found.paging(found.rows, found.starts, found.tables, fixed=shape.value_dim > 256)
-    got = found.attend(kernel.attend, found.query, paging, dtype)
-    return largest_difference(got, found.attend(reference.attend, found.query, paging, torch.float32))
-
-
-def _alone(card: Card, shape: Attention, dtype: torch.dtype) -> float:
-    """Compare the last row of each sequence alone and among all; with fixed-shape tiles the bits must be equal."""
-    from engine.kernels import attention as kernel
-
-    found, off = _Problem(card, shape, dtype), [0.0]
-    paging = found.paging(found.rows, found.starts, found.tables, fixed=True)
-    together = found.attend(kernel.attend, found.query, paging, dtype)
-    end = 0
-    for rows, start, table in zip(found.rows, found.starts, found.tables, strict=True):
-        end += rows
-        one = found.paging([1], [start + rows - 1], [table], fixed=True)
-        got = found.attend(kernel.attend, found.query[end - 1 : end], one, dtype)
-        off.append(largest_difference(got[0], together[end - 1]))
-    return max(off)
+                    yield row_alone_check(name, Attending(card, shape, batch, dtype))
 
 
 def _mixture_checks(card: Card, mixtures: dict[str, Mixture]) -> Iterable[KernelCheck]:
     for dtype in types_on(card)[:2]:
         for name, shape in list(mixtures.items())[: None if dtype == card.dtype else 1]:
             told = str(dtype).removeprefix("torch.")
-            for rows in (1, 16, 16 * shape.experts // shape.each):
+            for rows in (1, 16, 16 * shape.experts // shape.each) if card.is_cuda else (3,):
                 differs = partial(_mixed, card, shape, rows, dtype)
                 yield KernelCheck(f"experts, {rows} rows", told, name, _MIXED[dtype], differs)
             if card.is_cuda:

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.cuda.arenas import Arenas
 from benchmarks.cuda.card import Card, seconds_of_each
-from benchmarks.cuda.parts.checks import ATTENDED
+from benchmarks.cuda.parts.attending import ATTENDED
 from benchmarks.cuda.parts.kernels import DECODED, VERIFIED
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
@@ -80,7 +80,7 @@ def _tasks(setting: Setting, card: Card) -> Iterable[tuple[Task, Shapes]]:
             key = key_of(_capability(card), card.dtype, heads.group, heads.dim, prompt)
             yield (
                 Task(key, tuning_for(card.dtype, heads.group, heads.dim, prompt), arenas),
-                shapes[: None if card.is_cuda else 2],
+                shapes[: None if card.is_cuda else 1],
             )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cuda.card import Card
-from benchmarks.cuda.engines import CALIBRATION, RandomPair, empty, engine_of, fill, warm_up_rounds
+from benchmarks.cuda.engines import RandomPair, empty, engine_of, fill, warm_up_rounds
 from benchmarks.cuda.report import PartReport
 from benchmarks.cuda.setting import Setting
 from engine.engine import Engine
@@ -36,7 +36,7 @@ def count(setting: Setting, section: PartReport) -> None:
         longest = setting.context + (setting.strange + 2 * steps) * (_MOST + 1)
         engine = engine_of(pair, card, _SIZE, longest, setting.acceptance, _MOST, page)
         warm_up_rounds(engine, _SIZE, _MOST)
-        calibrate(engine, CALIBRATION)
+        calibrate(engine, setting.calibration)
         fill(engine, _SIZE, setting.context, k)
         for _ in range(setting.strange):
             engine.step()
