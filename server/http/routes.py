@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import cache
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -120,6 +121,7 @@ class _Routes:
         raise AssertionError("a request with known violations was admitted")
 
 
+@cache  # always the same, and dearer than all else with which a server starts
 def _schema(kind: type[GenerationFields], path: str) -> dict[str, Any]:
     """Describe the body of a path for `/openapi.json`; the parts that it refers to stand beside it."""
     route = path.replace("/", "~1")

@@ -42,67 +42,44 @@ def test_zero_is_sent_as_zero(connected, fake):
     assert request.stopping.HasField("ignore_eos")
 
 
-EVERY_OPTION = dict(  # noqa: C408  # written as a caller would; each with a value that is no default
-    request_id="me",
-    model="tiny",
-    priority=1,
-    temperature=0.7,
-    top_p=0.9,
-    top_k=40,
-    min_p=0.05,
-    repetition_penalty=1.5,
-    presence_penalty=0.25,
-    frequency_penalty=0.125,
-    seed=2**64 - 1,
-    n=2,
-    logit_bias={7: -1.5},
-    allowed_token_ids=[7, 8],
-    banned_token_ids=[9],
-    cache_salt="tenant",
-    logprobs=True,
-    top_logprobs=3,
-    prompt_logprobs=True,
-    regex="a+",
-    max_tokens=9,
-    min_tokens=2,
-    stop=["\n\n", "def"],
-    stop_token_ids=[3],
-    ignore_eos=True,
-    stream_interval=4,
-    speculation="fixed",
-    num_draft_tokens=3,
-    proposer="ngram",
-    verification="rejection",
-)
+SAMPLING = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.05,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.25,
+    "frequency_penalty": 0.125,
+    "seed": 2**64 - 1,
+    "n": 2,
+    "logit_bias": {7: -1.5},
+    "banned_token_ids": [9],
+}
+STOPPING = {"max_tokens": 9, "min_tokens": 2, "stop": ["\n\n", "def"], "stop_token_ids": [3], "ignore_eos": True}
+OUTPUT = {"stream_interval": 4, "logprobs": True, "top_logprobs": 3, "prompt_logprobs": True}
+PLAIN = {"request_id": "me", "model": "tiny", "priority": 1, "cache_salt": "tenant"}
+EVERY_OPTION = {
+    **(PLAIN | SAMPLING | STOPPING | OUTPUT),
+    "allowed_token_ids": [7, 8],
+    "regex": "a+",
+    "speculation": "fixed",
+    "num_draft_tokens": 3,
+    "proposer": "ngram",
+    "verification": "rejection",
+}
 EVERY_FIELD = pb.GenerateRequest(
-    request_id="me",
-    model="tiny",
-    priority=1,
     prompt="x",
-    sampling=pb.SamplingParams(
-        temperature=0.7,
-        top_p=0.9,
-        top_k=40,
-        min_p=0.05,
-        repetition_penalty=1.5,
-        presence_penalty=0.25,
-        frequency_penalty=0.125,
-        seed=2**64 - 1,
-        n=2,
-        logit_bias={7: -1.5},
-        allowed_token_ids=pb.TokenIds(ids=[7, 8]),
-        banned_token_ids=[9],
-    ),
-    cache_salt="tenant",
+    sampling=pb.SamplingParams(**SAMPLING, allowed_token_ids=pb.TokenIds(ids=[7, 8])),
     guided=pb.GuidedDecoding(regex="a+"),
-    stopping=pb.StoppingParams(max_tokens=9, min_tokens=2, stop=["\n\n", "def"], stop_token_ids=[3], ignore_eos=True),
-    output=pb.OutputOptions(stream_interval=4, logprobs=True, top_logprobs=3, prompt_logprobs=True),
+    stopping=pb.StoppingParams(**STOPPING),
+    output=pb.OutputOptions(**OUTPUT),
     speculation=pb.SpeculationOptions(
         mode=pb.SPECULATION_MODE_FIXED,
         num_draft_tokens=3,
         proposer="ngram",
         verification=pb.VERIFICATION_REJECTION,
     ),
+    **PLAIN,
 )
 
 
@@ -111,20 +88,21 @@ def test_every_option_arrives_in_its_field(connected, fake):
     assert fake.requests == [EVERY_FIELD]
 
 
+STRUCTURES = [
+    ({"json_schema": '{"type": "null"}'}, pb.GuidedDecoding(json_schema='{"type": "null"}')),
+    ({"json_schema": {"const": "ü"}}, pb.GuidedDecoding(json_schema=json.dumps({"const": "ü"}))),
+    ({"grammar": "start: /a/"}, pb.GuidedDecoding(grammar="start: /a/")),
+    ({"choice": ["yes", "no"]}, pb.GuidedDecoding(choice=pb.Choice(choices=["yes", "no"]))),
+]
+
+
 def test_every_structure_arrives_in_its_field(connected, fake):
-    schema = {"type": "object", "properties": {"ü": {"const": 1}}}
-    connected.generate("x", json_schema=schema)
-    connected.generate("x", json_schema='{"type": "null"}')
-    connected.generate("x", grammar="start: /a/")
-    connected.generate("x", choice=["yes", "no"])
+    for options, _ in STRUCTURES:
+        connected.generate("x", **options)
+    assert [request.guided for request in fake.requests] == [guided for _, guided in STRUCTURES]
     connected.generate("x", allowed_token_ids=[])
-    first, second, third, fourth, fifth = fake.requests
-    assert json.loads(first.guided.json_schema) == schema
-    assert second.guided == pb.GuidedDecoding(json_schema='{"type": "null"}')
-    assert third.guided == pb.GuidedDecoding(grammar="start: /a/")
-    assert fourth.guided == pb.GuidedDecoding(choice=pb.Choice(choices=["yes", "no"]))
-    assert fifth.sampling.HasField("allowed_token_ids")  # none allowed is not the same as not set
-    assert not fifth.HasField("guided")
+    assert fake.requests[-1].sampling.HasField("allowed_token_ids")  # none allowed is not the same as not set
+    assert not fake.requests[-1].HasField("guided")
 
 
 def test_a_conversation_is_a_prompt(connected, fake):
@@ -222,34 +200,29 @@ def test_all_violations_arrive(connected, fake):
         )
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
-        (grpc.StatusCode.UNIMPLEMENTED, client.UnsupportedError),
-        (grpc.StatusCode.NOT_FOUND, client.NotFoundError),
-        (grpc.StatusCode.ALREADY_EXISTS, client.AlreadyExistsError),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, client.QueueFullError),
-        (grpc.StatusCode.UNAVAILABLE, client.UnavailableError),
-        (grpc.StatusCode.ABORTED, client.AbortedError),
-        (grpc.StatusCode.CANCELLED, client.CancelledError),
-        (grpc.StatusCode.INTERNAL, client.ServerFaultError),
-        (grpc.StatusCode.PERMISSION_DENIED, client.PermissionDeniedError),
-        (grpc.StatusCode.UNAUTHENTICATED, client.UnauthenticatedError),
-        (grpc.StatusCode.DATA_LOSS, client.RequestFailedError),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_each_status_has_its_error(connected, fake, code, kind):
-    fake.status = refusal(code, "because")
-    with pytest.raises(client.RequestFailedError) as caught:
-        connected.generate("x")
-    assert type(caught.value) is kind
-    assert (caught.value.code, caught.value.message) == (code, "because")
+ERRORS = {
+    "UNIMPLEMENTED": client.UnsupportedError,
+    "NOT_FOUND": client.NotFoundError,
+    "ALREADY_EXISTS": client.AlreadyExistsError,
+    "RESOURCE_EXHAUSTED": client.QueueFullError,
+    "UNAVAILABLE": client.UnavailableError,
+    "ABORTED": client.AbortedError,
+    "CANCELLED": client.CancelledError,
+    "INTERNAL": client.ServerFaultError,
+    "PERMISSION_DENIED": client.PermissionDeniedError,
+    "UNAUTHENTICATED": client.UnauthenticatedError,
+    "DATA_LOSS": client.RequestFailedError,
+}
 
 
-def test_nobody_there_is_unavailable():
-    with client.Client("127.0.0.1:1") as connection, pytest.raises(client.UnavailableError):
-        connection.health()
+def test_each_status_has_its_error(fake):
+    with client.Client(fake.address, retry=None) as connected:
+        for code, kind in ERRORS.items():
+            fake.status = refusal(grpc.StatusCode[code], "because")
+            with pytest.raises(client.RequestFailedError) as caught:
+                connected.generate("x")
+            assert type(caught.value) is kind
+            assert (caught.value.code.name, caught.value.message) == (code, "because")
 
 
 def test_closing_the_iterator_cancels_the_call(connected, fake):
@@ -275,15 +248,6 @@ async def test_cancelling_the_task_cancels_the_call(fake):
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await asyncio.to_thread(fake.call_ended.wait, 5)
-
-
-async def test_many_streams_share_a_connection(fake):
-    async with client.AsyncClient(fake.address) as connection:
-
-        async def text():
-            return "".join([e.text async for e in connection.stream("x") if isinstance(e, client.Delta)])
-
-        assert set(await asyncio.gather(*(text() for _ in range(8)))) == {" retürn a+b"}
 
 
 def test_waiting_for_a_server_ends_when_it_serves_and_no_question_outlasts_the_deadline(connected, fake):

@@ -22,12 +22,6 @@ def test_the_token_goes_with_every_call(kind, fake):
     assert [metadata["authorization"] for metadata in fake.metadata] == ["Bearer a-token"] * 4
 
 
-def test_no_token_is_no_metadata(fake):
-    with client.Client(fake.address) as connection:
-        connection.generate("x")
-    assert "authorization" not in fake.metadata[0]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("refusals", [[full(0.01)] * 2, [CLOSING]], ids=["a full queue", "a closing door"])
 def test_a_call_that_finds_no_room_is_made_again(fake, refusals, stream):
@@ -56,14 +50,6 @@ def test_retries_have_an_end_and_the_error_says_when_to_come_again(fake, retry, 
         connection.generate("x")
     assert error.value.retry_seconds == 0.25
     assert len(fake.requests) == calls
-
-
-def test_what_is_wrong_is_not_tried_again(fake):
-    fake.refusals = [fake_server.invalid(prompt="is empty")]
-    with client.Client(fake.address) as connection, pytest.raises(client.InvalidRequestError) as error:
-        connection.generate("")
-    assert error.value.retry_seconds is None
-    assert len(fake.requests) == 1
 
 
 def test_several_servers_take_turns():

@@ -100,29 +100,6 @@ def test_other_servers_continue_what_a_dead_one_began(kind):
     assert len(third.requests) == 3
 
 
-def test_a_server_that_restarts_at_its_address_continues_its_own_stream(kind):
-    with ExitStack() as life:
-        one = life.enter_context(replica(always=Fate(3, None)))
-        with blocking(kind, one.address) as connection:
-            events = connection.stream("x", **TWO)
-            first = [next(events) for _ in range(3)]
-            life.close()
-            port = int(one.address.rpartition(":")[2])
-            starting = threading.Timer(0.3, lambda: life.enter_context(replica(port)))
-            starting.start()
-            assert [*first, *events] == events_after(3)
-            starting.join()
-
-
-def test_a_full_server_is_asked_again_when_it_said(kind, fake):
-    fake.fates = [Fate(2), Fate(0, full(0.3))]
-    with blocking(kind, fake.address, retry=QUICK) as connection:
-        began = time.monotonic()
-        assert list(connection.stream("x", **TWO)) == events_after(2)
-    assert time.monotonic() - began >= 0.3
-    assert len(fake.requests) == 3
-
-
 @pytest.mark.parametrize(
     "fate",
     [*(Fate(2, refusal(grpc.StatusCode[code])) for code in ("INTERNAL", "ABORTED", "INVALID_ARGUMENT")),

@@ -1,15 +1,17 @@
-"""The client and two real servers around fake engines, which are restarted in turn and let no stream finish."""
+"""Two servers behind one client, restarted in turn under load: no stream is lost, and where they drain, none is cut."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
 
+import pytest
+
 import client
 from tests.server.fake_engine import FakeEngine
 from tests.serving import serving, until
 
-TOKENS = 80
+TOKENS = 48
 KINDS = {
     "plain": {},
     "three outputs": {"n": 3},
@@ -34,12 +36,13 @@ def joined(events):
     return found
 
 
-async def test_streams_outlive_a_restart_of_every_server():
+@pytest.mark.parametrize("drain_seconds", [0.0, 60.0])
+async def test_streams_outlive_a_restart_of_every_server(drain_seconds):
     async with AsyncExitStack() as stack:
 
         async def server(port=0):
             engine = FakeEngine(step_seconds=0.004)
-            return await stack.enter_async_context(serving(engine, grpc_port=port, drain_seconds=0.0))
+            return await stack.enter_async_context(serving(engine, grpc_port=port, drain_seconds=drain_seconds))
 
         servers = [await server(), await server()]
         addresses = [f"127.0.0.1:{server.app.grpc_port}" for server in servers]
@@ -67,6 +70,6 @@ async def test_streams_outlive_a_restart_of_every_server():
                 servers[place].app.stop()
                 assert await servers[place].running == 0
                 servers[place] = await server(servers[place].app.grpc_port)
-                await until(lambda before=before: len(done) >= before + 2 * len(KINDS), 30)
+                await until(lambda before=before: len(done) >= before + len(KINDS), 30)
             stopping.set()
-        assert max(interruptions) >= 1
+        assert (max(interruptions) >= 1) == (drain_seconds == 0.0)

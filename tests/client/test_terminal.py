@@ -102,15 +102,10 @@ def test_compare_repeats_with_the_same_seed_and_caches_of_their_own(fake, capsys
     assert "the same text" in capsys.readouterr().err
 
 
-def test_prompt_from_a_file(fake, tmp_path):
-    path = tmp_path / "prompt.py"
-    path.write_text("def ü():\n", "utf-8")
-    assert generate(fake, "--file", str(path)) == 0
-    assert fake.requests[0].prompt == "def ü():\n"
-
-
-@pytest.mark.parametrize("arguments", [["-"], ["--file", "-"]], ids=["dash", "file dash"])
-def test_prompt_from_standard_input(fake, arguments, monkeypatch):
+@pytest.mark.parametrize("arguments", [["-"], ["--file", "-"], ["--file", "FILE"]], ids=" ".join)
+def test_a_prompt_from_standard_input_or_a_file(fake, arguments, monkeypatch, tmp_path):
+    (tmp_path / "FILE").write_text("def ü", "utf-8")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("def ü".encode()), "utf-8"))
     assert generate(fake, *arguments) == 0
     assert fake.requests[0].prompt == "def ü"
@@ -184,23 +179,16 @@ def on_a_terminal(*arguments):
         os.close(ours)
 
 
-def test_drafts_and_target_tokens_have_their_colours(fake):
-    with on_a_terminal("def [/]f\x1b[2J:", "--address", fake.address) as (process, read):
-        screen = read()
-        assert process.wait(20) == 0
-    assert "\x1b[36m ret\x1b[0m\x1b[35mürn\x1b[0m" in screen
-    assert "\x1b[36m a\x1b[0m\x1b[35m+\x1b[0m\x1b[35mb\x1b[0m" in screen
-    assert "def [/]f\\x1b[2J:" in screen  # shown, not obeyed
-    assert "accepted draft" in re.sub(r"\x1b\[[0-9;]*m", "", screen)
-
-
-def test_ctrl_c_cancels_the_request(fake):
+def test_a_person_sees_who_wrote_which_token_and_ctrl_c_cancels_the_request(fake):
     fake.hold = True
-    with on_a_terminal("def f", "--address", fake.address) as (process, read):
-        read(until="ürn".encode())
+    with on_a_terminal("def [/]f\x1b[2J:", "--address", fake.address) as (process, read):
+        screen = read(until="ürn".encode())
         process.send_signal(signal.SIGINT)
-        rest = read()
+        screen += read()
         assert process.wait(20) == 130
     assert fake.call_ended.wait(5)
-    assert "cancelled" in rest
-    assert "Traceback" not in rest
+    assert "\x1b[36m ret\x1b[0m\x1b[35mürn\x1b[0m" in screen
+    assert "def [/]f\\x1b[2J:" in screen  # shown, not obeyed
+    assert "accepted draft" in re.sub(r"\x1b\[[0-9;]*m", "", screen)
+    assert "cancelled" in screen
+    assert "Traceback" not in screen

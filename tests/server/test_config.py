@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import socket
+import sys
 
 import pytest
 from pydantic import ValidationError
 
 from engine.config import EngineConfig
-from engine.params import SpeculationMode
 from models import embedded_draft, embedded_eagle, embedded_medusa, embedded_target
 from server import cli
 from server.config import ServerConfig
+from server.telemetry import kv_events, tracing
 from server.version import version
 
 
-def test_without_a_model_the_embedded_pair_is_served() -> None:
+def test_without_a_model_the_embedded_pair_is_served_and_a_model_has_no_draft_of_its_own() -> None:
     config = ServerConfig.load([])
     assert (config.target, config.draft) == (str(embedded_target()), str(embedded_draft()))
-    assert config.host == "127.0.0.1"
     assert (config.medusa, config.eagle) == (str(embedded_medusa()), str(embedded_eagle()))
-    assert config.self_layers == 3
-
-
-def test_a_model_without_a_draft_has_none() -> None:
+    assert (config.host, config.self_layers) == ("127.0.0.1", 3)
     config = ServerConfig.load(["some/model"])
     assert (config.draft, config.medusa, config.eagle, config.self_layers) == (None,) * 4
 
@@ -44,21 +41,17 @@ def test_as_many_processes_as_shares(processes, shares, capsys, monkeypatch) -> 
     assert f"is {processes}: start as many" in told
 
 
-def test_flags_come_before_variables_before_the_file(tmp_path, monkeypatch) -> None:
-    for name, text in (
-        ("c.yaml", "kv_memory: 7\nhost: 0.0.0.0\nhttp_port: 1\n"),
-        ("c.toml", "kv_memory=7\nhost='0.0.0.0'\n"),
-    ):
-        (tmp_path / name).write_text(text)
-        monkeypatch.setenv("PILOTFISH_HTTP_PORT", "99")
-        config = ServerConfig.load(["--config", str(tmp_path / name), "--kv-memory", "3"])
-        assert (config.kv_memory, config.http_port, config.host) == (3.0, 99, "0.0.0.0")
-
-
-def test_a_variable_can_name_the_file(tmp_path, monkeypatch) -> None:
-    (tmp_path / "c.toml").write_text("speculation = 'fixed'\n")
-    monkeypatch.setenv("PILOTFISH_CONFIG", str(tmp_path / "c.toml"))
-    assert ServerConfig.load([]).speculation is SpeculationMode.FIXED
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("c.yaml", "kv_memory: 7\nhost: 0.0.0.0\nhttp_port: 1\n"), ("c.toml", "kv_memory=7\nhost='0.0.0.0'\n")],
+)
+def test_flags_come_before_variables_before_the_file(name, text, tmp_path, monkeypatch) -> None:
+    (tmp_path / name).write_text(text)
+    monkeypatch.setenv("PILOTFISH_HTTP_PORT", "99")
+    config = ServerConfig.load(["--config", str(tmp_path / name), "--kv-memory", "3"])
+    assert (config.kv_memory, config.http_port, config.host) == (3.0, 99, "0.0.0.0")
+    monkeypatch.setenv("PILOTFISH_CONFIG", str(tmp_path / name))
+    assert ServerConfig.load([]).kv_memory == 7
 
 
 def test_an_unknown_key_and_a_bad_value_are_errors(tmp_path) -> None:
@@ -69,6 +62,23 @@ def test_an_unknown_key_and_a_bad_value_are_errors(tmp_path) -> None:
         ServerConfig.load(["--kv-memory", "-1"])
     with pytest.raises(FileNotFoundError):
         ServerConfig.load(["--config", str(tmp_path / "none.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tls_cert": "a"}, "tls_key"),
+        ({"tls_key": "a"}, "tls_cert"),
+        ({"tls_client_ca": "a"}, "tls_cert"),
+        ({"max_requests_per_token": 1}, "token_file"),
+        ({"kv_events_topic": "kv@a@b"}, "kv_events_topic is of K/V events; they need a kv_events_endpoint"),
+        ({"kv_events_replay_endpoint": "tcp://*:1"}, "kv_events_replay_endpoint is of K/V events"),
+        ({"kv_events_endpoint": "tcp://*:1", "prefix_cache": False}, "kv_events_endpoint needs the prefix cache"),
+    ],
+)
+def test_options_that_would_do_nothing_without_others_are_refused(options, problem) -> None:
+    with pytest.raises(ValueError, match=problem):
+        ServerConfig(target="x", **options)
 
 
 def test_the_engine_gets_its_share() -> None:
@@ -100,11 +110,30 @@ def test_commands_and_mistakes_in_them(arguments, code, said, capsys) -> None:
     assert said in (shown.err if code else shown.out)
 
 
-def test_a_port_that_is_taken_is_said_plainly(capsys, monkeypatch) -> None:
+@pytest.fixture
+def refused(capsys, monkeypatch):
+    """What `serve` says of options with which it does not begin."""
     monkeypatch.setattr("server.telemetry.logs.configure", lambda _: None)  # leave pytest's own handlers alone
+
+    def serve(*options: str) -> str:
+        assert cli.main(["serve", "nothing", *options]) == 1
+        return capsys.readouterr().err
+
+    return serve
+
+
+def test_a_port_that_is_taken_is_said_plainly(refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert cli.main(["serve", "nothing", "--grpc-port", port, "--http-port", "0"]) == 1
-        assert port in capsys.readouterr().err
-        assert cli.main(["serve", "nothing", "--grpc-port", "0", "--http-port", port]) == 1
-        assert "in use" in capsys.readouterr().err
+        assert port in refused("--grpc-port", port, "--http-port", "0")
+        assert "in use" in refused("--grpc-port", "0", "--http-port", port)
+
+
+def test_a_missing_file_of_tokens_or_extra_is_said_plainly(refused, monkeypatch) -> None:
+    assert "/there/is/none" in refused("--token-file", "/there/is/none")
+    for module, extra, options in (
+        ("zmq", kv_events.EXTRA, ("--kv-events-endpoint", "tcp://127.0.0.1:*")),
+        ("opentelemetry.sdk.trace", tracing.EXTRA, ("--tracing",)),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        assert extra in refused(*options)

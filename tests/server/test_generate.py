@@ -10,7 +10,9 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from engine.errors import InvalidRequest
+from pilotfish.v1 import control_pb2
 from pilotfish.v1 import generation_pb2 as pb
+from server.streams.stream import OutputStream
 from tests.engine.text.test_codec import CODEC
 from tests.server.fake_engine import TEXT, FakeEngine
 from tests.serving import serving, until
@@ -31,6 +33,18 @@ async def collect(call):
     return "".join(d.text for d in deltas), [t for d in deltas for t in d.token_ids], ends, messages
 
 
+async def streamed(server, **fields):
+    """What `collect` makes of the stream of a request with these fields."""
+    return await collect(server.inference.GenerateStream(request(**fields)))
+
+
+async def error_of(call):
+    """What a call that is refused or cut ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    return error.value
+
+
 def detail(error, kind):
     """The one detail of an error's google.rpc.Status."""
     status = status_pb2.Status.FromString(dict(error.trailing_metadata())["grpc-status-details-bin"])
@@ -42,10 +56,10 @@ def detail(error, kind):
 
 
 async def test_joined_stream_is_the_unary_answer(server):
-    for max_tokens, stop in product((1, 7, 100), ([], ["quick"], ["€5"], ["x says", "fox"], ["never"])):
+    for max_tokens, stop in product((1, 7, 40), ([], ["x says", "fox"], ["never"])):
         stopping = pb.StoppingParams(max_tokens=max_tokens, stop=stop)
         (output,) = (await server.inference.Generate(request(stopping=stopping))).outputs
-        text, ids, (end,), messages = await collect(server.inference.GenerateStream(request(stopping=stopping)))
+        text, ids, (end,), messages = await streamed(server, stopping=stopping)
         assert (text, ids) == (output.text, list(output.token_ids))
         assert messages[-1].HasField("finished")
         assert (end.finish_reason, end.usage) == (output.finished.finish_reason, output.finished.usage)
@@ -56,7 +70,7 @@ async def test_joined_stream_is_the_unary_answer(server):
 @pytest.mark.parametrize("stop", ["quick", "fox"])  # which is complete at the end of a step, and in the middle of one
 async def test_a_stop_string_cuts_text_tokens_and_usage(server, stop):
     stopping = pb.StoppingParams(max_tokens=100, stop=["lazy", stop])
-    text, ids, (end,), _ = await collect(server.inference.GenerateStream(request(stopping=stopping)))
+    text, ids, (end,), _ = await streamed(server, stopping=stopping)
     assert text == TEXT[: TEXT.index(stop)]
     assert tuple(ids) == server.engine.expected(len(ids))
     assert CODEC.decode(ids).endswith(stop)
@@ -66,14 +80,14 @@ async def test_a_stop_string_cuts_text_tokens_and_usage(server, stop):
     assert server.engine.free_pages == server.engine.total_pages
     for more in range(3):  # the last token that may come completes it, or is in the same step or the next
         stopping.max_tokens = len(ids) + more
-        _, _, (last,), _ = await collect(server.inference.GenerateStream(request(stopping=stopping)))
+        _, _, (last,), _ = await streamed(server, stopping=stopping)
         assert (last.finish_reason, last.stop_string, last.usage) == (end.finish_reason, end.stop_string, end.usage)
 
 
 async def test_a_stop_token_is_in_the_ids_and_not_in_the_text(server):
     (colon,) = CODEC.encode("q")
     stopping = pb.StoppingParams(max_tokens=100, stop_token_ids=[colon])
-    text, ids, (end,), _ = await collect(server.inference.GenerateStream(request(stopping=stopping)))
+    text, ids, (end,), _ = await streamed(server, stopping=stopping)
     assert text == TEXT[: TEXT.index("q")]
     assert ids[-1] == colon == end.stop_token_id
     assert end.finish_reason == pb.FINISH_REASON_STOP
@@ -91,7 +105,7 @@ async def test_text_lengths_say_which_token_brought_which_text(server):
 async def test_a_truncated_character_comes_with_the_last_delta(server):
     ids = CODEC.encode(TEXT[: TEXT.index("€") + 1])[:-1]
     stopping = pb.StoppingParams(max_tokens=len(ids))
-    text, got, _, _ = await collect(server.inference.GenerateStream(request(stopping=stopping)))
+    text, got, _, _ = await streamed(server, stopping=stopping)
     assert tuple(got) == ids
     assert text == CODEC.decode(ids)
     assert text.endswith("�")
@@ -114,8 +128,7 @@ async def test_finished_tells_usage_timing_seed_and_speculation(server):
 
 
 async def test_token_ids_and_their_companions_can_be_left_out(server):
-    output = pb.OutputOptions(token_ids=False)
-    text, ids, _, messages = await collect(server.inference.GenerateStream(request(output=output)))
+    text, ids, _, messages = await streamed(server, output=pb.OutputOptions(token_ids=False))
     assert text
     assert not ids
     assert not any(m.delta.from_draft or m.delta.text_lengths for m in messages)
@@ -129,9 +142,9 @@ async def test_stream_interval_gathers_tokens_after_the_first(server):
 
 
 async def test_many_streams_at_once_each_get_their_own(server):
-    lengths = list(range(1, 41))
-    calls = [server.inference.GenerateStream(request(stopping=pb.StoppingParams(max_tokens=n))) for n in lengths]
-    for n, (text, ids, ends, _) in zip(lengths, await asyncio.gather(*map(collect, calls)), strict=True):
+    lengths = range(1, 13)  # three times as many as there is room for
+    calls = [streamed(server, stopping=pb.StoppingParams(max_tokens=n)) for n in lengths]
+    for n, (text, ids, ends, _) in zip(lengths, await asyncio.gather(*calls), strict=True):
         assert tuple(ids) == server.engine.expected(n)
         assert text == CODEC.decode(ids)
         assert len(ends) == 1
@@ -141,22 +154,20 @@ async def test_many_streams_at_once_each_get_their_own(server):
 
 async def test_a_model_without_a_tokenizer_serves_token_ids():
     async with serving(codec=None) as server:
-        text, ids, _, _ = await collect(server.inference.GenerateStream(request(token_ids=pb.TokenIds(ids=[5]))))
-        assert text == ""
-        assert tuple(ids) == server.engine.expected(20)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await server.inference.Generate(request(stopping=pb.StoppingParams(stop=["x"])))
-        fields = {v.field for v in detail(refused.value, error_details_pb2.BadRequest).field_violations}
+        text, ids, _, _ = await streamed(server, token_ids=pb.TokenIds(ids=[5]))
+        assert (text, tuple(ids)) == ("", server.engine.expected(20))
+        error = await refused(server, stopping=pb.StoppingParams(stop=["x"]))
+        fields = {v.field for v in detail(error, error_details_pb2.BadRequest).field_violations}
         assert fields == {"prompt", "stopping.stop"}
+        error = await error_of(server.control.Tokenize(control_pb2.TokenizeRequest(text="a")))
+        assert error.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
 # ----------------------------------------------------------------------------------------------------- refusals
 
 
 async def refused(server, **fields):
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await server.inference.Generate(request(**fields))
-    return error.value
+    return await error_of(server.inference.Generate(request(**fields)))
 
 
 async def test_all_violations_are_told_at_once(server):
@@ -199,17 +210,6 @@ async def test_what_this_server_does_not_have_is_refused_by_name(server):
         assert named in error.details()
 
 
-async def test_default_values_are_harmless(server):
-    harmless = request(
-        sampling=pb.SamplingParams(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, n=1),
-        stopping=pb.StoppingParams(min_tokens=0, max_tokens=3),
-        output=pb.OutputOptions(logprobs=False, top_logprobs=0, prompt_logprobs=False),
-        priority=0,
-        model="fake",
-    )
-    assert (await server.inference.Generate(harmless)).outputs[0].text
-
-
 async def test_a_live_id_cannot_be_used_twice_and_a_dead_one_can():
     async with serving(FakeEngine(step_seconds=0.01)) as server:
         stopping = pb.StoppingParams(max_tokens=1000)
@@ -222,43 +222,24 @@ async def test_a_live_id_cannot_be_used_twice_and_a_dead_one_can():
         await server.inference.Generate(request(request_id="same"))
 
 
-async def test_a_poisoned_request_fails_alone(server):
+async def test_a_request_that_fails_fails_alone(server, monkeypatch):
+    """In a step of the engine, where the engine refuses it after all, or where its text is made."""
+
+    def failing(method):
+        def faulty(*args):
+            if args[-1].request_id == "bad":
+                raise InvalidRequest.of("prompt", "is odd")
+            return method(*args)
+
+        return faulty
+
     server.engine.poison = {9}
-    poisoned = server.inference.Generate(request(token_ids=pb.TokenIds(ids=[9])))
-    healthy = server.inference.Generate(request(token_ids=pb.TokenIds(ids=[8])))
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await poisoned
-    assert error.value.code() == grpc.StatusCode.INTERNAL
-    assert tuple((await healthy).outputs[0].token_ids) == server.engine.expected(20)
-
-
-async def test_a_fault_of_the_text_layer_fails_one_request(server, monkeypatch):
-    from server.streams import stream
-
-    original = stream.OutputStream.push
-
-    def push(self, event):
-        if self.request_id == "bad":
-            raise RuntimeError("no text")
-        return original(self, event)
-
-    monkeypatch.setattr(stream.OutputStream, "push", push)
-    error = await refused(server, request_id="bad")
-    assert error.code() == grpc.StatusCode.INTERNAL
-    assert "RuntimeError" not in error.details()
-    await server.inference.Generate(request(request_id="good"))
+    for owner, name in ((server.engine, "poison"), (server.engine, "add"), (OutputStream, "push")):
+        if name != "poison":
+            monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+        healthy = server.inference.Generate(request(token_ids=pb.TokenIds(ids=[8])))
+        error = await refused(server, request_id="bad", token_ids=pb.TokenIds(ids=[9 if name == "poison" else 8]))
+        assert error.code() == grpc.StatusCode.INTERNAL
+        assert "InvalidRequest" not in error.details()
+        assert tuple((await healthy).outputs[0].token_ids) == server.engine.expected(20)
     assert server.engine.free_pages == server.engine.total_pages
-
-
-async def test_a_request_that_the_engine_refuses_after_all_fails_alone(server, monkeypatch):
-    add = server.engine.add
-
-    def refuse(asked):
-        if asked.request_id == "bad":
-            raise InvalidRequest.of("prompt", "is odd")
-        return add(asked)
-
-    monkeypatch.setattr(server.engine, "add", refuse)
-    error = await refused(server, request_id="bad")
-    assert error.code() == grpc.StatusCode.INTERNAL
-    await server.inference.Generate(request(request_id="good"))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -19,16 +19,40 @@ from server.app import SERVICES
 from server.errors import Aborted
 from server.lifecycle import State
 from tests.server.fake_engine import FakeEngine, served
-from tests.server.test_generate import collect, detail, request
+from tests.server.test_generate import collect, detail, error_of, request, streamed
 from tests.serving import serving, until
 
 LONG = pb.StoppingParams(max_tokens=3000)
 
 
 async def code_of(call):
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await call
-    return error.value.code()
+    return (await error_of(call)).code()
+
+
+@asynccontextmanager
+async def busy(**config):
+    """A server whose only place is taken until the engine's gate opens; in the end it has served whoever has it."""
+    engine = FakeEngine(batch=1)
+    engine.gate.clear()
+    async with serving(engine, **config) as server:
+        first = asyncio.ensure_future(streamed(server, request_id="first"))
+        await until(lambda: engine.num_running == 1)
+        yield server
+        engine.gate.set()
+        _, ids, ends, _ = await first
+        assert (tuple(ids), len(ends)) == (engine.expected(20), 1)
+
+
+def reason_in(error):
+    return detail(error, error_details_pb2.ErrorInfo).reason
+
+
+async def reason_of(call):
+    """Why it ends without an answer, though nothing is wrong with it."""
+    error = await error_of(call)
+    assert error.code() == grpc.StatusCode.UNAVAILABLE, error.details()
+    assert "memory" not in error.details(), "the server's own error is for the log"
+    return reason_in(error)
 
 
 async def health_of(server, service=""):
@@ -71,18 +95,12 @@ async def test_cancelling_a_running_stream_frees_it_within_one_step():
 
 
 async def test_cancelling_a_queued_request_takes_it_from_the_queue():
-    engine = FakeEngine(batch=1)
-    engine.gate.clear()
-    async with serving(engine) as server:
-        running = server.inference.GenerateStream(request())
-        await until(lambda: engine.num_running == 1)
+    async with busy() as server:
         queued = server.inference.GenerateStream(request())
         await until(lambda: len(server.app.driver.queue) == 1)
         queued.cancel()
         await until(lambda: len(server.app.driver.queue) == 0)
         assert server.app.driver.queue.num_tokens == 0
-        engine.gate.set()
-        assert len((await collect(running))[2]) == 1
 
 
 async def test_a_deadline_ends_the_request():
@@ -105,16 +123,17 @@ async def test_a_reader_that_stalls_is_cut_and_its_pages_are_freed(caplog):
     async with serving(engine, options=options, stall_seconds=0.3, drain_seconds=1) as server:
         engine.max_model_len = 10**6
         asked = request(stopping=pb.StoppingParams(max_tokens=900_000))
-        told, gone = calls = [server.inference.GenerateStream(asked) for _ in range(2)]
-        for call in calls:
-            await call.read()
+        calls = []
+        for _ in range(2):  # the second one comes when the first one has left the queue, which has no room for both
+            calls.append(server.inference.GenerateStream(asked))
+            await calls[-1].read()
+        told, gone = calls
         await until(lambda: not server.app.driver.live(), 30)
         assert metric(server, "stream_stalls_total") == 2
         assert engine.free_pages == engine.total_pages
-        with pytest.raises(grpc.aio.AioRpcError) as error:  # it reads on after all, and is told
-            await read_to_end(told)
-        assert error.value.code() == grpc.StatusCode.ABORTED
-        assert "0.3 seconds" in error.value.details()
+        error = await error_of(read_to_end(told))  # it reads on after all, and is told
+        assert error.code() == grpc.StatusCode.ABORTED
+        assert "0.3 seconds" in error.details()
         gone.cancel()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
@@ -123,43 +142,19 @@ async def test_a_reader_that_stalls_is_cut_and_its_pages_are_freed(caplog):
 
 
 async def test_a_full_queue_refuses_with_a_time_to_come_again():
-    engine = FakeEngine(batch=1)
-    engine.gate.clear()
-    async with serving(engine, max_queue_requests=2) as server:
-        first = asyncio.ensure_future(collect(server.inference.GenerateStream(request())))
-        await until(lambda: engine.num_running == 1)
-        calls = [asyncio.ensure_future(collect(server.inference.GenerateStream(request()))) for _ in range(2)]
+    async with busy(max_queue_requests=2) as server:
+        calls = [asyncio.ensure_future(streamed(server)) for _ in range(2)]
         await until(lambda: len(server.app.driver.queue) == 2)
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await server.inference.Generate(request())
-        assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert detail(error.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1000
-        assert dict(error.value.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
+        error = await error_of(server.inference.Generate(request()))
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1000
+        assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
         assert metric(server, "admission_rejected_total", reason="queue_full") == 1
         assert metric(server, "requests_waiting") == 2
-        engine.gate.set()
-        for _, ids, ends, _ in await asyncio.gather(first, *calls):
-            assert tuple(ids) == engine.expected(20)
+        server.engine.gate.set()
+        for _, ids, ends, _ in await asyncio.gather(*calls):
+            assert tuple(ids) == server.engine.expected(20)
             assert len(ends) == 1
-
-
-async def test_grpcs_own_retry_gets_through_once_there_is_room():
-    policy = {
-        "maxAttempts": 5,
-        "initialBackoff": "0.1s",
-        "maxBackoff": "1s",
-        "backoffMultiplier": 2,
-        "retryableStatusCodes": ["RESOURCE_EXHAUSTED"],
-    }
-    service_config = {"methodConfig": [{"name": [{}], "retryPolicy": policy}]}
-    engine = FakeEngine(batch=1)
-    engine.gate.clear()
-    options = [("grpc.service_config", json.dumps(service_config))]
-    async with serving(engine, max_queue_requests=1, options=options) as server:
-        calls = [asyncio.ensure_future(collect(server.inference.GenerateStream(request()))) for _ in range(3)]
-        await until(lambda: metric(server, "admission_rejected_total", reason="queue_full") >= 1)
-        engine.gate.set()
-        assert all(len(ends) == 1 for _, _, ends, _ in await asyncio.gather(*calls))
 
 
 # ---------------------------------------------------------------------------------------------------------- abort
@@ -170,8 +165,7 @@ async def test_abort_ends_one_or_all_and_their_callers_get_what_there_is():
     async with serving(engine) as server:
         outputs = []
         for i in range(3):  # the third is queued
-            call = server.inference.GenerateStream(request(request_id=f"r{i}", stopping=LONG))
-            outputs.append(asyncio.ensure_future(collect(call)))
+            outputs.append(asyncio.ensure_future(streamed(server, request_id=f"r{i}", stopping=LONG)))
             await until(lambda: server.app.driver.find(f"r{i}"))  # noqa: B023  # awaited before i moves on
         await until(lambda: engine.num_running == 2 and engine.steps > 2)
         one = await server.control.Abort(control_pb2.AbortRequest(request_id="r0"))
@@ -189,17 +183,11 @@ async def test_abort_ends_one_or_all_and_their_callers_get_what_there_is():
 
 
 async def test_aborting_a_queued_request_says_aborted():
-    engine = FakeEngine(batch=1)
-    engine.gate.clear()
-    async with serving(engine) as server:
-        running = asyncio.ensure_future(collect(server.inference.GenerateStream(request())))
-        await until(lambda: engine.num_running == 1)
-        queued = asyncio.ensure_future(collect(server.inference.GenerateStream(request(request_id="q"))))
+    async with busy() as server:
+        queued = asyncio.ensure_future(streamed(server, request_id="q"))
         await until(lambda: len(server.app.driver.queue) == 1)
         await server.control.Abort(control_pb2.AbortRequest(request_id="q"))
         assert await code_of(queued) == grpc.StatusCode.ABORTED
-        engine.gate.set()
-        await running
 
 
 # --------------------------------------------------------------------------------------------- start, drain, death
@@ -217,11 +205,9 @@ async def test_health_is_not_serving_until_the_model_is_warm():
     async with serving(load=load, ready=False) as server:
         for service in ("", *SERVICES):
             assert await health_of(server, service) == "NOT_SERVING"
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await server.inference.Generate(request())
-        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert detail(error.value, error_details_pb2.ErrorInfo).reason == "STARTING"
-        assert dict(error.value.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
+        error = await error_of(server.inference.Generate(request()))
+        assert (error.code(), reason_in(error)) == (grpc.StatusCode.UNAVAILABLE, "STARTING")
+        assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
         info = await server.control.GetServerInfo(control_pb2.GetServerInfoRequest())
         assert info.state == control_pb2.SERVER_STATE_STARTING
         assert metric(server, "engine_up") == 0
@@ -251,18 +237,15 @@ async def test_a_stop_while_loading_ends_cleanly():
 async def test_sigterm_drains_live_streams_and_refuses_new_ones():
     engine = FakeEngine(batch=1, step_seconds=0.005)
     async with serving(engine) as server:
-        asked = request(stopping=pb.StoppingParams(max_tokens=150))
-        calls = [asyncio.ensure_future(collect(server.inference.GenerateStream(asked))) for _ in range(2)]
+        stopping = pb.StoppingParams(max_tokens=90)
+        calls = [asyncio.ensure_future(streamed(server, stopping=stopping)) for _ in range(2)]
         await until(lambda: len(server.app.driver.live()) == 2)  # one runs, one is queued: both were accepted
         os.kill(os.getpid(), signal.SIGTERM)
         await until(lambda: server.app.lifecycle.state is State.DRAINING)
         assert await health_of(server) == "NOT_SERVING"
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await server.inference.Generate(request())
-        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert detail(error.value, error_details_pb2.ErrorInfo).reason == "DRAINING"
+        assert await reason_of(server.inference.Generate(request())) == "DRAINING"
         for _, ids, ends, _ in await asyncio.gather(*calls):
-            assert tuple(ids) == engine.expected(150)
+            assert tuple(ids) == engine.expected(90)
             assert len(ends) == 1
         assert await server.running == 0
 
@@ -271,27 +254,15 @@ async def test_sigterm_drains_live_streams_and_refuses_new_ones():
 async def test_what_does_not_finish_in_time_is_cut(second_signal):
     engine = FakeEngine(step_seconds=0.01)
     async with serving(engine, drain_seconds=60 if second_signal else 0.1) as server:
-        call = asyncio.ensure_future(collect(server.inference.GenerateStream(request(stopping=LONG))))
+        call = asyncio.ensure_future(streamed(server, stopping=LONG))
         await until(lambda: engine.num_running == 1)
         server.app.stop()
         await until(lambda: server.app.lifecycle.state is State.DRAINING)
         if second_signal:
             server.app.stop()
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await call
-        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert detail(error.value, error_details_pb2.ErrorInfo).reason == "DRAINING"
+        assert await reason_of(call) == "DRAINING"
         assert await server.running == 0
         assert engine.free_pages == engine.total_pages
-
-
-async def reason_of(call):
-    """What a stream that the engine took with it is told."""
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await call
-    assert error.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert "memory" not in error.value.details()
-    return detail(error.value, error_details_pb2.ErrorInfo).reason
 
 
 async def watched(server):
@@ -303,12 +274,11 @@ async def watched(server):
 
 async def test_an_engine_that_crashes_begins_again_in_place_and_every_stream_goes_on():
     engine = FakeEngine(batch=1, step_seconds=0.01)
-    stopping = pb.StoppingParams(max_tokens=120)
+    stopping = pb.StoppingParams(max_tokens=60)
     async with serving(engine) as server:
         watch = await watched(server)
         for times in (1, 2):
-            calls = [server.inference.GenerateStream(request(stopping=stopping)) for _ in "ab"]
-            outputs = [asyncio.ensure_future(collect(call)) for call in calls]
+            outputs = [asyncio.ensure_future(streamed(server, stopping=stopping)) for _ in "ab"]
             await until(lambda: len(server.app.driver.live()) == 2)  # one runs, one is queued
             engine.fault = RuntimeError("out of memory")
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -316,7 +286,7 @@ async def test_an_engine_that_crashes_begins_again_in_place_and_every_stream_goe
             assert metric(server, "engine_restarts_total") == times
             assert metric(server, "engine_up") == 1
             for _, tokens, ends, _ in await asyncio.gather(*outputs):
-                assert tuple(tokens) == engine.expected(120)
+                assert tuple(tokens) == engine.expected(60)
                 assert len(ends) == 1
             await until(lambda: engine.free_pages == engine.total_pages)
         watch.cancel()
@@ -334,8 +304,7 @@ async def test_who_leaves_while_the_engine_is_lost_does_not_wait_for_another(mon
             await restart()
 
         monkeypatch.setattr(host, "restart", gated)
-        calls = [server.inference.GenerateStream(request(stopping=LONG)) for _ in "ab"]
-        outputs = [asyncio.ensure_future(collect(call)) for call in calls]
+        outputs = [asyncio.ensure_future(streamed(server, stopping=LONG)) for _ in "ab"]
         await until(lambda: engine.num_running == 2)
         early, late = driver.live()
 
@@ -359,7 +328,7 @@ async def test_an_engine_that_stays_broken_ends_the_server_with_an_exit_code():
     engine = FakeEngine(batch=1, step_seconds=0.01)
     async with serving(engine) as server:
         watch = await watched(server)
-        call = asyncio.ensure_future(collect(server.inference.GenerateStream(request(stopping=LONG))))
+        call = asyncio.ensure_future(streamed(server, stopping=LONG))
         await until(lambda: engine.steps > 2)
         engine.is_broken, engine.fault = True, RuntimeError("out of memory")
         assert await reason_of(call) == "ENGINE_DEAD"
@@ -376,7 +345,7 @@ async def test_a_step_that_never_ends_ends_every_stream_and_the_server():
     engine = FakeEngine(batch=1, step_seconds=0.001)
     async with serving(engine, hang_seconds=0.3) as server:
         watch = await watched(server)
-        calls = [asyncio.ensure_future(collect(server.inference.GenerateStream(request(stopping=LONG)))) for _ in "ab"]
+        calls = [asyncio.ensure_future(streamed(server, stopping=LONG)) for _ in "ab"]
         await until(lambda: len(server.app.driver.live()) == 2 and engine.steps > 2)
         engine.gate.clear()
         assert [await reason_of(call) for call in calls] == ["ENGINE_HUNG"] * 2

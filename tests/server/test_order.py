@@ -8,7 +8,7 @@ from itertools import combinations
 
 import grpc
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.params import SamplingParams
@@ -20,8 +20,8 @@ from server.estimates import Estimates, least_tokens
 from server.queue import AdmissionQueue
 from server.streams.output import Timeline
 from tests.server.fake_engine import FakeEngine
-from tests.server.test_generate import collect, request
-from tests.server.test_life import metric
+from tests.server.test_generate import collect, error_of, request
+from tests.server.test_life import busy, metric
 from tests.serving import serving, until
 
 
@@ -116,20 +116,24 @@ def test_work_is_reading_and_the_tokens_that_are_sure():
 
 
 @pytest.mark.parametrize(
-    ("sampling", "tokens"),
+    ("sampling", "limits", "tokens"),
     [
-        ({}, 1),
-        ({"max_tokens": 50}, 1),
-        ({"max_tokens": 50, "min_tokens": 20}, 20),
-        ({"max_tokens": 50, "ignore_eos": True}, 50),
-        ({"ignore_eos": True}, 128),
-        ({"max_tokens": 50, "ignore_eos": True, "stop": ("x",)}, 1),
-        ({"max_tokens": 50, "ignore_eos": True, "stop_token_ids": (1,)}, 1),
+        ({}, (4096,), 1),
+        ({"max_tokens": 50}, (4096,), 1),
+        ({"max_tokens": 50, "min_tokens": 20}, (4096,), 20),
+        ({"max_tokens": 50, "ignore_eos": True}, (4096,), 50),
+        ({"max_tokens": 50, "ignore_eos": True, "stop": ("x",)}, (4096,), 1),
+        ({"max_tokens": 50, "ignore_eos": True, "stop_token_ids": (1,)}, (4096,), 1),
+        ({"ignore_eos": True}, (4096,), 128),
+        # `max_output_tokens`, or the room in the context, where a request leaves its length open
+        ({"ignore_eos": True}, (4096, 32), 32),
+        ({"ignore_eos": True}, (4096, 500), 128),
+        ({"ignore_eos": True}, (20, None), 16),
     ],
 )
-def test_only_tokens_that_are_sure_count(sampling, tokens):
+def test_only_tokens_that_are_sure_count(sampling, limits, tokens):
     request = asked(**sampling)
-    assert least_tokens(request, request.max_len(4096)) == tokens
+    assert least_tokens(request, request.max_len(*limits)) == tokens
 
 
 def test_what_was_emitted_before_is_read_and_not_generated_again():
@@ -145,17 +149,11 @@ def test_what_was_emitted_before_is_read_and_not_generated_again():
     assert work(estimates, replace(asked(952), emitted=emitted)) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("limits", "tokens"), [((4096, 32), 32), ((4096, 500), 128), ((20, None), 16)])
-def test_what_an_output_may_have_bounds_what_it_is_sure_to_have(limits, tokens):
-    """`max_output_tokens`, or the room in the context, where a request leaves its length open."""
-    request = asked(ignore_eos=True)
-    assert least_tokens(request, request.max_len(*limits)) == tokens
-
-
 # ------------------------------------------------------------------------------------------------------------ order
 
 
-@given(st.lists(st.tuples(st.floats(0, 5), st.integers(-100, 100)), min_size=1, max_size=40), st.floats(0.1, 2.0))
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.floats(0, 5), st.integers(-100, 100)), min_size=2, max_size=20), st.floats(0.1, 2.0))
 def test_nobody_is_overtaken_for_ever(arrivals, ageing):
     """Whoever comes `200 * ageing` seconds later goes later, whatever the priorities."""
     queue, now, when = AdmissionQueue(100, 10**6), 0.0, {}
@@ -168,25 +166,22 @@ def test_nobody_is_overtaken_for_ever(arrivals, ageing):
         assert when[first] <= when[second] + 200 * ageing + 1e-6
 
 
-async def order_of(server, requests, timeouts=None):
+async def order_of(server, requests, timeouts):
     """The order in which queued requests reach the engine."""
-    engine = server.engine
-    first = asyncio.ensure_future(collect(server.inference.GenerateStream(request(request_id="first"))))
-    await until(lambda: engine.num_running == 1)
-    calls = [first]
+    calls = []
     for i, message in enumerate(requests):
-        timeout = None if timeouts is None else timeouts[i]
-        calls.append(asyncio.ensure_future(collect(server.inference.GenerateStream(message, timeout=timeout))))
+        call = server.inference.GenerateStream(message, timeout=timeouts[i])
+        calls.append(asyncio.ensure_future(collect(call)))
         await until(lambda: len(server.app.driver.queue) == i + 1)  # noqa: B023  # awaited before i moves on
-    engine.gate.set()
+    server.engine.gate.set()
     await asyncio.gather(*calls)
-    return [r.request_id for r in engine.requests[1:]]
+    return [r.request_id for r in server.engine.requests[1:]]
 
 
 FAR = 10 * PATIENCE_SECONDS
 ORDERS = {
-    "higher priorities, and equals as they came": ({}, [0, 5, -5, 5, 0], None, "13042"),
-    "who came first, if waiting is worth that much": ({"ageing_seconds": 1e-6}, [-100, 0, 100], None, "012"),
+    "higher priorities, and equals as they came": ({}, [0, 5, -5, 5, 0], [None] * 5, "13042"),
+    "who came first, if waiting is worth that much": ({"ageing_seconds": 1e-6}, [-100, 0, 100], [None] * 3, "012"),
     "near deadlines": ({}, [0] * 4, [None, 9.0, FAR, 5.0], "3102"),
 }
 
@@ -194,9 +189,7 @@ ORDERS = {
 @pytest.mark.parametrize("first", ORDERS)
 async def test_who_goes_first(first):
     config, priorities, timeouts, order = ORDERS[first]
-    engine = FakeEngine(batch=1)
-    engine.gate.clear()
-    async with serving(engine, **config) as server:
+    async with busy(**config) as server:
         requests = [request(request_id=f"{i}", priority=p) for i, p in enumerate(priorities)]
         assert await order_of(server, requests, timeouts) == list(order)
 
@@ -205,25 +198,14 @@ async def test_who_goes_first(first):
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
-    engine = FakeEngine(batch=1)
-    async with serving(engine) as server:
-        await server.inference.Generate(request())
-        server.app.driver.estimates = estimates = Estimates()
-        served_for(estimates, 100.0)
-        in_time = await server.inference.Generate(request(), timeout=20)
-        assert in_time.outputs
-        served_for(estimates, 100.0)
-        engine.gate.clear()
-        running = asyncio.ensure_future(server.inference.Generate(request()))
-        await until(lambda: engine.num_running == 1)
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await server.inference.Generate(request(), timeout=20)
-        assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "by now's estimate it takes" in error.value.details()
+    async with busy() as server:
+        server.app.driver.estimates = Estimates()
+        served_for(server.app.driver.estimates, 100.0)
+        error = await error_of(server.inference.Generate(request(), timeout=20))
+        assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "by now's estimate it takes" in error.details()
         assert not server.app.driver.queue
         assert metric(server, "admission_rejected_total", reason="deadline") == 1
-        engine.gate.set()
-        await running
 
 
 async def test_an_idle_server_refuses_no_short_request_as_too_late():
@@ -236,30 +218,23 @@ async def test_an_idle_server_refuses_no_short_request_as_too_late():
         assert metric(server, "admission_rejected_total", reason="deadline") == 0
 
 
-async def test_work_that_takes_longer_than_the_deadline_is_refused():
-    async with serving() as server:
-        for _ in range(100):
-            server.app.driver.estimates.observe(step(1.0, generated=1))
-        stopping = pb.StoppingParams(max_tokens=100, min_tokens=50)
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await server.inference.Generate(request(stopping=stopping), timeout=10)
-        assert "it takes 0 to start and" in error.value.details()
-        assert (await server.inference.Generate(request(), timeout=10)).outputs
+async def test_work_that_takes_longer_than_the_deadline_is_refused(server):
+    for _ in range(100):
+        server.app.driver.estimates.observe(step(1.0, generated=1))
+    stopping = pb.StoppingParams(max_tokens=100, min_tokens=50)
+    error = await error_of(server.inference.Generate(request(stopping=stopping), timeout=10))
+    assert "it takes 0 to start and" in error.details()
+    assert (await server.inference.Generate(request(), timeout=10)).outputs
 
 
 async def test_what_is_late_when_its_turn_comes_never_reaches_the_engine():
-    engine = FakeEngine(batch=1)
-    engine.gate.clear()
-    async with serving(engine) as server:
+    async with busy() as server:
         driver = server.app.driver
-        running = asyncio.ensure_future(collect(server.inference.GenerateStream(request())))
-        await until(lambda: engine.num_running == 1)
         late = driver.open(Request(request_id="late", token_ids=(1,)), remaining=0.05)
         driver.submit(late)
         await asyncio.sleep(0.1)
-        engine.gate.set()
+        server.engine.gate.set()
         with pytest.raises(Exception, match="before the request could start"):
             await late.read()
-        await running
-        assert [r.request_id for r in engine.requests if r.request_id == "late"] == []
+        assert [r.request_id for r in server.engine.requests] == ["first"]
         assert metric(server, "requests_total", finish_reason="deadline") == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.types import Request
@@ -22,6 +22,7 @@ actions = st.lists(
 )
 
 
+@settings(max_examples=40)
 @given(actions)
 @example([("push", (1, 0))] * (MAX_REQUESTS + 1))
 def test_it_is_a_bounded_list(steps) -> None:

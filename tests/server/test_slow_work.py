@@ -12,7 +12,6 @@ from server.admission.slow_work import (
     MAX_MIDDLE_BYTES,
     PIECES_PER_OLDEST,
     SlowWork,
-    release_turn,
 )
 
 LONG = "a" * (MAX_MIDDLE_BYTES + 1)
@@ -108,24 +107,6 @@ async def test_nobody_waits_for_the_encoding_of_a_long_text_but_longer_ones(slow
     assert len(pieces.done) == 2
     pieces.gate.set()
     await encoding
-
-
-async def test_large_inputs_have_their_turns_one_after_the_other(slow):
-    inside = most = 0
-
-    async def serve():
-        nonlocal inside, most
-        async with slow.turn(MAX_MIDDLE_BYTES + 1):
-            inside += 1
-            most = max(most, inside)
-            await slow.run(int)
-            await asyncio.sleep(0)
-            inside -= 1
-            release_turn()
-            await asyncio.sleep(0.01)
-
-    await asyncio.gather(*(serve() for _ in range(10)))
-    assert most == 1
 
 
 async def test_an_error_of_a_piece_reaches_its_caller_and_the_next_piece_begins(slow):

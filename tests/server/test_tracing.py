@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 
 from pilotfish.v1 import generation_pb2 as pb
-from server import cli
-from server.telemetry.tracing import EXTRA, OpenTelemetry
+from server.telemetry.tracing import OpenTelemetry
 from tests.server.fake_engine import FakeEngine
 from tests.server.test_generate import collect, request
 from tests.server.test_life import LONG
-from tests.serving import serving, until
+from tests.serving import http_client, serving, until
 
 trace = pytest.importorskip("opentelemetry.trace")
 OWN = 32 * "7"
@@ -61,7 +59,7 @@ def tracer():
 async def test_a_request_is_a_part_of_its_callers_trace(tracer):
     async with serving(tracing_with=OpenTelemetry(tracer, "fake")) as server:
         await collect(server.inference.GenerateStream(request(request_id="r"), metadata=tuple(CONTEXT.items())))
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.app.http_port}") as http:
+        async with http_client(server) as http:
             await http.post("/generate", json={"prompt": "ab"}, headers=CONTEXT)
         await server.inference.Generate(request())
         await until(lambda: len(tracer.spans) == 3 and all(span.ended for span in tracer.spans))
@@ -98,10 +96,3 @@ async def test_refused_cancelled_and_failed_requests_have_an_end_too(tracer):
     assert refused.status is failed.status is trace.StatusCode.ERROR
     assert cancelled.attributes["gen_ai.usage.output_tokens"] > 0
     assert [span.ended for span in tracer.spans] == [1, 1, 1]
-
-
-def test_a_missing_extra_is_said_plainly(capsys, monkeypatch):
-    monkeypatch.setattr("server.telemetry.logs.configure", lambda _: None)  # leave pytest's own handlers alone
-    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
-    assert cli.main(["serve", "nothing", "--tracing"]) == 1
-    assert EXTRA in capsys.readouterr().err

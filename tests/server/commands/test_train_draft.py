@@ -39,24 +39,12 @@ def command(*arguments: str | Path) -> TrainDraft:
 
 
 @pytest.mark.slow
-def test_a_head_for_a_model_without_a_tokenizer(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "head"
-    assert cli.main(["train-draft", str(target), "--out", str(out), *SMALL]) == 0
-    said = capsys.readouterr()
-    assert f"`pilotfish serve {target} --eagle {out}`" in said.out
-    assert "after 3 steps" in said.out
-    assert "held-out acceptance 0." in said.out
-    assert "step 3, loss" in said.err
-    assert load_file(out / "model.safetensors")["fc.weight"].shape == (32, 96)
-
-
-@pytest.mark.slow
 def test_a_stopped_run_goes_on(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["train-draft", str(target), "--out", str(tmp_path / "head"), *SMALL]
+    """Of a head for a model without a tokenizer."""
+    out = tmp_path / "head"
+    arguments = ["train-draft", str(target), "--out", str(out), *SMALL]
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -65,8 +53,14 @@ def test_a_stopped_run_goes_on(
         patch.setattr(train_draft.TrainingBars, "trained", stop)
         assert cli.main(arguments) == 130
     assert "the same command goes on" in capsys.readouterr().err
-    assert not (tmp_path / "head" / "model.safetensors").exists()
+    assert not (out / "model.safetensors").exists()
     assert cli.main(arguments) == 0
+    said = capsys.readouterr()
+    assert f"`pilotfish serve {target} --eagle {out}`" in said.out
+    assert "after 3 steps" in said.out
+    assert "held-out acceptance 0." in said.out
+    assert "step 3, loss" in said.err
+    assert load_file(out / "model.safetensors")["fc.weight"].shape == (32, 96)
     assert cli.main([*arguments, "--seed", "1"]) == 2
     assert "holds a run with other settings: schedule" in capsys.readouterr().err
 

@@ -12,11 +12,11 @@ import pytest_asyncio
 from client import InvalidRequestError, UnsupportedError
 from engine.text.codec import Codec
 from models import embedded_target
+from pilotfish.v1 import generation_pb2 as pb
 from server.chat import ChatTemplate
 from server.formats.base import ReasoningMarks
-from server.formats.detect import detect
 from server.formats.hermes import HermesFormat
-from server.model import ServedModel
+from server.formats.llama import LlamaFormat
 from tests.server.fake_engine import FakeEngine
 from tests.serving import grpc_client, serving, serving_embedded
 
@@ -36,25 +36,26 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client():
-    async with serving_embedded() as server, grpc_client(server) as connected:
+async def server():
+    async with serving_embedded() as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(server):
+    async with grpc_client(server) as connected:
         yield connected
 
 
-async def test_a_required_call_has_the_format_and_the_schema(client):
-    for seed in range(3):
-        done = await client.generate(ASKED, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, seed=seed)
-        start, end = '<tool_call>\n{"name": "weather", "arguments": ', "}\n</tool_call>"
-        assert done.text.startswith(start)
-        assert done.text.endswith(end)
-        assert 1 <= json.loads(done.text[len(start) : -len(end)])["days"] <= 9
-        assert done.finished.finish_reason == "stop"
-
-
-async def test_a_named_tool_is_the_one_that_is_called(client):
-    other = {"name": "other", "parameters": DAYS}
-    done = await client.generate(ASKED, tools=[other, TOOL], tool_choice="weather", parallel_tool_calls=False)
-    assert '"name": "weather"' in done.text
+@pytest.mark.parametrize("choice", ["required", "weather"])
+async def test_a_required_call_has_the_format_and_the_schema(client, choice):
+    tools = [{"name": "other", "parameters": DAYS}] * (choice == "weather") + [TOOL]
+    done = await client.generate(ASKED, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+    start, end = '<tool_call>\n{"name": "weather", "arguments": ', "}\n</tool_call>"
+    assert done.text.startswith(start)
+    assert done.text.endswith(end)
+    assert 1 <= json.loads(done.text[len(start) : -len(end)])["days"] <= 9
+    assert done.finished.finish_reason == "stop"
 
 
 async def test_the_template_is_told_of_tools_unless_none_may_be_called(client):
@@ -140,13 +141,13 @@ async def test_arguments_of_earlier_calls_have_to_be_json(client):
 
 async def test_predictions(client):
     source = "def add(a, b):\n    return a + b\n\n\ndef "
-    plain = await client.generate(source, max_tokens=120, ignore_eos=True)
-    done = await client.generate(source, max_tokens=120, ignore_eos=True, prediction=plain.text, speculation="fixed")
+    plain = await client.generate(source, max_tokens=60, ignore_eos=True)
+    done = await client.generate(source, max_tokens=60, ignore_eos=True, prediction=plain.text, speculation="fixed")
     assert done.token_ids == plain.token_ids
-    assert done.finished.usage.accepted_prediction_tokens >= 110
-    assert done.finished.speculation_stats.rounds <= 30
+    assert done.finished.usage.accepted_prediction_tokens >= 55
+    assert done.finished.speculation_stats.rounds <= 15
     assert plain.finished.usage.accepted_prediction_tokens == plain.finished.usage.rejected_prediction_tokens == 0
-    ids = await client.generate(source, max_tokens=120, ignore_eos=True, prediction=[*plain.token_ids[:50], 7, 8, 9])
+    ids = await client.generate(source, max_tokens=60, ignore_eos=True, prediction=[*plain.token_ids[:50], 7, 8, 9])
     assert ids.finished.usage.accepted_prediction_tokens == 50
     assert ids.finished.usage.rejected_prediction_tokens == 3
     with pytest.raises(InvalidRequestError, match=r"prediction\.token_ids\[0\] is 5000; expected 0 to 2047"):
@@ -156,10 +157,10 @@ async def test_predictions(client):
 
 
 async def test_as_many_tokens_as_fit(client):
-    from pilotfish.v1 import generation_pb2 as pb
+    prompt = "x = 1\n" * (1000 // len(CODEC.encode("x = 1\n")))
 
     async def asked(**stopping):
-        request = pb.GenerateRequest(prompt="x = 1\n" * 150, stopping=pb.StoppingParams(ignore_eos=True, **stopping))
+        request = pb.GenerateRequest(prompt=prompt, stopping=pb.StoppingParams(ignore_eos=True, **stopping))
         return await client._inference.Generate(request)
 
     with pytest.raises(grpc.aio.AioRpcError, match=r"max_tokens"):
@@ -173,40 +174,31 @@ async def test_as_many_tokens_as_fit(client):
 # ------------------------------------------------------------------------------------ models that reason, or do not
 
 
-def reasoning_load(template, marks):
-    """The embedded pair with another template and format."""
-
-    def load(config, progress):
-        model = ServedModel.load(config, progress)
-        return replace(model, chat=ChatTemplate(template, {}), format=HermesFormat({}, marks))
-
-    return load
-
-
 OPENED = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
 
 
-async def test_reasoning_has_a_budget_and_structure_follows_it():
-    async with serving_embedded(load=reasoning_load(OPENED, ReasoningMarks())) as server, grpc_client(server) as client:
-        for how in ({}, {"regex": "[a-d]{5}"}, {"tools": [TOOL], "tool_choice": "required"}):
-            done = await client.generate(ASKED, thinking_budget=4, max_tokens=80, ignore_eos=None, **how)
-            assert done.starts_in_reasoning
-            reasoning, _, answer = done.text.partition("</think>")
-            assert len(CODEC.encode(reasoning)) <= 8
-            if "regex" in how:
-                assert len(answer.strip()) == 5
-            if "tools" in how:
-                assert answer.lstrip().startswith("<tool_call>")
-            for speculation in ("off", "fixed"):
-                same = await client.generate(
-                    ASKED, thinking_budget=4, max_tokens=80, speculation=speculation, **how
-                )  # fmt: skip
-                assert same.token_ids == done.token_ids
-        turns = [*ASKED, {"role": "assistant", "content": "<think>so far"}]
-        inside = await client.generate(turns, max_tokens=1, continue_final_message=True)
-        assert inside.starts_in_reasoning
-        turns[-1]["content"] += "</think>and"
-        assert not (await client.generate(turns, max_tokens=1, continue_final_message=True)).starts_in_reasoning
+async def test_reasoning_has_a_budget_and_structure_follows_it(server, client, monkeypatch):
+    driver, reasoning_format = server.app.driver, HermesFormat({}, ReasoningMarks())
+    reasoner = replace(driver.model, chat=ChatTemplate(OPENED, {}), format=reasoning_format)
+    monkeypatch.setattr(driver, "model", reasoner)
+    for how in ({}, {"regex": "[a-d]{5}"}, {"tools": [TOOL], "tool_choice": "required"}):
+        asked = {"thinking_budget": 4, "max_tokens": 40} | how
+        done = await client.generate(ASKED, **asked)
+        assert done.starts_in_reasoning
+        reasoning, _, answer = done.text.partition("</think>")
+        assert len(CODEC.encode(reasoning)) <= 8
+        if "regex" in how:
+            assert len(answer.strip()) == 5
+        if "tools" in how:
+            assert answer.lstrip().startswith("<tool_call>")
+        for speculation in ("off", "fixed"):
+            same = await client.generate(ASKED, speculation=speculation, **asked)
+            assert same.token_ids == done.token_ids
+    turns = [*ASKED, {"role": "assistant", "content": "<think>so far"}]
+    inside = await client.generate(turns, max_tokens=1, continue_final_message=True)
+    assert inside.starts_in_reasoning
+    turns[-1]["content"] += "</think>and"
+    assert not (await client.generate(turns, max_tokens=1, continue_final_message=True)).starts_in_reasoning
 
 
 async def test_tools_of_a_model_whose_calls_are_not_known():
@@ -216,18 +208,14 @@ async def test_tools_of_a_model_whose_calls_are_not_known():
             await client.generate(ASKED, tools=[TOOL])
 
 
-async def test_the_embedded_pair_has_a_template_and_the_format_of_hermes():
-    template = ChatTemplate.load(str(embedded_target()))
-    assert type(detect(template.source, {})) is HermesFormat
-
-
-async def test_the_format_can_be_named():
-    async with serving_embedded(chat_format="llama") as server, grpc_client(server) as client:
-        done = await client.generate(ASKED, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
-        assert json.loads(done.text.removeprefix("<|python_tag|>"))["name"] == "weather"
-    async with serving_embedded(chat_format="latin", ready=False) as server:
-        await server.running
-        assert server.app.driver is None
+async def test_the_format_is_that_of_the_template_unless_it_is_named(server):
+    assert type(server.app.driver.model.format) is HermesFormat
+    template = server.app.driver.model.chat
+    async with serving(chat=template, chat_format="llama") as named:
+        assert type(named.app.driver.model.format) is LlamaFormat
+    async with serving(chat=template, chat_format="latin", ready=False) as unknown:
+        await unknown.running
+        assert unknown.app.driver is None
 
 
 NOT_WRITTEN = {"type": "object", "properties": {"a": {"enum": ["\u0001"]}}}  # no output may have a control character

@@ -26,7 +26,7 @@ DEEPSEEK = "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>"
 
 
 @pytest.mark.parametrize(
-    ("template", "kind", "reasoning"),
+    ("template", "found", "reasoning"),
     [
         (None, PlainFormat, None),
         ("", PlainFormat, None),
@@ -39,41 +39,28 @@ DEEPSEEK = "<\uff5ctool▁calls▁begin\uff5c><\uff5ctool▁call▁begin\uff5c>"
         (CHATML + "<seed:tool_call><function={{ f }}><parameter={{ p }}></seed:tool_call>", PlainFormat, None),
         (CHATML + "<function={{ f }}>{{ arguments }}</function>", PlainFormat, None),
         ("<tool_call>{{ f }}\n<arg_key>{{ k }}</arg_key></tool_call><think></think>", GlmFormat, THINK),
-        ("[TOOL_CALLS] [{{ call }}]", MistralFormat, None),
+        ("[TOOL_CALLS] [{{ call }}]", MistralFormat(variant="v3"), None),
+        ("[TOOL_CALLS]{{ f }}[CALL_ID]{{ id }}[ARGS]", MistralFormat(variant="v11"), None),
+        ("[TOOL_CALLS]{{ f }}[ARGS]", MistralFormat(variant="v13"), None),
         ("[TOOL_CALLS]{{ f }}[ARGS]{{ x }}[THINK][/THINK]", MistralFormat, ReasoningMarks("[THINK]", "[/THINK]")),
         (LLAMA, LlamaFormat, None),
         ("<|start_header_id|>user<|end_header_id|>", PlainFormat, None),
-        ("<start_function_call>call:{{ f }}", GemmaFormat, None),
-        ("<|tool_call>call:{{ f }}<tool_call|>", GemmaFormat, None),
+        ("<start_function_call>call:{{ f }}", GemmaFormat(variant="functiongemma"), None),
+        ("<|tool_call>call:{{ f }}<tool_call|>", GemmaFormat(variant="gemma4"), None),
         ("<|tool_call>call:{{ f }}<tool_call|><|channel>thought\n<channel|>", GemmaFormat, GEMMA),
         ("<start_of_turn>user", PlainFormat, None),
-        (DEEPSEEK + "```json", DeepSeekFormat, None),
+        (DEEPSEEK + "function\n```json", DeepSeekFormat(variant="v3"), None),
+        (DEEPSEEK, DeepSeekFormat(variant="v3.1"), None),
         (DEEPSEEK + "{% if '</think>' in content %}", DeepSeekFormat, THINK),
         ("<|start|>assistant<|channel|>final<|message|>", HarmonyFormat, HarmonyFormat().reasoning),
         ("<|tool_call_start|>[{{ calls }}]<|tool_call_end|>", PlainFormat, None),
     ],
 )  # fmt: skip
-def test_the_template_shows_the_family(template, kind, reasoning):
-    found = detect(template, {})
-    assert type(found) is kind
-    assert found.reasoning == reasoning
-
-
-@pytest.mark.parametrize(
-    ("template", "same"),
-    [
-        ("[TOOL_CALLS] [{{ call }}]", MistralFormat(variant="v3")),
-        ("[TOOL_CALLS]{{ f }}[CALL_ID]{{ id }}[ARGS]", MistralFormat(variant="v11")),
-        ("[TOOL_CALLS]{{ f }}[ARGS]", MistralFormat(variant="v13")),
-        ("<start_function_call>call:{{ f }}", GemmaFormat(variant="functiongemma")),
-        ("<|tool_call>call:{{ f }}<tool_call|>", GemmaFormat(variant="gemma4")),
-        (DEEPSEEK + "function\n```json", DeepSeekFormat(variant="v3")),
-        (DEEPSEEK, DeepSeekFormat(variant="v3.1")),
-    ],
-)
-def test_the_template_shows_the_variant(template, same):
-    found = detect(template, {})
-    assert vars(found) == vars(same)
+def test_the_template_shows_the_family_and_the_variant(template, found, reasoning):
+    detected = detect(template, {})
+    assert type(detected) is (found if isinstance(found, type) else type(found))
+    assert detected.reasoning == reasoning
+    assert isinstance(found, type) or vars(detected) == vars(found) | {"reasoning": reasoning}
 
 
 def test_tokens_are_those_of_the_tokenizer():

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from server.formats.base import ReasoningMarks, Tool
 from server.formats.gemma import GemmaFormat, GemmaVariant
@@ -79,6 +79,7 @@ GEMMA = Family(
 FORMAT = GEMMA.first.format
 
 
+@settings(max_examples=40)
 @given(hostile_texts(QUOTE, "a:", "null", "1", "[1", "{a:"))
 def test_arguments_are_always_json_or_the_beginning_of_it(text: str) -> None:
     for call in read(FORMAT, FREE, f"{HEAD}{text}").calls[:1]:

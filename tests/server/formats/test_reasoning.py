@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequest
@@ -52,6 +52,7 @@ def test_the_mark_at_the_beginning_may_be_part_of_the_prompt(text, reasoning, co
     assert read(THINKING, (), text, starts_in_reasoning=True) == Reading(reasoning, content, [])
 
 
+@settings(max_examples=30)
 @given(st.text(), st.text())
 def test_both_parts_are_kept(reasoning, content):
     reasoning = reasoning.replace("<", "")
@@ -59,6 +60,7 @@ def test_both_parts_are_kept(reasoning, content):
     assert read(THINKING, (), f"<think>{reasoning}</think>{content}") == expected
 
 
+@settings(max_examples=30)
 @given(st.text("<think>/ \na"))
 def test_without_marks_all_text_is_content(text):
     for starts_in_reasoning in (False, True):
@@ -81,7 +83,7 @@ def test_text_is_passed_on_as_it_comes():
 
 
 @pytest.mark.parametrize("part", ["<", "<think>", " ", "a ", "</think>", "</"])
-@pytest.mark.parametrize("begin", ["", "<think>", "<think></think>"])
+@pytest.mark.parametrize("begin", ["", "<think>", "<think></think>"], ids=["before", "inside", "behind"])
 def test_the_cost_is_proportional_to_the_text(begin, part):
     check_linear(THINKING, (), begin, part)
 

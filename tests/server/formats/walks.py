@@ -89,9 +89,9 @@ def read(
 def cuts(text: str, rng: random.Random) -> Iterator[list[str]]:
     """Ways to cut a text."""
     yield [*text]
-    places = range(len(text)) if len(text) <= 50 else rng.sample(range(len(text)), 20)
+    places = range(len(text)) if len(text) <= 50 else rng.sample(range(len(text)), 10)
     yield from ([text[:at], text[at:]] for at in places)
-    for _ in range(5):
+    for _ in range(3):
         places = sorted(rng.sample(range(len(text) + 1), min(rng.randint(1, 10), len(text) + 1)))
         yield [text[i:j] for i, j in zip([0, *places], [*places, len(text)], strict=True)]
 

@@ -24,26 +24,24 @@ def server(shared_server):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def _saying():
+async def _agents_server():
     async with agents.talking() as running:
         yield running
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def _planning():
-    async with agents.talking(agents.planned(agents.PLAN)) as running:
-        yield running
+@pytest.fixture
+def saying(_agents_server):
+    """The module's server for agents' routes, which says a sentence until a test lets it say something else."""
+    engine = _agents_server.engine
+    room = engine.max_model_len
+    engine.requests.clear()
+    agents.say(_agents_server, agents.SAID)
+    yield _agents_server
+    engine.max_model_len = room
 
 
 @pytest.fixture
-def saying(_saying):
-    """The module's server for agents' routes, which says a sentence."""
-    _saying.engine.requests.clear()
-    return _saying
-
-
-@pytest.fixture
-def planning(_planning):
-    """The module's server for agents' routes, which reasons, says a sentence and calls a tool."""
-    _planning.engine.requests.clear()
-    return _planning
+def planning(saying):
+    """The same server, which reasons, says a sentence and calls a tool."""
+    agents.say(saying, agents.PLAN)
+    return saying

@@ -55,20 +55,3 @@ async def test_the_first_error_ends_all_and_every_source_is_closed():
         async for _ in merged([source(0), source(1), source(2)]):
             pass
     assert closed == {0, 1, 2}
-
-
-async def test_a_reader_that_leaves_closes_every_source():
-    closed = set()
-
-    async def source(number):
-        try:
-            while True:
-                await asyncio.sleep(0)
-                yield number
-        finally:
-            closed.add(number)
-
-    async with aclosing(merged([source(0), source(1)])) as values:
-        await anext(values)
-        await asyncio.sleep(0)
-    assert closed == {0, 1}

@@ -118,59 +118,31 @@ async def test_one_prompt_in_every_form(server, prompt):
     assert server.engine.requests[0].token_ids == want
 
 
-async def test_a_stream_joins_to_the_whole_and_tells_usage_where_asked(server):
-    asked = {"model": "fake", "prompt": "ab", "max_tokens": 30, "n": 2, "stop": ["br"], "logprobs": 1}
-    whole = await server.client.completions.create(**asked)
-    stream = await server.client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
-    events = [event async for event in stream]
-    assert events[-1].choices == []
-    assert events[-1].usage == whole.usage
-    assert all(event.usage is None for event in events[:-1])
-    assert len({event.id for event in events}) == 1
-    for choice in whole.choices:
-        mine = [event.choices[0] for event in events[:-1] if event.choices[0].index == choice.index]
-        assert "".join(part.text for part in mine) == choice.text
-        assert [part.finish_reason for part in mine] == [None] * (len(mine) - 1) + ["stop"]
-        found = [part.logprobs for part in mine if part.logprobs]
-        for name in ("tokens", "text_offset", "token_logprobs"):
-            joined = [entry for part in found for entry in getattr(part, name)]
-            assert joined == getattr(choice.logprobs, name)
-    plain = [event async for event in await server.client.completions.create(**asked, stream=True)]
-    assert plain[-1].choices
-    raw = (await server.http.post("/v1/completions", json=asked | {"stream": True})).text
-    assert raw.endswith("\n\ndata: [DONE]\n\n")
-    assert server.engine.free_pages == server.engine.total_pages
-
-
 # ------------------------------------------------------------------------------------------------------------- chat
 
 
-async def test_a_chat_and_its_stream(server):
+async def test_a_chat_of_two_outputs_with_logprobs(server):
     messages = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": [{"type": "text", "text": "u"}, {"type": "text", "text": "v"}]},
         {"role": "assistant", "content": "a", "refusal": None},
     ]
     asked = {"model": "fake", "messages": messages, "max_completion_tokens": 6, "logprobs": True, "top_logprobs": 1}
-    whole = await server.client.chat.completions.create(**asked)
+    whole = await server.client.chat.completions.create(**asked, n=2)
     assert CODEC.decode(server.engine.requests[0].token_ids) == "s;uv;a;"
-    [choice] = whole.choices
-    ids = server.engine.expected(6)
-    assert (choice.message.role, choice.message.content) == ("assistant", CODEC.decode(ids))
-    assert choice.finish_reason == "length"
-    assert "".join(entry.token for entry in choice.logprobs.content) == CODEC.decode(ids)
-    assert [entry.logprob for entry in choice.logprobs.content] == [logprob_of(token, 0).logprob for token in ids]
-    assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [1] * 6
-    assert bytes(choice.logprobs.content[0].bytes) == CODEC.decode(ids[:1]).encode()
-    stream = await server.client.chat.completions.create(**asked, n=2, stream=True)
-    events = [event async for event in stream]
-    for index in range(2):
-        mine = [event.choices[0] for event in events if event.choices[0].index == index]
-        assert mine[0].delta.role == "assistant"
-        assert "".join(part.delta.content or "" for part in mine) == text_of(server.engine, 6, index)
-        assert mine[-1].finish_reason == "length"
-        assert not any(part.finish_reason for part in mine[:-1])
-        assert sum(len(part.logprobs.content) for part in mine if part.logprobs) == 6
+    events = [event async for event in await server.client.chat.completions.create(**asked, n=2, stream=True)]
+    for choice in whole.choices:
+        text, found = text_of(server.engine, 6, choice.index), choice.logprobs.content
+        ids = server.engine.expected(6, choice.index)
+        assert (choice.message.content, choice.finish_reason) == (text, "length")
+        assert "".join(entry.token for entry in found) == text
+        assert [entry.logprob for entry in found] == [logprob_of(token, 0).logprob for token in ids]
+        assert [len(entry.top_logprobs) for entry in found] == [1] * 6
+        assert bytes(found[0].bytes) == text[:1].encode()
+        mine = [event.choices[0] for event in events if event.choices[0].index == choice.index]
+        assert "".join(part.delta.content or "" for part in mine) == text
+        assert [entry for part in mine if part.logprobs for entry in part.logprobs.content] == found
+        assert [part.finish_reason for part in mine] == [None] * (len(mine) - 1) + ["length"]
 
 
 @pytest.mark.parametrize(
@@ -241,13 +213,13 @@ async def test_a_law_that_makes_a_token_impossible_is_still_json():
 async def test_http_and_grpc_share_the_queue_and_the_batch():
     async with talking() as server:
         body = {"prompt": "ab"}
-        http = [server.http.post("/generate", json=body | {"max_new_tokens": n}) for n in range(1, 20)]
+        http = [server.http.post("/generate", json=body | {"max_new_tokens": n}) for n in range(1, 8)]
         calls = [
             server.inference.Generate(pb.GenerateRequest(prompt="ab", stopping=pb.StoppingParams(max_tokens=n)))
-            for n in range(1, 20)
+            for n in range(1, 8)
         ]
         over_http, over_grpc = await asyncio.gather(asyncio.gather(*http), asyncio.gather(*calls))
-        wanted = [text_of(server.engine, n) for n in range(1, 20)]
+        wanted = [text_of(server.engine, n) for n in range(1, 8)]
         assert [answer.json()["generated_text"] for answer in over_http] == wanted
         assert [answer.outputs[0].text for answer in over_grpc] == wanted
         assert len(server.engine.threads) == 1

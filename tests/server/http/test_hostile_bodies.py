@@ -14,7 +14,7 @@ from engine.errors import InvalidRequest
 from loadtest.experiments.hostile import CALLS, SIZE
 from server.admission.conversation import MAX_TOOLS
 from server.chat import MAX_MESSAGES
-from server.http import routes
+from server.http import bodies, routes
 from server.http.bodies import MAX_DIGITS, MAX_PARTS, WrongBody, read_body
 from server.http.errors import violations
 from server.http.fields import (
@@ -28,7 +28,6 @@ from server.http.fields import (
     MAX_TEXTS,
 )
 from server.http.types import ChatBody, CompletionBody, GenerateBody
-from tests.covering import some
 from tests.pauses import pauses
 from tests.server.http.interfaces import on_the_shared_server, talking
 from tests.serving import http_client, serving
@@ -62,78 +61,58 @@ TALK = {"messages": [turn()]}
 KEYS = {f"k{i}": 1 for i in range(MAX_FIELDS + 1)}
 SCHEMA = f"is larger than {MAX_SCHEMA} characters and values, which is the limit"
 DEEP = f"is deeper than {MAX_DEPTH} levels, which is the limit"
+TEXT, TALKS = "/v1/completions", "/v1/chat/completions"
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": deep(MAX_DEPTH)}}
+FORMAT = {"type": "json_schema", "json_schema": {"schema": deep(MAX_DEPTH)}}
+BIASES = dict.fromkeys(map(str, range(-1, MAX_BIASES)), "b")
+
+
+def too_many(field, limit, kind="entries"):
+    return f"{field} has {limit + 1} {kind}; the limit is {limit}"
+
+
 # Every list and object of a body with one entry too many, all of them bad where that is possible; and what is told.
 TOO_MANY = [
-    ("/generate", PROMPT | KEYS, f"body has {MAX_FIELDS + 2} fields; the limit is {MAX_FIELDS}"),
-    ("/generate", PROMPT | {"stop": [5] * (MAX_TEXTS + 1)}, f"stop has {MAX_TEXTS + 1} entries; the limit"),
-    ("/generate", PROMPT | {"guided_choice": [5] * (MAX_CHOICES + 1)}, f"guided_choice has {MAX_CHOICES + 1} entries"),
-    (
-        "/generate",
-        PROMPT | {"logit_bias": dict.fromkeys(range(-1, MAX_BIASES), "b")},
-        f"logit_bias has {MAX_BIASES + 1}",
-    ),
-    (
-        "/generate",
-        PROMPT | {"speculation": KEYS},
-        f"speculation has {MAX_FIELDS + 1} fields; the limit is {MAX_FIELDS}",
-    ),
+    ("/generate", KEYS, too_many("body", MAX_FIELDS, "fields")),
+    ("/generate", PROMPT | {"stop": [5] * (MAX_TEXTS + 1)}, too_many("stop", MAX_TEXTS)),
+    ("/generate", PROMPT | {"guided_choice": [5] * (MAX_CHOICES + 1)}, too_many("guided_choice", MAX_CHOICES)),
+    ("/generate", PROMPT | {"logit_bias": BIASES}, too_many("logit_bias", MAX_BIASES)),
+    ("/generate", PROMPT | {"speculation": KEYS}, too_many("speculation", MAX_FIELDS, "fields")),
     ("/generate", PROMPT | {"guided_json": {"a": [0] * MAX_SCHEMA}}, f"guided_json {SCHEMA}"),
     ("/generate", PROMPT | {"guided_json": {"a": "é" * MAX_SCHEMA}}, f"guided_json {SCHEMA}"),
     ("/generate", PROMPT | {"guided_json": {"é" * MAX_SCHEMA: 1}}, f"guided_json {SCHEMA}"),
     ("/generate", PROMPT | {"guided_json": deep(MAX_DEPTH)}, f"guided_json {DEEP}"),
-    ("/v1/completions", {"prompt": [-1] * (MAX_IDS + 1)}, f"prompt has {MAX_IDS + 1} entries; the limit is {MAX_IDS}"),
-    *(
-        ("/v1/completions", PROMPT | {name: [-1] * (MAX_IDS + 1)}, f"{name} has {MAX_IDS + 1} entries; the limit")
-        for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids")
-    ),
-    (
-        "/v1/completions",
-        PROMPT | {"response_format": {"type": "json_schema", "json_schema": {"schema": deep(MAX_DEPTH)}}},
-        f"response_format.json_schema.schema {DEEP}",
-    ),
-    ("/v1/chat/completions", {"messages": [{}] * (MAX_MESSAGES + 1)}, f"messages has {MAX_MESSAGES + 1} entries"),
-    ("/v1/chat/completions", {"messages": [KEYS]}, f"messages[0] has {MAX_FIELDS + 1} fields; the limit"),
-    (
-        "/v1/chat/completions",
-        {"messages": [turn(content=[{}] * (MAX_TEXTS + 1))]},
-        f"messages[0].content has {MAX_TEXTS + 1} entries; the limit is {MAX_TEXTS}",
-    ),
-    ("/v1/completions", {"prompt": [[]] * (MAX_PROMPTS + 1)}, f"prompt has {MAX_PROMPTS + 1} entries; the limit is"),
-    ("/v1/completions", {"prompt": [[-1] * (MAX_IDS + 1)]}, f"prompt[0] has {MAX_IDS + 1} entries; the limit is"),
-    ("/v1/chat/completions", TALK | {"tools": [{}] * (MAX_TOOLS + 1)}, f"tools has {MAX_TOOLS + 1} entries; the limit"),
-    (
-        "/v1/chat/completions",
-        {"messages": [turn(tool_calls=[{}] * (MAX_TOOLS + 1))]},
-        f"messages[0].tool_calls has {MAX_TOOLS + 1} entries; the limit is {MAX_TOOLS}",
-    ),
-    (
-        "/v1/chat/completions",
-        TALK | {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep(MAX_DEPTH)}}]},
-        f"tools[0].function.parameters {DEEP}",
-    ),
-    ("/v1/chat/completions", TALK | {"chat_template_kwargs": deep(MAX_DEPTH)}, f"chat_template_kwargs {DEEP}"),
+    *[
+        (TEXT, PROMPT | {name: [-1] * (MAX_IDS + 1)}, too_many(name, MAX_IDS))
+        for name in ("prompt", "stop_token_ids", "allowed_token_ids", "banned_token_ids")
+    ],
+    (TEXT, PROMPT | {"response_format": FORMAT}, f"response_format.json_schema.schema {DEEP}"),
+    (TALKS, {"messages": [{}] * (MAX_MESSAGES + 1)}, too_many("messages", MAX_MESSAGES)),
+    (TALKS, {"messages": [KEYS]}, too_many("messages[0]", MAX_FIELDS, "fields")),
+    (TALKS, {"messages": [turn(content=[{}] * (MAX_TEXTS + 1))]}, too_many("messages[0].content", MAX_TEXTS)),
+    (TEXT, {"prompt": [[]] * (MAX_PROMPTS + 1)}, too_many("prompt", MAX_PROMPTS)),
+    (TEXT, {"prompt": [[-1] * (MAX_IDS + 1)]}, too_many("prompt[0]", MAX_IDS)),
+    (TALKS, TALK | {"tools": [{}] * (MAX_TOOLS + 1)}, too_many("tools", MAX_TOOLS)),
+    (TALKS, {"messages": [turn(tool_calls=[{}] * (MAX_TOOLS + 1))]}, too_many("messages[0].tool_calls", MAX_TOOLS)),
+    (TALKS, TALK | {"tools": [FUNCTION]}, f"tools[0].function.parameters {DEEP}"),
+    (TALKS, TALK | {"chat_template_kwargs": deep(MAX_DEPTH)}, f"chat_template_kwargs {DEEP}"),
     (
         "/generate",
         PROMPT | {"structured_outputs": {"choice": [5] * (MAX_CHOICES + 1)}},
-        f"structured_outputs.choice has {MAX_CHOICES + 1} entries",
+        too_many("structured_outputs.choice", MAX_CHOICES),
     ),
     (
         "/generate",
         PROMPT | {"prediction": {"type": "content", "content": [{}] * (MAX_TEXTS + 1)}},
-        f"prediction.content has {MAX_TEXTS + 1} entries; the limit is {MAX_TEXTS}",
+        too_many("prediction.content", MAX_TEXTS),
     ),
 ]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
-        pytest.param(*each, marks=pytest.mark.slow if str(MAX_IDS + 1) in each[2] and i % 4 else [], id=str(i))
-        for i, each in enumerate(TOO_MANY)
-    ],
-)
-def test_lists_and_objects_are_counted_before_their_entries_are_looked_at(path, body, said):
-    found = told(path, body)
+@pytest.mark.parametrize(("path", "body", "said"), TOO_MANY, ids=[said.split(" ")[0] for _, _, said in TOO_MANY])
+def test_lists_and_objects_are_counted_before_their_entries_are_looked_at(path, body, said, monkeypatch):
+    monkeypatch.setattr(bodies, "read_json", lambda *_: body)  # to read a million numbers takes a second
+    found = told(path, b"")
     assert any(text.startswith(said) for text in found), found
     assert all("input should be a valid string" in text for text in found if not text.startswith(said))
     assert len(found) <= 2  # the field is not the other type of its union either
@@ -142,7 +121,10 @@ def test_lists_and_objects_are_counted_before_their_entries_are_looked_at(path, 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/generate", PROMPT | {"stop": ["x"] * MAX_TEXTS, "logit_bias": dict.fromkeys(range(MAX_BIASES), 1)}),
+        (
+            "/generate",
+            PROMPT | {"stop": ["x"] * MAX_TEXTS, "logit_bias": dict.fromkeys(map(str, range(MAX_BIASES)), 1)},
+        ),
         ("/generate", PROMPT | {"guided_json": deep(MAX_DEPTH - 1)}),
         ("/v1/completions", {"prompt": [1] * MAX_IDS}),
         ("/v1/chat/completions", {"messages": [turn()] * MAX_MESSAGES}),
@@ -150,8 +132,9 @@ def test_lists_and_objects_are_counted_before_their_entries_are_looked_at(path, 
     ],
     ids=["texts", "depth", "ids", "messages", "parts"],
 )
-def test_as_many_as_the_limit_are_read(path, body):
-    assert told(path, body) == []
+def test_as_many_as_the_limit_are_read(path, body, monkeypatch):
+    monkeypatch.setattr(bodies, "read_json", lambda *_: body)
+    assert told(path, b"") == []
 
 
 @pytest.mark.parametrize(
@@ -173,10 +156,7 @@ def test_no_more_than_a_hundred_errors_are_looked_at():
     assert len(told("/generate", PROMPT | {"logit_bias": {f"a{i}": "b" for i in range(900)}})) == 100
 
 
-@pytest.mark.parametrize(
-    "element",
-    ["{}", *(pytest.param(each, marks=pytest.mark.slow) for each in ("[]", '""', '{"":0}', "[" * 500 + "]" * 500))],
-)
+@pytest.mark.parametrize("element", ["{}", pytest.param("[" * 500 + "]" * 500, marks=pytest.mark.slow)])
 def test_a_body_of_too_many_parts_is_refused_before_they_are_made(element):
     data = ('{"prompt":[' + ",".join([element] * (SIZE // (len(element) + 1))) + "]}").encode()
     tracemalloc.start()
@@ -288,27 +268,27 @@ async def test_large_bodies_are_read_beside_the_loop_one_at_a_time_and_small_one
     async with talking() as server:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(routes, "read_body", watched)
-            for size in (10, 100_000, 1_000_000):
+            for size in (10, 300_000):
                 asked = [server.http.post("/generate", json={"prompt": "a" * size, "stop": 5}) for _ in range(4)]
                 assert {answer.status_code for answer in await asyncio.gather(*asked)} == {400}
     assert set(seen) == {(False, True), (True, False)}
     assert max(most) == 1
 
 
-CHEAP = ("HTTP, many parts", "HTTP, unknown keys", "HTTP, deep objects", "HTTP, a long number", "HTTP, no UTF-8")
+HTTP = [name for name, call in CALLS.items() if call.is_http]
+CHEAP = ["HTTP, many parts", "HTTP, unknown keys", "HTTP, deep objects", "HTTP, a long number", "HTTP, no UTF-8"]
+DEAR = [name for name in HTTP if name not in (*CHEAP, "HTTP, allowed ids", "HTTP, banned ids", "HTTP, stop ids")]
 
 
-@pytest.mark.parametrize("name", some([name for name, call in CALLS.items() if call.is_http], CHEAP))
-async def test_the_largest_bodies_neither_stall_the_loop_nor_end_as_faults_of_the_server(name):
-    call = CALLS[name]
-    data = call.make()
+@pytest.mark.parametrize("names", [CHEAP, pytest.param(DEAR, marks=pytest.mark.slow)], ids=["cheap", "dear"])
+async def test_the_largest_bodies_neither_stall_the_loop_nor_end_as_faults_of_the_server(names):
     async with serving() as server, http_client(server) as http:
-        async with pauses() as seen:
-            asked = [http.post(call.path, content=data, headers=JSON) for _ in range(3)]
-            answers = await asyncio.gather(*asked)
-        assert {answer.status_code for answer in answers} <= {200, 400}
-        assert all(len(answer.json()["error"]["message"]) <= 4000 for answer in answers if answer.status_code == 400)
-    assert seen.longest < MOST_PAUSE
+        for name in names:
+            async with pauses() as seen:
+                answer = await http.post(CALLS[name].path, content=CALLS[name].make(), headers=JSON)
+            assert answer.status_code in (200, 400), name
+            assert answer.status_code == 200 or len(answer.json()["error"]["message"]) <= 4000, name
+            assert seen.longest < MOST_PAUSE, name
 
 
 async def test_the_description_of_the_routes_refers_to_what_is_there():

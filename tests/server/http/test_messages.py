@@ -1,160 +1,37 @@
-"""`/v1/messages` as Anthropic's clients and Claude Code call it: answers, streams of events, conversations, counts."""
+"""What is peculiar to `/v1/messages`, as Anthropic's clients and Claude Code call it; `test_agents` has the rest."""
 
 from __future__ import annotations
 
 import json
 
 import httpx
-import pytest
 
 from server.formats.reasoning import PlainFormat
-from server.http.messages.answers import MessagesAnswer
-from tests.server.fake_grammar import FakeCompiler
-from tests.server.http.agents import (
-    ASKED,
-    CALL,
-    END_ID,
-    PLAN,
-    REASONING,
-    SAID,
-    WEATHER,
-    planned,
-    prompt_of,
-    talking,
-)
-from tests.server.http.interfaces import events_in, on_the_shared_server
-from tests.server.test_life import metric
+from tests.server.http.agents import ASKED, DIALECTS, REASONING, SAID, USER, prompt_of, talking, without_ids
+from tests.server.http.interfaces import on_the_shared_server
 from tests.server.test_security import ALICE
-from tests.serving import until
 
 pytestmark = on_the_shared_server
 
-TOOL = {"name": "weather", "description": "Tells it.", "input_schema": WEATHER}
-USER = [{"role": "user", "content": "hi"}]
-BODY = {"model": "fake", "messages": USER, "max_tokens": 300, "stop_token_ids": [END_ID]}
+MESSAGES = DIALECTS["messages"]
+TOOL = MESSAGES.tool
 
 
-async def answer(server, **fields):
-    answered = await server.http.post("/v1/messages", json=BODY | fields)
-    assert answered.status_code == 200, answered.text
-    return answered.json()
-
-
-async def streamed(server, **fields):
-    return events_in((await server.http.post("/v1/messages", json=BODY | fields | {"stream": True})).text)
-
-
-async def refusal(server, path="/v1/messages", status=400, kind="invalid_request_error", **fields):
-    answered = await server.http.post(path, json=BODY | fields)
-    assert answered.status_code == status, answered.text
-    told = answered.json()
-    assert (told["type"], told["error"]["type"]) == ("error", kind)
-    return told["error"]["message"]
-
-
-def assembled(events):
-    """The message that the events of a stream make, put together as the API's documentation says."""
-    message = None
-    partial = {}
-    for event in events:
-        match event["type"]:
-            case "message_start":
-                message = event["message"] | {"content": []}
-            case "content_block_start":
-                assert event["index"] == len(message["content"])
-                message["content"].append(dict(event["content_block"]))
-            case "content_block_delta":
-                block, delta = message["content"][event["index"]], dict(event["delta"])
-                kind = delta.pop("type")
-                [(field, text)] = delta.items()
-                if kind == "input_json_delta":
-                    partial[event["index"]] = partial.get(event["index"], "") + text
-                else:
-                    block[field] += text
-            case "message_delta":
-                message |= event["delta"] | {"usage": message["usage"] | event["usage"]}
-            case other:
-                assert other in ("content_block_stop", "message_stop", "ping")
-    for index, text in partial.items():
-        try:
-            message["content"][index]["input"] = json.loads(text)
-        except ValueError:
-            assert message["stop_reason"] == "max_tokens"
-    return message
-
-
-def without_ids(message):
-    """Compare messages of two requests, whose ids differ."""
-    content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
-    return message | {"id": "", "content": content}
-
-
-# ---------------------------------------------------------------------------------------------------------- answers
-
-
-async def test_an_answer_has_thinking_text_and_a_call(planning):
-    made = await answer(planning, tools=[TOOL])
+async def test_blocks_have_what_clients_need(planning):
+    made = await MESSAGES.answer(planning, tools=[TOOL])
     thinking, text, call = made["content"]
-    assert (thinking["type"], thinking["thinking"]) == ("thinking", REASONING)
     assert thinking["signature"], "clients drop what has none"
     assert text == {"type": "text", "text": SAID}
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", ASKED)
-    assert (made["stop_reason"], made["stop_sequence"]) == ("tool_use", None)
-    assert (made["type"], made["role"], made["model"]) == ("message", "assistant", "fake")
-    [asked] = planning.engine.requests
-    assert asked.sampling.temperature == 1.0
-    usage = made["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(asked.token_ids)
-    assert (usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]) == (1, 0)
-    assert len(REASONING) < usage["output_tokens_details"]["thinking_tokens"] < usage["output_tokens"]
-    assert prompt_of(planning).startswith('[{"name": "weather", "description": "Tells it.", "parameters": {')
+    assert (made["type"], made["role"], made["stop_sequence"]) == ("message", "assistant", None)
 
 
-@pytest.mark.parametrize("burst", [1, pytest.param(7, marks=pytest.mark.slow), 300])
-async def test_a_stream_tells_how_the_same_answer_grows(burst):
-    async with talking(planned(PLAN, burst=burst)) as server:
-        whole = await answer(server, tools=[TOOL])
-        events = await streamed(server, tools=[TOOL])
-        assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
-        assert events[-1]["type"] == "message_stop"
-        assert events[0]["message"]["usage"]["input_tokens"] == len(server.engine.requests[-1].token_ids)
-        assert without_ids(assembled(events)) == without_ids(whole)
-        borders = [(e["type"], e["index"]) for e in events if e["type"].endswith(("block_start", "block_stop"))]
-        assert borders == [(f"content_block_{kind}", i) for i in range(3) for kind in ("start", "stop")]
-        if burst == 300:
-            deltas = [event["delta"]["type"] for event in events if event["type"] == "content_block_delta"]
-            assert deltas == ["thinking_delta", "signature_delta", "text_delta", "input_json_delta"], "one a round"
-
-
-async def test_an_answer_that_is_cut_short_says_so_and_keeps_what_was_said():
-    async with talking(planned(PLAN, burst=50)) as server:
-        for cut in range(1, (await answer(server, tools=[TOOL]))["usage"]["output_tokens"], 5):
-            whole = await answer(server, tools=[TOOL], max_tokens=cut)
-            made = assembled(await streamed(server, tools=[TOOL], max_tokens=cut))
-            assert without_ids(made) == without_ids(whole)
-            assert (whole["stop_reason"], whole["usage"]["output_tokens"]) == ("max_tokens", cut)
-            for block in whole["content"]:
-                said = block.get("thinking", block.get("text", ""))
-                assert said.rstrip("\ufffd") in PLAN  # half a mark is text, half a letter that
-                assert block.get("input", {}) in ({}, ASKED)
-
-
-async def test_why_an_answer_ended():
-    async with talking(planned(SAID)) as server:
-        assert (await answer(server))["stop_reason"] == "end_turn"
-        stopped = await answer(server, stop_sequences=["zzz", "look"])
-        assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "look")
-        assert stopped["content"] == [{"type": "text", "text": SAID[: SAID.index("look")]}]
-        events = await streamed(server, stop_sequences=["look"])
-        assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "look"}
-
-
-async def test_text_has_the_structure_that_was_asked_for():
-    compiler = FakeCompiler()
-    async with talking(model_format=PlainFormat(), compile_grammar=compiler) as server:
-        made = await answer(server, output_config={"format": {"type": "json_schema", "schema": WEATHER}})
-        assert made["content"] == [{"type": "text", "text": "{}"}]
-        assert json.loads(compiler.asked[-1].json_schema) == WEATHER
+async def test_a_stop_sequence_is_named(saying):
+    stopped = await MESSAGES.answer(saying, stop_sequences=["zzz", "look"])
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "look")
+    assert stopped["content"] == [{"type": "text", "text": SAID[: SAID.index("look")]}]
+    events = await MESSAGES.events(saying, stop_sequences=["look"])
+    assert without_ids(MESSAGES.assembled(events)) == without_ids(stopped)
 
 
 # ---------------------------------------------------------------------------------------------------- conversations
@@ -189,7 +66,7 @@ async def test_a_conversation_of_every_kind_of_block(saying):
         {"role": "user", "content": "five"},
     ]
     system = [{"type": "text", "text": "you"} | cached, {"type": "text", "text": "are it"}]
-    await answer(saying, messages=messages, system=system)
+    await MESSAGES.answer(saying, messages=messages, system=system)
     calls = '[t1 {"name": "weather", "arguments": {"city": "Oslo"}}][t2 {"name": "weather", "arguments": {}}]'
     assert prompt_of(saying) == (
         f"<system>you\n\nare it\n\nearly<user>one\n\ntwo<assistant>(hm)I{calls}<tool t2 weather>cold"
@@ -199,54 +76,29 @@ async def test_a_conversation_of_every_kind_of_block(saying):
 
 
 async def test_an_answer_can_be_sent_back_as_it_is(planning):
-    made = await answer(planning, tools=[TOOL])
+    made = await MESSAGES.answer(planning, tools=[TOOL])
     call_id = made["content"][2]["id"]
     result = {"type": "tool_result", "tool_use_id": call_id, "content": "cold"}
     turns = [*USER, {"role": "assistant", "content": made["content"]}, {"role": "user", "content": [result]}]
-    await answer(planning, messages=turns)
+    await MESSAGES.answer(planning, messages=turns)
     call = json.dumps({"name": "weather", "arguments": ASKED})
     said = f"<user>hi<assistant>({REASONING}){SAID}[{call_id} {call}]<tool {call_id} weather>cold<go>"
     assert prompt_of(planning) == said
 
 
-async def test_the_last_message_of_the_assistant_is_continued(saying):
-    await answer(saying, messages=[*USER, {"role": "assistant", "content": "Well,"}])
-    assert prompt_of(saying) == "<user>hi<assistant>Well,"
+THINKING = [
+    ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "[enable_thinking True]<user>hi<go>"),
+    ({"thinking": {"type": "disabled"}}, "[enable_thinking False]<user>hi<go>"),
+    ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, "[effort high]<user>hi<go>"),
+    ({"messages": [*USER, {"role": "assistant", "content": "Well,"}]}, "<user>hi<assistant>Well,"),
+]
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "[enable_thinking True]"),
-        ({"thinking": {"type": "disabled"}}, "[enable_thinking False]"),
-        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, "[effort high]"),
-        ({}, ""),
-    ],
-    ids=str,
-)
-async def test_the_template_is_told_how_to_think(fields, said):
-    async with talking(model_format=PlainFormat()) as server:
-        await answer(server, **fields)
-        assert prompt_of(server) == f"{said}<user>hi<go>"
-
-
-async def test_a_limit_that_is_too_large_is_the_room_of_the_context():
-    async with talking() as server:
-        server.engine.max_model_len = 500
-        await answer(server, max_tokens=32000)
-        [request] = server.engine.requests
-        assert request.sampling.max_tokens == 500 - len(request.token_ids)
-
-
-async def test_without_a_choice_of_tools_calls_are_text():
-    async with talking(planned(CALL)) as server:
-        made = await answer(server, tools=[TOOL], tool_choice={"type": "none"})
-        assert made["content"] == [{"type": "text", "text": CALL}]
-        assert made["stop_reason"] == "end_turn"
-        assert prompt_of(server) == "<user>hi<go>"
-
-
-# ----------------------------------------------------------------------------------------------------------- counts
+async def test_the_template_is_told_how_to_think_and_where_to_go_on():
+    async with talking(model_format=PlainFormat()) as server:  # a budget would be a structure, if marks were known
+        for fields, said in THINKING:
+            await MESSAGES.answer(server, **fields)
+            assert prompt_of(server) == said
 
 
 async def test_counted_tokens_are_those_of_the_prompt(saying):
@@ -254,14 +106,14 @@ async def test_counted_tokens_are_those_of_the_prompt(saying):
     counted = await saying.http.post("/v1/messages/count_tokens", json=fields)
     assert counted.status_code == 200, counted.text
     assert not saying.engine.requests
-    made = await answer(saying, **fields)
-    assert counted.json() == {"input_tokens": len(saying.engine.requests[0].token_ids)}
-    usage = made["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == counted.json()["input_tokens"]
-    told = await refusal(saying, "/v1/messages/count_tokens", messages=[])
-    assert "max_tokens is 300; this field is not served" in told
-    refused = await saying.http.post("/v1/messages/count_tokens", json={"model": "fake", "messages": []})
-    assert refused.json()["error"]["message"] == "messages is []; expected at least one message"
+    made = await MESSAGES.answer(saying, **fields)
+    assert counted.json() == {"input_tokens": MESSAGES.counted(made).prompt}
+    for wrong, told in (
+        ({**MESSAGES.body, "messages": []}, "max_tokens is 300; this field is not served"),
+        ({"model": "fake", "messages": []}, "messages is []; expected at least one message"),
+    ):
+        refused = await saying.http.post("/v1/messages/count_tokens", json=wrong)
+        assert told in refused.json()["error"]["message"]
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -305,32 +157,27 @@ REFUSED = [
 
 
 async def test_fields_without_effect_are_taken(saying):
-    assert without_ids(await answer(saying, **NO_EFFECT)) == without_ids(await answer(saying))
+    whole = await MESSAGES.answer(saying)
+    assert without_ids(await MESSAGES.answer(saying, **NO_EFFECT)) == without_ids(whole)
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "x,y"}
-    assert (await saying.http.post("/v1/messages?beta=true", json=BODY, headers=headers)).status_code == 200
+    assert (await saying.http.post("/v1/messages?beta=true", json=MESSAGES.body, headers=headers)).status_code == 200
 
 
-async def test_what_is_not_served_is_refused_by_name():
-    async with talking() as server:
-        for i, (fields, said) in enumerate(REFUSED, 1):
-            assert said in await refusal(server, **fields)
-            assert metric(server, "admission_rejected_total", reason="invalid") == i
-        assert not server.engine.requests
+async def test_what_is_not_served_is_refused_by_name(saying):
+    await MESSAGES.check_refusals(saying, REFUSED)
 
 
-async def test_a_prompt_that_is_too_long_is_called_so():
-    async with talking() as server:
-        server.engine.max_model_len = 100
-        told = await refusal(server, messages=[{"role": "user", "content": "x" * 200}])
-        assert told.startswith("prompt is too long: has 210 tokens; the limit is 99")
+async def test_a_prompt_that_is_too_long_is_called_so(saying):
+    saying.engine.max_model_len = 100
+    told = await MESSAGES.refusal(saying, messages=[{"role": "user", "content": "x" * 200}])
+    assert told.startswith("prompt is too long: has 210 tokens; the limit is 99")
 
 
 async def test_a_key_is_a_token(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"alice {ALICE}\n")
     async with talking(token_file=tokens) as server:
-        told = await refusal(server, status=401, kind="authentication_error")
-        assert "authorization is missing" in told
+        assert "authorization is missing" in await MESSAGES.refusal(server, status=401)
         for headers, status in [
             ({"x-api-key": ALICE}, 200),
             ({"authorization": f"Bearer {ALICE}"}, 200),
@@ -338,22 +185,8 @@ async def test_a_key_is_a_token(tmp_path):
             ({"x-api-key": "nobody-has-this-key"}, 401),
             ({"authorization": "Bearer nobody-has-this-token", "x-api-key": ALICE}, 401),
         ]:
-            answered = await server.http.post("/v1/messages", json=BODY, headers=headers)
+            answered = await server.http.post("/v1/messages", json=MESSAGES.body, headers=headers)
             assert answered.status_code == status, headers
         twice = httpx.Headers([("x-api-key", ALICE), ("x-api-key", ALICE)])
-        assert (await server.http.post("/v1/messages", json=BODY, headers=twice)).status_code == 401
+        assert (await server.http.post("/v1/messages", json=MESSAGES.body, headers=twice)).status_code == 401
         assert (await server.http.get("/v1/models", headers={"x-api-key": ALICE})).status_code == 200
-
-
-# ----------------------------------------------------------------------------------------------------- ends of calls
-
-
-async def test_an_event_that_cannot_be_made_ends_a_stream_with_one_that_says_so(monkeypatch):
-    def broken(self, piece):
-        raise RuntimeError("a secret")
-
-    monkeypatch.setattr(MessagesAnswer, "add", broken)
-    async with talking() as server:
-        events = await streamed(server)
-        assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "internal error"}}
-        await until(lambda: not server.app.driver.live())

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from pilotfish.v1 import generation_pb2 as pb
-from server.formats.base import CallArguments, CallStart, Content, Reasoning, ReasoningMarks, Tool
+from server.formats.base import Content, ReasoningMarks, Tool
 from server.formats.hermes import HermesFormat
 from server.formats.reasoning import PlainFormat
 from server.http.pieces import CallReader, ReadCall, ReadOutput, call_id, joined
@@ -63,23 +63,6 @@ async def test_parts_do_not_matter(name):
         assert joined(pieces, reader.reasoning_tokens(0)) == expected
 
 
-async def test_outputs_are_read_apart():
-    reader = CallReader(HERMES, TOOLS)
-    streams = zip(
-        messages(["<think>", "a", "</think>b"], [1, 1, 1], index=0),
-        messages(["c", CALL, ""], [1, 1, 1], index=1),
-        strict=True,
-    )
-    found = {0: [], 1: []}
-    for first, second in streams:
-        for message in (first, second):
-            index = message.delta.index if message.HasField("delta") else message.finished.index
-            found[index] += await reader.read(message)
-    assert joined(found[0]) == ReadOutput("a", "b")
-    assert joined(found[1]) == ReadOutput("", "c", (ReadCall("f", '{"x": "a"}'),))
-    assert (reader.reasoning_tokens(0), reader.reasoning_tokens(1)) == (2, 0)
-
-
 async def test_text_of_no_token_is_read_and_not_counted():
     reader = CallReader(PlainFormat({}, MARKED))
     assert await reader.whole(whole(["<think>", "a"], tail="b")) == [ReadOutput("ab", "", (), 1)]
@@ -91,20 +74,6 @@ async def test_without_a_format_text_comes_as_it_is():
     for text, message in zip(texts, messages(texts, [1] * 4), strict=False):
         assert await reader.read(message) == [Content(text)]
     assert (await CallReader(None).whole(whole(texts)))[0] == ReadOutput(content="".join(texts))
-
-
-def test_pieces_are_joined_by_their_calls():
-    pieces = [
-        Reasoning("a"),
-        Content("b"),
-        CallStart(0, "f"),
-        CallArguments(0, "{"),
-        CallArguments(0, "}"),
-        CallStart(1, "g"),
-        Content("c"),
-        CallArguments(1, "[]"),
-    ]
-    assert joined(pieces, 4) == ReadOutput("a", "bc", (ReadCall("f", "{}"), ReadCall("g", "[]")), 4)
 
 
 def test_every_call_has_an_id_of_its_own():

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 import pytest
+import torch
 import zmq
 import zmq.asyncio
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from engine.kv.pages import CacheChange
-from server import cli
-from server.config import ServerConfig
-from server.telemetry.kv_events import EXTRA, CachedBlocks, ZmqKvEvents
+from server.telemetry.kv_events import CachedBlocks, ZmqKvEvents
 from tests.engine.kv.test_pages import PAGE, Arena
-from tests.serving import http_client, serving_embedded, until
+from tests.engine.text.test_codec import VOCAB_SIZE
+from tests.fakes import fake_engine
+from tests.server.fake_engine import served
+from tests.server.test_life import metric
+from tests.server.worker.test_engine_process import apart
+from tests.serving import http_client, serving, until
 
 TOPIC = "kv@pod@pilotfish-embedded"
 TEXT = "def double(values):\n    return [2 * value for value in values]\n\n\n" * 6
-PAGE_SIZE = 32  # the default
+PAGE_SIZE = 32
 SECONDS = 30  # to wait for what has to come
 
 
@@ -97,7 +100,7 @@ class Told(Arena):
 
 
 TestTold = Told.TestCase
-TestTold.settings = settings(max_examples=30)
+TestTold.settings = settings(max_examples=10)
 
 
 def entered(number, before=None, salt=None, tokens=(1, 2)):
@@ -265,26 +268,6 @@ def test_what_cannot_be_listened_on_is_named(tmp_path):
         ZmqKvEvents(f"ipc://{tmp_path}/events", "nonsense", TOPIC, "m")
 
 
-def test_a_missing_extra_is_named(capsys, monkeypatch):
-    monkeypatch.setattr("server.telemetry.logs.configure", lambda _: None)  # leave pytest's own handlers alone
-    monkeypatch.setitem(__import__("sys").modules, "zmq", None)
-    assert cli.main(["serve", "nothing", "--kv-events-endpoint", "tcp://127.0.0.1:*"]) == 1
-    assert EXTRA in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"kv_events_topic": "kv@a@b"}, "kv_events_topic is of K/V events; they need a kv_events_endpoint"),
-        ({"kv_events_replay_endpoint": "tcp://*:1"}, "kv_events_replay_endpoint is of K/V events"),
-        ({"kv_events_endpoint": "tcp://*:1", "prefix_cache": False}, "kv_events_endpoint needs the prefix cache"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options, problem):
-    with pytest.raises(ValueError, match=problem):
-        ServerConfig(**options)
-
-
 # -------------------------------------------------------------------------------------------------- of a server
 
 
@@ -297,22 +280,31 @@ async def complete(http, prompt, **fields):
     return rendered["token_ids"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
+def table_model(*_):
+    """A whole engine with a prefix cache, which repeats one token."""
+    logits = torch.zeros(VOCAB_SIZE)
+    logits[5] = 9.0
+    return served(fake_engine(lambda _: logits, vocab_size=VOCAB_SIZE, max_model_len=1024, page_size=PAGE_SIZE))
+
+
+on_a_thread = partial(serving, load=table_model)
+
+
 @asynccontextmanager
-async def hearing_server(endpoints, engine_process):
-    """A server of the embedded pair, its HTTP client, and who hears its events."""
+async def hearing_server(endpoints, start):
+    """A server, its HTTP client, and who hears its events."""
     events, replays = endpoints
     names = {"kv_events_endpoint": events, "kv_events_replay_endpoint": replays, "kv_events_topic": TOPIC}
     async with (
-        serving_embedded(engine_process=engine_process, **names) as server,
+        start(**names) as server,
         http_client(server) as http,
         listening(server.app.kv_events, *endpoints) as (reader, asking),
     ):
         yield server, http, reader, asking
 
 
-@pytest.mark.parametrize("engine_process", [False, pytest.param(True, marks=pytest.mark.slow)])
-async def test_a_router_knows_before_what_a_request_will_find_cached(endpoints, engine_process):
-    async with hearing_server(endpoints, engine_process) as (_, http, reader, _):
+async def test_a_router_knows_before_what_a_request_will_find_cached(endpoints):
+    async with hearing_server(endpoints, on_a_thread) as (_, http, reader, _):
         router = Router()
         asked = [(TEXT, None), (TEXT, "a"), (TEXT[: len(TEXT) // 2], None), (TEXT + "x = 1", "a"), (TEXT, "b")]
         for prompt, salt in asked:
@@ -325,20 +317,19 @@ async def test_a_router_knows_before_what_a_request_will_find_cached(endpoints, 
         assert {salt for salt, _ in router.blocks.values()} == {None, "a", "b"}
 
 
-@pytest.mark.slow
-async def test_with_the_engine_all_that_was_cached_is_gone(endpoints):
-    async with hearing_server(endpoints, engine_process=True) as (server, http, reader, asking):
+async def test_with_the_engines_process_all_that_was_cached_is_gone(endpoints):
+    async with hearing_server(endpoints, apart) as (server, http, reader, asking):
         router = Router()
         await complete(http, TEXT)
         while not router.blocks:
             await hear(reader, router)
-        os.kill(server.app.host.pid, signal.SIGKILL)
+        server.kill()
         while router.blocks:
             await hear(reader, router)
-        await until(lambda: server.app.metrics.registry.get_sample_value("pilotfish_engine_restarts_total") == 1)
-        tokens, cached = await complete(http, TEXT)
-        assert cached == 0, "the next engine has an empty cache"
-        await hear_of(tokens, reader, router)
+        await until(lambda: metric(server, "engine_restarts_total") == 1)
+        await complete(http, TEXT)
+        while not router.blocks:
+            await hear(reader, router)
         late = Router()
         await replay(asking, late)
         while late.numbers[-1] > router.numbers[-1]:
@@ -347,7 +338,7 @@ async def test_with_the_engine_all_that_was_cached_is_gone(endpoints):
 
 
 async def test_a_recovered_engine_on_a_thread_tells_again_what_it_kept(endpoints):
-    async with hearing_server(endpoints, engine_process=False) as (server, http, reader, _):
+    async with hearing_server(endpoints, on_a_thread) as (server, http, reader, _):
         router = Router()
         await complete(http, TEXT)
         while not router.blocks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -10,13 +9,14 @@ import time
 from pathlib import Path
 
 from engine.errors import ModelError
+from engine.kv.pages import CacheChange
 from engine.verdicts import verdict
 from server.worker import engine_process
 from tests.server.fake_engine import FakeEngine, served
 from tests.server.fake_grammar import FakeCompiler
 
 PROGRAM = "from tests.server.worker.fake_child import main; main()"
-KILL, SEGFAULT, EXIT, RAISE, HANG, GARBAGE, OVERSIZED, SLOW = range(100, 108)
+KILL, EXIT, RAISE, HANG, GARBAGE, SLOW = range(100, 106)
 
 
 def _write(data: bytes) -> None:
@@ -25,12 +25,10 @@ def _write(data: bytes) -> None:
 
 ACCIDENTS = {
     KILL: lambda: os.kill(os.getpid(), signal.SIGKILL),
-    SEGFAULT: lambda: ctypes.string_at(0),
     EXIT: lambda: os._exit(3),
     RAISE: lambda: 1 / 0,
     HANG: lambda: time.sleep(1000),
     GARBAGE: lambda: _write(b"\0\0\0\3abc"),
-    OVERSIZED: lambda: _write(b"\xff\xff\xff\xff"),
     SLOW: lambda: time.sleep(0.005),
 }
 
@@ -46,6 +44,29 @@ class AccidentProne(FakeEngine):
         return super().step()
 
 
+class CacheTelling(AccidentProne):
+    """Tells who watches that it has cached the first page of each prompt."""
+
+    _changes: list[CacheChange] | None = None
+
+    @property
+    def pages(self):
+        return self
+
+    def watch(self):
+        self._changes = []
+
+    def take_changes(self):
+        taken, self._changes = self._changes, []
+        return tuple(taken)
+
+    def add(self, request):
+        if self._changes is not None:
+            page = request.token_ids[: self.page_size]
+            self._changes.append(CacheChange(len(self.requests), salt=(request.cache_salt, 0), tokens=page))
+        return super().add(request)
+
+
 def load(config, progress, *, is_successor=False):
     """Like `ServedModel.load`. A model `none` there is not; where the target is a file, the first successor hangs."""
     if config.target == "none":
@@ -56,7 +77,7 @@ def load(config, progress, *, is_successor=False):
         time.sleep(1000)
     progress("loading a fake")
     verdict(lambda: progress("testing a fake") or True)
-    engine = AccidentProne(batch=min(config.max_batch_size, 8))
+    engine = CacheTelling(batch=min(config.max_batch_size, 8))
     engine.config = config
     for name, folder in config.adapter.items():
         engine.adapters.load(name, Path(folder))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 
 from server.errors import EngineCrashed
+from server.lifecycle import State
 from server.worker import fork_server
 from server.worker.fork_server import Forked, ForkServer, ForkServerGone
-from tests.server.test_life import metric
-from tests.server.worker.test_engine_process import SOME, answers, apart, begun, rest, restarted, slow, state_of
+from tests.server.test_generate import collect, request
+from tests.server.test_life import LONG, code_of
+from tests.server.worker import fake_child
+from tests.server.worker.test_engine_process import SOME, answers, apart, begun, prompt, rest, restarted, slow, state_of
 from tests.serving import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -129,15 +134,20 @@ def test_a_fork_server_that_does_not_answer_is_killed(monkeypatch):
                 forks.fork()
 
 
-async def test_without_its_fork_server_a_server_starts_another_one():
-    async with apart(with_own_forks=True) as server:
+async def test_without_its_fork_server_a_server_starts_another_one_and_the_log_of_all_is_one(capfd):
+    async with apart(log_format="json", with_own_forks=True) as server:
+        crashing = server.inference.GenerateStream(request(**prompt(fake_child.RAISE), stopping=LONG))
+        assert await code_of(collect(crashing)) == grpc.StatusCode.INTERNAL
+        await until(lambda: server.app.lifecycle.state is State.READY)
         call = server.inference.GenerateStream(slow(stopping=SOME))
         await begun([call])
         os.kill(parent_of(server.host.pid), signal.SIGKILL)
         (end,) = await rest(call)
-        assert (end.usage.completion_tokens, end.interruptions) == (150, 1)
-        await restarted(server)
+        assert (end.usage.completion_tokens, end.interruptions) == (SOME.max_tokens, 1)
         assert await answers(server)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    failure, _ = [line for line in lines if line["logger"] == "server.worker.engine_process"]
+    assert "ZeroDivisionError" in failure["error"]
 
 
 async def standby_of(server):
@@ -154,25 +164,7 @@ async def test_a_standby_takes_over_and_gets_a_successor():
             await begun([call])
             server.kill()
             (end,) = await rest(call)
-            assert (end.usage.completion_tokens, end.interruptions) == (150, 1)
+            assert (end.usage.completion_tokens, end.interruptions) == (SOME.max_tokens, 1)
             assert server.host.pid == standby
-            await restarted(server, times)
-        assert await answers(server)
-
-
-async def test_a_standby_that_is_lost_is_replaced_and_nobody_notices():
-    async with apart(standby=True) as server:
-        lost = await standby_of(server)
-        os.kill(lost, signal.SIGKILL)
-        await until(lambda: server.host.standby_pid not in (lost, None))
-        await until(lambda: state_of(lost) == "")
-        assert await answers(server)
-        assert metric(server, "engine_restarts_total") == 0
-
-
-async def test_the_engine_is_lost_while_its_standby_loads():
-    async with apart(standby=True) as server:
-        for times in (1, 2, 3):
-            server.kill()
             await restarted(server, times)
         assert await answers(server)

@@ -1,0 +1,116 @@
+"""Laws of the routes that agents call: whole and streamed they say the same, with reasoning, a text and calls."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from server.formats.reasoning import PlainFormat
+from server.http.pieces import CallReader
+from tests.engine.text.test_codec import CODEC
+from tests.server.fake_grammar import FakeCompiler
+from tests.server.http.agents import (
+    CALL,
+    DIALECTS,
+    PARTS,
+    PLAN,
+    REASONING,
+    WEATHER,
+    prompt_of,
+    say,
+    talking,
+    without_ids,
+)
+from tests.server.http.interfaces import on_the_shared_server
+from tests.serving import until
+
+pytestmark = on_the_shared_server
+each = pytest.mark.parametrize("about", DIALECTS.values(), ids=DIALECTS)
+
+
+@each
+async def test_an_answer_has_reasoning_a_text_and_a_call(planning, about):
+    made = await about.answer(planning, tools=[about.tool])
+    assert about.parts(made) == PARTS
+    assert (about.why(made), made["model"]) == (about.ends[0], "fake")
+    [asked] = planning.engine.requests
+    assert asked.sampling.temperature == 1.0
+    counted = about.counted(made)
+    assert (counted.prompt, counted.cached) == (len(asked.token_ids), 1)
+    assert len(REASONING) < counted.reasoning < counted.output
+    assert prompt_of(planning).startswith('[{"name": "weather", "description": "Tells it.", "parameters": {')
+
+
+@pytest.mark.parametrize("burst", [1, 300])
+@each
+async def test_a_stream_tells_how_the_same_answer_grows(saying, about, burst):
+    for text in (PLAN, f"{CALL}\n{CALL}", ""):
+        say(saying, text, burst)
+        whole = await about.answer(saying, tools=[about.tool])
+        events = await about.events(saying, tools=[about.tool])
+        assert without_ids(about.assembled(events)) == without_ids(whole)
+        assert burst == 1 or len(events) < 30, "one of each kind in a round"
+
+
+# One token less than these beginnings of `PLAN` have: half a mark, half a letter, and half of each kind of part.
+CUTS = ("<th", "<think>\n", "Let", "ü", "</th", "</think>\n", "I l", "<tool_", '"na', "weath", "Os", "1, 2", "</tool")
+
+
+@each
+async def test_an_answer_that_is_cut_short_says_so_and_keeps_what_was_said(saying, about):
+    say(saying, PLAN, burst=50)
+    for mark in CUTS:
+        cut = len(CODEC.encode(PLAN[: PLAN.index(mark) + len(mark)])) - 1
+        fields = {"tools": [about.tool], about.interface.limit: cut}
+        whole = await about.answer(saying, **fields)
+        assert without_ids(about.assembled(await about.events(saying, **fields))) == without_ids(whole)
+        assert (about.why(whole), about.counted(whole).output) == (about.ends[2], cut)
+        assert all(text.rstrip("\ufffd") in PLAN for _, text in about.parts(whole)), "half a mark is text"
+
+
+@each
+async def test_every_call_has_an_id_of_its_own(saying, about):
+    say(saying, f"{CALL}\n{CALL}")
+    made = [await about.answer(saying, tools=[about.tool]) for _ in range(2)]
+    assert [about.parts(answer) for answer in made] == [PARTS[2:] * 2] * 2
+    ids = [match for answer in made for match in about.call_ids(answer)]
+    assert len(set(ids)) == len(ids) == 4
+
+
+@pytest.mark.parametrize("name", ["messages", "responses"])
+async def test_a_limit_that_is_too_large_is_the_room_of_the_context(saying, name):
+    saying.engine.max_model_len = 500
+    await DIALECTS[name].answer(saying, **{DIALECTS[name].interface.limit: 32000})
+    [request] = saying.engine.requests
+    assert request.sampling.max_tokens == 500 - len(request.token_ids)
+
+
+@each
+async def test_without_a_choice_of_tools_calls_are_text(saying, about):
+    say(saying, CALL)
+    for fields in ({"tools": [about.tool], "tool_choice": about.no_calls}, {"tools": []}):
+        made = await about.answer(saying, **fields)
+        assert about.parts(made) == [("text", CALL)]
+        assert about.why(made) == about.ends[1]
+        assert prompt_of(saying) == "<user>hi<go>"
+
+
+@each
+async def test_text_has_the_structure_that_was_asked_for(about):
+    compiler = FakeCompiler()
+    async with talking(model_format=PlainFormat(), compile_grammar=compiler) as server:
+        made = await about.answer(server, **about.structure)
+        assert about.parts(made) == [("text", "{}")]
+        assert json.loads(compiler.asked[-1].json_schema) == WEATHER
+
+
+@each
+async def test_an_event_that_cannot_be_made_ends_a_stream_with_one_that_says_so(saying, about, monkeypatch):
+    def broken(self, message):
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(CallReader, "read", broken)
+    end = (await about.events(saying))[-1]
+    assert about.interface.error(end)["message"] == "internal error"
+    await until(lambda: not saying.app.driver.live())
