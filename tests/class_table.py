@@ -29,7 +29,7 @@ from tests import fakes, zoo
 from tests.classes import KINDS, tiny
 from tests.families import generate
 
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 RAGGED = "ragged"
 ALONE, WHOLE = "one sequence at a time", "one sequence at a time, fed its whole text in every pass"
 REFUSED = "refused: "

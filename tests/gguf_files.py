@@ -11,25 +11,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
-from transformers import (
-    AutoConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Glm4MoeConfig,
-    GptOssConfig,
-    GraniteMoeConfig,
-    LlamaConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-)
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests import zoo
@@ -69,6 +51,9 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "n
          "num_key_value_heads": 2, "vocab_size": zoo.VOCAB, "max_position_embeddings": 128, "bos_token_id": 1,
          "eos_token_id": zoo.END}  # fmt: skip
 
+SMALL = WIDE | {"hidden_size": 64, "intermediate_size": 96}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+
 
 def llama(**changes: object) -> LlamaConfig:
     """A Llama whose rows are whole blocks of every type."""
@@ -80,44 +65,48 @@ def qwen3(**changes: object) -> Qwen3Config:
     return Qwen3Config(**WIDE | {"head_dim": 64, "tie_word_embeddings": True} | changes)
 
 
+def mixed(name: str) -> Type:
+    """The type of a matrix in a mixture as most published files have it: the head and some others finer."""
+    finer = {"output": Type.Q6_K, "attn_v": Type.Q6_K, "ffn_down": Type.Q5_K, "attn_q": Type.Q8_0}
+    return finer.get(name.split(".")[-2], Type.Q4_K)
+
+
+def config_of(family: str, sizes: dict[str, Any] = SMALL) -> PreTrainedConfig:
+    """A config of one of the `families`, in other sizes."""
+    if family == "phi3-longrope":
+        return zoo.longrope()
+    kind, own = (_families() | _mixtures(sizes))[family]
+    return AutoConfig.for_model(kind, **sizes | {"pad_token_id": 0} | own)
+
+
 def families() -> dict[str, PreTrainedConfig]:
     """A config of every family, and of every kind of rotary embedding, that is read."""
-    llama3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaled = {"rope_theta": 1e4, "factor": 4.0}
-    small = WIDE | {"hidden_size": 64, "intermediate_size": 96}
-    return (
-        {
-            "llama": LlamaConfig(**small, attention_bias=True),
-            "llama-3": LlamaConfig(
-                **small | {"max_position_embeddings": 16384},
-                rope_parameters=llama3 | {"original_max_position_embeddings": 8192},
-            ),
-            "llama-linear": LlamaConfig(**small, rope_parameters=scaled | {"rope_type": "linear"}),
-            "qwen2": Qwen2Config(**small),
-            "qwen2-yarn": Qwen2Config(
-                **small, rope_parameters=scaled | {"rope_type": "yarn", "original_max_position_embeddings": 32}
-            ),
-            "qwen3": Qwen3Config(**small, head_dim=32, tie_word_embeddings=True),
-            "gemma2": Gemma2Config(**small, head_dim=32, sliding_window=9, query_pre_attn_scalar=32),
-            "gemma3": Gemma3TextConfig(
-                **small | {"num_hidden_layers": 7}, head_dim=32, sliding_window=9, query_pre_attn_scalar=32
-            ),
-            "phi3": Phi3Config(**small, pad_token_id=0, sliding_window=20),
-            "phi3-longrope": zoo.longrope(),
-        }
-        | others(small)
-        | mixtures(small)
-    )
+    return {name: config_of(name) for name in (*_families(), "phi3-longrope", *_mixtures(SMALL))}
 
 
-def others(sizes: dict[str, object]) -> dict[str, PreTrainedConfig]:
-    """A config of every further family without experts."""
-    half = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
-            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.1}  # fmt: skip
+def _families() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Of those without experts the model type, and what it has beside the sizes."""
+    rope = {"rope_theta": 1e4}
+    llama3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 8192}  # fmt: skip
+    linear = rope | {"rope_type": "linear", "factor": 4.0}
+    half = {"rope_parameters": rope | {"rope_type": "default", "partial_rotary_factor": 0.5}}
+    scaled = rope | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 32.0,
+                     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}  # fmt: skip
+    window = {"head_dim": 32, "sliding_window": 9, "query_pre_attn_scalar": 32}
     four = {"num_hidden_layers": 4}  # in which one has no window, or no rotary embedding
+    renamed = {
+        "llama": ("llama", {"attention_bias": True}),
+        "llama-3": ("llama", {"max_position_embeddings": 16384, "rope_parameters": llama3}),
+        "llama-linear": ("llama", {"rope_parameters": linear}),
+        "qwen2-yarn": ("qwen2", {"rope_parameters": _YARN}),
+        "gemma3": ("gemma3_text", window | {"num_hidden_layers": 7}),
+    }
     own = {
+        "qwen2": {},
+        "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+        "gemma2": window,
+        "phi3": {"sliding_window": 20},
         "cohere2": four | {"head_dim": 16, "sliding_window": 9, "logit_scale": 0.5},
         "ernie4_5": {"head_dim": 32},
         "exaone4": four | {"head_dim": 16, "sliding_window": 9},
@@ -127,56 +116,38 @@ def others(sizes: dict[str, object]) -> dict[str, PreTrainedConfig]:
                     "residual_multiplier": 0.5},
         "hunyuan_v1_dense": {"head_dim": 32},
         "lfm2": four | {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
-        "ministral3": {"rope_parameters": yarn},
+        "ministral3": {"rope_parameters": scaled},
         "olmo2": {},
         "seed_oss": {"head_dim": 32},
         "smollm3": four,
         "stablelm": half | {"use_qkv_bias": True},
         "starcoder2": {"norm_epsilon": 1e-6, "sliding_window": 4096},
     }  # fmt: skip
-    return {name: AutoConfig.for_model(name, **sizes | {"pad_token_id": 0} | more) for name, more in own.items()}
+    return renamed | {name: (name, more) for name, more in own.items()}
 
 
-def mixtures(sizes: dict[str, object]) -> dict[str, PreTrainedConfig]:
-    """A config of every family with experts."""
+def _mixtures(sizes: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The same of those with experts."""
     chosen = {"num_experts_per_tok": 2}
     experts = chosen | {"num_experts": 4, "moe_intermediate_size": sizes["hidden_size"]}
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    half = {"head_dim": 16, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}
     exact = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}  # as all published gpt-oss have it
+    delta = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+             "linear_value_head_dim": 8}  # fmt: skip
     return {
-        "mixtral": MixtralConfig(**sizes, **chosen, num_local_experts=4),
-        "qwen2moe": Qwen2MoeConfig(
-            **sizes, **experts, shared_expert_intermediate_size=sizes["intermediate_size"], norm_topk_prob=False
-        ),
-        "qwen3moe": Qwen3MoeConfig(**sizes, **experts, head_dim=64, norm_topk_prob=True),
-        "glm4moe": Glm4MoeConfig(
-            **sizes,
-            **experts,
-            head_dim=16,
-            n_routed_experts=4,
-            use_qk_norm=True,
-            attention_bias=True,
-            routed_scaling_factor=1.5,
-            rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5},
-        ),
-        "qwen3next": Qwen3NextConfig(
-            **sizes | {"num_hidden_layers": 4},
-            **experts,
-            head_dim=16,
-            shared_expert_intermediate_size=96,
-            linear_num_value_heads=4,
-            linear_num_key_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            norm_topk_prob=True,
-            rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5},
-        ),
-        "granitemoe": GraniteMoeConfig(**sizes, **chosen, num_local_experts=4, embedding_multiplier=3.0),
-        "olmoe": OlmoeConfig(**sizes, **chosen, num_experts=4),
-        "gpt-oss": GptOssConfig(
-            **sizes, **chosen, num_local_experts=4, head_dim=32, sliding_window=9, rope_parameters=yarn | exact
-        ),
-    }
+        "mixtral": ("mixtral", chosen | {"num_local_experts": 4}),
+        "qwen2moe": ("qwen2_moe", experts | {"shared_expert_intermediate_size": sizes["intermediate_size"],
+                                             "norm_topk_prob": False}),
+        "qwen3moe": ("qwen3_moe", experts | {"head_dim": 64, "norm_topk_prob": True}),
+        "glm4moe": ("glm4_moe", experts | half | {"n_routed_experts": 4, "use_qk_norm": True, "attention_bias": True,
+                                                  "routed_scaling_factor": 1.5}),
+        "qwen3next": ("qwen3_next", experts | half | delta | {"num_hidden_layers": 4, "norm_topk_prob": True,
+                                                              "shared_expert_intermediate_size": 96}),
+        "granitemoe": ("granitemoe", chosen | {"num_local_experts": 4, "embedding_multiplier": 3.0}),
+        "olmoe": ("olmoe", chosen | {"num_experts": 4}),
+        "gpt-oss": ("gpt_oss", chosen | {"num_local_experts": 4, "head_dim": 32, "sliding_window": 9,
+                                         "rope_parameters": _YARN | exact}),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)

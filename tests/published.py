@@ -209,7 +209,6 @@ FORMATS = {
         on_kernels=False,
     ),
     "gptq": Format(_GPTQ, gptq),
-    "gptq-zeros": Format(_GPTQ | {"sym": False}, _with(gptq, zeros=True)),
     "gptq-ordered": Format(_GPTQ | {"desc_act": True, "sym": False}, _with(gptq, ordered=True, zeros=True)),
     "gptq-2": Format(
         _GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, _with(gptq, version=2, zeros=True, ordered=True)

@@ -2,67 +2,50 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig
 from engine.machine.threads import exactly
-from engine.model.linear.embedding import CodedEmbedding
 from engine.model.linear.experts import OwnGate, RoutedExperts
 from engine.model.linear.grouped import GroupedLinear
 from engine.model.linear.packed import is_batch_invariant, pack, packs_whole, runs_in_c
 from engine.model.linear.rounding import round_weight
 from engine.model.linear.routing import RowWiseRouting, _RowWise, make_routing_row_wise
 from engine.model.linear.unstack import recognised, unstack
-from engine.model.quantize import load_quantised, quantise, save_quantised, weight_bytes
+from engine.model.quantize import quantise
 from engine.native import multiplies
-from engine.native.experts import ExpertGate, ExpertMatrices
+from engine.native.experts import ExpertMatrices
 from engine.startup.build import assemble
 from tests import fakes, zoo
-from tests.covering import some
-from tests.families import generate
 
 NEW_TOKENS = 12
-SIZES = {
-    "vocab_size": zoo.VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": zoo.END,
-    "pad_token_id": 0,
-}
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 4}
 SIX = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}  # of six experts, which no vector is as long as
 GROUPS = {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, **SIX}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 64, **SIX},
     "qwen3_moe": {"num_experts": 6, "head_dim": 16, **SIX},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
     "glm4_moe": {"head_dim": 16, **GROUPS},
-    "deepseek_v3": GROUPS | LATENT,
+    "deepseek_v3": GROUPS | zoo.LATENT,
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 9},
     "phimoe": {"num_local_experts": 6},
     "gemma4_text": {"num_experts": 6, "top_k_experts": 2, "enable_moe_block": True, "head_dim": 16, **SIX},
     "nemotron_h": {"n_routed_experts": 6, "layers_block_type": ["moe", "attention"], **SIX},
     "deepseek_v4": {"n_routed_experts": 6, "swiglu_limit": 0.5, **SIX},
 }
-SERVED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
 needs_c = pytest.mark.skipif(not multiplies(torch.float32), reason="needs a C compiler")
 pytestmark = pytest.mark.filterwarnings("ignore:The explicitly set RoPE scaling factor")
 
 
 def config_of(kind: str) -> Any:
-    return AutoConfig.for_model(kind, **SIZES | KINDS[kind])
+    return zoo.config_of(kind, **SIZES | KINDS[kind])
 
 
 def experts_of(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -119,13 +102,13 @@ def test_single_matrices_and_our_c_give_what_the_original_gives(kind: str) -> No
 def test_a_row_has_the_same_bits_alone_and_in_company(how: Any, threads: int) -> None:
     holder = experts_of("gpt_oss", how if isinstance(how, torch.dtype) else torch.float32)
     ours = packed(holder) if isinstance(how, torch.dtype) else rounded(holder, how)
-    x, chosen, weights = batch(rows=300)
+    x, chosen, weights = batch(rows=130)
     x = x.to(how) if isinstance(how, torch.dtype) else x
     with exactly(threads):
         together = ours(x, chosen, weights)
-        alone = torch.cat([ours(x[i : i + 1], chosen[i : i + 1], weights[i : i + 1]) for i in range(len(x))])
+        alone = torch.cat([ours(x[i : i + 1], chosen[i : i + 1], weights[i : i + 1]) for i in range(0, len(x), 13)])
     assert together.dtype == x.dtype
-    assert torch.equal(together, alone)
+    assert torch.equal(together[::13], alone)
 
 
 @needs_c
@@ -149,32 +132,23 @@ def test_experts_that_are_not_there_add_nothing() -> None:
     assert ours(x[:0], chosen[:0], weights[:0]).shape == (0, 64)
 
 
-class Doubling(nn.Module):
-    """Shaped like experts, and twice of what they give."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.gate_up_proj, self.down_proj = inner.gate_up_proj, inner.down_proj
-        self._inner = [inner]
-
-    def forward(self, *given: Tensor) -> Tensor:
-        inner = self._inner[0]
-        inner.gate_up_proj, inner.down_proj = self.gate_up_proj, self.down_proj
-        return 2 * inner(*given)
-
-
 def test_code_that_is_not_understood_stays() -> None:
+    """Shaped like experts, and twice of what they give."""
     holder = experts_of("mixtral")
-    holder.experts = Doubling(holder.experts)
+    kind = type(holder.experts)
+    holder.experts.__class__ = type(
+        "Doubling", (kind,), {"forward": lambda self, *given: 2 * kind.forward(self, *given)}
+    )
+    want = holder.experts(*batch())
     assert unstack(holder) == 0
-    assert isinstance(holder.experts, Doubling)
+    assert torch.equal(holder.experts(*batch()), want)
 
 
 def test_experts_that_read_rows_without_a_choice_stay() -> None:
     """Llama 4 hands every expert rows of its own."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model("llama4_text", **SIZES, head_dim=16, num_local_experts=2, intermediate_size_mlp=64)
+            zoo.config_of("llama4_text", **SIZES, head_dim=16, num_local_experts=2, intermediate_size_mlp=64)
         )
     assert not dict(recognised(model))
     assert not packs_whole(model)
@@ -193,17 +167,6 @@ def test_an_unknown_gate_runs_one_row_at_a_time() -> None:
     assert torch.equal(together[3:4], ours(x[3:4], chosen[3:4], weights[3:4]))
 
 
-@pytest.mark.parametrize(
-    "gate", [ExpertGate(), ExpertGate(linear=1.702, limit=7.0, plus=1.0, interleaved=True), ExpertGate(squared=True)]
-)
-def test_a_gate_is_its_formula(gate: ExpertGate) -> None:
-    both = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)) * 5
-    first, second = (both[:, ::2], both[:, 1::2]) if gate.interleaved else both.chunk(2, -1)
-    x, up = first.clamp(max=gate.limit), second.clamp(-gate.limit, gate.limit)
-    plain = x.relu() ** 2 if gate.squared else x / (1 + (-gate.linear * x).exp())
-    assert torch.allclose(gate(both), plain * (up + gate.plus), rtol=1e-5)
-
-
 # ------------------------------------------------------------------------------------------------------- whole models
 
 
@@ -217,21 +180,12 @@ def run(model: PreTrainedModel, **config: Any) -> dict[str, list[int]]:
     return fakes.run(engine, fakes.requests(zoo.prompts(), max_tokens=NEW_TOKENS)).tokens
 
 
-@pytest.mark.parametrize("kind", some(SERVED, ("glm4_moe",)))
-def test_greedy_tokens_equal_generate(kind: str) -> None:
-    model = plain_model(kind)
-    want = {str(i): generate(model, prompt, NEW_TOKENS) for i, prompt in enumerate(zoo.prompts())}
-    ours = zoo.as_served(zoo.ours(model))
-    assert run(ours, proposer="ngram") == want
-    assert is_batch_invariant(ours) == multiplies(torch.float32)
-
-
 @needs_c
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["glm4_moe", "qwen2_moe"])
+@pytest.mark.parametrize(("kind", "dtype"), [("glm4_moe", torch.float32), ("qwen2_moe", torch.bfloat16)])
 def test_a_mixture_gives_a_row_the_same_bits_alone_and_in_company(kind: str, dtype: torch.dtype) -> None:
     """Its router and its shared expert too, whose gate is one number for each row."""
     model = zoo.as_served(zoo.ours(plain_model(kind)).to(dtype))
+    assert is_batch_invariant(model)
     block = next(module for module in model.modules() if isinstance(module, RowWiseRouting))
     x = torch.randn(1, 61, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.inference_mode():
@@ -254,12 +208,13 @@ def test_without_our_c_a_router_gives_a_row_the_same_bits(monkeypatch: pytest.Mo
     assert torch.allclose(many[0], want[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("served", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["in C", "row by row"])
+@pytest.mark.parametrize(
+    ("served", "dtype"), [(True, torch.bfloat16), pytest.param(False, torch.float32, marks=pytest.mark.slow)]
+)
 def test_reproducible_logits_are_the_same_bits_alone_and_drafted_for_in_company(
     served: bool, dtype: torch.dtype
 ) -> None:
-    """Row by row is what runs where our C does not multiply."""
+    """In C, and row by row, which is what runs where our C does not multiply."""
 
     def logprobs(prompts: list[list[int]], proposer: str) -> Any:
         """Of the last of them."""
@@ -272,38 +227,14 @@ def test_reproducible_logits_are_the_same_bits_alone_and_drafted_for_in_company(
     assert logprobs(zoo.prompts()[3:4], "none") == logprobs(zoo.prompts()[:4], "ngram")
 
 
-@pytest.fixture(params=["int8", "int4"])
-def weights(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.mark.parametrize("kind", some(("qwen3_moe", "glm4_moe"), ("qwen3_moe",)))
-def test_rounded_models_write_the_same_with_and_without_drafts(kind: str, weights: Any) -> None:
+def test_rounded_models_write_the_same_with_and_without_drafts() -> None:
     def made() -> PreTrainedModel:
-        model = zoo.ours(plain_model(kind))
-        quantise(model, weights)
+        model = zoo.ours(plain_model("qwen3_moe"))
+        quantise(model, "int4")
         return zoo.as_served(model)
 
     model = made()
-    bits = 4 if weights == "int4" else 8
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
-    assert all(cast("Any", matmul).codes.bits == bits for e in experts for matmul in (*e.ups, *e.downs))
+    assert all(cast("Any", matmul).codes.bits == 4 for e in experts for matmul in (*e.ups, *e.downs))
     assert run(model, proposer="ngram") == run(made(), proposer="none")
     assert runs_in_c(model) == multiplies(torch.float32)
-
-
-def test_a_saved_rounded_mixture_is_loaded_as_it_was(weights: Any, tmp_path: Path) -> None:
-    plain = plain_model("mixtral")
-    plain.save_pretrained(tmp_path / "plain")
-    save_quantised(str(tmp_path / "plain"), None, tmp_path / "saved", weights)
-    models = [load_quantised(str(tmp_path / name), None, torch.float32, weights) for name in ("plain", "saved")]
-    rounded = [module for module in models[1].modules() if isinstance(module, GroupedLinear | CodedEmbedding)]
-    held = sum(cast("Any", module.codes).nbytes for module in rounded)
-    held += sum(parameter.nbytes for parameter in models[1].parameters())
-    ids = torch.arange(3, 30)[None]
-    for model in models:
-        model.set_attn_implementation("eager")
-    with torch.inference_mode():
-        first, second = (model(ids, attention_mask=torch.ones_like(ids)).logits for model in models)
-    assert torch.equal(first, second)
-    assert held == weight_bytes(plain, torch.float32, weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import choose
@@ -48,6 +48,7 @@ def test_a_tap_holds_the_rows_of_all_passes() -> None:
     assert torch.allclose(tap.read((FINAL,)), whole, atol=1e-5)
 
 
+@settings(max_examples=30)
 @given(LENS)
 def test_same_logits_in_passes_of_one_shape(lens: list[tuple[int, int]]) -> None:
     """The fake reads its context back from its arena: a tile that ran too early, or a wrong row, would show."""

@@ -38,23 +38,27 @@ def of_kind(kind: str) -> PreTrainedModel:
     return zoo.ours(zoo.with_large_weights(AutoConfig.for_model(kind, **SIZES, **SERVED_UNASKED[kind])))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", some(zoo.families(), ("llama", "gemma2", "opt")))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", torch.float32), ("gemma2", torch.float32), ("opt", torch.float32), ("qwen3", torch.bfloat16)]
+    + [pytest.param(family, torch.float32, marks=pytest.mark.slow) for family in ("phi3-longrope", "mixtral")],
+)
 def test_logits_are_the_same(family: str, dtype: torch.dtype) -> None:
     plain = zoo.ours(zoo.reference(family)).to(dtype)
     fused = copy.deepcopy(plain)
     done = fuse(fused)
-    want = logits(plain)
-    assert torch.allclose(
-        logits(fused), want, rtol=0, atol=(1e-5 if dtype == torch.float32 else 0.05) * float(want.std())
+    assert sum(p.numel() for p in fused.parameters()) == sum(p.numel() for p in plain.parameters()), (
+        "none is kept twice"
     )
+    want = logits(plain)
+    atol = (1e-5 if dtype == torch.float32 else 0.05) * float(want.std())
+    assert torch.allclose(logits(fused), want, rtol=0, atol=atol)
     if family in ROTARY:
         layers = plain.config.num_hidden_layers
         assert (done["attentions"], done["norms"] >= 2 * layers + 1) == (layers, True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("gemma3", torch.float32)])
 def test_large_weights_of_norms_do_not_hide_their_form(family: str, dtype: torch.dtype) -> None:
     """Gemma's scale is 1 more than the weight. Beside large weights, as published ones are, 1 looks like rounding."""
     plain = zoo.ours(zoo.with_large_weights(copy.deepcopy(zoo.families()[family])))
@@ -89,7 +93,7 @@ def test_families_that_nobody_named(kind: str) -> None:
     assert (done["attentions"] > 0) == (kind not in _OF_OTHER_SHAPES)
 
 
-@pytest.mark.parametrize("family", some(zoo.families(), ("llama", "gemma3")))
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_joining_changes_no_bit_in_int8(family: str) -> None:
     """Norms sum in another order, and gates have a formula of their own; without them no last bit differs."""
     plain = zoo.ours(zoo.reference(family))
@@ -104,11 +108,17 @@ def test_joining_changes_no_bit_in_int8(family: str) -> None:
     assert torch.equal(logits(fused), logits(plain))
 
 
-def test_weights_are_not_kept_twice() -> None:
-    plain = zoo.ours(zoo.reference("llama"))
-    before = sum(p.numel() for p in plain.parameters())
-    fuse(plain)
-    assert sum(p.numel() for p in plain.parameters()) == before
+class OddRMSNorm(nn.Module):
+    """Of another formula than its name says."""
+
+    eps = 1e-6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / x.abs().mean(-1, keepdim=True)
 
 
 def test_parts_of_other_kinds_are_left() -> None:
@@ -116,20 +126,8 @@ def test_parts_of_other_kinds_are_left() -> None:
     attention = model.get_submodule("model.layers.0.self_attn")
     attention.q_proj = GroupedLinear(round_weight(attention.q_proj.weight, 8))
     model.get_submodule("model.layers.1.mlp").gate_proj.register_parameter("bias", nn.Parameter(torch.zeros(48)))
-    assert fuse(model) == {"matmuls joined": 2, "norms": 5, "gates": 1, "attentions": 1}
-
-
-def test_a_norm_of_another_formula_is_left() -> None:
-    class OddRMSNorm(nn.Module):
-        weight, eps = torch.ones(32), 1e-6
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x / x.abs().mean(-1, keepdim=True)
-
-    model = zoo.ours(zoo.reference("llama"))
     model.set_submodule("model.norm", OddRMSNorm())
-    fuse(model)
-    assert isinstance(model.get_submodule("model.norm"), OddRMSNorm)
+    assert fuse(model) == {"matmuls joined": 2, "norms": 4, "gates": 1, "attentions": 1}
 
 
 def test_joined_asks_once_and_lets_go() -> None:
@@ -157,8 +155,7 @@ def test_transformers_own_pass_still_runs() -> None:
     assert torch.allclose(model(ids).logits, zoo.reference("qwen3")(ids).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("dtype", "int8"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
 def test_a_shape_that_our_c_is_for(dtype: torch.dtype, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms, gates and rotations in C, beside the same stand-ins in torch, beside the model as it was."""
     shape = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -18,7 +18,6 @@ from engine.model.linear.experts import StackedExperts
 from engine.model.tap import FINAL, Tap
 from engine.proposers.early_exit import first_layers
 from tests import zoo
-from tests.covering import some
 from tests.engine.model.test_experts import plain_model
 from tests.engine.model.test_fuse import ROTARY, logits
 from tests.hostless import hostless, sent_in_pieces
@@ -27,7 +26,7 @@ from tests.interpreting import WHY_NOT
 IN_LAYERS = set(ROTARY) - {"gemma", "mixtral", "phi3-longrope"}  # whose norms and gates are all ours
 
 
-@pytest.mark.parametrize("family", some(zoo.families(), ("llama", "gemma2", "gpt2")))
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3"])
 def test_logits_are_the_same(family: str) -> None:
     plain = zoo.ours(zoo.reference(family))
     fused, done = fused_like(plain)
@@ -40,9 +39,8 @@ def test_logits_are_the_same(family: str) -> None:
         assert (done["layers"], done["gates"], done["sums handed on"]) == (layers, layers, layers)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_keys_and_values_in_int8_are_rounded_from_what_the_kernel_writes(family: str) -> None:
-    plain, fused = fused_pair(family)
+def test_keys_and_values_in_int8_are_rounded_from_what_the_kernel_writes() -> None:
+    plain, fused = fused_pair("qwen3")
     want = logits(plain, "int8")
     assert close(logits(fused, "int8"), want)
     assert not close(logits(fused), want)
@@ -61,22 +59,6 @@ def fused_pair(family: str = "llama") -> tuple[PreTrainedModel, PreTrainedModel]
 
 def close(got: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.allclose(got, want, rtol=0, atol=2e-5 * float(want.std()))
-
-
-def test_a_last_sum_and_the_norm_that_follows_are_one_operation() -> None:
-    """Two layers, two passes: the first norm alone, each other one with the sum before it, and no sum besides."""
-    _, fused = fused_pair()
-    calls: list[bool] = []
-
-    def add_norm(x, residual, *rest):
-        calls.append(residual is not None)
-        return reference.add_norm(x, residual, *rest)
-
-    for module in fused.modules():
-        if hasattr(module, "ops"):
-            module.ops = dataclasses.replace(module.ops, add_norm=add_norm)
-    logits(fused)
-    assert calls == 2 * [False, True, True, True, True]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -102,14 +84,13 @@ def test_whoever_reads_or_changes_hidden_states_between_layers_gets_what_is_righ
     assert all(norm._handed == (None, None) for norm in norms), "what was handed on is let go of"
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_fused_targets_first_layers_draft_for_it(layers: int) -> None:
+def test_a_fused_targets_first_layers_draft_for_it() -> None:
     """They are a copy that shares all weights; the final norm reads the sum of another layer there."""
     config = copy.deepcopy(zoo.families()["llama"])
     config.num_hidden_layers = 3
     plain = zoo.ours(zoo.with_large_weights(config))
     fused, _ = fused_like(plain)
-    mine, theirs = first_layers(fused, layers), first_layers(plain, layers)
+    mine, theirs = first_layers(fused, 2), first_layers(plain, 2)
     assert close(logits(mine), logits(theirs))
     assert close(logits(fused), logits(plain))
     last = mine.get_decoder().layers[-1]
@@ -152,7 +133,7 @@ def test_a_kernel_that_does_not_compile_or_fit_stays_out_and_the_log_says_so_onc
 
 
 @pytest.mark.filterwarnings("ignore:The explicitly set RoPE scaling factor")
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "nemotron_h"])
+@pytest.mark.parametrize("kind", ["qwen2_moe", "glm4_moe", "gpt_oss", "nemotron_h"])
 def test_experts_are_taken_together_without_the_host(kind: str) -> None:
     """Halves and turns, stacks either way round, biases, a gate that stands alone, experts that all rows share."""
     plain = zoo.ours(plain_model(kind))
@@ -187,14 +168,13 @@ def test_a_layer_is_asked_as_before() -> None:
     [
         pytest.param("gemma2", {"attentions": 2}, marks=pytest.mark.slow(lowest=True)),
         pytest.param("gpt-oss", {"mixtures": 2}, marks=pytest.mark.slow(lowest=True)),
-        *(("qwen3", {"attentions": 2}), ("deepseek-v3", {"mixtures": 1}), ("llama-4", {}), ("gemma-4", {})),
+        pytest.param("gemma-4", {}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.slow
 def test_a_whole_model_on_interpreted_kernels(
     family: str, done: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attention with windows, chunks, softcap, sinks and heads of several sizes, norms, gates, experts: all at once."""
+    """Attention with windows, softcap, sinks and heads of several sizes, norms, gates, experts: all at once."""
     plain = zoo.ours(zoo.reference(family))
     fused = copy.deepcopy(plain)
     want = logits(plain)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.machine import mapped
 from engine.machine.mapped import ReadProgress
-from engine.model.quantize import load_quantised, save_quantised, skeleton
+from engine.model.quantize import load_quantised, save_quantised
 from engine.model.runner import load_model
 from engine.startup.build import load, pick_device
 from models import embedded_target
+from tests import zoo
 
 CPU = torch.device("cpu")
-MB = 2**20
 
 _MEASURE = """
 import os
@@ -55,22 +57,12 @@ for checkpoint, weights in zip(asked[::2], asked[1::2]):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """111 million weights in bfloat16, 212 MiB in four files."""
+    """56 million weights in bfloat16, 107 MiB in four files."""
     folder = tmp_path_factory.mktemp("checkpoint")
     config = LlamaConfig(
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, vocab_size=4096,
-        dtype="bfloat16", architectures=["LlamaForCausalLM"],
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16, vocab_size=4096,
     )  # fmt: skip
-    config.save_pretrained(folder)
-    drawn = torch.randn(2**16).mul_(0.02).bfloat16()
-    shapes = {name: weight.shape for name, weight in skeleton(config, torch.bfloat16).state_dict().items()}
-    names = sorted(shapes)
-    for i in range(4):
-        few = {name: drawn.repeat(-(-shapes[name].numel() // len(drawn)))[: shapes[name].numel()].view(shapes[name])
-               for name in names[i::4]}  # fmt: skip
-        save_file(few, folder / f"model-{i + 1:05}-of-00004.safetensors", metadata={"format": "pt"})
-    index = {name: f"model-{i % 4 + 1:05}-of-00004.safetensors" for i, name in enumerate(names)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder, max_shard_size="30MB")
     return folder
 
 
@@ -89,6 +81,22 @@ def test_a_load_takes_the_result_and_little_more(checkpoint: Path, tmp_path: Pat
         assert peak <= result + whole // 4, f"more than a file beside it: {folder.name} as {weights}"
 
 
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("floats")
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}  # matrices of whole pages
+    zoo.with_large_weights(LlamaConfig(**zoo.COMMON | wide)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(floats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in int8."""
+    folder = tmp_path_factory.mktemp("saved") / "int8"
+    save_quantised(str(floats), None, folder)
+    return folder
+
+
 def cut_short(folder: Path, tmp_path: Path, size: int) -> Path:
     """A copy whose first file was broken off."""
     copy = shutil.copytree(folder, tmp_path / "cut")
@@ -99,27 +107,19 @@ def cut_short(folder: Path, tmp_path: Path, size: int) -> Path:
 
 
 @pytest.mark.parametrize("weights", ["native", "int8"])
-def test_a_file_that_is_cut_short_is_named(weights: str, tmp_path: Path) -> None:
-    whole = min(Path(embedded_target()).glob("*.safetensors")).stat().st_size
-    file = cut_short(Path(embedded_target()), tmp_path, whole - 10)
+def test_a_file_that_is_cut_short_is_named(weights: str, floats: Path, tmp_path: Path) -> None:
+    whole = (floats / "model.safetensors").stat().st_size
+    file = cut_short(floats, tmp_path, whole - 10)
     config = EngineConfig(target=str(file.parent))
     with pytest.raises(ModelError, match=rf"{file} is cut short: \S+ ends at byte {whole}, the file at {whole - 10}"):
         load(config, str(file.parent), None, weights, CPU)
 
 
 @pytest.mark.parametrize("size", [0, 5, 100])
-def test_a_header_that_is_cut_short_is_told(size: int, tmp_path: Path) -> None:
-    file = cut_short(Path(embedded_target()), tmp_path, size)
+def test_a_header_that_is_cut_short_is_told(size: int, floats: Path, tmp_path: Path) -> None:
+    file = cut_short(floats, tmp_path, size)
     with pytest.raises(ModelError, match=rf"{file} is (cut short: its header|no safetensors file)"):
         load_model(str(file.parent), None, torch.float32, CPU)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded target in int8."""
-    folder = tmp_path_factory.mktemp("saved") / "int8"
-    save_quantised(embedded_target(), None, folder)
-    return folder
 
 
 def test_a_saved_file_that_is_cut_short_is_named(saved: Path, tmp_path: Path) -> None:
@@ -128,36 +128,53 @@ def test_a_saved_file_that_is_cut_short_is_named(saved: Path, tmp_path: Path) ->
         load_quantised(str(file.parent), None, torch.float32)
 
 
+UP, DOWN = "model.layers.1.mlp.up_proj", "model.layers.1.mlp.down_proj"
+
+
+def no_number(weight: Tensor) -> Tensor:
+    weight[7, 9] = float("nan")
+    return weight
+
+
 @pytest.mark.parametrize(
-    ("kind", "shown"), [("weight_codes", r"codes \[3, 256\]"), ("weight_scale", r"scale: \[3, 8\] does not fit")]
+    ("form", "key", "change", "weights", "told"),
+    [
+        ("saved", f"{UP}.weight_codes", lambda old: old[:3].clone(), "int8", rf"{UP}.*codes \[3, 256\]"),
+        (
+            "saved",
+            f"{UP}.weight_scale",
+            lambda old: old[:3].clone(),
+            "int8",
+            rf"{UP}.*scale: \[3, 8\] does not fit|scale: \[3, 8\] .*{UP}",
+        ),
+        ("saved", "model.norm.weight", None, "int8", r"lacks 1 of its weights"),
+        ("floats", f"{DOWN}.weight", no_number, "int8", rf"{DOWN}.weight has a number that is not finite"),
+        ("floats", f"{DOWN}.weight", no_number, "int4", rf"{DOWN}.weight has a number that is not finite"),
+    ],
 )
-def test_a_saved_matrix_of_another_shape_is_named(kind: str, shown: str, saved: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(saved, tmp_path / "copy")
+def test_a_weight_that_is_wrong_is_named(
+    form: str, key: str, change: Callable[[Tensor], Tensor] | None, weights: Any, told: str,
+    request: pytest.FixtureRequest, tmp_path: Path,
+) -> None:  # fmt: skip
+    copy = shutil.copytree(request.getfixturevalue(form), tmp_path / "copy")
     tensors = load_file(copy / "model.safetensors")
-    key = f"model.layers.1.mlp.up_proj.{kind}"
-    tensors[key] = tensors[key][:3].clone()
-    save_file(tensors, copy / "model.safetensors")
-    with pytest.raises(ModelError, match=rf"model.layers.1.mlp.up_proj.*{shown}|{shown}.*layers.1.mlp.up_proj"):
-        load_quantised(str(copy), None, torch.float32)
-
-
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_a_weight_that_is_no_number_is_named(weights: str, tmp_path: Path) -> None:
-    copy = shutil.copytree(embedded_target(), tmp_path / "copy")
-    tensors = load_file(copy / "model.safetensors")
-    tensors["model.layers.2.mlp.down_proj.weight"][7, 9] = float("nan")
+    old = tensors.pop(key)
+    if change is not None:
+        tensors[key] = change(old)
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"model.layers.2.mlp.down_proj.weight has a number that is not finite"):
+    with pytest.raises(ModelError, match=told):
         load_quantised(str(copy), None, torch.float32, weights)
 
 
 @pytest.mark.parametrize(
-    ("form", "weights"), [("float", "native"), ("float", "int8"), ("float", "int4"), ("saved", "native")]
+    ("form", "weights"), [("floats", "native"), ("floats", "int8"), ("floats", "int4"), ("saved", "native")]
 )
-def test_progress_is_told_in_bytes(form: str, weights: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_told_in_bytes(
+    form: str, weights: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mapped, "_SECONDS", 0.0)
     monkeypatch.setattr(mapped, "_GB", 1)
-    name, said = str(saved) if form == "saved" else str(embedded_target()), list[str]()
+    name, said = str(request.getfixturevalue(form)), list[str]()
     load(EngineConfig(target=name), name, None, weights, pick_device("cpu"), progress=said.append)
     size = sum(path.stat().st_size for path in Path(name).glob("*.safetensors"))
     read = [float(line.removeprefix(f"loading {name}: ").removesuffix(f" of {size}.0 GB")) for line in said]

@@ -48,11 +48,6 @@ def test_chunks_drafts_and_batch_mates_change_nothing(kind: str, keeps: str) -> 
     assert same(rest, expected[29:])
 
 
-def test_the_layout_is_that_of_each_layer() -> None:
-    layout = cache_layout(model_of("bloom"))
-    assert [(kv.heads, kv.key_dim, kv.value_dim) for kv in layout.layers if kv is not None] == [(4, 8, 8)] * 2
-
-
 @pytest.mark.parametrize("kind", ["openai-gpt", "mamba", "deepseek_v32"])
 def test_what_is_no_keys_and_values_by_position_has_no_layout(kind: str) -> None:
     assert cache_layout(model_of(kind)) is None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from _pytest.mark.structures import ParameterSet
-from transformers import PreTrainedModel
+from transformers import GraniteConfig, PreTrainedModel
 
 from engine.attention import choose
 from engine.choices import KVType
@@ -18,9 +18,11 @@ from engine.kv.arena import KVArena
 from engine.kv.batch import Feed
 from engine.model.fusion.fuse import fuse
 from engine.model.fusion.stack import Stack, stack
+from engine.model.fusion.straight import DirectPass
 from engine.model.linear.packed import PackedLinear, is_batch_invariant, pack
 from engine.model.quantize import quantise
 from engine.model.runner import ModelRunner, kv_layout
+from engine.model.tap import FINAL, Tap
 from engine.native import library, multiplies
 from engine.proposers.early_exit import first_layers
 from tests import zoo
@@ -68,20 +70,26 @@ def several_passes(made: PreTrainedModel, attention: str = "auto", kind: KVType 
     return torch.cat([runner.forward(batch) for batch in feeds])
 
 
-def _cells() -> Iterator[ParameterSet]:
-    """Families that run in one call in both types, of floats and of codes; others once. One of each is not slow."""
-    kinds = list(itertools.product(DTYPES, (False, True)))
-    for i, family in enumerate(sorted(zoo.families())):
-        for j, kind in enumerate(kinds if family in STACKED else kinds[:1]):
-            marks = [] if family in STACKED and i % len(kinds) == j else [pytest.mark.slow]
-            yield pytest.param(family, *kind, marks=marks)
+# Families that run in one call, in both types, of floats and of codes by turns; and some that do not.
+_KINDS = itertools.product(DTYPES, (False, True))
+_CELLS = [(family, *kind) for family, kind in zip(sorted(STACKED), itertools.cycle(_KINDS), strict=False)]
 
 
-@pytest.mark.parametrize(("family", "dtype", "int8"), list(_cells()))
-def test_one_call_gives_the_bits_of_layer_after_layer(family: str, dtype: torch.dtype, int8: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype", "int8"), _CELLS + [(family, torch.float32, False) for family in ("gpt2", "opt", "mixtral")]
+)
+def test_one_call_gives_the_bits_of_layer_after_layer(
+    family: str, dtype: torch.dtype, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most without transformers' code around the layers, too."""
     made = model(family, dtype, int8=int8)
     want = several_passes(made)
     assert stack(made) == (family in STACKED)
+    assert isinstance(made.forward, DirectPass) == (family in STRAIGHT)
+    if family in STACKED:
+        monkeypatch.setattr(Stack, "one_by_one", partial(_never, "one by one"))
+    if family in STRAIGHT:
+        monkeypatch.setattr(type(made.get_decoder()), "forward", None)  # the way around
     assert torch.equal(several_passes(made), want)
 
 
@@ -97,12 +105,12 @@ def test_one_call_gives_the_bits_of_layer_after_layer_over_int8_keys(
     assert 0 < (want - floats).std() < 0.1 * floats.std()
 
 
-def test_c_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = model("llama", torch.float32, int8=True)
+def test_another_attention_than_ours_runs_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model("llama", torch.float32, int8=False)
     assert stack(made)
+    assert torch.allclose(several_passes(made), several_passes(made, "reference"), atol=1e-4)
     monkeypatch.setattr(Stack, "one_by_one", partial(_never, "one by one"))
-    several_passes(made)
-    with pytest.raises(AssertionError, match="one by one"):  # another attention than ours
+    with pytest.raises(AssertionError, match="one by one"):
         several_passes(made, "reference")
 
 
@@ -155,3 +163,36 @@ def test_packed_models_keep_their_rows_apart(dtype: torch.dtype) -> None:
     assert is_batch_invariant(made)
     assert isinstance(made.get_output_embeddings(), PackedLinear)
     assert made.get_output_embeddings()(torch.zeros(1, 2, made.config.hidden_size, dtype=dtype)).dtype == torch.float32
+
+
+# ------------------------------------------------------------------ a pass without transformers' code around it
+
+
+def granite(**scales: float) -> PreTrainedModel:
+    """Layers as Llama's, and scales around them where it has any."""
+    sizes = {"vocab_size": zoo.VOCAB, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_multiplier": 32**-0.5}
+    return zoo.as_served(zoo.ours(zoo.with_large_weights(GraniteConfig(**sizes, **heads, **scales))))
+
+
+@pytest.mark.parametrize("scale", ["embedding_multiplier", "logits_scaling"])
+def test_a_model_that_does_something_on_the_way_does_it_still(scale: str) -> None:
+    straight, scaled = granite(), granite(**{scale: 2.0})
+    assert isinstance(scaled.get_decoder().layers, Stack)
+    assert isinstance(straight.forward, DirectPass)
+    assert not isinstance(scaled.forward, DirectPass)
+    assert not torch.equal(several_passes(straight), several_passes(scaled))
+
+
+def test_who_listens_to_the_layers_hears_of_every_pass() -> None:
+    made = zoo.as_served(plain_model("llama", torch.float32))
+    want = several_passes(made)
+    tap = Tap(made)
+    assert torch.equal(several_passes(made), want)
+    assert tap.read((FINAL,)) is not None
+    assert tap.read((FINAL,)).shape[0] == 1 + 16 + 1  # of the last pass, every row
+
+
+def test_it_says_of_itself_what_the_model_takes() -> None:
+    made, plain = zoo.as_served(plain_model("llama", torch.float32)), plain_model("llama", torch.float32)
+    assert inspect.signature(made.forward).parameters.keys() == inspect.signature(plain.forward).parameters.keys()

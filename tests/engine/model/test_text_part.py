@@ -14,8 +14,9 @@ from engine.model.text_part import names_in_whole, text_part
 from engine.params import SamplingParams
 from tests import zoo
 from tests.covering import some
-from tests.families import NEW_TOKENS, generate
+from tests.families import generate
 
+NEW_TOKENS = 8
 _SEES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
 _HEADS = {"num_attention_heads": 2}
 _QWEN_SEES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
@@ -62,8 +63,8 @@ def test_its_tokens_are_those_of_the_whole(tmp_path, kind):
     whole.save_pretrained(tmp_path)
     llm = LLM(tmp_path, proposer="none", dtype="float32", max_model_len=128, threads=1, device="cpu")
     assert read_config(str(tmp_path), None).part_of == kind
-    want = [generate(whole, prompt) for prompt in zoo.prompts()]
-    got = llm.generate(zoo.prompts(), SamplingParams(max_tokens=NEW_TOKENS))
+    want = [generate(whole, prompt, NEW_TOKENS) for prompt in zoo.prompts(3)]
+    got = llm.generate(zoo.prompts(3), SamplingParams(max_tokens=NEW_TOKENS))
     assert [list(output.token_ids) for output in got] == want
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -64,44 +65,40 @@ def test_values_of_another_kind_and_missing_ones_are_named(file: Path) -> None:
 
 
 def test_version_2_is_the_same(file: Path, tmp_path: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[4:8] = struct.pack("<I", 2)
-    (tmp_path / "old.gguf").write_bytes(data)
+    (tmp_path / "old.gguf").write_bytes(_put(4, struct.pack("<I", 2))(file.read_bytes()))
     assert Container.open(tmp_path / "old.gguf").metadata == Container.open(file).metadata
 
 
-@pytest.mark.parametrize("share", [0.0, 1e-6, 1e-5, 1e-4, 1e-3, 0.3, 0.999])
-def test_a_file_that_is_cut_short_is_named(file: Path, tmp_path: Path, share: float) -> None:
-    whole = file.read_bytes()
-    cut = tmp_path / "cut.gguf"
-    cut.write_bytes(whole[: int(len(whole) * share)])
-    with pytest.raises(ModelError, match=r"cut\.gguf is (cut short|no GGUF file)"):
-        Container.open(cut)
+def _cut(share: float) -> Callable[[bytes], bytes]:
+    return lambda whole: whole[: int(len(whole) * share)]
+
+
+def _put(at: int, put: bytes) -> Callable[[bytes], bytes]:
+    return lambda whole: whole[:at] + put + whole[at + len(put) :]
 
 
 @pytest.mark.parametrize(
-    ("at", "bytes_", "complaint"),
-    [
-        (0, b"GGML", "begins with b'GGML'"),
-        (4, struct.pack("<I", 1), "GGUF of version 1"),
-        (4, struct.pack(">I", 3), "big-endian"),
-        (8, struct.pack("<Q", 1 << 60), "cut short or damaged"),
-        (16, struct.pack("<Q", 1 << 60), "cut short or damaged"),
-        (24, struct.pack("<Q", 1 << 63), "cut short or damaged"),
+    ("damage", "complaint"),
+    [(_cut(share), "is (cut short|no GGUF file)") for share in (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 0.3, 0.999)]
+    + [
+        (_put(0, b"GGML"), "begins with b'GGML'"),
+        (_put(4, struct.pack("<I", 1)), "GGUF of version 1"),
+        (_put(4, struct.pack(">I", 3)), "big-endian"),
+        (_put(8, struct.pack("<Q", 1 << 60)), "cut short or damaged"),
+        (_put(16, struct.pack("<Q", 1 << 60)), "cut short or damaged"),
+        (_put(24, struct.pack("<Q", 1 << 63)), "cut short or damaged"),
     ],
 )
-def test_damage_is_named(file: Path, tmp_path: Path, at: int, bytes_: bytes, complaint: str) -> None:
-    data = bytearray(file.read_bytes())
-    data[at : at + len(bytes_)] = bytes_
-    (tmp_path / "bad.gguf").write_bytes(data)
-    with pytest.raises(ModelError, match=complaint):
+def test_damage_is_named(damage: Callable[[bytes], bytes], complaint: str, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ModelError, match=rf"bad\.gguf.*{complaint}"):
         Container.open(tmp_path / "bad.gguf")
 
 
 def test_random_damage_to_the_header_never_raises_anything_else(file: Path, tmp_path: Path) -> None:
     whole, chance = file.read_bytes(), np.random.default_rng(0)
     header = Container.open(file).header_bytes
-    for number in range(200):
+    for number in range(100):
         data = bytearray(whole[: header + 64])
         for at in chance.integers(0, header, 4):
             data[at] = chance.integers(256)

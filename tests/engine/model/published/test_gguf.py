@@ -13,7 +13,6 @@ from gguf import GGMLQuantizationType as Type
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine import LLM
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.model.checkpoint import end_tokens_of, read_config, weights_size
@@ -25,19 +24,10 @@ from engine.model.linear.grouped import GroupedLinear
 from engine.model.published.gguf import weights_in
 from engine.model.published.load import fill
 from engine.model.published.methods import without_quantisation
-from engine.params import SamplingParams, SpeculationMode, SpeculationParams
 from engine.startup.build import load
 from tests import gguf_files, zoo
 from tests.covering import some
-from tests.families import generate
 from tests.gguf_files import Written
-
-FLOATS = (Type.F32, Type.F16, Type.BF16)
-ON_KERNELS = (Type.Q8_0, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q4_K, Type.Q5_K, Type.Q6_K,
-              Type.Q2_K, Type.Q3_K, Type.IQ4_NL, Type.IQ4_XS)  # fmt: skip
-DEQUANTISED = (Type.IQ3_S,)
-NEW_TOKENS = 12
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -45,22 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gguf")
 
 
-def mixed(name: str) -> Type:
-    """A mixture of types as in most published files: the head and some matrices finer than the others."""
-    finer = {
-        "token_embd": Type.Q4_K,
-        "output": Type.Q6_K,
-        "attn_v": Type.Q6_K,
-        "ffn_down": Type.Q5_K,
-        "attn_q": Type.Q8_0,
-    }
-    return finer.get(name.split(".")[-2], Type.Q4_K)
-
-
 @lru_cache
 def file_of(folder: Path, family: str, kind: Type | str) -> Written:
     config = gguf_files.llama() if family == "llama" else gguf_files.qwen3()
-    chosen = mixed if isinstance(kind, str) else kind
+    chosen = gguf_files.mixed if isinstance(kind, str) else kind
     name = kind if isinstance(kind, str) else kind.name
     return gguf_files.write(folder / f"{family}-{name}.gguf", config, chosen)
 
@@ -70,18 +48,14 @@ def loaded(path: Path, *, keeps_codes: bool) -> PreTrainedModel:
     return fill(config, weights_in(Container.open(path)), str(path), torch.float32, keeps_codes=keeps_codes)
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [("llama", "mixed"), ("qwen3", "mixed"), ("qwen3", Type.F16)]
-    + [pytest.param("llama", kind, marks=SLOW) for kind in (*FLOATS, *ON_KERNELS, *DEQUANTISED)],
-)
+@pytest.mark.parametrize(("family", "kind"), [("llama", "mixed"), ("qwen3", "mixed"), ("llama", Type.IQ3_S)])
 def test_weights_are_those_of_the_reference_to_the_last_bit(family: str, kind: Type | str, folder: Path) -> None:
     written = file_of(folder, family, kind)
     expected = written.model.state_dict()
     found = loaded(written.path, keeps_codes=False).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    if kind in ON_KERNELS or kind == "mixed":
+    if kind == "mixed":  # the other has no kernel
         model = loaded(written.path, keeps_codes=True)
         matmuls = {name: m for name, m in model.named_modules() if isinstance(m, GroupedLinear)}
         assert len(matmuls) == 7 * 2 + 1, "all matrices of two layers, and the head"
@@ -92,19 +66,10 @@ def test_weights_are_those_of_the_reference_to_the_last_bit(family: str, kind: T
         assert torch.equal(table(ids), expected["model.embed_tokens.weight"][ids])
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [
-        ("qwen3moe", "mixed"),
-        pytest.param("mixtral", Type.Q8_0, marks=SLOW),
-        pytest.param("qwen2moe", Type.Q4_K, marks=SLOW),
-        pytest.param("gpt-oss", Type.MXFP4, marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize(("family", "kind"), [("qwen3moe", "mixed"), ("gpt-oss", Type.MXFP4)])
 def test_each_expert_keeps_its_codes(family: str, kind: Type | str, tmp_path: Path) -> None:
-    sizes = gguf_files.WIDE | {"num_hidden_layers": 1}
-    config = gguf_files.mixtures(sizes)[family]
-    written = gguf_files.write(tmp_path / "model.gguf", config, mixed if isinstance(kind, str) else kind)
+    config = gguf_files.config_of(family, gguf_files.WIDE | {"num_hidden_layers": 1})
+    written = gguf_files.write(tmp_path / "model.gguf", config, gguf_files.mixed if isinstance(kind, str) else kind)
     model = loaded(written.path, keeps_codes=True)
     experts = next(module for module in model.modules() if isinstance(module, RoutedExperts))
     stacks = next(m for m in written.model.modules() if hasattr(m, "down_proj") and hasattr(m, "gate_up_proj"))
@@ -116,14 +81,10 @@ def test_each_expert_keeps_its_codes(family: str, kind: Type | str, tmp_path: Pa
     counted = [codes.num_bytes() for codes in weights_in(container).values() if not isinstance(codes, torch.Tensor)]
     stored = sum(t.num_bytes for t in container.tensors.values() if not t.kind.is_float)
     assert stored <= sum(counted) < (1.3 if kind == Type.MXFP4 else 1.1) * stored
-    llm = LLM(written.path, dtype="float32", **SMALL)
-    expected_tokens = tokens(llm)
-    assert tokens(llm, mode=SpeculationMode.FIXED, proposer="ngram", num_draft_tokens=4) == expected_tokens
-    assert tokens(LLM(written.path, weights="dequantised", dtype="float32", **SMALL)) == reference(written.model)
 
 
 def test_experts_whose_halves_are_of_two_types_are_dequantised(tmp_path: Path) -> None:
-    config = gguf_files.mixtures(gguf_files.WIDE | {"num_hidden_layers": 1})["qwen3moe"]
+    config = gguf_files.config_of("qwen3moe", gguf_files.WIDE | {"num_hidden_layers": 1})
     written = gguf_files.write(
         tmp_path / "model.gguf", config, lambda name: Type.Q8_0 if "gate_exps" in name else Type.Q4_0
     )
@@ -158,60 +119,22 @@ def test_a_model_in_several_files_is_named_by_any_of_them(folder: Path, tmp_path
         Container.open(alone)
 
 
-@pytest.mark.parametrize("family", some(gguf_files.families(), ("llama", "gemma3", "gpt-oss")))
-def test_every_family_is_served_as_transformers_runs_it(family: str, tmp_path: Path) -> None:
-    config = gguf_files.families()[family]
+@pytest.mark.parametrize("family", some(gguf_files.families(), ("llama", "gemma3", "granite", "gpt-oss")))
+def test_every_family_is_read_as_transformers_has_it(family: str, tmp_path: Path) -> None:
+    config = gguf_files.config_of(family)
     written = gguf_files.write(tmp_path / "model.gguf", config, Type.F16)
     read = read_config(str(written.path), None)
     assert read.rope_parameters == config.rope_parameters
     assert end_tokens_of(read, None) == {zoo.END}
-    found, expected = loaded(written.path, keeps_codes=False).state_dict(), written.model.state_dict()
+    model = loaded(written.path, keeps_codes=False)
+    found, expected = model.state_dict(), written.model.state_dict()
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-    assert tokens(LLM(written.path, dtype="float32", **SMALL)) == reference(written.model)
-
-
-SMALL = {"threads": 1, "max_model_len": 96, "max_batch_size": 4, "max_batch_tokens": 48, "device": "cpu"}
-
-
-def tokens(llm: LLM, **speculation: object) -> list[list[int]]:
-    asked = SpeculationParams(**speculation) if speculation else SpeculationParams(mode=SpeculationMode.OFF)
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-    return [list(done.token_ids) for done in llm.generate(zoo.prompts(4), params, speculation=asked)]
-
-
-def reference(model: PreTrainedModel) -> list[list[int]]:
-    return [generate(model, prompt, NEW_TOKENS) for prompt in zoo.prompts(4)]
-
-
-@pytest.mark.parametrize(
-    ("family", "kind"), [("llama", "mixed"), *(pytest.param("qwen3", kind, marks=SLOW) for kind in (Type.F16, "mixed"))]
-)
-def test_dequantised_tokens_are_those_of_generate(family: str, kind: Type | str, folder: Path) -> None:
-    written = file_of(folder, family, kind)
-    llm = LLM(written.path, written.path, weights="dequantised", dtype="float32", **SMALL)
-    expected = reference(written.model)
-    assert tokens(llm) == expected
-    for proposer in ("ngram", "model"):
-        assert tokens(llm, mode=SpeculationMode.FIXED, proposer=proposer, num_draft_tokens=4) == expected
-
-
-@pytest.mark.parametrize(
-    ("family", "kind", "dtype"),
-    [("llama", "mixed", "bfloat16"), ("qwen3", Type.Q8_0, "float32")]
-    + [pytest.param("llama", kind, "float32", marks=SLOW) for kind in (Type.Q4_0, Type.Q4_K, Type.Q6_K)]
-    + [pytest.param("qwen3", kind, "bfloat16", marks=SLOW) for kind in (Type.Q8_0, "mixed")],
-)
-def test_on_our_kernels_drafts_change_nothing(family: str, kind: Type | str, dtype: str, folder: Path) -> None:
-    written, draft = file_of(folder, family, kind), file_of(folder, family, Type.Q4_0)
-    llm = LLM(written.path, draft.path, dtype=dtype, **SMALL)
-    expected = tokens(llm)
-    for proposer in ("ngram", "model"):
-        assert tokens(llm, mode=SpeculationMode.FIXED, proposer=proposer, num_draft_tokens=4) == expected
-    alone = [
-        llm.generate(p, SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS))[0].token_ids for p in zoo.prompts(4)
-    ]
-    assert [list(text) for text in alone] == expected
+    ids = torch.arange(3, 43)[None]
+    with torch.inference_mode():
+        for each in (model, written.model):
+            each.set_attn_implementation("eager")
+        assert torch.equal(model(ids, use_cache=False).logits, written.model(ids, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -223,16 +146,6 @@ def test_a_model_of_codes_alone_knows_the_type_of_its_rows(dtype: torch.dtype, f
     assert model.get_input_embeddings()(torch.tensor([3])).dtype == dtype
 
 
-@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0, Type.Q4_K, Type.Q6_K])
-def test_logits_are_close_to_the_dequantised_model(kind: Type, folder: Path) -> None:
-    """What differs is the rounding of rows alone."""
-    written = file_of(folder, "llama", kind)
-    ours = loaded(written.path, keeps_codes=True)
-    head, rows = ours.get_output_embeddings(), torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
-    exact = rows @ written.model.get_output_embeddings().weight.detach().t()
-    assert float((head(rows) - exact).std()) < 0.02 * float(exact.std())
-
-
 def held_bytes(model: nn.Module) -> int:
     """Bytes of weights in memory, without those that stay in the file."""
     parts = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
@@ -240,19 +153,12 @@ def held_bytes(model: nn.Module) -> int:
     return sum(parts.values()) + sum(codes)
 
 
-@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0])
-def test_weights_take_as_much_memory_as_the_file(kind: Type, folder: Path) -> None:
-    written = file_of(folder, "llama", kind)
+def test_weights_take_as_much_memory_as_the_file(folder: Path) -> None:
+    written = file_of(folder, "llama", Type.Q4_0)
     tensors = Container.open(written.path).tensors
     size = sum(tensor.num_bytes for tensor in tensors.values())
     held = held_bytes(loaded(written.path, keeps_codes=True)) + tensors["token_embd.weight"].num_bytes
     assert size <= held < 1.1 * size
-    counted = [
-        codes for codes in weights_in(Container.open(written.path)).values() if not isinstance(codes, torch.Tensor)
-    ]
-    assert sum(each.num_bytes() for each in counted) == sum(
-        t.num_bytes for t in tensors.values() if not t.kind.is_float
-    )
 
 
 def test_a_family_that_is_not_read_is_named(tmp_path: Path) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, GPT2Config, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoConfig, GPT2Config, PreTrainedConfig, Qwen3MoeConfig
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
@@ -20,15 +23,9 @@ from engine.model.quantize import save_quantised
 from engine.startup.build import load
 from engine.startup.doctor import check
 from engine.startup.precision import held_as
-from models import embedded_target
 from tests import published, zoo
 
 CPU = torch.device("cpu")
-GPT_OSS = {
-    "vocab_size": zoo.VOCAB, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
-    "max_position_embeddings": 128, "eos_token_id": zoo.END,
-}  # fmt: skip
 
 
 def loaded(folder: Path, weights: str = "native", **config: object):
@@ -39,22 +36,35 @@ def form(name: str) -> published.Format:
     return published.FORMATS[name]
 
 
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where a small Llama lies in a format; not to be changed."""
+
+    @cache
+    def made(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        published.publish(folder, published.CONFIGS["llama"], form(name))
+        return folder
+
+    return made
+
+
 def equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
     return got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
 
 
-@pytest.mark.parametrize(("name", "files"), [*((name, 1) for name in published.FORMATS), ("awq", 3)])
-def test_dequantised_equals_the_formula(name: str, files: int, tmp_path: Path) -> None:
-    want = published.publish(tmp_path, published.CONFIGS["llama"], form(name), files=files).state_dict()
-    assert equal(loaded(tmp_path, "dequantised").state_dict(), want)
-
-
-@pytest.mark.parametrize("name", [name for name, form in published.FORMATS.items() if form.on_kernels])
-def test_native_keeps_every_code(name: str, tmp_path: Path) -> None:
-    reference = published.publish(tmp_path, published.CONFIGS["qwen3"], form(name))
+# One for each reader and way to multiply; `test_codes.py` has every form of a matrix.
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [("ct-int8-zeros", 1), ("ct-int4-ordered", 1), ("ct-fp8-rows", 1), ("gptq-8", 1), ("gptq-2", 2), ("awq", 3),
+     ("fp8-blocks", 1)],
+)  # fmt: skip
+def test_native_keeps_every_code_and_dequantised_equals_the_formula(name: str, files: int, tmp_path: Path) -> None:
+    reference = published.publish(tmp_path, published.CONFIGS["qwen3"], form(name), files=files)
+    assert equal(loaded(tmp_path, "dequantised").state_dict(), reference.state_dict())
     model = loaded(tmp_path)
     for path, module in reference.named_modules():
-        if isinstance(module, nn.Linear) and path != "lm_head":
+        if isinstance(module, nn.Linear) and path != "lm_head" and form(name).on_kernels:
             made = model.get_submodule(path)
             assert isinstance(made, GroupedLinear)
             assert torch.equal(made.dequantised(), module.weight)
@@ -63,25 +73,18 @@ def test_native_keeps_every_code(name: str, tmp_path: Path) -> None:
     assert type(model.lm_head) is nn.Linear
 
 
-def test_what_was_not_quantised_may_be_rounded_beside_the_codes(tmp_path: Path) -> None:
-    published.publish(tmp_path, published.CONFIGS["llama"], form("gptq"))
-    model = loaded(tmp_path, "int8")
-    assert type(model.lm_head) is GroupedLinear
-    assert isinstance(model.model.layers[0].mlp.up_proj, GroupedLinear)
-
-
-def test_what_has_no_kernel_may_be_rounded_as_asked(tmp_path: Path) -> None:
-    published.publish(tmp_path, published.CONFIGS["llama"], form("fp8-blocks"))
-    model = loaded(tmp_path, "int8")
+@pytest.mark.parametrize("name", ["gptq", "fp8-blocks"])
+def test_what_has_no_codes_or_no_kernel_may_be_rounded_as_asked(name: str, folder_of: Callable[[str], Path]) -> None:
+    model = loaded(folder_of(name), "int8")
     assert not any(type(module) is nn.Linear for module in model.modules())
 
 
-def test_the_log_says_what_is_kept_and_what_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    published.publish(tmp_path / "kept", published.CONFIGS["llama"], form("gptq"))
-    published.publish(tmp_path / "floats", published.CONFIGS["llama"], form("fp8-tensor"))
+def test_the_log_says_what_is_kept_and_what_is_not(
+    folder_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "engine"):
-        loaded(tmp_path / "kept")
-        loaded(tmp_path / "floats")
+        loaded(folder_of("gptq"))
+        loaded(folder_of("fp8-blocks"))
     assert "14 quantised weights, 14 keep their codes" in caplog.text
     assert "14 quantised weights, 0 keep their codes; 14 are dequantised to float32" in caplog.text
 
@@ -104,7 +107,7 @@ def publish_experts(folder: Path, config: PreTrainedConfig, name: str) -> dict[s
     return plain
 
 
-@pytest.mark.parametrize("name", ["gptq", "ct-int4", "fp8-blocks"])
+@pytest.mark.parametrize("name", ["gptq", "fp8-blocks"])
 def test_experts_are_stacked_as_those_of_floats(name: str, tmp_path: Path) -> None:
     config = Qwen3MoeConfig(
         **published.SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16
@@ -120,7 +123,9 @@ def test_experts_are_stacked_as_those_of_floats(name: str, tmp_path: Path) -> No
 
 
 def test_gpt_oss(tmp_path: Path) -> None:
-    config = GptOssConfig(**GPT_OSS)
+    config = zoo.config_of(
+        "gpt_oss", hidden_size=64, intermediate_size=32, head_dim=16, num_local_experts=4, num_experts_per_tok=2
+    )
     model, tensors = zoo.with_large_weights(config), {}
     with torch.no_grad():
         for key, weight in model.state_dict().items():
@@ -196,60 +201,63 @@ def test_what_is_not_read_is_refused_by_name(settings: dict[str, object], messag
         held_as(EngineConfig(target=str(tmp_path)), str(tmp_path), None, "native", CPU)
 
 
-def change(folder: Path, key: str, tensor: torch.Tensor | None) -> None:
-    tensors = load_file(folder / "model.safetensors")
+UP = "model.layers.1.mlp.up_proj"
+OF_ANOTHER_SHAPE = rf"{UP}.weight is of shape \[128, 48\]; its config says \[128, 64\]"
+
+
+def changed(folder: Path, copy: Path, key: str, tensor: torch.Tensor | None) -> Path:
+    """A copy with another tensor of this name, or none."""
+    shutil.copytree(folder, copy)
+    tensors = load_file(copy / "model.safetensors")
     del tensors[key]
-    save_file(tensors | ({} if tensor is None else {key: tensor}), folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("weights", ["native", "dequantised"])
-def test_a_matrix_of_another_shape_is_named(weights: str, tmp_path: Path) -> None:
-    published.publish(tmp_path, published.CONFIGS["llama"], form("ct-int8"))
-    path = "model.layers.1.mlp.up_proj"
-    change(tmp_path, f"{path}.weight", torch.zeros(128, 48, dtype=torch.int8))
-    with pytest.raises(ModelError, match=rf"{path}.weight is of shape \[128, 48\]; its config says \[128, 64\]"):
-        loaded(tmp_path, weights)
+    save_file(tensors | ({} if tensor is None else {key: tensor}), copy / "model.safetensors")
+    return copy
 
 
 @pytest.mark.parametrize(
-    ("key", "message"),
+    ("name", "weights", "key", "tensor", "message"),
     [
-        ("model.layers.1.mlp.up_proj.scales", r"lacks model\.layers\.1\.mlp\.up_proj\.scales, which belongs to"),
-        ("model.layers.1.mlp.up_proj.qweight", r"lacks 1 of its weights, model\.layers\.1\.mlp\.up_proj\.weight among"),
-        ("model.norm.weight", r"lacks 1 of its weights, model\.norm\.weight among them"),
+        *(("ct-int8", weights, f"{UP}.weight", torch.zeros(128, 48, dtype=torch.int8), OF_ANOTHER_SHAPE)
+          for weights in ("native", "dequantised")),
+        ("gptq", "native", f"{UP}.scales", None, rf"lacks {UP}\.scales, which belongs to"),
+        ("gptq", "native", f"{UP}.qweight", None, rf"lacks 1 of its weights, {UP}\.weight among"),
+        ("gptq", "native", "model.norm.weight", None, r"lacks 1 of its weights, model\.norm\.weight among them"),
     ],
-)
-def test_a_missing_tensor_is_named(key: str, message: str, tmp_path: Path) -> None:
-    published.publish(tmp_path, published.CONFIGS["llama"], form("gptq"))
-    change(tmp_path, key, None)
+)  # fmt: skip
+def test_a_tensor_that_is_missing_or_of_another_shape_is_named(
+    name: str, weights: str, key: str, tensor: torch.Tensor | None, message: str,
+    folder_of: Callable[[str], Path], tmp_path: Path,
+) -> None:  # fmt: skip
+    folder = changed(folder_of(name), tmp_path / "copy", key, tensor)
     with pytest.raises(ModelError, match=message):
-        loaded(tmp_path)
+        loaded(folder, weights)
 
 
-def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
-    published.publish(tmp_path, published.CONFIGS["llama"], form("awq"), files=2)
-    file = tmp_path / "model-00002-of-00002.safetensors"
+def test_a_file_that_is_cut_short_is_named(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    file = shutil.copytree(folder_of("gptq"), tmp_path / "copy") / "model.safetensors"
     size = file.stat().st_size
     with file.open("rb+") as handle:
         handle.truncate(size - 10)
     with pytest.raises(ModelError, match=rf"{file} is cut short: \S+ ends at byte {size}, the file at {size - 10}"):
-        loaded(tmp_path)
+        loaded(file.parent)
 
 
-def test_only_others_checkpoints_are_dequantised_and_only_floats_are_saved(tmp_path: Path) -> None:
-    save_quantised(embedded_target(), None, tmp_path / "ours")
+def test_only_others_checkpoints_are_dequantised_and_only_floats_are_saved_or_cut(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    zoo.reference("llama").save_pretrained(tmp_path / "floats")
+    save_quantised(tmp_path / "floats", None, tmp_path / "ours")
     with pytest.raises(ModelError, match="is saved in int8, and only checkpoints of others are dequantised"):
         loaded(tmp_path / "ours", "dequantised")
-    published.publish(tmp_path / "gptq", published.CONFIGS["llama"], form("gptq"))
+    folder = str(folder_of("gptq"))
     with pytest.raises(ModelError, match="has gptq weights already"):
-        save_quantised(str(tmp_path / "gptq"), None, tmp_path / "out")
-
-
-def test_a_quantised_target_cannot_be_cut(tmp_path: Path) -> None:
-    published.publish(tmp_path, published.CONFIGS["llama"], form("awq"))
-    config = EngineConfig(target=str(tmp_path), tensor_parallel_size=2)
-    with pytest.raises(ModelError, match=r"tensor_parallel_size is 2; .* has awq weights, which cannot be cut"):
-        load(config, str(tmp_path), None, "native", CPU, shares=2)
+        save_quantised(folder, None, tmp_path / "out")
+    for name, method in ((folder, "gptq"), (str(tmp_path / "ours"), "int8")):
+        config = EngineConfig(target=name, tensor_parallel_size=2)
+        with pytest.raises(
+            ModelError, match=rf"tensor_parallel_size is 2; .* has {method} weights, which cannot be cut"
+        ):
+            load(config, name, None, "native", CPU, shares=2)
 
 
 # -- what is told before it is loaded ----------------------------------------------------------------------------------
@@ -257,22 +265,16 @@ def test_a_quantised_target_cannot_be_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "weights"),
-    [
-        ("gptq", "native"),
-        ("gptq", "dequantised"),
-        ("gptq", "int8"),
-        ("ct-int8", "native"),
-        ("awq", "native"),
-        ("fp8-blocks", "native"),
-        ("fp8-blocks", "int8"),
-    ],
+    [("gptq", "native"), ("gptq", "dequantised"), ("gptq", "int8"), ("ct-int8", "native"), ("fp8-blocks", "int8")],
 )
-def test_the_doctor_knows_how_much_memory_it_will_take(name: str, weights: str, tmp_path: Path) -> None:
-    published.publish(tmp_path, published.CONFIGS["llama"], form(name))
-    report = check(EngineConfig(target=str(tmp_path), weights=weights), load=False)
+def test_the_doctor_knows_how_much_memory_it_will_take(
+    name: str, weights: str, folder_of: Callable[[str], Path]
+) -> None:
+    folder = folder_of(name)
+    report = check(EngineConfig(target=str(folder), weights=weights), load=False)
     assert report.problems == []
     said = report.as_dict()["target"]["weights"]
-    model = loaded(tmp_path, weights)
+    model = loaded(folder, weights)
     held = sum(
         tensor.nbytes for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if "inv_freq" not in n)]
     )
@@ -285,11 +287,10 @@ def test_the_doctor_knows_how_much_memory_it_will_take(name: str, weights: str, 
     assert (codes in said) == (form(name).on_kernels and weights != "dequantised")
 
 
-def test_the_doctor_names_what_is_missing(tmp_path: Path) -> None:
-    published.publish(tmp_path, published.CONFIGS["llama"], form("gptq"))
-    change(tmp_path, "model.layers.0.mlp.up_proj.qzeros", None)
-    report = check(EngineConfig(target=str(tmp_path)), load=False)
-    assert any("lacks model.layers.0.mlp.up_proj.qzeros" in problem for problem in report.problems)
+def test_the_doctor_names_what_is_missing(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = changed(folder_of("gptq"), tmp_path / "copy", f"{UP}.qzeros", None)
+    report = check(EngineConfig(target=str(folder)), load=False)
+    assert any(f"lacks {UP}.qzeros" in problem for problem in report.problems)
 
 
 @pytest.mark.parametrize(
@@ -303,23 +304,23 @@ def test_the_doctor_names_what_is_missing(tmp_path: Path) -> None:
     ],
 )
 def test_how_it_is_held(
-    name: str, weights: str, cpu: tuple[str, str], cuda: tuple[str, str] | None, tmp_path: Path
-) -> None:
-    published.publish(tmp_path, published.CONFIGS["llama"], form(name))
-    config = json.loads((tmp_path / "config.json").read_text()) | {"dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    name: str, weights: str, cpu: tuple[str, str], cuda: tuple[str, str] | None,
+    folder_of: Callable[[str], Path], tmp_path: Path,
+) -> None:  # fmt: skip
+    folder = shutil.copytree(folder_of(name), tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    target = EngineConfig(target=str(folder))
     for device, want in ((CPU, cpu), (torch.device("cuda"), cuda)):
         if want is not None:
-            held = held_as(
-                EngineConfig(target=str(tmp_path)), str(tmp_path), None, weights, device, multiplies=lambda _: True
-            )
+            held = held_as(target, target.target, None, weights, device, multiplies=lambda _: True)
             assert (held.type_name, held.matrices) == want
 
 
-def test_end_tokens_are_those_of_its_generation_config(tmp_path: Path) -> None:
-    published.publish(tmp_path, published.CONFIGS["llama"], form("gptq"))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    assert loaded(tmp_path).generation_config.eos_token_id == [5, 7]
+def test_end_tokens_are_those_of_its_generation_config(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folder_of("gptq"), tmp_path / "copy")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert loaded(folder).generation_config.eos_token_id == [5, 7]
 
 
 def test_codes_of_the_language_model_of_a_checkpoint_that_also_sees(tmp_path: Path) -> None:
